@@ -110,7 +110,9 @@ def test_a_client_that_takes_messages_of_4_mib_gets_batches_that_are_larger(plai
     table = pa.table({"n": range(rows), "s": [None, *"x" * (rows - 2), "y" * (1 << 20)]})
     put(plain, path("large"), table)
     (endpoint,) = plain.get_flight_info(path("large")).endpoints
-    with grpc.insecure_channel(endpoint.locations[0].uri.decode().removeprefix("grpc://")) as channel:
+    with grpc.insecure_channel(
+        endpoint.locations[0].uri.decode().removeprefix("grpc://").removeprefix("grpc+")
+    ) as channel:
         do_get = channel.unary_stream("/arrow.flight.protocol.FlightService/DoGet")
         messages = [fields(data) for data in do_get(request(endpoint.ticket.ticket), timeout=60)]
     with pa.BufferOutputStream() as sink:

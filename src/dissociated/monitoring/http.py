@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
-import ipaddress
 import logging
 import socket
 import ssl
@@ -26,6 +25,7 @@ from urllib.parse import urlsplit
 from dissociated.access import Authorize, Security
 from dissociated.errors import OptionError, TransportError
 from dissociated.fork import bind_to_process, invalidate
+from dissociated.host import is_loopback
 from dissociated.uri import Uri
 
 _log = logging.getLogger(__name__)
@@ -162,21 +162,12 @@ class _Http(ThreadingHTTPServer):
 
         A page in a browser that resolves its own name to 127.0.0.1 would otherwise read what is here.
         """
-        if self.authorize is not None or not _is_loopback(str(self.server_address[0])):
+        if self.authorize is not None or not is_loopback(str(self.server_address[0])):
             return True
         try:
-            return _is_loopback(urlsplit(f"//{host}").hostname or "")
+            return is_loopback(urlsplit(f"//{host}").hostname or "")
         except ValueError:
             return False
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +15,7 @@ from dissociated.buffers import MAX_METADATA
 from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
 from dissociated.catalog.store_backend import StoreBackend
+from dissociated.catalog_uri import UNIX_SCHEME, is_unix, is_usable, unix_uri
 from dissociated.fork import bind_to_process, invalidate
 from dissociated.node.launch import ADDRESS_FILE, NodeAddress
 from dissociated.oserrors import store_errors
@@ -27,12 +28,15 @@ from dissociated.transport.framed.shm import runtime_directory
 RETAIN = 300.0
 _SHM_SOCKET = "shm.sock"
 _MEMFD_SOCKET = "memfd.sock"
+_FLIGHT_SOCKET = "flight.sock"
 _PATH_MAX = 107  # bytes, of a Unix socket
 
 
 class Node:
     """Serves the versions in `store`, which it then owns, at `listen`, with a catalog of its own at `flight`.
 
+    Without `flight`, its catalog answers this user alone, at a Unix socket in the store (`grpc+unix:`); or at the
+    loopback interface, if the node is to be reached by a `catalog` that is not at a Unix socket itself.
     With `catalog` it is a node of that catalog and publishes what that says. `retain` and `heartbeat_interval` are in
     seconds: see CatalogService. The others are those of Server; a node and its `catalog` have the same `secret`, and
     trust each other's certificates where these are in `tls_roots`. Raises StoreError, TransportError, CatalogError,
@@ -46,7 +50,7 @@ class Node:
         store: Store,
         listen: Sequence[str] = ("shm:", "tcp://127.0.0.1:0"),
         *,
-        flight: str = "grpc://127.0.0.1:0",
+        flight: str | None = None,
         catalog: str | None = None,
         database: str = ":memory:",
         retain: float = RETAIN,
@@ -95,7 +99,7 @@ class Node:
             )
             backend.handover = str(self._handover.path)
             self.service = CatalogService(
-                flight,
+                self._flight_uri(flight or _default_flight(catalog)),
                 self.server.holdings(backend),
                 database=Database(database) if catalog is None else None,
                 upstream=catalog,
@@ -123,17 +127,20 @@ class Node:
     def _listen_uri(self, uri: str) -> str:
         return f"shm://{self._socket(_SHM_SOCKET)}" if uri == "shm:" else uri
 
-    def _socket(self, name: str) -> Path:
+    def _flight_uri(self, uri: str) -> str:
+        return unix_uri(self._socket(_FLIGHT_SOCKET, is_usable)) if uri == f"{UNIX_SCHEME}:" else uri
+
+    def _socket(self, name: str, fits: Callable[[Path], bool] = lambda path: True) -> Path:
         """The same path after each start, in the store, if that is short enough: so whoever mounts that has both."""
         path = self.store.directory / "run" / name
-        if len(os.fsencode(path)) > _PATH_MAX:
+        if len(os.fsencode(path)) > _PATH_MAX or not fits(path):
             return runtime_directory() / f"{self.store.id}.{name}"
         path.parent.mkdir(mode=0o700, exist_ok=True)  # of its own: who listens there locks it for a moment
         return path
 
     @property
     def uri(self) -> str:
-        """Where its catalog answers: grpc://HOST:PORT."""
+        """Where its catalog answers: grpc+unix:///PATH.sock, or grpc://HOST:PORT."""
         return self.service.uri
 
     @property
@@ -162,3 +169,8 @@ class Node:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _default_flight(catalog: str | None) -> str:
+    """Return where a node answers that was not told, privately unless `catalog` is to reach it otherwise."""
+    return f"{UNIX_SCHEME}:" if catalog is None or is_unix(catalog) else "grpc://127.0.0.1:0"

@@ -57,6 +57,8 @@ class Server:
     def __init__(self, options: ServerOptions) -> None:
         self.limits = options.limits
         guarded = options.security()
+        #: How it is guarded.
+        self.security = guarded
         #: What is served.
         self.registry = Registry(guarded.tickets, options.choose_rows)
         #: What is counted; the catalog counts here, too.
