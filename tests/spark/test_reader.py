@@ -29,6 +29,7 @@ from dissociated.spark.slices import slices
 from dissociated.spark.types import arrow_schema
 from dissociated.store.store import Store
 from helpers import connections_left, wait_until
+from secret_sources import ERRORS, REFERENCE, SECRETS, SOURCES, told
 
 from .test_columns import NAMES, values, with_nulls
 from .test_datasource import NATIVE, plain
@@ -444,3 +445,22 @@ def test_cuts_lie_between_batches_where_that_is_near(
     sizes: list[int], count: int, expected: list[tuple[int, ...]]
 ) -> None:
     assert slices(sizes, count) == expected
+
+
+@pytest.mark.parametrize("in_jvm", [True, False])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+def test_the_text_of_a_source_s_exception_does_not_reach_a_query(
+    spark: SparkSession,
+    server: dis.Server,
+    use_jvm: Callable[[bool], None],
+    transport: str,
+    in_jvm: bool,
+) -> None:
+    """Neither the driver nor a task is told it; both say how to find it in the log of the server."""
+    use_jvm(in_jvm)
+    for source in ("after a batch", "through the C interface"):
+        server.publish("data", SOURCES[source](ERRORS["ValueError"]))
+        reader = spark.read.format("dissociated").option("catalog", server.catalog_uri).option("transport", transport)
+        seen = told(lambda reader=reader: reader.load("data").collect())
+        assert REFERENCE.search(seen)
+        assert not [secret for secret in SECRETS if secret in seen]

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
-from dissociated.access import Authorize, security
+from dissociated.access import Authorize, Owner, security
 from dissociated.buffers import MAX_METADATA
 from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
@@ -58,7 +58,7 @@ class Node:
         advertise: str | None = None,
         ticket_lifetime: float | None = None,
         secret: bytes | None = None,
-        authorize: Authorize | Iterable[str] | Mapping[str, str] | None = None,
+        authorize: Authorize | Iterable[str] | Mapping[str, Owner] | None = None,
         tls_cert: str | os.PathLike[str] | None = None,
         tls_key: str | os.PathLike[str] | None = None,
         tls_roots: str | os.PathLike[str] | None = None,

@@ -17,6 +17,7 @@ from dissociated.errors import (
     DissociatedError,
     LocalProtocolError,
     TransportError,
+    log_message,
 )
 from dissociated.monitoring.activity import Activity, ConnectionStats
 from dissociated.server.admission import Admission, Limits, ServerFull
@@ -168,7 +169,7 @@ class Connections:
         except LocalProtocolError:
             why = self._complain(connection, stats)
         except DissociatedError as error:
-            why = str(error)
+            why = log_message(error)
         except Exception:
             why = self._complain(connection, stats)
         finally:
