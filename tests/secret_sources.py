@@ -82,21 +82,22 @@ SOURCES: dict[str, Callable[[Callable[[], Exception]], Any]] = {
 }
 
 
-def told(read: Callable[[], Any]) -> str:
-    """All that a client can see of the error that ends a read."""
+def told(read: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+    """All that a client can see of the error that ends the reading of what `read` gives."""
     with pytest.raises(Exception) as caught:
-        read()
-    seen, error = "", caught.value
-    chain: BaseException | None = error
+        read(*arguments, **options).read_all()
+    seen = ""
+    chain: BaseException | None = caught.value
     while chain is not None:
         seen += f"{chain!r} {chain} {getattr(chain, 'extra_info', '')!r}"
         chain = chain.__cause__ or chain.__context__
     return seen
 
 
-def check(read: Callable[[], Any], log: pytest.LogCaptureFixture) -> None:
+def check(log: pytest.LogCaptureFixture, read: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    """Fail unless the text of what the source has raised is in the log, and not told to the client."""
     log.clear()
-    seen = told(read)
+    seen = told(read, *arguments, **options)
     assert not [secret for secret in SECRETS if secret in seen]
     (reference,) = {*REFERENCE.findall(seen)}
 

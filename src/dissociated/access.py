@@ -279,9 +279,9 @@ def _lines(path: str | Path) -> list[_Line]:
 def _line(path: str | Path, number: int, words: list[str]) -> _Line:
     """Return what a line says. An error does not quote it: any word may be a token."""
     match words:
-        case [token]:
+        case [token] if token not in TOKEN_ROLES:
             return _Line(None, token, DEFAULT_ROLE)
-        case [name, token]:
+        case [name, token] if token not in TOKEN_ROLES:
             return _Line(name, token, DEFAULT_ROLE)
         case [name, token, role] if role in TOKEN_ROLES:
             return _Line(name, token, TOKEN_ROLES[role])

@@ -17,7 +17,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.catalog.database import Database
-from dissociated.catalog.flight_streams import generate_get
+from dissociated.catalog.flight_streams import checked, generate_get
 from dissociated.catalog.listing import REUSE_CONNECTION
 from dissociated.catalog.service import CatalogService
 from dissociated.errors import SourceError
@@ -136,7 +136,7 @@ def test_batches_with_wrong_offsets_are_not_cut_for_such_a_client() -> None:
     ):
         batch = pa.record_batch({"x": array})
         with pytest.raises(SourceError, match="not valid"):
-            [run.read_all() for run in generate_get(batch.schema, iter([(batch, None)]), True)]
+            [run.read_all() for run in generate_get(checked(batch.schema, iter([(batch, None)]), True))]
 
 
 DATA_HEADER, DATA_BODY = 2, 1000  # of FlightData

@@ -29,16 +29,14 @@ def test_the_text_of_a_source_s_exception_is_not_told_over_flight(caplog: pytest
                 with case((source, error)):
                     for transport in ("grpc", None):
                         publish()
-                        check(lambda transport=transport: client.read("data", transport=transport).read_all(), caplog)
+                        check(caplog, client.read, "data", transport=transport)
                     ticket = publish()
                     with flight.FlightClient(server.catalog_uri) as plain:
-                        check(lambda plain=plain, ticket=ticket: plain.do_get(flight.Ticket(ticket)).read_all(), caplog)
+                        check(caplog, plain.do_get, flight.Ticket(ticket))
 
 
-def test_nor_is_the_path_of_a_file_that_cannot_be_read_any_more(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for number, spoil in enumerate((Path.unlink, lambda path: path.write_bytes(b"PAR1"), _replace)):
+def test_nor_is_the_path_of_a_file_that_cannot_be_read_any_more(tmp_path: Path) -> None:
+    for number, spoil in enumerate((_remove, _damage, _replace)):
         directory = tmp_path / f"{number}-hunter2"
         directory.mkdir()
         paths = [directory / "alone.parquet", directory / "all" / "one.parquet"]
@@ -52,9 +50,17 @@ def test_nor_is_the_path_of_a_file_that_cannot_be_read_any_more(
                 spoil(path)
                 for transport in ("grpc", "tcp"):
                     with case((number, name, transport)):
-                        seen = told(lambda n=name, t=transport: client.read(n, transport=t).read_all())
+                        seen = told(client.read, name, transport=transport)
                         assert "hunter2" not in seen
                         assert str(tmp_path) not in seen
+
+
+def _remove(path: Path) -> None:
+    path.unlink()
+
+
+def _damage(path: Path) -> None:
+    path.write_bytes(b"PAR1")
 
 
 def _replace(path: Path) -> None:

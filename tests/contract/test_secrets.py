@@ -23,7 +23,7 @@ def test_the_text_of_a_source_s_exception_stays_in_the_log(
         with case((source, error)):
             made = SOURCES[source](ERRORS[error])
             direct.servers[0].publish("data", made, live=dis.Live() if live else None)
-            check(lambda: direct.open().read_all(), caplog)
+            check(caplog, direct.open)
 
 
 def test_what_this_library_says_of_a_source_is_told(quick: Route) -> None:

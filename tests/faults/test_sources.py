@@ -114,9 +114,7 @@ def test_source_gives_batches_of_another_schema(serve: Serve) -> None:
     (uri,) = good.server.locations("bad")
     stream = dis.open_stream(uri, good.server.ticket("bad"))
     assert stream.read_next_batch().equals(BATCH)
-    with pytest.raises(
-        RemoteError, match=r"the source of 'bad' failed \(ArrowInvalid\): the log of its server says more"
-    ):
+    with pytest.raises(RemoteError, match=r"the source of 'bad' failed: .* different schema"):
         stream.read_next_batch()
 
 
