@@ -140,9 +140,9 @@ class CatalogService:
         leak(self._flight)
         invalidate(self)
 
-    def record_publication(self, dataset: Dataset) -> None:
+    def record_publication(self, dataset: Dataset, ttl: float | None = None) -> None:
         """See `Catalog.record_publication`."""
-        self.catalog.record_publication(dataset)
+        self.catalog.record_publication(dataset, ttl)
 
     def drop(self, name: str) -> None:
         """Make a dataset unavailable. Raises DatasetNotFound."""
