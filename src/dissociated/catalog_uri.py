@@ -1,6 +1,6 @@
-"""Where a catalog answers, and who can reach it there.
+"""The URI of a catalog, and who can reach the catalog there.
 
-    grpc://HOST:PORT            whoever reaches the port
+    grpc://HOST:PORT            everybody who reaches the port
     grpc+tls://HOST:PORT        the same, encrypted
     grpc+unix:///DIR/FILE.sock  this user and root alone: a Unix socket in a private directory
 

@@ -1,4 +1,4 @@
-"""The roles of those who have a token, and the role that each call needs.
+"""The roles of tokens, and the role that each call needs.
 
 Each role may do what those before it may. A call that is not in these tables is refused.
 """
@@ -13,7 +13,7 @@ from dissociated.errors import OptionError
 
 
 class Role(IntEnum):
-    """What the bearer of a token may do."""
+    """A set of calls that the bearer of a token may make."""
 
     #: List, describe and read datasets.
     READ = 1
@@ -21,7 +21,7 @@ class Role(IntEnum):
     WRITE = 2
     #: See who reads what, and from where, too.
     ADMIN = 3
-    #: Be a catalog or a node: those who have the same secret. No token has this role.
+    #: Be a catalog or a node, which prove it by the secret that they share. No token has this role.
     PEER = 4
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ DEFAULT_ROLE = Role.READ
 
 
 class Identity(NamedTuple):
-    """Whose a token is, and its role."""
+    """The name of the owner of a token, and its role."""
 
     name: str
     role: Role = DEFAULT_ROLE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import urllib.error
@@ -26,6 +27,7 @@ from dissociated.errors import AccessDenied
 from dissociated.node.node import Node
 from dissociated.store.store import Store
 from helpers import PATIENCE, case
+from pages import ROOT
 
 TABLE = pa.table({"n": [1, 2, 3]})
 SECRET = bytes(range(32))
@@ -134,6 +136,15 @@ def test_every_call_action_and_page_has_a_role(place: dict[str, Any]) -> None:
     assert {call: str(role) for call, role in roles.CALLS.items()} == CALLS
     assert {action: str(role) for action, role in roles.ACTIONS.items()} == ACTIONS
     assert {page: None if role is None else str(role) for page, role in roles.PAGES.items()} == PAGES
+
+
+def test_the_page_about_access_has_the_same_table() -> None:
+    text = (ROOT / "docs" / "access.md").read_text().partition("| call | role |")[2].partition("\n\n")[0]
+    told: dict[str, str] = {}
+    for calls, role in re.findall(r"^\| (.+) \| (.+) \|$", text, re.MULTILINE):
+        told |= dict.fromkeys(re.findall(r"`([^`]+)`", calls), role.strip("`"))
+    expected = {**CALLS, **ACTIONS, **{page: role or "none" for page, role in PAGES.items()}}
+    assert told == expected
 
 
 @pytest.mark.parametrize("where", ["catalog", "node"])

@@ -1,4 +1,4 @@
-"""Who may call a catalog: TLS, and a bearer token with each call."""
+"""The guard of a catalog: TLS, and a bearer token with each call."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Guard(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow ha
 
 
 class Caller(flight.ServerMiddleware):  # type: ignore[misc]  # pyarrow has no type hints
-    """Whoever makes a call, and the role that the token or the secret gives."""
+    """The maker of a call, with the role that the token or the secret gives."""
 
     def __init__(self, role: Role) -> None:
         self._role = role
@@ -94,7 +94,7 @@ class Caller(flight.ServerMiddleware):  # type: ignore[misc]  # pyarrow has no t
 def require_action(context: Any, action: str) -> None:
     """Raise FlightUnauthorizedError unless the caller has the role that an action needs.
 
-    Everybody has if there are neither tokens nor a secret.
+    If there are neither tokens nor a secret, everybody has it.
     """
     caller = context.get_middleware(_MIDDLEWARE)
     if caller is not None:

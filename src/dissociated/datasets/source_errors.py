@@ -1,4 +1,4 @@
-"""Whatever comes out of a source, as an error that conceals its text from clients.
+"""Exceptions of a source, as errors that conceal their text from clients.
 
 The text of an exception of somebody's own code may have a password or a path in it, and so may what libarrow says of
 the files that it reads. So it stays in the log. A client is told the kind of the exception, and a reference that finds
