@@ -32,7 +32,7 @@ from typing import NamedTuple, TypeAlias
 from dissociated.errors import AccessDenied, OptionError
 from dissociated.roles import DEFAULT_ROLE, TOKEN_ROLES, Identity, Role
 
-#: Given a bearer token, says whose it is: an `Identity`, or a name or just True, which may read; or something false.
+#: Given a bearer token, says whose it is: a name and a role, or a name or just True, which may read; or nothing, false.
 Authorize: TypeAlias = Callable[[str], object]
 
 #: Whose a token is: a name, which may read, or a name and the role.

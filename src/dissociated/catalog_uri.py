@@ -50,9 +50,10 @@ def split_unix(uri: str) -> tuple[str, str]:
 
 
 def is_usable(path: Path) -> bool:
-    """Return whether Flight can answer on a Unix socket at `path`."""
+    """Return whether Flight can answer on a Unix socket at `path`, and a URI can name a dataset there."""
     text = os.fspath(path)
-    return len(os.fsencode(text)) <= _PATH_MAX and not any(sign in text for sign in _UNUSABLE)
+    fits = len(os.fsencode(text)) <= _PATH_MAX and not any(sign in text for sign in _UNUSABLE)
+    return fits and _SUFFIX not in os.fspath(path.parent)
 
 
 def check_socket(path: Path) -> None:
@@ -62,7 +63,7 @@ def check_socket(path: Path) -> None:
         UriError: The path is not absolute, or has characters or a length that Flight does not take.
         TransportError: Another server answers there, another file is there, or others may enter the directory.
     """
-    if not path.is_absolute() or path.suffix != _SUFFIX or _SUFFIX in os.fspath(path.parent) or not is_usable(path):
+    if not path.is_absolute() or path.suffix != _SUFFIX or not is_usable(path):
         raise UriError(
             f"{path} is no place for a catalog: the path of its socket is absolute, ends in {_SUFFIX} and has at most "
             f"{_PATH_MAX} bytes, none of them {' '.join(_UNUSABLE)}, and no directory on it has {_SUFFIX} in its name"

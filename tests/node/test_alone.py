@@ -187,7 +187,7 @@ def test_a_node_that_ends_leaves_no_socket(memory: Path) -> None:
     assert [*(store / "run").iterdir()] == []
 
 
-@pytest.mark.parametrize("name", ["with%percent", "with#number", "x" * 90])
+@pytest.mark.parametrize("name", ["with%percent", "with#number", "a.sock", "x" * 90])
 def test_a_store_in_a_directory_that_flight_cannot_name(memory: Path, runtime: str, name: str) -> None:
     with Node(Store(memory / name), ["shm:"]) as node:
         assert node.uri.startswith(f"grpc+unix://{runtime}/")
