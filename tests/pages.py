@@ -95,6 +95,7 @@ class Reader:
         self._port = catalog.rpartition(":")[2]
         self._ports = {"8815": int(self._port), **(ports or {})}
         self._stores = 0
+        self._paths: dict[str, str] = {}  # of stores: what a page calls them, and where they are
         self._owned = ExitStack()
         self._directory = directory
         tools = directory / "bin"
@@ -127,6 +128,8 @@ class Reader:
         def port(found: re.Match[str]) -> str:
             return f":{self._ports.setdefault(found[1], free_port())}"
 
+        for written, path in self._paths.items():
+            text = text.replace(written, path)
         return _PORT.sub(port, _HOST.sub("127.0.0.1", text)).replace(":PORT", f":{self._port}")
 
     def _run_text(self, block: Block) -> None: ...
@@ -158,7 +161,10 @@ class Reader:
         self._stores += 1
         place = {"node": "--store", "catalog": "--db"}.get(command)
         arguments = shlex.split(self._adapted(line), comments=True)[1:]
-        arguments += [place, str(self._directory / f"{place}-{self._stores}")] if place else []
+        path = str(self._directory / f"{place}-{self._stores}")
+        arguments += [place, path] if place else []
+        if store := re.search(r"--store (\S+)", line):
+            self._paths[store[1]] = path
         process = Process(*arguments, cwd=self._directory, forked=True)
         self._owned.callback(process.kill)
         self._use(process.uri)

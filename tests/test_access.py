@@ -22,6 +22,7 @@ from certificates import Certificates
 from dissociated import access
 from dissociated.access import Grant, Signer, Tokens, read_token
 from dissociated.errors import AccessDenied, DatasetNotFound, OptionError, RemoteError
+from dissociated.roles import Role
 from helpers import Serve, location
 
 SECRET = bytes(range(32))
@@ -191,8 +192,11 @@ def test_servers_with_one_secret_accept_each_others_tickets(serve: Serve) -> Non
 
 
 def test_tokens_and_whose_they_are() -> None:
-    assert [Tokens(["first", "second"])(token) for token in ("second", "third", "")] == ["token 2", None, None]
-    assert Tokens({"sesame": "ali"})("sesame") == "ali"
+    tokens = Tokens(["first", "second"])
+    assert [tokens(token) for token in ("second", "third", "")] == [("token 2", Role.READ), None, None]
+    owners = {"sesame": "ali", "simsim": ("zoe", "write"), "s": ("kim", Role.ADMIN)}
+    named = Tokens(owners)
+    assert [named(token) for token in owners] == [("ali", Role.READ), ("zoe", Role.WRITE), ("kim", Role.ADMIN)]
     assert "sesame" not in repr(vars(Tokens(["sesame"])))
 
 
@@ -211,9 +215,16 @@ def test_who_may_read_a_token_or_a_secret_is_told(tmp_path: Path, caplog: pytest
 
 def test_a_file_of_tokens(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
-    path.write_text("# who may read\n\nali sesame\n  plain  \n")
+    path.write_text("# who may do what\n\nali sesame write\n  plain  \nzoe\tsimsim\nkim s admin\nbob b read\n")
     tokens = Tokens.read(path)
-    assert [tokens(one) for one in ("sesame", "plain", "ali", "# who")] == ["ali", "token 2", None, None]
+    assert {one: tokens(one) for one in ("sesame", "plain", "simsim", "s", "b")} == {
+        "sesame": ("ali", Role.WRITE),
+        "plain": ("token 2", Role.READ),  # a line without a role may read
+        "simsim": ("zoe", Role.READ),
+        "s": ("kim", Role.ADMIN),
+        "b": ("bob", Role.READ),
+    }
+    assert [tokens(one) for one in ("ali", "# who", "write", "read", "")] == [None] * 5
     assert read_token(path) == "sesame"
 
 
@@ -222,7 +233,15 @@ def test_a_file_of_tokens(tmp_path: Path) -> None:
     [
         (b"", "there is no token"),
         (b"# nothing\n", "there is no token"),
-        (b"a b c\n", "more than a name and a token"),
+        (
+            b"a b hunter2\n",
+            "line 1 of .* is not TOKEN, NAME TOKEN or NAME TOKEN ROLE; the roles are read, write, admin",
+        ),
+        (b"# roles\na b peer\n", "line 2 of"),
+        (b"a b WRITE\n", "line 1 of"),
+        (b"hunter2 write\n", "line 1 of"),  # nobody wants "write" to be a token
+        (b"write\n", "line 1 of"),
+        (b"a b write more\n", "line 1 of"),
         ("sésame\n".encode(), "printable ASCII"),
         (b"\xff\n", "cannot read tokens from"),
     ],
@@ -234,11 +253,23 @@ def test_files_of_no_tokens(tmp_path: Path, content: bytes, sentence: str) -> No
         with pytest.raises(OptionError, match=sentence) as caught:
             read(path)
         assert "sésame" not in str(caught.value)
+        assert "hunter2" not in str(caught.value)
     with pytest.raises(OptionError, match="No such file"):
         Tokens.read(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("tokens", [[], "one string", ["with space"], [""], ["new\nline"]])
+def test_a_token_has_one_owner_and_role(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("ali hunter2 read\nzoe hunter2 admin\n")
+    with pytest.raises(OptionError, match=r"a token stands in .* twice") as caught:
+        Tokens.read(path)
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [[], "one string", ["with space"], [""], ["new\nline"], ["read"], {"a": ("ali", "peer")}, {"a": ("ali", "")}],
+)
 def test_tokens_that_cannot_be(tokens: Any) -> None:
     with pytest.raises(OptionError):
         access.authorizer(tokens)

@@ -41,7 +41,7 @@ def flights() -> pa.Table:
 def catalog(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The node on this host; another than that of whoever runs the tests."""
     monkeypatch.setenv("DISSOCIATED_HOST", "vm")  # as the pages call it
-    with Node(Store(memory / "store"), ["shm:", "tcp://127.0.0.1:0"]) as node:
+    with Node(Store(memory / "store"), ["shm:", "tcp://127.0.0.1:0"], flight="grpc://127.0.0.1:0") as node:
         yield node.uri
 
 
@@ -118,11 +118,13 @@ def test_the_code_on_a_page_runs(
         writer.write_table(table)
     for file in certified:
         shutil.copy(file, tmp_path)
-    Path("tokens").write_text("ali 0123...\n")
+    Path("tokens").write_text("ali 0123... admin\n")
     Path("tokens").chmod(0o600)
     given = GIVEN.get(page.stem, lambda table: {"table": table})(table)
     with (
-        dis.Server([], catalog="grpc+tls://127.0.0.1:0", authorize=["0123..."], **certified.options) as guarded,
+        dis.Server(
+            [], catalog="grpc+tls://127.0.0.1:0", authorize={"0123...": ("ali", "admin")}, **certified.options
+        ) as guarded,
         dis.connect(catalog) as client,
         Reader(tmp_path, given, catalog, {"4434": int(guarded.catalog_uri.rpartition(":")[2])}) as reader,
     ):

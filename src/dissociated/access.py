@@ -30,9 +30,13 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from dissociated.errors import AccessDenied, OptionError
+from dissociated.roles import DEFAULT_ROLE, TOKEN_ROLES, Identity, Role
 
-#: Given a bearer token, says whose it is (a name, or just True), or something false.
+#: Given a bearer token, says whose it is: a name and a role, or a name or just True, which may read; or nothing, false.
 Authorize: TypeAlias = Callable[[str], object]
+
+#: Whose a token is: a name, which may read, or a name and the role.
+Owner: TypeAlias = str | tuple[str, Role | str]
 
 _log = logging.getLogger(__name__)
 
@@ -139,7 +143,7 @@ def security(
     *,
     ticket_lifetime: float | None = None,
     secret: bytes | None = None,
-    authorize: Authorize | Iterable[str] | Mapping[str, str] | None = None,
+    authorize: Authorize | Iterable[str] | Mapping[str, Owner] | None = None,
     tls_cert: str | os.PathLike[str] | None = None,
     tls_key: str | os.PathLike[str] | None = None,
     tls_roots: str | os.PathLike[str] | None = None,
@@ -166,36 +170,45 @@ def security(
 
 
 class Tokens:
-    """Bearer tokens, and the names of those they belong to. Only digests of the tokens are kept.
+    """Bearer tokens, the names of those they belong to, and their roles. Only digests of the tokens are kept.
 
-    Raises OptionError where there is none, or one that no header can carry.
+    A token that is given without a role may read. Raises OptionError if there is no token, or one that no header can
+    carry.
     """
 
-    def __init__(self, tokens: Iterable[str] | Mapping[str, str]) -> None:
+    def __init__(self, tokens: Iterable[str] | Mapping[str, Owner]) -> None:
         if isinstance(tokens, str):
             raise OptionError("give a list of tokens, not one string")
         named = tokens if isinstance(tokens, Mapping) else {one: f"token {n}" for n, one in enumerate(tokens, 1)}
         if not named:
             raise OptionError("there is no token, so nobody could come in: give at least one")
-        self._names = {_digest(check_token(token)): name for token, name in named.items()}
+        self._owners: dict[bytes, Identity] = {}
+        for token, owner in named.items():
+            if token in TOKEN_ROLES:
+                raise OptionError("the name of a role is no token: a role comes after a name and a token")
+            self._owners[_digest(check_token(token))] = _identity(owner)
 
     @classmethod
     def read(cls, path: str | Path) -> Tokens:
-        """The tokens in a file: one a line, alone or after a name and a space; # begins a comment.
+        """Return the tokens in a file, one a line: TOKEN, NAME TOKEN or NAME TOKEN ROLE. `#` begins a comment.
 
-        Raises OptionError where the file cannot be read.
+        Raises OptionError if the file cannot be read, or has other lines.
         """
-        return cls({line[-1]: line[0] if line[1:] else f"token {n}" for n, line in enumerate(_lines(path), 1)})
+        lines = _lines(path)
+        found = {line.token: (line.name or f"token {n}", line.role) for n, line in enumerate(lines, 1)}
+        if len(found) < len(lines):
+            raise OptionError(f"a token stands in {path} twice: give everybody another, with one role")
+        return cls(found)
 
-    def __call__(self, token: str) -> str | None:
-        """Whose token it is; None where it is nobody's."""
-        return self._names.get(_digest(token))
+    def __call__(self, token: str) -> Identity | None:
+        """Return whose token it is, and its role; None if it is nobody's."""
+        return self._owners.get(_digest(token))
 
 
 def read_token(path: str | Path) -> str:
     """The first token in a file such as `Tokens.read` reads. Raises OptionError where there is none."""
     for line in _lines(path):
-        return check_token(line[-1])
+        return check_token(line.token)
     raise OptionError(f"there is no token in {path}")
 
 
@@ -217,9 +230,26 @@ def check_token(token: str) -> str:
     return token
 
 
-def authorizer(authorize: Authorize | Iterable[str] | Mapping[str, str]) -> Authorize:
-    """What decides about tokens: the callable itself, or one made of the tokens that are given."""
+def authorizer(authorize: Authorize | Iterable[str] | Mapping[str, Owner]) -> Authorize:
+    """Return what decides about tokens: the callable itself, or one made of the tokens that are given."""
     return authorize if callable(authorize) else Tokens(authorize)
+
+
+def identify(authorize: Authorize, token: str) -> Identity | None:
+    """Return whose token it is, and its role; None if it is not accepted.
+
+    Raises what the operator's `authorize` raises, and OptionError for a role that does not exist.
+    """
+    owner = authorize(token)
+    return _identity(owner) if owner else None
+
+
+def _identity(owner: object) -> Identity:
+    """Return an owner as `authorize` may say it, with its role."""
+    if not isinstance(owner, tuple):
+        return Identity(owner if isinstance(owner, str) else "", DEFAULT_ROLE)
+    name, role = owner
+    return Identity(str(name), role if role in TOKEN_ROLES.values() else Role.parse(role))
 
 
 def _check_secret(secret: bytes) -> None:
@@ -227,16 +257,36 @@ def _check_secret(secret: bytes) -> None:
         raise OptionError(f"a secret of {len(secret)} bytes can be guessed: take secrets.token_bytes(32)")
 
 
-def _lines(path: str | Path) -> list[list[str]]:
+class _Line(NamedTuple):
+    name: str | None
+    token: str
+    role: Role
+
+
+def _lines(path: str | Path) -> list[_Line]:
     try:
         text = Path(path).read_text("utf-8")
         _warn_if_readable(path)
     except (OSError, UnicodeError) as error:
         raise OptionError(f"cannot read tokens from {path}: {getattr(error, 'strerror', None) or error}") from None
-    lines = [line.split() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    if any(len(line) > 2 for line in lines):
-        raise OptionError(f"{path} has a line of more than a name and a token")
-    return lines
+    return [
+        _line(path, number, words)
+        for number, words in enumerate(map(str.split, text.splitlines()), 1)
+        if words and not words[0].startswith("#")
+    ]
+
+
+def _line(path: str | Path, number: int, words: list[str]) -> _Line:
+    """Return what a line says. An error does not quote it: any word may be a token."""
+    match words:
+        case [token] if token not in TOKEN_ROLES:
+            return _Line(None, token, DEFAULT_ROLE)
+        case [name, token] if token not in TOKEN_ROLES:
+            return _Line(name, token, DEFAULT_ROLE)
+        case [name, token, role] if role in TOKEN_ROLES:
+            return _Line(name, token, TOKEN_ROLES[role])
+    roles = ", ".join(TOKEN_ROLES)
+    raise OptionError(f"line {number} of {path} is not TOKEN, NAME TOKEN or NAME TOKEN ROLE; the roles are {roles}")
 
 
 def _warn_if_readable(path: str | os.PathLike[str]) -> None:

@@ -38,17 +38,32 @@ batches through the Arrow C interface, and raise errors of their own that quote 
 
 from __future__ import annotations
 
+import logging
+from typing import Self
+
 
 class DissociatedError(Exception):
     """The root of the tree: catch this to catch everything below."""
 
-    #: What a peer is told in place of the message, which may have what somebody's own code said. The log has it all.
+    #: The text that a peer is told instead of the message, which may have secrets of somebody's own code in it.
     peer_reason: str | None = None
+    #: The code and the number by which a peer that is told `peer_reason` can name this error; the log has them, too.
+    reference: str | None = None
 
 
 def peer_message(error: DissociatedError) -> str:
-    """What a peer is told of an error."""
+    """Return what a peer is told of an error."""
     return str(error) if error.peer_reason is None else error.peer_reason
+
+
+def log_message(error: DissociatedError) -> str:
+    """Return what the log has of an error: all of it, and the reference by which a peer may ask for it."""
+    return str(error) if error.reference is None else f"{error} [{error.reference}]"
+
+
+def log_level(error: DissociatedError) -> int:
+    """Return the level of an error of a client's: a warning if the client is told that the log has more."""
+    return logging.INFO if error.reference is None else logging.WARNING
 
 
 class UriError(DissociatedError, ValueError):
@@ -97,6 +112,16 @@ class DeadlineExceeded(DissociatedError, TimeoutError):
 
 class SourceError(DissociatedError):
     """A source that was published cannot be read, or can be read no more."""
+
+    @classmethod
+    def told(cls, message: str, peer_reason: str | None = None) -> Self:
+        """Make an error of which a peer is told the message, or `peer_reason` instead.
+
+        All other errors that come out of a source are concealed: see `dissociated.datasets.source_errors`.
+        """
+        error = cls(message)
+        error.peer_reason = message if peer_reason is None else peer_reason
+        return error
 
 
 class FormatError(DissociatedError, ValueError):

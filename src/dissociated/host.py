@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 from contextlib import suppress
@@ -54,3 +55,13 @@ def available_memory() -> int:
         limit, used = (int((_CONTROL_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         available = min(available, limit - used)
     return available
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this host reaches `host`, a name or an address."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -18,7 +18,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.catalog.database import Database
-from dissociated.catalog.flight_streams import generate_get
+from dissociated.catalog.flight_streams import checked, generate_get
 from dissociated.catalog.listing import REUSE_CONNECTION
 from dissociated.catalog.service import CatalogService
 from dissociated.errors import SourceError
@@ -111,7 +111,9 @@ def test_a_client_that_takes_messages_of_4_mib_gets_batches_that_are_larger(plai
     table = pa.table({"n": range(rows), "s": [None, *"x" * (rows - 2), "y" * (1 << 20)]})
     put(plain, path("large"), table)
     (endpoint,) = plain.get_flight_info(path("large")).endpoints
-    with grpc.insecure_channel(endpoint.locations[0].uri.decode().removeprefix("grpc://")) as channel:
+    with grpc.insecure_channel(
+        endpoint.locations[0].uri.decode().removeprefix("grpc://").removeprefix("grpc+")
+    ) as channel:
         do_get = channel.unary_stream("/arrow.flight.protocol.FlightService/DoGet")
         messages = [fields(data) for data in do_get(request(endpoint.ticket.ticket), timeout=60)]
     with pa.BufferOutputStream() as sink:
@@ -135,7 +137,7 @@ def test_batches_with_wrong_offsets_are_not_cut_for_such_a_client() -> None:
     ):
         batch = pa.record_batch({"x": array})
         with pytest.raises(SourceError, match="not valid"):
-            [run.read_all() for run in generate_get(batch.schema, iter([(batch, None)]), True)]
+            [run.read_all() for run in generate_get(checked(batch.schema, iter([(batch, None)]), True))]
 
 
 DATA_HEADER, DATA_BODY = 2, 1000  # of FlightData

@@ -158,7 +158,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory, certified: Certificates) -
     directory = tmp_path_factory.mktemp("guarded")
     with pa.ipc.new_file(directory / "planes.arrow", TABLE.schema) as writer:
         writer.write_table(TABLE)
-    (directory / "tokens").write_text("ali sesame\n")
+    (directory / "tokens").write_text("ali sesame admin\n")
     (directory / "wrong").write_text("simsim\n")
     arguments = command(
         "serve", directory / "planes.arrow", "--tls-cert", certified.cert, "--tls-key", certified.key,

@@ -195,7 +195,9 @@ def test_every_consumer_learns_that_the_source_failed(serve: Serve, consumer: St
     for number in range(3):
         assert {one("hold") for one in everybody} == {str(number)}
     for one in everybody:
-        assert one("rest") == "RemoteError the source of 'live' failed (ValueError): the log of its server says more"
+        told, _, reference = one("rest").partition(" [source_failed ")
+        assert told == "RemoteError the source of 'live' failed (ValueError): the log of its server says more"
+        assert len(reference) == 13
         assert one("check") == "True [0, 1, 2]"
     assert shared_bytes("live") == 3 * MB
     for one in everybody:

@@ -32,17 +32,17 @@ def failing(error: BaseException, after: int) -> Callable[[], pa.RecordBatchRead
     return lambda: reader(batches())
 
 
-#: What a source raises, and what of it a client is told: what this library or libarrow says, and of others the kind.
+#: What a source raises, and what of it a client is told: the kind alone, but of an error that was made to be told.
 ERRORS = {
     "ValueError": (ValueError("the query was cancelled"), "failed (ValueError): the log of its server"),
     "KeyError": (KeyError("column"), "failed (KeyError): the log of its server"),
     "no reason": (RuntimeError(), "RuntimeError"),
     "lone surrogates": (ValueError("\udcff in a path"), "failed ("),
-    "a long reason": (dis.errors.StoreError("x" * 100_000), "x" * 1000),
-    "ArrowInvalid": (pa.ArrowInvalid("not valid"), "not valid"),
+    "a long reason": (dis.errors.SourceError.told("x" * 100_000), "x" * 1000),
+    "ArrowInvalid": (pa.ArrowInvalid("not valid"), "failed (ArrowInvalid): the log of its server"),
     "MemoryError": (MemoryError("too much"), "failed (MemoryError): the log of its server"),
     "TimeoutError": (TimeoutError("the database is asleep"), "failed (TimeoutError): the log of its server"),
-    "ours": (dis.errors.StoreError("the store is gone"), "the store is gone"),
+    "ours": (dis.errors.StoreError("the store is gone"), "failed (StoreError): the log of its server"),
     "StopIteration": (StopIteration(), "failed (RuntimeError)"),
 }
 

@@ -83,7 +83,11 @@ def test_what_the_page_asks_for_says_what_happens(serve: Serve) -> None:
 
 def test_a_guarded_catalog_guards_its_page(serve: Serve, certified: Certificates) -> None:
     server = serve(
-        http="127.0.0.1:0", catalog=None, authorize=["secret"], tls_cert=certified.cert, tls_key=certified.key
+        http="127.0.0.1:0",
+        catalog=None,
+        authorize={"secret": ("me", "admin")},
+        tls_cert=certified.cert,
+        tls_key=certified.key,
     )
     trust = ssl.create_default_context(cafile=certified.roots)
     basic = base64.b64encode(b"me:secret").decode()
@@ -133,7 +137,7 @@ def _seen(uri: str, directory: Path) -> str:
 @pytest.mark.needs("browser")
 def test_a_browser_shows_a_guarded_node(tmp_path: Path) -> None:
     store = Store(tmp_path / "store", limit=1 << 20)
-    with Node(store, ["shm:"], http="127.0.0.1:0", authorize=["secret"]) as node:
+    with Node(store, ["shm:"], http="127.0.0.1:0", authorize={"secret": ("me", "admin")}) as node:
         with dis.connect(node.uri, token="secret") as client:
             name = '<b title="x">bold</b>'
             client.put(name, TABLE)

@@ -51,7 +51,7 @@ def test_no_secret_is_ever_logged(lines: io.StringIO, certified: Certificates, l
     with dis.Server(
         ["shm:", "tcp:", "tls:", "inproc:"],
         catalog="grpc+tls://127.0.0.1:0",
-        authorize={TOKEN: "ali"},
+        authorize={TOKEN: ("ali", "admin")},
         ticket_lifetime=lifetime,
         secret=b"the secret of the server" if lifetime else None,
         **certified.options,

@@ -34,7 +34,7 @@ def options(certified: Certificates) -> dict[str, Any]:
     return {
         **certified.options,
         "tls_roots": certified.roots,
-        "authorize": {"sesame": "ali"},
+        "authorize": {"sesame": ("ali", "admin")},
         "secret": SECRET,
         "ticket_lifetime": 3600.0,
     }

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 import os
+import signal
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from dissociated.catalog.service import CatalogService
 from dissociated.errors import CatalogUnreachable
 from dissociated.host import boot_id, host_name
+from dissociated.node.launch import running
 from dissociated.node.local import stage_here
 from dissociated.node.node import Node
 from dissociated.store.store import Store
@@ -46,3 +51,21 @@ def test_no_node_is_started_for_a_catalog_that_is_not_there(monkeypatch: pytest.
     with pytest.raises(CatalogUnreachable):
         stage_here(f"grpc://127.0.0.1:{free_port()}", dis.connect)
     assert not (tmp_path / "store").exists()
+
+
+def test_a_node_of_a_catalog_at_a_unix_socket_is_started_at_one(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a task of Spark's does."""
+    store, directory = memory / "store", memory / "catalog"
+    directory.mkdir(mode=0o700)
+    monkeypatch.setenv("DISSOCIATED_NODE", f"--store {store}")
+    with closing(CatalogService(f"grpc+unix://{directory}/catalog.sock")) as catalog:
+        place = stage_here(catalog.uri, dis.connect)
+        started = running(store)
+        assert started is not None
+        try:
+            assert place.flight == started.uri == f"grpc+unix://{store}/run/flight.sock"
+            with dis.connect(catalog.uri) as client:
+                client.put("d", pa.table({"n": [1]}))
+                assert client.read("d", transport="shm").read_all() == pa.table({"n": [1]})
+        finally:
+            os.kill(started.pid, signal.SIGKILL)

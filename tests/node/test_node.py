@@ -243,7 +243,8 @@ def test_an_ipc_file_that_any_tool_wrote_is_committed_and_served_where_it_lies(m
 def test_a_full_file_system_is_told_to_whoever_puts_and_harms_nobody(tmp_path: Path, start: Start) -> None:
     root = tmp_path / "small"
     root.mkdir()
-    node = start("node", "--store", root / "store", prefix=small_file_system(root))
+    where = ("--flight", "grpc://127.0.0.1:0")  # a socket in the store is seen there alone
+    node = start("node", "--store", root / "store", *where, prefix=small_file_system(root))
     put(node.uri, "d", table(1, 2))
     large = pa.table({"n": pa.array(range(2 * MIB), pa.int64())})
     for _ in range(2):

@@ -6,6 +6,7 @@ import fcntl
 import gc
 import os
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +20,7 @@ import pytest
 import dissociated as dis
 from dissociated.errors import FormatError, OptionError
 from dissociated.uri import Uri
-from helpers import PATIENCE, Serve, clients_end, connections_left, descriptors, leaving_nothing, serving
+from helpers import PATIENCE, Serve, clients_end, connections_left, descriptors, leaving_nothing, serving, wait_until
 
 TABLE = pa.table({"n": [1, 2, 3]})
 
@@ -319,3 +320,34 @@ def test_a_writer_has_options(serve: Serve, fields: dict[str, Any]) -> None:
 def shared(name: str) -> list[int]:
     """The descriptors of memfds of this name."""
     return [number for number, target in descriptors().items() if target == f"/memfd:dissociated:{name} (deleted)"]
+
+
+@pytest.mark.parametrize("live", [None, dis.Live()], ids=["table", "live"])
+def test_a_dataset_with_a_time_to_live_goes(live: dis.Live | None) -> None:
+    """From the catalog and from the server; one that replaces it in time has a time of its own."""
+    with dis.Server(["tcp:"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("longer", TABLE, ttl=600)
+        server.publish("stays", TABLE, ttl=0.3)
+        server.publish("stays", TABLE)
+        server.publish("short", TABLE if live is None else TABLE.to_reader, live=live, ttl=0.3)
+        assert client.describe("longer").expires == pytest.approx(time.time() + 600, abs=60)
+        wait_until(lambda: server.names() == ["longer", "stays"], "its time is over")
+        assert [(one.name, one.expires is None) for one in client.list()] == [("longer", False), ("stays", True)]
+        with pytest.raises(dis.DatasetNotFound):
+            client.read("short")
+        assert client.read("stays").read_all() == TABLE
+        (expired,) = [change for _, change in server.activity.changes.latest() if change.kind == "expired"]
+        assert expired.dataset == "short"
+
+
+@pytest.mark.parametrize("ttl", [0, -1, float("nan"), 1e11, "soon", True])
+def test_times_to_live_that_make_no_sense(ttl: Any) -> None:
+    with dis.Server([]) as server, pytest.raises(OptionError, match="ttl is a positive number of seconds"):
+        server.publish("data", TABLE, ttl=ttl)
+
+
+def test_a_time_to_live_takes_a_catalog(serve: Serve) -> None:
+    server = serve("inproc:")
+    with pytest.raises(OptionError, match="ttl takes a catalog"):
+        server.publish("data", TABLE, ttl=60)
+    assert server.names() == []

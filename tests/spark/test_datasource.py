@@ -340,7 +340,9 @@ def test_a_mode_that_is_none(spark: SparkSession, catalog: str) -> None:
 def test_a_guarded_catalog(spark: SparkSession, certified: Certificates, tmp_path: Path, write: Write) -> None:
     token_file = tmp_path / "token"
     token_file.write_text("sesame\n")
-    with dis.Server(["shm:"], catalog="grpc+tls://127.0.0.1:0", authorize=["sesame"], **certified.options) as server:
+    with dis.Server(
+        ["shm:"], catalog="grpc+tls://127.0.0.1:0", authorize={"sesame": ("ali", "write")}, **certified.options
+    ) as server:
         with pytest.raises((PySparkException, DissociatedError), match="asks for a token"):
             write(spark.range(10), "numbers", server.catalog_uri, tls_roots=certified.roots)
         assert server.names() == []

@@ -30,6 +30,7 @@ from dissociated.spark.types import arrow_schema
 from dissociated.store.store import Store
 from helpers import connections_left, wait_until
 from processes import free_port
+from secret_sources import ERRORS, REFERENCE, SECRETS, SOURCES
 
 from .test_columns import NAMES, values, with_nulls
 from .test_datasource import NATIVE, plain
@@ -473,3 +474,24 @@ def test_cuts_lie_between_batches_where_that_is_near(
     sizes: list[int], count: int, expected: list[tuple[int, ...]]
 ) -> None:
     assert slices(sizes, count) == expected
+
+
+@pytest.mark.parametrize("in_jvm", [True, False])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+def test_the_text_of_a_source_s_exception_does_not_reach_a_query(
+    spark: SparkSession,
+    server: dis.Server,
+    use_jvm: Callable[[bool], None],
+    transport: str,
+    in_jvm: bool,
+) -> None:
+    """Neither the driver nor a task is told it; both say how to find it in the log of the server."""
+    use_jvm(in_jvm)
+    for source in ("after a batch", "through the C interface"):
+        server.publish("data", SOURCES[source](ERRORS["ValueError"]))
+        df = read(spark, "data", server.catalog_uri, transport=transport)
+        with pytest.raises(PySparkException) as caught:
+            df.collect()
+        seen = str(caught.value)
+        assert REFERENCE.search(seen)
+        assert not [secret for secret in SECRETS if secret in seen]

@@ -346,7 +346,7 @@ def test_a_guarded_catalog_has_guarded_nodes_which_tasks_start(
     secret, token, tokens = tmp_path / "secret", tmp_path / "token", tmp_path / "tokens"
     secret.write_text(secrets.token_hex(32))
     token.write_text("sesame\n")
-    tokens.write_text("ali sesame\n")
+    tokens.write_text("ali sesame write\n")
     for file in (secret, token, tokens):
         file.chmod(0o600)
     protection = [

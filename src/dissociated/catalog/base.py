@@ -101,8 +101,8 @@ class Catalog(ABC):
     # Publishing
 
     @abstractmethod
-    def record_publication(self, dataset: Dataset) -> None:
-        """This process has published a dataset by itself, and serves it already.
+    def record_publication(self, dataset: Dataset, ttl: float | None = None) -> None:
+        """Record what this process has published by itself, and serves already, for `ttl` seconds if that is given.
 
         Raises CatalogError where only another catalog may publish.
         """

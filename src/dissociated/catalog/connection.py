@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from dissociated.access import check_token
+from dissociated.catalog_uri import check_owner, is_unix, socket_path
 from dissociated.errors import (
     AccessDenied,
     CatalogError,
@@ -28,6 +29,8 @@ T = TypeVar("T")
 
 #: With an error: it is not the one that was called who did not answer, but the catalog that this one asked.
 NO_ANSWER = b"no answer"
+
+_CONFIDENTIAL = ("grpc+tls:", "grpc+unix:")
 
 #: What gRPC says before it comes to why a server cannot be reached.
 _UNREACHABLE = re.compile(
@@ -66,8 +69,11 @@ class CatalogConnection:
             return call(self._connected())
 
     def elsewhere(self, uri: str) -> CatalogConnection:
-        """A connection to another server, which this one names. A token that TLS has kept secret stays so."""
-        secret = self.uri.startswith("grpc+tls:") and not uri.startswith("grpc+tls:")
+        """Return a connection to another server, which this one names.
+
+        A token that nobody could overhear, over TLS or a Unix socket, is not sent in the clear.
+        """
+        secret = self.uri.startswith(_CONFIDENTIAL) and not uri.startswith(_CONFIDENTIAL)
         return CatalogConnection(uri, self.timeout, None if secret else self._token, self._tls_roots)
 
     def options(self) -> Any:
@@ -124,6 +130,8 @@ class CatalogConnection:
         if self._connection is None:
             if self._closed:
                 raise CatalogError(f"this client of the catalog at {self.uri} is closed")
+            if is_unix(self.uri):
+                check_owner(socket_path(self.uri))
             use_grpc()
             self._connection = self.flight.FlightClient(self.uri, **self._parameters)
         return self._connection

@@ -16,8 +16,8 @@ from dissociated import strict_json
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.connection import NO_ANSWER
 from dissociated.catalog.descriptors import first_field, parse_put
-from dissociated.catalog.flight_streams import generate_get
-from dissociated.catalog.guard import require_peer
+from dissociated.catalog.flight_streams import checked, generate_get
+from dissociated.catalog.guard import require_action
 from dissociated.codec.split import batches
 from dissociated.errors import (
     AccessDenied,
@@ -26,12 +26,13 @@ from dissociated.errors import (
     DatasetNotFound,
     DeadlineExceeded,
     DissociatedError,
+    log_level,
+    log_message,
     peer_message,
 )
 from dissociated.limited_log import LimitedLog
 
 _NOT_CANCELLABLE = b"\x08\x03"  # CancelFlightInfoResult { status: CANCEL_STATUS_NOT_CANCELLABLE }
-_PEER_ACTIONS = frozenset(("prepare", "over", "register", "heartbeat", "leave"))  # catalogs and nodes
 
 _MESSAGE_LIMIT = "message limit"
 
@@ -75,7 +76,8 @@ def flight_errors(log: LimitedLog, context: Any) -> Iterator[None]:
     except AccessDenied as error:
         raise flight.FlightUnauthorizedError(str(error)) from None
     except DissociatedError as error:
-        log.write(logging.INFO, "%s", error, event="refused", peer=context.peer())
+        event = "refused" if error.reference is None else "source failed"
+        log.write(log_level(error), "%s", log_message(error), event=event, peer=context.peer())
         kind, extra_info = flight.FlightServerError, b""
         if isinstance(error, CatalogUnreachable | DeadlineExceeded):
             unreachable = isinstance(error, CatalogUnreachable)
@@ -162,7 +164,9 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
         with flight_errors(self._log, context):
             reader = self._catalog.open(ticket.ticket)
             limited = context.get_middleware(_MESSAGE_LIMIT) is not None
-        messages = generate_get(reader.schema, batches(reader), limited)
+        # Both: pyarrow asks for the batches of a run by itself, and would tell the client what it is told there.
+        pairs = _with_flight_errors(checked(reader.schema, batches(reader), limited), self._log, context)
+        messages = generate_get(pairs)
         return flight.GeneratorStream(reader.schema, _with_flight_errors(messages, self._log, context))
 
     def do_put(self, context: Any, descriptor: flight.FlightDescriptor, reader: Any, writer: Any) -> None:
@@ -180,9 +184,9 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
     def do_action(self, context: Any, action: flight.Action) -> list[bytes]:
         content = action.body.to_pybytes()
         with flight_errors(self._log, context):
-            catalog = self._catalog
-            if action.type in _PEER_ACTIONS:
-                require_peer(context, catalog.security)
+            self._catalog_future.result()  # there are no actions before
+            if action.type in self._binary or action.type in self._actions:
+                require_action(context, action.type)
             try:
                 if action.type in self._binary:
                     return [self._binary[action.type][0](content)]

@@ -101,13 +101,11 @@ def receive_put(reader: Iterable[Any], cancelled: Callable[[], bool], marked: bo
 # DoGet
 
 
-def generate_get(schema: pa.Schema, pairs: Iterator[BatchAndMetadata], split: bool) -> Iterator[Any]:
+def generate_get(pairs: Iterator[BatchAndMetadata]) -> Iterator[Any]:
     """What a `flight.GeneratorStream` sends: runs of batches, which know their dictionaries, and metadata between.
 
-    With `split`, batches that are larger than gRPC takes by itself come as several. Raises SourceError before a batch
-    on which libarrow would abort.
+    The batches are those of `checked`.
     """
-    pairs = _checked(schema, pairs, split)
     following = next(pairs, None)
 
     def run() -> Iterator[pa.RecordBatch]:
@@ -131,7 +129,11 @@ def generate_get(schema: pa.Schema, pairs: Iterator[BatchAndMetadata], split: bo
         yield pa.RecordBatchReader.from_batches(batch.schema, run())
 
 
-def _checked(schema: pa.Schema, pairs: Iterable[BatchAndMetadata], split: bool) -> Iterator[BatchAndMetadata]:
+def checked(schema: pa.Schema, pairs: Iterable[BatchAndMetadata], split: bool) -> Iterator[BatchAndMetadata]:
+    """Return the same batches, each checked. With `split`, those larger than gRPC takes by itself come as several.
+
+    Raises SourceError before a batch on which libarrow would abort.
+    """
     validator = Validator(schema)
     for batch, metadata in pairs:
         checked = validator.check(batch, full=split)  # pieces end at offsets that nothing less looks at

@@ -1,4 +1,4 @@
-"""Who may call a catalog: TLS, and a bearer token with each call."""
+"""The guard of a catalog: TLS, and a bearer token with each call."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any
 
 import pyarrow.flight as flight
 
-from dissociated.access import Security
-from dissociated.errors import AccessDenied, OptionError
+from dissociated.access import Security, identify
+from dissociated.errors import OptionError
 from dissociated.limited_log import LimitedLog
+from dissociated.roles import ACTIONS, CALLS, Role
 
 _log = logging.getLogger(__name__)
 
 _MIDDLEWARE = "guard"
 _HEADER = "authorization"
 _AUTH_SCHEME = "bearer"
+_CALL_NAMES = {method: method.name.title().replace("_", "") for method in flight.FlightMethod}  # as in Flight.proto
 #: gRPC would wait for up to two minutes before it tries again to reach a server that was not there.
 _RECONNECT = {"grpc.initial_reconnect_backoff_ms": 100, "grpc.max_reconnect_backoff_ms": 2000}
 
@@ -35,35 +37,41 @@ def server_options(uri: str, security: Security) -> dict[str, Any]:
 
 
 class Guard(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow has no type hints
-    """Lets calls in whose bearer token somebody owns, or a peer: a catalog or a node with the same secret."""
+    """Lets calls in whose bearer token has the role for it, or a peer's: a catalog or a node with the same secret."""
 
     def __init__(self, security: Security) -> None:
         self._authorize = security.authorize
         self._peer = security.peer
         self._log = LimitedLog(_log)  # without peers, whom Flight does not tell here
 
-    def start_call(self, info: Any, headers: dict[str, list[str]]) -> PeerCall | None:
+    def start_call(self, info: Any, headers: dict[str, list[str]]) -> Caller:
         """Refuse the call, or let it go on. Tokens are never logged, nor what was made of them."""
+        caller = self._identify(info, headers)
+        call = _CALL_NAMES.get(info.method, "")
+        caller.require(call, CALLS.get(call, Role.PEER))
+        return caller
+
+    def _identify(self, info: Any, headers: dict[str, list[str]]) -> Caller:
         tokens = [token for scheme, token in map(_split_scheme, headers.get(_HEADER, ())) if scheme == _AUTH_SCHEME]
         if self._peer is not None and any(hmac.compare_digest(one.encode(), self._peer.encode()) for one in tokens):
-            return PeerCall()
+            return Caller(Role.PEER, self._log)
         if self._authorize is None:
-            return None
+            return Caller(Role.ADMIN, self._log)
         if not tokens:
             raise self._unauthenticated(
                 info, "the catalog asks for a token: send the header 'authorization: Bearer TOKEN'"
             )
         for token in tokens:
             try:
-                owner = self._authorize(token)
+                owner = identify(self._authorize, token)
             except Exception as error:  # it is the operator's code: anything may come out of it, the token too
                 kind = type(error).__name__
                 self._log.write(logging.ERROR, "a token could not be checked: %s in authorize", kind, event="authorize")
                 raise self._unauthenticated(info, "the catalog could not check the token") from None
-            if owner:
-                fields = {"identity": owner} if isinstance(owner, str) else {}
+            if owner is not None:
+                fields = {"identity": owner.name} if owner.name else {}
                 _log.debug("%s was called", info.method.name, extra={"method": info.method.name, **fields})
-                return None
+                return Caller(owner.role, self._log)
         raise self._unauthenticated(info, "the catalog does not accept this token: it may have been withdrawn")
 
     def _unauthenticated(self, info: Any, reason: str) -> flight.FlightUnauthenticatedError:
@@ -73,18 +81,37 @@ class Guard(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow ha
         return flight.FlightUnauthenticatedError(reason)
 
 
-class PeerCall(flight.ServerMiddleware):  # type: ignore[misc]  # pyarrow has no type hints
-    """Comes with the calls of peers alone."""
+class Caller(flight.ServerMiddleware):  # type: ignore[misc]  # pyarrow has no type hints
+    """The maker of a call, with the role that the token or the secret gives."""
+
+    def __init__(self, role: Role, log: LimitedLog) -> None:
+        self._role = role
+        self._log = log
+
+    def require(self, call: str, role: Role) -> None:
+        """Raise FlightUnauthorizedError unless the caller has this role, which `call` needs, or a higher one."""
+        if self._role >= role:
+            return
+        line = "%s was refused: it needs the role %s, and the caller has %s"
+        self._log.write(logging.WARNING, line, call, role, self._role, event=call)
+        if role is Role.PEER:
+            raise flight.FlightUnauthorizedError(
+                "only catalogs and nodes call this, and they have the same secret: give both secret"
+            )
+        raise flight.FlightUnauthorizedError(
+            f"{call} needs the role {role}, and this token has the role {self._role}: a line of the catalog's token "
+            "file is NAME TOKEN ROLE"
+        )
 
 
-def require_peer(context: Any, security: Security) -> None:
-    """Raises AccessDenied where a call that catalogs and nodes make of each other comes from somebody else.
+def require_action(context: Any, action: str) -> None:
+    """Raise FlightUnauthorizedError unless the caller has the role that an action needs.
 
-    Where there are neither tokens nor a secret, whoever reaches the catalog may make it.
+    If there are neither tokens nor a secret, everybody has it.
     """
-    guarded = security.authorize is not None or security.peer is not None
-    if guarded and context.get_middleware(_MIDDLEWARE) is None:
-        raise AccessDenied("only catalogs and nodes call this, and they have the same secret: give both secret")
+    caller = context.get_middleware(_MIDDLEWARE)
+    if caller is not None:
+        caller.require(action, ACTIONS.get(action, Role.PEER))
 
 
 def _split_scheme(header: str) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.registry import Registry
+from dissociated.datasets.source_errors import source_errors
 from dissociated.errors import DissociatedError
 from dissociated.monitoring.activity import Activity
 from dissociated.monitoring.changes import Change
@@ -123,11 +124,12 @@ class Holdings:
         """
         ticket, selection = parse_identifier(ticket)
         published, granted = self.registry.resolve_ticket(ticket)
-        reader = self.registry.select(granted, selection).open_reader()
+        with source_errors(published.name):
+            reader = self.registry.select(granted, selection).open_reader()
         self.activity.flight()
 
         def pairs() -> Iterator[BatchAndMetadata]:
-            with published.reading():
+            with published.reading(), source_errors(published.name):
                 yield from batches(reader)
 
         return BatchReader(reader.schema, pairs())

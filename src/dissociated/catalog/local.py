@@ -108,11 +108,11 @@ class LocalCatalog(Catalog):
 
     # Publishing
 
-    def record_publication(self, dataset: Dataset) -> None:
+    def record_publication(self, dataset: Dataset, ttl: float | None = None) -> None:
         part = Part(secrets.token_hex(8), self.node.id, dataset.ticket, dataset.rows, dataset.nbytes)
         self._registry.assign_part(part.id, dataset)
         with self._publishing:
-            self._database.publish(dataset.name, part.id, schemas.serialize(dataset.schema), [part])
+            self._database.publish(dataset.name, part.id, schemas.serialize(dataset.schema), [part], ttl=ttl)
         self._clean_up(self._delete_unreferenced)
 
     def drop(self, name: str) -> None:

@@ -24,8 +24,8 @@ Actions; their bodies and results are JSON, but for those that Flight defines:
     nodes     {}                                     -> {nodes}
     status    {}                                     -> what `ServerStatus.plain` says
     RenewFlightEndpoint, CancelFlightInfo            as in Flight.proto
-and between catalogs and nodes: prepare, over, register, heartbeat, leave. Where there are tokens or a secret, these
-take a peer: whoever has the same secret.
+and between catalogs and nodes: prepare, over, register, heartbeat, leave. `dissociated.roles` has the role that each of
+them needs where there are tokens or a secret.
 
 A segment in `commit` is a name in the stage of this catalog's own node, or {node, segment}. One catalog knows many
 nodes; one that is given an `upstream` is a node of that catalog, and answers with what that says.
@@ -37,10 +37,13 @@ understand that again; without signatures the two are the same.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 import time
 from contextlib import ExitStack
+from pathlib import Path
+from secrets import token_hex
 
 import pyarrow as pa
 
@@ -53,11 +56,13 @@ from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.local import LocalCatalog
 from dissociated.catalog.records import NodeRecord
 from dissociated.catalog.upstream import UpstreamCatalog
+from dissociated.catalog_uri import UNIX_SCHEME, check_socket, describe_reach, is_unix, socket_path, unix_uri
 from dissociated.datasets.base import Dataset
 from dissociated.errors import DissociatedError, TransportError, UriError
 from dissociated.fork import bind_to_process, invalidate, leak, use_grpc
 from dissociated.host import boot_id, host_name
 from dissociated.monitoring.status import ServerStatus
+from dissociated.transport.framed.shm import runtime_directory
 from dissociated.uri import ANY_INTERFACE, Uri
 
 _log = logging.getLogger(__name__)
@@ -102,14 +107,18 @@ class CatalogService:
             if database is not None:
                 undo.callback(database.close)
             use_grpc()
-            _check_port_free(uri)  # gRPC would say it, and much else, on stderr
+            uri = _check_place(uri)  # gRPC would say it, and much else, on stderr
             try:
                 self._flight = FlightServer(uri, **server_options(uri, security))
+                undo.callback(self._flight.shutdown)
+                undo.callback(self._flight.stop)  # else, calls that came early would wait, and shutdown for them
+                if is_unix(uri):
+                    os.chmod(socket_path(uri), 0o600)
             except (pa.ArrowException, OSError) as error:
                 raise TransportError(f"the catalog cannot listen at {uri}: {error}") from None
-            undo.callback(self._flight.shutdown)
-            undo.callback(self._flight.stop)  # else, calls that came early would wait, and shutdown for them
             self.uri = _advertised_uri(uri, self._flight.port, advertise)
+            if (reach := describe_reach(uri, security)) is not None:
+                _log.info("%s: %s", self.uri, reach)
             node = NodeRecord(
                 holdings.backend.id, host_name(), boot_id(), self.uri, tuple(holdings.endpoints.base_locations())
             )
@@ -131,9 +140,9 @@ class CatalogService:
         leak(self._flight)
         invalidate(self)
 
-    def record_publication(self, dataset: Dataset) -> None:
+    def record_publication(self, dataset: Dataset, ttl: float | None = None) -> None:
         """See `Catalog.record_publication`."""
-        self.catalog.record_publication(dataset)
+        self.catalog.record_publication(dataset, ttl)
 
     def drop(self, name: str) -> None:
         """Make a dataset unavailable. Raises DatasetNotFound."""
@@ -175,18 +184,28 @@ class CatalogService:
 
 
 def _advertised_uri(uri: str, port: int, advertise: str | None) -> str:
-    """Where others reach what listens at `uri` on this `port`."""
+    """Return where others reach the server that listens at `uri` on this `port`."""
+    if is_unix(uri):
+        return uri
     scheme, _, host = uri.partition("://")
     name = host.rpartition(":")[0] or host
     return f"{scheme}://{(advertise or host_name()) if name in _ANY_INTERFACE else name}:{port}"
 
 
-def _check_port_free(uri: str) -> None:
+def _check_place(uri: str) -> str:
+    """Return `uri`, with a path if it is `grpc+unix:` alone. Raises UriError, and TransportError if it is in use."""
     located = Uri.parse(uri)
+    if located.scheme == UNIX_SCHEME:
+        path = Path(located.path) if located.path else runtime_directory() / f"{os.getpid()}-{token_hex(4)}.sock"
+        check_socket(path)
+        return unix_uri(path)
     if located.scheme not in ("grpc", "grpc+tcp", "grpc+tls") or not located.host:
-        raise UriError(f"{uri} is no place for a catalog: grpc://HOST:PORT, or grpc+tls://HOST:PORT")
+        raise UriError(
+            f"{uri} is no place for a catalog: grpc://HOST:PORT, grpc+tls://HOST:PORT, or grpc+unix:///PATH.sock"
+        )
     try:
         family = socket.AF_INET6 if ":" in located.host else socket.AF_INET
         socket.create_server((located.host, located.port or 0), family=family).close()
     except OSError as error:
         raise TransportError(f"the catalog cannot listen at {uri}: {error.strerror or error}") from None
+    return uri

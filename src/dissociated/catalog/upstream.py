@@ -76,7 +76,7 @@ class UpstreamCatalog(Catalog):
 
     # Publishing
 
-    def record_publication(self, dataset: Dataset) -> None:
+    def record_publication(self, dataset: Dataset, ttl: float | None = None) -> None:
         raise CatalogError(f"this node belongs to a catalog: publish {dataset.name!r} through that, or the store")
 
     def commit(self, body: Mapping[str, Any]) -> None:

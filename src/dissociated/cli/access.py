@@ -6,8 +6,9 @@ import argparse
 import os
 from typing import Any
 
-from dissociated.access import Tokens, read_secret, read_token
+from dissociated.access import Security, Tokens, read_secret, read_token
 from dissociated.catalog.reader import Client, connect
+from dissociated.catalog_uri import describe_reach
 from dissociated.client.request import TIMEOUT
 from dissociated.monitoring import log
 
@@ -109,3 +110,10 @@ def serving_uris(arguments: argparse.Namespace) -> tuple[tuple[str, str], str]:
         ("shm:", "tls://127.0.0.1:0" if tls else "tcp://127.0.0.1:0"),
         "grpc+tls://127.0.0.1" if tls else "grpc://127.0.0.1",
     )
+
+
+def print_catalog(uri: str, security: Security) -> None:
+    """Say where a catalog answers, and who can reach it if it asks for no token."""
+    if (reach := describe_reach(uri, security)) is not None:
+        print(f"access   {reach}")
+    print(f"catalog  {uri}", flush=True)

@@ -19,7 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--listen",
         metavar="URI",
-        help="where it answers (default: grpc://127.0.0.1:8815, or grpc+tls: with a certificate)",
+        help="where it answers: grpc+unix:///PATH.sock is for this user alone (default: grpc://127.0.0.1:8815, or "
+        "grpc+tls: with a certificate)",
     )
     parser.add_argument(
         "--advertise", metavar="HOST", help="the name of this host for others, if it listens on all interfaces"
@@ -63,5 +64,5 @@ def run(arguments: argparse.Namespace) -> None:
             page = Dashboard(arguments.http, service.status, service.catalog.holdings.activity, guarded)
             owned.enter_context(closing(page))
             print(f"page     {page.uri}")
-        print(f"catalog  {service.uri}", flush=True)
+        access.print_catalog(service.uri, guarded)
         stop.wait()

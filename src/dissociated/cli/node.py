@@ -62,8 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--flight",
         metavar="URI",
-        help="where its own catalog, Arrow Flight, answers (default: grpc://127.0.0.1:0, or grpc+tls: with a "
-        "certificate; port 0 is one that is free)",
+        help="where its own catalog, Arrow Flight, answers: grpc+unix: is for this user alone, grpc://HOST:PORT for "
+        "whoever reaches that (default: grpc+unix:; with a certificate grpc+tls://127.0.0.1:0; with a --catalog at "
+        "grpc://, grpc://127.0.0.1:0; port 0 is one that is free)",
     )
     parser.add_argument("--catalog", metavar="URI", help="the catalog of several nodes to register at (default: none)")
     parser.add_argument(
@@ -122,7 +123,7 @@ def run(arguments: argparse.Namespace) -> None:
     with Node(
         store,
         arguments.listen or listen,
-        flight=arguments.flight or f"{flight}:0",
+        flight=arguments.flight or (f"{flight}:0" if arguments.tls_cert else None),
         catalog=arguments.catalog,
         retain=arguments.retain,
         heartbeat_interval=arguments.beat,
@@ -139,7 +140,7 @@ def run(arguments: argparse.Namespace) -> None:
             print(f"metrics  {node.server.metrics_uri}")
         if arguments.http:
             print(f"page     {node.server.http_uri}")
-        print(f"catalog  {node.uri}", flush=True)
+        access.print_catalog(node.uri, node.service.catalog.security)
         if arguments.ready_fd is not None:
             with suppress(BrokenPipeError):  # whoever started it may have been killed: others wait for it too
                 os.write(arguments.ready_fd, f"{node.uri}\n".encode())

@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--catalog",
         metavar="URI",
-        help="where the catalog, Arrow Flight, answers (default: grpc://127.0.0.1:0, or grpc+tls: with a certificate; "
-        "port 0 is one that is free)",
+        help="where the catalog, Arrow Flight, answers: grpc+unix: is for this user alone (default: "
+        "grpc://127.0.0.1:0, or grpc+tls: with a certificate; port 0 is one that is free)",
     )
     parser.add_argument(
         "--retain",
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"\nmetrics  {server.metrics_uri}" if arguments.metrics else "")
         if arguments.http:
             print(f"page     {server.http_uri}")
-        print(f"catalog  {server.catalog_uri}", flush=True)
+        access.print_catalog(server.catalog_uri, server.security)
         stop.wait()
 
 

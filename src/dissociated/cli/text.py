@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 
 from rich.cells import cell_len, set_cell_size
 
+from dissociated.catalog_uri import is_unix, split_unix
 from dissociated.display import count as count
 from dissociated.display import plural as plural
 from dissociated.display import size as size
@@ -103,7 +104,9 @@ def align(cell: str, width: int, right: bool = False) -> str:
 
 
 def split_name(uri: str) -> tuple[str, str]:
-    """The catalog and the dataset in grpc://HOST:PORT/NAME; the name is empty where there is none."""
+    """Return the catalog and the dataset in grpc://HOST:PORT/NAME; the name may be empty."""
+    if is_unix(uri):
+        return split_unix(uri)
     scheme, separator, rest = uri.partition("://")
     host, _, name = rest.partition("/")
     return f"{scheme}{separator}{host}", name

@@ -26,7 +26,7 @@ from dissociated.codec.split import SplitMessage, Splitter, split
 from dissociated.datasets.live import Live
 from dissociated.datasets.live_message import QUEUED_OVERHEAD, SMALL_BODY, LiveMessage
 from dissociated.datasets.source_errors import source_errors
-from dissociated.errors import DissociatedError, SourceError, peer_message
+from dissociated.errors import DissociatedError, SourceError, log_level, log_message, peer_message
 from dissociated.format.layout import dictionary_of
 from dissociated.format.message import HeaderType, buffer_extents
 from dissociated.memory.live import LiveMemory
@@ -238,7 +238,7 @@ class Fanout:
                         break
         except DissociatedError as error:
             reason = peer_message(error)
-            _log.info("%r: %s", self.name, error)
+            _log.log(log_level(error), "%r: %s", self.name, log_message(error))
         except BaseException:
             reason = f"the live stream {self.name!r} failed for a reason that the server's log tells"
             _log.exception("%r: a live stream failed for a reason of ours", self.name)

@@ -138,7 +138,10 @@ def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Da
         for file, fragment in zip(files, fragments, strict=True):  # pyarrow would drop what only some have
             if not fragment.physical_schema.equals(common):
                 difference = schema_difference(common, fragment.physical_schema)
-                raise SourceError(f"{file} is not of one dataset with {files[0]}: {difference}")
+                raise SourceError.told(
+                    f"{file} is not of one dataset with {files[0]}: {difference}",
+                    f"the files are not of one dataset any more: {difference}",
+                )
         rows = sum(fragment.metadata.num_rows for fragment in fragments)
         return inspected.schema, rows, sum(_min_size(common, fragment.metadata) for fragment in fragments)
 
@@ -173,7 +176,8 @@ def _parquet_files(directory: Path) -> Iterator[Path]:
 def _check_rows(path: Path, found: int, published: int | None) -> None:
     """Raise SourceError where there are others than were published: whoever knows how many counts on that."""
     if published is not None and found != published:
-        raise SourceError(f"{path} has {found:,} rows, and had {published:,} when it was published: publish it anew")
+        changed = f"has {found:,} rows, and had {published:,} when it was published: publish it anew"
+        raise SourceError.told(f"{path} {changed}", f"the file {changed}")
 
 
 def _unchanged(
@@ -188,7 +192,8 @@ def _unchanged(
         except (pa.ArrowException, OSError) as error:
             failed = error
         if not _is_true(is_unchanged):
-            raise SourceError(f"{path} was written anew while it was read: read it again") from failed
+            changed = "was written anew while it was read: read it again"
+            raise SourceError.told(f"{path} {changed}", f"the file {changed}") from failed
         if failed is not None:
             raise failed
         if batch is None:

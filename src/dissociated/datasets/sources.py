@@ -18,7 +18,7 @@ from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.datasets.base import Dataset, Source
 from dissociated.datasets.file import FileDataset, check_alone
 from dissociated.datasets.parquet import is_parquet, parquet_directory, parquet_file
-from dissociated.datasets.source_errors import source_errors
+from dissociated.datasets.source_errors import foreign_errors, foreign_reader, source_errors
 from dissociated.datasets.static import SegmentsDataset
 from dissociated.datasets.streamed import LiveDataset
 from dissociated.datasets.table import TableDataset
@@ -111,8 +111,8 @@ def _make_dataset(name: str, source: Source, options: WriteOptions | None, schem
 
 def open_source(name: str, source: Source, schema: pa.Schema | None = None) -> pa.RecordBatchReader:
     """A reader over `source`, or over what it gives if it is a callable. Raises SourceError."""
-    with source_errors(name):
-        return _open_reader(source() if callable(source) else source, schema)
+    with foreign_errors(name):
+        return foreign_reader(name, _open_reader(source() if callable(source) else source, schema))
 
 
 class _NewEachTime:
@@ -130,7 +130,7 @@ class _NewEachTime:
         if not isinstance(found, pa.RecordBatchReader | Iterator):
             return found
         if found is self._last():
-            raise SourceError(
+            raise SourceError.told(
                 f"the callable gives the same {type(found).__name__} each time, which can be read once: make a new one "
                 "in it, or publish that one itself"
             )
@@ -154,7 +154,7 @@ def _open_reader(source: Source, schema: pa.Schema | None = None) -> pa.RecordBa
         source = source.scanner()
     if hasattr(source, "to_reader"):
         return source.to_reader()
-    raise SourceError(
+    raise SourceError.told(
         f"cannot publish a {type(source).__name__}: give a Table, record batches, a RecordBatchReader, an object with "
         "__arrow_c_stream__, a dataset of pyarrow, a callable that returns one of these, the path of an Arrow IPC or "
         "Parquet file, or one or more tensors"
@@ -173,7 +173,7 @@ def _chain_batches(pieces: Iterator[Any], schema: pa.Schema | None) -> pa.Record
     if schema is None:
         first = next(pieces, None)
         if first is None:
-            raise SourceError("there is no record batch that would tell the schema: say it, schema=...")
+            raise SourceError.told("there is no record batch that would tell the schema: say it, schema=...")
         _check_piece(first, None)
         schema, pieces = first.schema, chain([first], pieces)
     common = schema
@@ -189,9 +189,9 @@ def _chain_batches(pieces: Iterator[Any], schema: pa.Schema | None) -> pa.Record
 
 def _check_piece(piece: Any, schema: pa.Schema | None) -> None:
     if not isinstance(piece, pa.RecordBatch | pa.Table):
-        raise SourceError(f"a {type(piece).__name__} came, which is no record batch")
+        raise SourceError.told(f"a {type(piece).__name__} came, which is no record batch")
     if schema is not None and not piece.schema.equals(schema):
-        raise SourceError(f"the record batches differ: {schema_difference(schema, piece.schema)}")
+        raise SourceError.told(f"the record batches differ: {schema_difference(schema, piece.schema)}")
 
 
 def _in_memory(name: str, source: Any, options: WriteOptions | None) -> Dataset:

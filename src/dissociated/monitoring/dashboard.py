@@ -55,7 +55,7 @@ class Dashboard:
             pages[PATH] = metrics_page(status)
         except OptionError:
             pass  # the page does without prometheus_client
-        self._http = HttpService(where, pages, "the page", security, public=frozenset([HEALTH]))
+        self._http = HttpService(where, pages, "the page", security)
         self.uri = self._http.uri
         self._sampler = threading.Thread(target=self._sample, name="page samples", daemon=True)
         self._sampler.start()

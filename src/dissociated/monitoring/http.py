@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
-import ipaddress
 import logging
 import socket
 import ssl
@@ -23,9 +22,11 @@ from socketserver import TCPServer
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
-from dissociated.access import Authorize, Security
+from dissociated.access import Authorize, Security, identify
 from dissociated.errors import OptionError, TransportError
 from dissociated.fork import bind_to_process, invalidate
+from dissociated.host import is_loopback
+from dissociated.roles import PAGES, Role
 from dissociated.uri import Uri
 
 _log = logging.getLogger(__name__)
@@ -56,9 +57,10 @@ Page: TypeAlias = Callable[[Message], Response]
 class HttpService:
     """Answers GET at `where`, HOST:PORT (port 0 is one that is free), with the `pages` by their paths.
 
-    `what` tells errors what it is for. Where `security` has tokens, one of them must come with each request for a page,
-    but for those in `public`: as a bearer token, or as the password of HTTP's basic authentication, which browsers ask
-    their user for. Where it has a certificate, the pages are at https. It may be closed while requests are answered.
+    `what` tells errors what it is for. If `security` has tokens, one that has the role in `dissociated.roles.PAGES`
+    must come with each request for a page: as a bearer token, or as the password of HTTP's basic authentication, which
+    browsers ask their user for. If it has a certificate, the pages are at https. It may be closed while requests are
+    answered.
 
     Raises OptionError where `where` is no place, and TransportError where it cannot listen.
     """
@@ -69,14 +71,13 @@ class HttpService:
         pages: Mapping[str, Page],
         what: str,
         security: Security | None = None,
-        public: frozenset[str] = frozenset(),
     ) -> None:
         security = security or Security()
         place = Uri.parse(f"http://{where}")
         if not place.host or place.port is None or place != Uri("http", place.host, place.port):
             raise OptionError(f"{where!r} is no place for {what}: HOST:PORT")
         try:
-            self._http = _Http((place.host, place.port), pages, security, public)
+            self._http = _Http((place.host, place.port), pages, security)
         except OSError as error:
             raise TransportError(f"cannot listen on {where} for {what}: {error.strerror or error}") from None
         host = f"[{place.host}]" if ":" in place.host else place.host
@@ -103,11 +104,9 @@ class _Http(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64  # not yet accepted
 
-    def __init__(
-        self, address: tuple[str, int], pages: Mapping[str, Page], security: Security, public: frozenset[str]
-    ) -> None:
+    def __init__(self, address: tuple[str, int], pages: Mapping[str, Page], security: Security) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self.pages, self.public = pages, public
+        self.pages = pages
         self.authorize = security.authorize
         self._tls: ssl.SSLContext | None = None
         if security.certificate is not None:
@@ -162,21 +161,12 @@ class _Http(ThreadingHTTPServer):
 
         A page in a browser that resolves its own name to 127.0.0.1 would otherwise read what is here.
         """
-        if self.authorize is not None or not _is_loopback(str(self.server_address[0])):
+        if self.authorize is not None or not is_loopback(str(self.server_address[0])):
             return True
         try:
-            return _is_loopback(urlsplit(f"//{host}").hostname or "")
+            return is_loopback(urlsplit(f"//{host}").hostname or "")
         except ValueError:
             return False
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -191,10 +181,17 @@ class _Handler(BaseHTTPRequestHandler):
                 response = _plain(404, f"there is nothing here: only {', '.join(sorted(self.server.pages))}")
             elif not self.server.accepts_host(self.headers.get("Host", "")):
                 response = _plain(421, "ask by 127.0.0.1 or localhost")
-            elif path in self.server.public or _allowed(self.server.authorize, self.headers.get("Authorization", "")):
-                response = page(self.headers)
             else:
-                response = _plain(401, "a token of the catalog's is asked for: as a bearer token, or as the password")
+                needed = PAGES.get(path, Role.ADMIN)
+                role = _role(self.server.authorize, self.headers.get("Authorization", ""))
+                if needed is None:
+                    response = page(self.headers)
+                elif role is None:
+                    response = _plain(401, "a token of the catalog's is asked for: as a bearer token, or the password")
+                elif role < needed:
+                    response = _plain(403, f"this needs a token of the role {needed}, and this one has the role {role}")
+                else:
+                    response = page(self.headers)
         except Exception:
             _log.exception("%s could not be answered", path)
             response = _plain(500, "this could not be answered: the log says why")
@@ -225,20 +222,22 @@ def _plain(status: int, text: str) -> Response:
     return Response("text/plain; charset=utf-8", f"{text}\n".encode(), status)
 
 
-def _allowed(authorize: Authorize | None, header: str) -> bool:
+def _role(authorize: Authorize | None, header: str) -> Role | None:
+    """Return the role of whoever asks with this header; None if there is no token, or none that is accepted."""
     if authorize is None:
-        return True
+        return Role.PEER
     scheme, _, credentials = header.partition(" ")
     token = credentials.strip()
     if scheme.lower() == "basic":
         try:
             token = base64.b64decode(token, validate=True).decode().partition(":")[2]
         except (binascii.Error, UnicodeError):
-            return False
+            return None
     elif scheme.lower() != "bearer":
-        return False
+        return None
     try:
-        return bool(token and authorize(token))
+        owner = identify(authorize, token) if token else None
+        return None if owner is None else owner.role
     except Exception as error:  # it is the operator's code: anything may come out of it, the token too
         _log.error("a token could not be checked: %s in authorize", type(error).__name__)
-        return False
+        return None

@@ -88,7 +88,7 @@ def ensure(
     policy: Policy = Policy.REFUSE,
     spill: str | os.PathLike[str] | None = None,
     listen: Sequence[str] = ("shm:", "tcp://127.0.0.1:0"),
-    flight: str = "grpc://127.0.0.1:0",
+    flight: str | None = None,
     idle_exit: float | None = None,
     options: Sequence[str] = (),
     starter: int | None = None,
@@ -101,7 +101,8 @@ def ensure(
 
     - `catalog`: the upstream that it is a node of, if any.
     - `limit`, `policy`, `spill`: what the store may take, in bytes, and what happens at the limit.
-    - `listen`, `flight`: where it serves, and where its own catalog answers.
+    - `listen`, `flight`: where it serves, and where its own catalog answers. Without `flight`, the catalog answers this
+      user alone: see `Node`.
     - `idle_exit`: end when nobody has read or written for so many seconds. What is committed stays.
     - `options`: further options of the command `dissociated node`, as those for access.
     - `starter`: the end of a pipe that is read from, and stays yours. When its other end has been closed everywhere,
@@ -111,10 +112,16 @@ def ensure(
     Raises StoreError where none answers in time, with what it said.
     """
     store = Path(directory or default_store()).absolute()
-    arguments = ["--store", str(store), "--flight", flight, "--policy", policy.value]
+    arguments = ["--store", str(store), "--policy", policy.value]
     for uri in listen:
         arguments += ["--listen", uri]
-    for option, value in (("catalog", catalog), ("limit", limit), ("spill", spill), ("idle-exit", idle_exit)):
+    for option, value in (
+        ("flight", flight),
+        ("catalog", catalog),
+        ("limit", limit),
+        ("spill", spill),
+        ("idle-exit", idle_exit),
+    ):
         if value is not None:
             arguments += [f"--{option}", os.fspath(value) if isinstance(value, os.PathLike) else str(value)]
     arguments += options

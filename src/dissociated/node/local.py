@@ -12,6 +12,7 @@ from pathlib import Path
 
 from dissociated.catalog.reader import Client
 from dissociated.catalog.stage import StagePlace
+from dissociated.catalog_uri import is_unix
 from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded, StoreError, UriError
 from dissociated.host import boot_id, host_name
 from dissociated.node.launch import NodeAddress, default_store, ensure
@@ -57,11 +58,12 @@ def restart_here(catalog: str, timeout: float = 30.0) -> bool:
 
 def _ensure_here(catalog: str, timeout: float) -> NodeAddress:
     options = _options()
+    address = "127.0.0.1" if is_unix(catalog) else _local_address(catalog)
     return ensure(
         _store(catalog, options),
         catalog=catalog,
-        listen=() if _option_value("--listen", options) else ("shm:", f"tcp://{_local_address(catalog)}:0"),
-        flight=f"grpc://{_local_address(catalog)}:0",
+        listen=() if _option_value("--listen", options) else ("shm:", f"tcp://{address}:0"),
+        flight=None if is_unix(catalog) else f"grpc://{address}:0",
         options=options,
         timeout=timeout,
     )

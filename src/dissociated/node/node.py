@@ -11,11 +11,12 @@ from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
-from dissociated.access import Authorize, security
+from dissociated.access import Authorize, Owner, security
 from dissociated.buffers import MAX_METADATA
 from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
 from dissociated.catalog.store_backend import StoreBackend
+from dissociated.catalog_uri import UNIX_SCHEME, is_unix, is_usable, unix_uri
 from dissociated.fork import bind_to_process, invalidate
 from dissociated.monitoring.status import ConsumerStatus
 from dissociated.node.launch import ADDRESS_FILE, NodeAddress
@@ -32,12 +33,15 @@ _log = logging.getLogger(__name__)
 RETAIN = 300.0
 _SHM_SOCKET = "shm.sock"
 _MEMFD_SOCKET = "memfd.sock"
+_FLIGHT_SOCKET = "flight.sock"
 _PATH_MAX = 107  # bytes, of a Unix socket
 
 
 class Node:
     """Serves the versions in `store`, which it then owns, at `listen`, with a catalog of its own at `flight`.
 
+    Without `flight`, its catalog answers this user alone, at a Unix socket in the store (`grpc+unix:`); or at the
+    loopback interface, if the node is to be reached by a `catalog` that is not at a Unix socket itself.
     With `catalog` it is a node of that catalog and publishes what that says. `retain` and `heartbeat_interval` are in
     seconds: see CatalogService. The others are those of Server; a node and its `catalog` have the same `secret`, and
     trust each other's certificates where these are in `tls_roots`. Raises StoreError, TransportError, CatalogError,
@@ -51,7 +55,7 @@ class Node:
         store: Store,
         listen: Sequence[str] = ("shm:", "tcp://127.0.0.1:0"),
         *,
-        flight: str = "grpc://127.0.0.1:0",
+        flight: str | None = None,
         catalog: str | None = None,
         database: str = ":memory:",
         retain: float = RETAIN,
@@ -59,7 +63,7 @@ class Node:
         advertise: str | None = None,
         ticket_lifetime: float | None = None,
         secret: bytes | None = None,
-        authorize: Authorize | Iterable[str] | Mapping[str, str] | None = None,
+        authorize: Authorize | Iterable[str] | Mapping[str, Owner] | None = None,
         tls_cert: str | os.PathLike[str] | None = None,
         tls_key: str | os.PathLike[str] | None = None,
         tls_roots: str | os.PathLike[str] | None = None,
@@ -100,7 +104,7 @@ class Node:
             )
             backend.handover = str(self._handover.path)
             self.service = CatalogService(
-                flight,
+                self._flight_uri(flight or _default_flight(catalog)),
                 self.server.holdings(backend),
                 database=Database(database) if catalog is None else None,
                 upstream=catalog,
@@ -126,10 +130,13 @@ class Node:
     def _listen_uri(self, uri: str) -> str:
         return f"shm://{self._socket(_SHM_SOCKET)}" if uri == "shm:" else uri
 
-    def _socket(self, name: str) -> Path:
+    def _flight_uri(self, uri: str) -> str:
+        return unix_uri(self._socket(_FLIGHT_SOCKET, is_usable)) if uri == f"{UNIX_SCHEME}:" else uri
+
+    def _socket(self, name: str, fits: Callable[[Path], bool] = lambda path: True) -> Path:
         """The same path after each start, in the store, if that is short enough: so whoever mounts that has both."""
         path = self.store.directory / "run" / name
-        if len(os.fsencode(path)) > _PATH_MAX:
+        if len(os.fsencode(path)) > _PATH_MAX or not fits(path):
             return runtime_directory() / f"{self.store.id}.{name}"
         with store_errors(f"the directory {path.parent}"):  # of its own: who listens there locks it for a moment
             os.close(open_private_directory(path.parent, create=True))
@@ -137,7 +144,7 @@ class Node:
 
     @property
     def uri(self) -> str:
-        """Where its catalog answers: grpc://HOST:PORT."""
+        """Where its catalog answers: grpc+unix:///PATH.sock, or grpc://HOST:PORT."""
         return self.service.uri
 
     @property
@@ -178,3 +185,8 @@ class Node:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _default_flight(catalog: str | None) -> str:
+    """Return where a node answers that was not told, privately unless `catalog` is to reach it otherwise."""
+    return f"{UNIX_SCHEME}:" if catalog is None or is_unix(catalog) else "grpc://127.0.0.1:0"

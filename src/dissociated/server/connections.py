@@ -17,6 +17,7 @@ from dissociated.errors import (
     DissociatedError,
     LocalProtocolError,
     TransportError,
+    log_message,
 )
 from dissociated.limited_log import LimitedLog
 from dissociated.monitoring.activity import Activity, ConnectionStats
@@ -190,7 +191,7 @@ class Connections:
         except LocalProtocolError:
             why = self._complain(connection, stats)
         except DissociatedError as error:
-            why = str(error)
+            why = log_message(error)
         except Exception:
             why = self._complain(connection, stats)
         finally:

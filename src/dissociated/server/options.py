@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from dissociated.access import Authorize, Security, security
+from dissociated.access import Authorize, Owner, Security, security
 from dissociated.buffers import MAX_METADATA
 from dissociated.errors import OptionError
 from dissociated.server.admission import Limits
@@ -87,7 +87,7 @@ class ServerOptions:
     allow_rma: bool = False
     ticket_lifetime: float | None = None
     secret: bytes | None = field(default=None, repr=False)
-    authorize: Authorize | Iterable[str] | Mapping[str, str] | None = field(default=None, repr=False)
+    authorize: Authorize | Iterable[str] | Mapping[str, Owner] | None = field(default=None, repr=False)
     tls_cert: str | os.PathLike[str] | None = None
     tls_key: str | os.PathLike[str] | None = None
     metrics: str | None = None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from dissociated.catalog.publication import Publication
 from dissociated.codec.options import WriteOptions
 from dissociated.datasets.base import Dataset, Source, check_name
 from dissociated.datasets.broadcast import Broadcast
@@ -21,7 +22,7 @@ from dissociated.datasets.registry import Registry
 from dissociated.datasets.sources import make_dataset
 from dissociated.datasets.static import SegmentsDataset
 from dissociated.display import count, html, html_table, size
-from dissociated.errors import DissociatedError
+from dissociated.errors import DissociatedError, OptionError
 from dissociated.exit import act_at_exit
 from dissociated.fork import bind_to_process, invalidate
 from dissociated.host import host_name
@@ -58,6 +59,8 @@ class Server:
     def __init__(self, options: ServerOptions) -> None:
         self.limits = options.limits
         guarded = options.security()
+        #: How it is guarded.
+        self.security = guarded
         #: What is served.
         self.registry = Registry(guarded.tickets, options.choose_rows)
         #: What is counted; the catalog counts here, too.
@@ -116,6 +119,7 @@ class Server:
         ticket: bytes | None = None,
         live: Live | None = None,
         wait: bool = False,
+        ttl: float | None = None,
     ) -> None:
         """Make `source` available under `name`, in place of what had that name. Its streams go on, except live ones.
 
@@ -130,15 +134,19 @@ class Server:
         - `live`: the source is read once, for all clients together. Each has its own place in the stream. `Live` says
           who may join, and what becomes of those who stall. Left out, each client has its own reading.
         - `wait`: publish a Table when its copy in shared memory is made, and raise here what that raises.
+        - `ttl`: the seconds after which the dataset is dropped, 1e10 at most. The catalog of this server sees to that.
 
         Clients that map memory read a copy of what is held. Where a transport shares memory, the copy of a large Table
         begins now, in the background, unless it would take more than half of the memory that is left. It can be read
         meanwhile.
 
         Raises SourceError or StoreError where the source cannot be read, FormatError where it cannot be written with
-        these options, OptionError where `options` or `live` are something else.
+        these options, OptionError where `options` or `live` are something else, or `ttl` is no time or there is no
+        catalog for it.
         """
-        check_name(name)
+        Publication(name, ttl=ttl)
+        if ttl is not None and self._catalog is None:
+            raise OptionError("ttl takes a catalog, which drops what is over: this server was made without one")
         dataset = (
             make_dataset(name, source, options, schema)
             if live is None
@@ -153,7 +161,7 @@ class Server:
         if wait and self.endpoints.by_address:
             dataset.prepare_sharing(wait=True)
         with self._changing:
-            self._publish(dataset)
+            self._publish(dataset, ttl)
         if self.endpoints.by_address:
             dataset.prepare_sharing(wait=False)
 
@@ -179,14 +187,14 @@ class Server:
                 segments = [*existing.appendable(), *segments]
             self._publish(SegmentsDataset(name, segments))
 
-    def _publish(self, new: Dataset) -> None:
+    def _publish(self, new: Dataset, ttl: float | None = None) -> None:
         new.check_metadata(self.limits.max_metadata)
         with self._lock:
             if self._closed:
                 raise DissociatedError("the server is closed")
         old = self.registry.publish(new)
         if self._catalog is not None:
-            self._catalog.record_publication(new)  # which withdraws the old one in its time
+            self._catalog.record_publication(new, ttl)  # which withdraws the old one in its time
         else:
             self._record_change("committed", new, "it is new" if old is None else "it replaces another")
             if old is not None:

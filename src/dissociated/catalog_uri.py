@@ -1,0 +1,130 @@
+"""The URI of a catalog, and who can reach the catalog there.
+
+    grpc://HOST:PORT            everybody who reaches the port
+    grpc+tls://HOST:PORT        the same, encrypted
+    grpc+unix:///DIR/FILE.sock  this user and root alone: a Unix socket in a private directory
+
+The name of a socket ends in `.sock`, so that `grpc+unix:///DIR/FILE.sock/NAME` can name a dataset, too.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import socket
+import stat
+from pathlib import Path
+from urllib.parse import quote
+
+from dissociated.access import Security
+from dissociated.errors import AccessDenied, NotPrivate, TransportError, UriError
+from dissociated.host import is_loopback
+from dissociated.private import open_private_directory
+from dissociated.uri import Uri
+
+UNIX_SCHEME = "grpc+unix"
+_SUFFIX = ".sock"
+_PATH_MAX = 107  # struct sockaddr_un
+_UNUSABLE = "%#?"  # gRPC decodes a path twice, and takes the rest for a query
+
+
+def is_unix(uri: str) -> bool:
+    """Return whether a catalog at `uri` answers on a Unix socket."""
+    return uri.startswith(f"{UNIX_SCHEME}:")
+
+
+def unix_uri(path: Path) -> str:
+    """Return the URI of a catalog that answers on the Unix socket `path`."""
+    return f"{UNIX_SCHEME}://{quote(os.fspath(path))}"
+
+
+def socket_path(uri: str) -> Path:
+    """Return the path of the Unix socket in `uri`."""
+    return Path(Uri.parse(uri).path)
+
+
+def split_unix(uri: str) -> tuple[str, str]:
+    """Return the catalog and the dataset in `grpc+unix:///DIR/FILE.sock/NAME`; the name may be empty."""
+    head, separator, name = uri.partition(f"{_SUFFIX}/")
+    return (f"{head}{_SUFFIX}", name) if separator else (uri, "")
+
+
+def is_usable(path: Path) -> bool:
+    """Return whether Flight can answer on a Unix socket at `path`, and a URI can name a dataset there."""
+    text = os.fspath(path)
+    fits = len(os.fsencode(text)) <= _PATH_MAX and not any(sign in text for sign in _UNUSABLE)
+    return fits and _SUFFIX not in os.fspath(path.parent)
+
+
+def check_socket(path: Path) -> None:
+    """Raise if a catalog cannot answer on the Unix socket `path`, or not for this user alone.
+
+    Raises:
+        UriError: The path is not absolute, or has characters or a length that Flight does not take.
+        TransportError: Another server answers there, another file is there, or others may enter the directory.
+    """
+    if not path.is_absolute() or path.suffix != _SUFFIX or not is_usable(path):
+        raise UriError(
+            f"{path} is no place for a catalog: the path of its socket is absolute, ends in {_SUFFIX} and has at most "
+            f"{_PATH_MAX} bytes, none of them {' '.join(_UNUSABLE)}, and no directory on it has {_SUFFIX} in its name"
+        )
+    try:
+        os.close(open_private_directory(path.parent))
+        try:
+            is_socket = stat.S_ISSOCK(os.lstat(path).st_mode)
+        except FileNotFoundError:
+            return
+        if not is_socket:
+            raise TransportError(f"the catalog cannot listen at {path}: there is a file that is no socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(os.fspath(path))
+            except ConnectionRefusedError:
+                return  # its server was killed: gRPC removes the socket
+    except NotPrivate as error:
+        raise TransportError(f"the catalog cannot listen at {path}: {error}") from None
+    except OSError as error:
+        raise TransportError(f"the catalog cannot listen at {path}: {error.strerror}") from None
+    raise TransportError(f"the catalog cannot listen at {path}: another server answers there")
+
+
+def check_owner(path: Path) -> None:
+    """Raise AccessDenied if the catalog at the Unix socket `path` is for another user, or may be that of another.
+
+    A socket that does not exist is left to the connection, which says so.
+    """
+    try:
+        owner = os.lstat(path).st_uid
+        closed = not os.access(path, os.W_OK)
+    except PermissionError:
+        closed = True
+    except OSError:
+        return
+    if closed:
+        raise AccessDenied(f"the catalog at {unix_uri(path)} is for another user alone, who runs it")
+    if owner not in (os.geteuid(), 0):
+        raise AccessDenied(
+            f"the catalog at {unix_uri(path)} belongs to the user {_user_name(owner)}: only one of your own is trusted"
+        )
+
+
+def describe_reach(uri: str, security: Security) -> str | None:
+    """Return who can reach an unguarded catalog at `uri`, and the remedy; None if nobody but its user can.
+
+    A catalog that asks for tokens is guarded.
+    """
+    if is_unix(uri) or security.authorize is not None:
+        return None
+    who = "every user of this host" if is_loopback(Uri.parse(uri).host) else "everybody who reaches this port"
+    return (
+        f"{who} can list, read, overwrite and drop: give it tokens (--token-file FILE), or let it answer this user "
+        "alone (grpc+unix:)"
+    )
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
