@@ -58,7 +58,7 @@ def encode_groups(
     encoded = _encode(messages, first, connection, streams, segment is not None, group_bytes, inline_limit)
     if growing or first + len(messages) > _MAX_CACHED_MESSAGES:
         return encoded
-    key = type(connection), connection.takes_runs, streams, segment, inline_limit
+    key = connection.encoding, streams, segment, inline_limit
     return dataset.encoded(key, lambda: [*encoded])
 
 

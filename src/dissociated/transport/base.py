@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -133,8 +133,13 @@ class Connection(ABC):
         sides which both send cannot block each other for ever.
         """
 
+    @property
+    def encoding(self) -> Hashable:
+        """How `prepare` encodes: what it made for one connection suits every other whose `encoding` is equal."""
+        return type(self), self.takes_runs
+
     def prepare(self, messages: Sequence[Message | Run]) -> Any:
-        """Encode messages once, to send them on any connection of this class as often as one likes."""
+        """Encode messages once, to send them any number of times on connections whose `encoding` is the same."""
         return messages
 
     @abstractmethod
