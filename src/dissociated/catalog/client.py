@@ -9,13 +9,15 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import pyarrow as pa
 
 from dissociated.buffers import MAX_METADATA
 from dissociated.catalog.connection import CatalogConnection
-from dissociated.catalog.flight_reader import read_flight
+from dissociated.catalog.endpoint_reader import EndpointReader
+from dissociated.catalog.flight_reader import open_flight, read_flight
 from dissociated.catalog.flight_streams import parse_answer
 from dissociated.catalog.locations import DatasetInfo, DatasetList
 from dissociated.catalog.lookup import Lookup, caller_identity
@@ -71,6 +73,11 @@ class CatalogClient:
         }
         if trusted_files:
             self._trust["shm"]["files"] = "allow"
+
+    @property
+    def endpoints(self) -> EndpointReader:
+        """What opens the endpoints of this catalog's datasets."""
+        return EndpointReader(partial(open_flight, self._calls), self._trust)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._parameters

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from dissociated.datasets.sendable import Static, StaticMessage
+from dissociated.datasets.sendable import StaticMessage
+from dissociated.datasets.static import StaticDataset
 from dissociated.protocol.bodies import encode_addresses
 from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message
@@ -40,7 +41,7 @@ class MessageGroup(NamedTuple):
 
 
 def encode_groups(
-    dataset: Static,
+    dataset: StaticDataset,
     messages: Sequence[StaticMessage],
     first: int,
     connection: Connection,
