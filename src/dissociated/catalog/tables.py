@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from dissociated.errors import CatalogError
-from dissociated.fork import bind_to_process, invalidate, leak
+from dissociated.fork import ProcessBound, leak
 
 _SCHEMA_VERSION = 2
 _SCHEMA = """
@@ -63,7 +63,7 @@ INSERT OR IGNORE INTO unused SELECT id FROM parts WHERE id NOT IN (SELECT part F
 """
 
 
-class Tables:
+class Tables(ProcessBound):
     """The tables in the file `path`, which is locked until `close`. Whatever is run is within a `transaction`.
 
     Raises CatalogError where the file cannot be used, or another catalog uses it.
@@ -80,11 +80,10 @@ class Tables:
             if hasattr(self, "_connection"):
                 self._connection.close()
             raise CatalogError(f"the catalog's database {path}: {error}; is another catalog using it?") from None
-        bind_to_process(self)
+        self.bind_to_process()
 
     def after_fork_in_child(self) -> None:
         leak(self._connection)  # SQLite takes its parent's locks for its own, and would remove the log that is in use
-        invalidate(self)
 
     def _prepare(self) -> None:
         self._connection.execute("PRAGMA locking_mode = EXCLUSIVE")
@@ -107,12 +106,15 @@ class Tables:
 
     def close(self) -> None:
         """Close the file."""
+        if self.is_inherited:
+            return
         with self._lock:
             self._connection.close()
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """All or nothing, by one thread at a time. Raises CatalogError for what SQLite raises."""
+        self.check_process()
         with self._lock:
             try:
                 self._connection.rollback()  # what Ctrl-C has left, which may come between any two lines of this

@@ -15,7 +15,7 @@ from dissociated.buffers import MAX_METADATA
 from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
 from dissociated.catalog.store_backend import StoreBackend
-from dissociated.fork import bind_to_process, invalidate
+from dissociated.fork import ProcessBound
 from dissociated.node.launch import ADDRESS_FILE, NodeAddress
 from dissociated.oserrors import store_errors
 from dissociated.server.server import Server
@@ -30,7 +30,7 @@ _MEMFD_SOCKET = "memfd.sock"
 _PATH_MAX = 107  # bytes, of a Unix socket
 
 
-class Node:
+class Node(ProcessBound):
     """Serves the versions in `store`, which it then owns, at `listen`, with a catalog of its own at `flight`.
 
     With `catalog` it is a node of that catalog and publishes what that says. `retain` and `heartbeat_interval` are in
@@ -109,10 +109,7 @@ class Node:
             with store_errors(f"the store {store.directory}"):
                 self._tell_address()
             undo.pop_all()
-        bind_to_process(self)
-
-    def after_fork_in_child(self) -> None:
-        invalidate(self)
+        self.bind_to_process()
 
     def _tell_address(self) -> None:
         address = self.store.directory / ADDRESS_FILE
@@ -143,11 +140,14 @@ class Node:
 
     def drain(self, timeout: float) -> bool:
         """Take nothing new, and wait up to `timeout` seconds for those who read. Returns whether all have ended."""
+        self.check_process()
         (self.store.directory / ADDRESS_FILE).unlink(missing_ok=True)
         return self.server.drain(timeout)
 
     def close(self) -> None:
         """End every stream. What is committed stays in the store."""
+        if self.is_inherited:
+            return
         if self._closed:
             return  # by now, what lies there may be that of another node
         self._closed = True

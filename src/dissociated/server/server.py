@@ -22,7 +22,7 @@ from dissociated.datasets.sources import make_dataset
 from dissociated.datasets.static import SegmentsDataset
 from dissociated.display import count, html, html_table, size
 from dissociated.errors import DissociatedError
-from dissociated.fork import bind_to_process, invalidate
+from dissociated.fork import ProcessBound
 from dissociated.host import host_name
 from dissociated.monitoring.activity import Activity
 from dissociated.monitoring.changes import Change
@@ -46,7 +46,7 @@ _JOIN_TIMEOUT = 5.0
 _PUMP_TIMEOUT = 1.0  # for one that waits for its source, which nobody can hurry
 
 
-class Server:
+class Server(ProcessBound):
     """Serves datasets over any number of transports, with a catalog beside them.
 
     `Server(listen, retain=300)` takes what `ServerOptions` has; `Server.of(options)` takes these as one value. Use it
@@ -90,7 +90,7 @@ class Server:
             raise
         self._connections.accept()
         atexit.register(self.close)  # threads that outlive the interpreter could bring it down
-        bind_to_process(self)
+        self.bind_to_process()
 
     @classmethod
     def of(cls, options: ServerOptions) -> Server:
@@ -100,7 +100,6 @@ class Server:
     def after_fork_in_child(self) -> None:
         """See `dissociated.fork`."""
         atexit.unregister(self.close)
-        invalidate(self)
 
     # What is published
 
@@ -136,6 +135,7 @@ class Server:
         Raises SourceError or StoreError where the source cannot be read, FormatError where it cannot be written with
         these options, OptionError where `options` or `live` are something else.
         """
+        self.check_process()
         check_name(name)
         dataset = (
             make_dataset(name, source, options, schema)
@@ -161,6 +161,7 @@ class Server:
         Leaving its `with` by an exception discards them. Raises FormatError where the schema cannot be written so, and
         StoreError where there is no space left. Closing it raises DissociatedError where the server is closed.
         """
+        self.check_process()
         check_name(name)
         return SegmentWriter(
             partial(MemfdSink, name, lambda segment: self.publish_segments(name, [segment])), schema, options
@@ -171,6 +172,7 @@ class Server:
 
         With `append` they follow the segments that have that name already; there must be only segments.
         """
+        self.check_process()
         with self._changing:
             existing = self.registry.find_name(name) if append else None
             if existing is not None:
@@ -200,6 +202,7 @@ class Server:
 
         The consumers of a live stream get what has been read of it, and then a RemoteError that says so.
         """
+        self.check_process()
         with self._changing:
             old = self.dataset(name)
             if self._catalog is not None:
@@ -210,10 +213,12 @@ class Server:
 
     def dataset(self, name: str) -> Dataset:
         """What is published under `name`. Raises DatasetNotFound."""
+        self.check_process()
         return self.registry.lookup_name(name)
 
     def names(self) -> list[str]:
         """The names of all datasets, sorted."""
+        self.check_process()
         return self.registry.names()
 
     # Where it can be had
@@ -266,15 +271,19 @@ class Server:
     @property
     def connections(self) -> int:
         """How many connections are open."""
+        self.check_process()
         return len(self._connections)
 
     def status(self) -> ServerStatus:
         """What this server publishes, who reads it, and what it has sent. Once it is closed, who still holds memory."""
+        self.check_process()
         if self._catalog is not None and not self._closed:
             return self._catalog.status()
         return self.activity.status(None, self.endpoints.listener_uris(), self.registry.datasets())
 
     def __repr__(self) -> str:
+        if self.is_inherited:
+            return "<Server of the parent process>"
         if self._closed:
             return "<Server, closed>"
         names = self.names()
@@ -296,11 +305,14 @@ class Server:
 
     def drain(self, timeout: float) -> bool:
         """Take no new connection, and wait up to `timeout` seconds for the others. Returns whether none is left."""
+        self.check_process()
         self._connections.stop_listening()
         return self._connections.drain(timeout)
 
     def close(self) -> None:
         """Stop listening, end every stream, drop every dataset. What clients have mapped stays readable."""
+        if self.is_inherited:
+            return
         with self._lock:
             if self._closed:
                 return

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dissociated.errors import StoreError
-from dissociated.fork import bind_to_process, invalidate
+from dissociated.fork import ProcessBound
 from dissociated.memory.shared import write_parts
 from dissociated.oserrors import store_errors
 from dissociated.store.files import PARTIAL_SUFFIX, claim_unused, is_abandoned, is_used, sync_directory
@@ -70,7 +70,7 @@ class Version:
     schema: bytes = b""
 
 
-class Directory:
+class Directory(ProcessBound):
     """The directory: locked by one process for as long as the `with` lasts.
 
     Raises StoreError where another process has it, or it cannot be used.
@@ -96,13 +96,12 @@ class Directory:
                 os.close(self._lock)
                 raise
         self._owned = True
-        bind_to_process(self)
+        self.bind_to_process()
         return self
 
     def after_fork_in_child(self) -> None:
         if self._owned:
             os.close(self._lock)
-        invalidate(self)
 
     def _own(self) -> None:
         try:

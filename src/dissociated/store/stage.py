@@ -12,14 +12,14 @@ from pathlib import Path
 
 from dissociated.buffers import MAX_METADATA
 from dissociated.errors import StoreError
-from dissociated.fork import bind_to_process, invalidate
+from dissociated.fork import ProcessBound
 from dissociated.oserrors import store_errors
 from dissociated.store.segment import Segment
 
 _MEMORY = Path("/dev/shm")
 
 
-class Stage:
+class Stage(ProcessBound):
     """A directory for segments that are being written, made on first use and removed with `close`.
 
     What is committed is opened and unlinked, so its memory is held by whoever serves it and by nothing else: a
@@ -31,7 +31,7 @@ class Stage:
         self._directory: Path | None = None
         self._lock: int | None = None  # a descriptor
         self._making = threading.Lock()
-        bind_to_process(self)
+        self.bind_to_process()
 
     @property
     def directory(self) -> Path:
@@ -88,6 +88,8 @@ class Stage:
 
     def close(self) -> None:
         """Remove the directory and what is in it."""
+        if self.is_inherited:
+            return
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
@@ -100,7 +102,6 @@ class Stage:
 
     def after_fork_in_child(self) -> None:
         self._unlock()
-        invalidate(self)
 
 
 def _lock(directory: Path, wait: bool = False) -> int:

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 from dissociated.buffers import Buffer
 from dissociated.errors import DeadlineExceeded, LocalProtocolError, TransportError
-from dissociated.fork import bind_to_process, invalidate
+from dissociated.fork import ProcessBound
 from dissociated.memory.device.base import Device
 from dissociated.memory.region import AddressSpace, Region
 from dissociated.memory.remote import Span
@@ -46,7 +46,7 @@ def check_timeout(timeout: float) -> float:
     return min(timeout, _MAX_SECONDS)
 
 
-class Connection(ABC):
+class Connection(ProcessBound, ABC):
     """A connection to one peer. One thread may send while another receives; neither may be shared."""
 
     #: Whether regions of memory can be shared over this connection.
@@ -70,11 +70,7 @@ class Connection(ABC):
         #: Bytes that the medium has taken so far, with whatever they are wrapped in, where it tells while it sends.
         self.written = 0
         self._woken = threading.Event()
-        bind_to_process(self)
-
-    def after_fork_in_child(self) -> None:
-        """See `fork.ProcessBound`. Whoever has descriptors closes the child's copies, too."""
-        invalidate(self)
+        self.bind_to_process()
 
     @property
     def backlog(self) -> int:
@@ -243,7 +239,7 @@ class Connection(ABC):
         self.close()
 
 
-class Listener(ABC):
+class Listener(ProcessBound, ABC):
     """Accepts connections at `uri`, which names the real port or path and has no protocol parameters."""
 
     uri: Uri
@@ -251,11 +247,7 @@ class Listener(ABC):
     exposes_memory: bool = False
 
     def __init__(self) -> None:
-        bind_to_process(self)
-
-    def after_fork_in_child(self) -> None:
-        """See `fork.ProcessBound`. Whoever has descriptors closes the child's copies, too."""
-        invalidate(self)
+        self.bind_to_process()
 
     def expose(self, region: Region) -> Span:
         """Let peers fetch from this memory, at its own addresses, until `region` is collected or this is closed."""
