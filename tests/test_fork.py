@@ -52,6 +52,7 @@ FORKS = """
             refused(lambda: client.read("data"))
             refused(lambda: dis.connect(server.catalog_uri).status())
             refused(lambda: dis.Server([]))
+            refused(lambda: writer.write_batch(batch(1)))
             for at in ("tcp", "live shm", "live tcp", "pair", "grpc"):
                 refused(lambda: next(readers[at]))
             assert all(right(held[at], 0) for at in held)
@@ -120,6 +121,79 @@ def run(*parts: str) -> None:
 
 def test_a_child_takes_nothing_from_its_parent_however_it_ends() -> None:
     run(BEGIN, FORKS)
+
+
+WAITING = """
+    import threading
+
+    def child():
+        signal.alarm(20)
+        try:
+            next(reader)
+        except dis.errors.ForkedError:
+            os._exit(0)
+
+    def source():
+        def batches():
+            yield batch(0)
+            forked.wait()
+            yield batch(1)
+
+        return pa.RecordBatchReader.from_batches(WHOLE.schema, batches())
+
+    with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("live", source)
+        for at in ("shm", "tcp"):
+            forked = threading.Event()
+            reader = client.read("live", transport=at)
+            first = next(reader)
+            pid = os.fork()
+            if not pid:
+                child()
+                os._exit(1)
+            forked.set()
+            assert os.waitpid(pid, 0)[1] == 0, at
+            assert reader.read_all() == WHOLE.slice(ROWS, ROWS), at
+"""
+
+
+def test_a_child_does_not_wait_at_the_connection_of_its_parent() -> None:
+    run(BEGIN, WAITING)
+
+
+NODE = """
+    import tempfile
+    from pathlib import Path
+    from dissociated.node.node import Node
+    from dissociated.store.store import Store
+
+    def child():
+        signal.alarm(20)
+        for call in (store.versions, store.sweep, lambda: store.commit("stolen", [], key="k"), lambda: node.drain(0)):
+            try:
+                call()
+            except dis.errors.ForkedError:
+                continue
+            raise AssertionError("the child could use what is its parent's")
+        node.close()
+        store.close()
+        os._exit(0)
+
+    with tempfile.TemporaryDirectory() as directory:
+        store = Store(Path(directory) / "store")
+        with Node(store, ["tcp://127.0.0.1:0"]) as node, dis.connect(node.uri) as client:
+            client.put("data", WHOLE)
+            pid = os.fork()
+            if not pid:
+                child()
+            assert os.waitpid(pid, 0)[1] == 0
+            client.put("more", WHOLE)
+            assert client.read("data").read_all() == client.read("more").read_all() == WHOLE
+"""
+
+
+def test_a_child_neither_changes_nor_closes_the_node_and_the_store_of_its_parent() -> None:
+    run(BEGIN, NODE)
 
 
 def items(method: str, rows: workers.Rows) -> list[int]:

@@ -1,10 +1,10 @@
-"""What becomes of servers, clients and connections in a process that is forked: they stay with its parent.
+"""Servers, clients and connections in a process that is forked: they stay with the process that made them.
 
 A child has copies of all objects and none of the threads that work for them; its descriptors are the parent's, locks
-may be held by threads that it does not have, and gRPC does not work in it any more. So whatever is bound to a process
-(`bind_to_process`) is told as soon as a child begins, before anything else runs there, and leaves: it closes the
-child's copies of descriptors, without a word to whoever is at the other end, and does nothing from then on. Closing it
-in the child is allowed and does nothing; whatever else is asked of it raises ForkedError. Memory that is mapped stays
+may be held by threads that it does not have, and gRPC does not work in it any more. So a resource of one process is a
+`ProcessBound`. As soon as a child begins, before anything else runs there, its copy is marked as inherited, and closes
+the child's descriptors, without a word to the peer. The methods by which users use or end the resource look at that
+mark first: in the child they raise ForkedError, or do nothing if they only end it. Memory that is mapped stays
 readable.
 """
 
@@ -15,17 +15,37 @@ import os
 import threading
 import weakref
 from contextlib import suppress
-from types import new_class
-from typing import Any, Protocol
 
 from dissociated.errors import ForkedError
 
 
-class ProcessBound(Protocol):
-    """What belongs to the process that made it."""
+class ProcessBound:
+    """A resource of the process that made it."""
+
+    #: Whether this is a child's copy of a resource of its parent. No id of a process tells: ids are used again.
+    is_inherited = False
+
+    def bind_to_process(self) -> None:
+        """Make this a resource of the current process, and its copy in a child that is forked an inherited one."""
+        global _watching
+        with _lock:
+            if not _watching:
+                os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_begin_child)
+                _watching = True
+            _bound_objects.add(self)
 
     def after_fork_in_child(self) -> None:
-        """This is a child's copy. Called once, with no other thread running: it takes no lock, and never raises."""
+        """Give back what a child's copy holds, such as its descriptors.
+
+        Called once, in the child, with no other thread running: it takes no lock, and never raises.
+        """
+
+    def check_process(self) -> None:
+        """Raise ForkedError if this is a child's copy of a resource of its parent."""
+        if self.is_inherited:
+            raise ForkedError(
+                f"this {type(self).__name__} belongs to the process that this one was forked from: make one here"
+            )
 
 
 _bound_objects: weakref.WeakSet[ProcessBound] = weakref.WeakSet()
@@ -34,60 +54,14 @@ _lock = threading.Lock()  # of these; held throughout a fork
 _grpc: int | None = None  # the process that began to use gRPC
 
 
-def bind_to_process(bound: ProcessBound) -> None:
-    """From now on, a child that is forked calls `bound.after_fork_in_child()`."""
-    global _watching
-    with _lock:
-        if not _watching:
-            os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_begin_child)
-            _watching = True
-        _bound_objects.add(bound)
-
-
 def _begin_child() -> None:
     global _bound_objects
     inherited, _bound_objects = [*_bound_objects], weakref.WeakSet()
     _lock.release()
     for bound in inherited:
+        bound.is_inherited = True
         with suppress(AttributeError):  # one that another thread was just making
             bound.after_fork_in_child()
-
-
-def invalidate(bound: Any) -> None:
-    """What `after_fork_in_child` does at last: `bound` is the parent's, and here it only says so."""
-    kind = type(bound)
-    bound.__class__ = new_class(kind.__name__, (kind,), exec_body=lambda body: body.update(_INVALID))
-
-
-#: What owners do at the end, in finalizers too.
-_CLOSERS = ("abort", "close", "finish", "interrupt", "join", "leave", "settle", "stop", "stop_receiving", "wake")
-
-
-def _attribute(bound: object, name: str) -> Any:
-    if name in _CLOSERS:
-        return _nothing
-    if name.startswith("__"):
-        return object.__getattribute__(bound, name)
-    return _refuse(bound)
-
-
-def _refuse(bound: object, *_: object) -> Any:
-    raise ForkedError(f"{bound!r} belongs to the process that this one was forked from: make one here")
-
-
-def _nothing(*_: object) -> None:
-    pass
-
-
-#: What is different with that which has left.
-_INVALID: dict[str, Any] = {
-    "__slots__": (),
-    "__getattribute__": _attribute,
-    "__enter__": _refuse,
-    "__exit__": _nothing,
-    "__next__": _refuse,
-    "__repr__": lambda bound: f"<{type(bound).__name__} of the parent process>",
-}
 
 
 def leak(bound: object) -> None:

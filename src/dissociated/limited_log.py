@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from dissociated.fork import bind_to_process
+from dissociated.fork import ProcessBound
 
 #: The part of a peer that differs between its connections: a port, or the number of a process.
 _PER_CONNECTION = re.compile(r":\d+$|(?<=client )\d+ (?=of )")
@@ -31,7 +31,7 @@ class _Bucket:
     last_line: str = ""  # of those that were suppressed
 
 
-class LimitedLog:
+class LimitedLog(ProcessBound):
     """Writes `burst` lines of one event and peer to `logger`, and then one in `interval` seconds.
 
     The next line that is written says in its field `suppressed` how many were not. If none comes, another line says so
@@ -51,10 +51,10 @@ class LimitedLog:
         self._clock = clock
         self._lock = threading.Lock()
         self._buckets: OrderedDict[_Key, _Bucket] = OrderedDict()  # the least recently used first
-        bind_to_process(self)
+        self.bind_to_process()
 
     def after_fork_in_child(self) -> None:
-        """See `dissociated.fork`."""
+        """Replace the lock, which another thread of the parent may hold: a child may log."""
         self._lock = threading.Lock()
 
     def write(

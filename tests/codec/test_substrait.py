@@ -321,4 +321,4 @@ def test_who_waits_for_rows_hears_that_others_are_read() -> None:
     for alive, count in ((0.0, 3), (1e9, 0)):
         reader = pa.RecordBatchReader.from_batches(batches[0].schema, batches)
         nothing = RowFilter.bind(("n", ">", 5), batches[0].schema)
-        assert [one.num_rows for one in filter_batches(reader, nothing, [0], keepalive=alive)] == [0] * count
+        assert [one.num_rows for one in filter_batches(reader, nothing.mask, [0], keepalive=alive)] == [0] * count

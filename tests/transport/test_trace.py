@@ -18,7 +18,7 @@ from dissociated.protocol.message import Message
 from dissociated.protocol.sender import Tags
 from dissociated.transport.base import Connection
 from dissociated.transport.registry import transport
-from dissociated.transport.trace import trace
+from dissociated.transport.trace import traced
 from dissociated.uri import Uri
 from helpers import PATIENCE, Serve, case, clients_end, connections_left, written_forms
 from machine import media
@@ -106,8 +106,8 @@ def test_what_cannot_be_sent_or_received_is_a_line_too(
     debugging: pytest.LogCaptureFixture, pair: tuple[Connection, Connection]
 ) -> None:
     client, server = pair
-    trace(client, Tags({7: Streams.METADATA}, 8))
-    trace(server, Tags({7: Streams.METADATA}, 8), 1)
+    client = traced(client, Tags({7: Streams.METADATA}, 8))
+    server = traced(server, Tags({7: Streams.METADATA}, 8), 1)
     client.send([Message(7, (b"it",)), Message(8, (bytes(16),)), Message(9, (b"secret",))], PATIENCE)
     while server.arrived():
         server.receive(PATIENCE, bytearray_of)
@@ -152,8 +152,7 @@ def test_a_connection_is_as_it_was_where_nobody_asks(
     caplog: pytest.LogCaptureFixture, pair: tuple[Connection, Connection]
 ) -> None:
     with caplog.at_level(logging.INFO, "dissociated"):
-        trace(pair[0], Tags({}))
-    assert type(pair[0]) is type(pair[1])
+        assert traced(pair[0], Tags({})) is pair[0]
 
 
 def bytearray_of(tag: int | None, length: int) -> bytearray:

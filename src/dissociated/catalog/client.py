@@ -7,15 +7,17 @@ import json
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import pyarrow as pa
 
 from dissociated.buffers import MAX_METADATA
 from dissociated.catalog.connection import CatalogConnection
-from dissociated.catalog.flight_reader import read_flight
+from dissociated.catalog.endpoint_reader import EndpointReader
+from dissociated.catalog.flight_reader import open_flight, read_flight
 from dissociated.catalog.flight_streams import parse_answer
 from dissociated.catalog.locations import DatasetInfo, DatasetList
 from dissociated.catalog.lookup import Lookup, caller_identity
@@ -31,6 +33,7 @@ from dissociated.display import html
 from dissociated.errors import (
     CatalogError,
     CatalogUnreachable,
+    DatasetNotFound,
     DeadlineExceeded,
     DissociatedError,
     FormatError,
@@ -73,6 +76,11 @@ class CatalogClient:
         if trusted_files:
             self._trust["shm"]["files"] = "allow"
 
+    @property
+    def endpoints(self) -> EndpointReader:
+        """What opens the endpoints of this catalog's datasets."""
+        return EndpointReader(partial(open_flight, self._calls), self._trust)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._parameters
 
@@ -100,6 +108,20 @@ class CatalogClient:
         Raises DatasetNotFound, and CatalogError for a version at a server of somebody else's.
         """
         return self._lookup.describe(name, version)
+
+    def describe_version(self, name: str, version: int, lineage_id: str) -> DatasetInfo:
+        """Describe a version once more.
+
+        Raises DatasetNotFound if it is gone, also if another catalog there has a version of that number.
+        """
+        with suppress(DatasetNotFound):
+            current = self.describe(name, version)
+            if current.lineage_id == lineage_id:
+                return current
+        raise DatasetNotFound(
+            f"version {version} of {name!r} is gone: it was replaced, dropped or evicted, and is kept no longer. Look "
+            "the dataset up again, or refresh() a handle, for the version that is there now"
+        )
 
     def versions(self, name: str) -> Sequence[dict[str, Any]]:
         """The versions of a dataset that can still be read, the oldest first.

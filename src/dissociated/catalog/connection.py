@@ -21,7 +21,7 @@ from dissociated.errors import (
     DissociatedError,
     UriError,
 )
-from dissociated.fork import bind_to_process, invalidate, leak, use_grpc
+from dissociated.fork import ProcessBound, leak, use_grpc
 from dissociated.transport.base import check_timeout
 from dissociated.uri import Uri
 
@@ -40,7 +40,7 @@ _UNREACHABLE = re.compile(
 _UNTRUSTED_SIGNS = ("certificate verify failed", "is not in peer certificate")  # how gRPC says it
 
 
-class CatalogConnection:
+class CatalogConnection(ProcessBound):
     """A connection to the catalog at `uri`, made with the first call: a process that is forked before has its own.
 
     Raises UriError for what is no URI of a catalog, and OptionError for a token or a file that cannot be used.
@@ -61,7 +61,7 @@ class CatalogConnection:
         self._parameters = client_options(None if token is None else check_token(token), roots)
         self._connection: Any = None
         self._closed = False
-        bind_to_process(self)
+        self.bind_to_process()
 
     def call(self, call: Callable[[Any], T]) -> T:
         """What `call` returns, which is given the connection. Raises CatalogError, AccessDenied, DeadlineExceeded."""
@@ -137,18 +137,19 @@ class CatalogConnection:
         return self._connection
 
 
-class FlightBatches:
+class FlightBatches(ProcessBound):
     """The batches of a stream that was opened by one of these `calls`."""
 
     def __init__(self, calls: CatalogConnection, reader: Any) -> None:
         self._calls = calls
         self._reader = reader
-        bind_to_process(self)
+        self.bind_to_process()
 
     def __iter__(self) -> FlightBatches:
         return self
 
     def __next__(self) -> Any:
+        self.check_process()
         with self._calls.errors():
             batch = next(self._reader, None)
         if batch is None:
@@ -157,7 +158,6 @@ class FlightBatches:
 
     def after_fork_in_child(self) -> None:
         leak(self._reader)
-        invalidate(self)
 
 
 def _server_message(error: BaseException) -> str:

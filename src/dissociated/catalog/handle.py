@@ -9,18 +9,18 @@ import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import pyarrow as pa
 import pyarrow.dataset as ds
 
+from dissociated.catalog.client import CatalogClient
 from dissociated.catalog.locations import DatasetInfo
 from dissociated.catalog.scanner import Scanner
+from dissociated.catalog.version_reader import VersionReader
 from dissociated.client.request import ReadRequest, check_decompress
-from dissociated.codec.device import DeviceReader
 from dissociated.codec.inplace import MappedReader
 from dissociated.errors import OptionError
-from dissociated.memory.device.base import Device
 from dissociated.memory.device.registry import open_device
 
 if TYPE_CHECKING:
@@ -40,34 +40,6 @@ _IGNORED_OPTIONS = {
 _UNREADABLE_SIZE = 1 << 20  # bytes; with fewer than a file has, pyarrow would not try to read it
 
 
-class HandleClient(Protocol):
-    """What a handle asks of its client, a `Client`."""
-
-    defaults: ReadRequest
-
-    def describe(self, name: str, version: int | None = None) -> DatasetInfo:
-        """See `Client.describe`."""
-
-    def versions(self, name: str) -> Sequence[dict[str, Any]]:
-        """See `Client.versions`."""
-
-    def read_version(self, info: DatasetInfo, transport: str | None, request: ReadRequest) -> pa.RecordBatchReader:
-        """See `Client.read_version`."""
-
-    def read_version_on_device(
-        self, info: DatasetInfo, transport: str | None, request: ReadRequest, device: Device
-    ) -> DeviceReader:
-        """See `Client.read_version_on_device`."""
-
-    def read_part(
-        self, info: DatasetInfo, number: int, transport: str | None, request: ReadRequest
-    ) -> pa.RecordBatchReader:
-        """See `Client.read_part`."""
-
-    def is_mapped(self, info: DatasetInfo, number: int, transport: str | None) -> bool:
-        """See `Client.is_mapped`."""
-
-
 class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no type hints
     """One version of a dataset, as `Client.dataset` gives it. It can be read again and again.
 
@@ -78,15 +50,15 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
     Every method that reads raises what `Client.read` raises.
     """
 
-    def __init__(self, client: HandleClient, info: DatasetInfo, transport: str | None = None) -> None:
+    def __init__(self, client: CatalogClient, info: DatasetInfo, transport: str | None = None) -> None:
         super().__init__(info.schema, [_unreadable_dataset(info.schema)])
         self._client = client
-        self._transport = transport
+        self._reader = VersionReader(client, info, transport)
         #: What the catalog says of it.
         self.info = info
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._client, self.info, self._transport)
+        return type(self), (self._client, self.info, self._reader.transport)
 
     @property
     def name(self) -> str:
@@ -134,7 +106,7 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
 
     def refresh(self) -> Self:
         """A handle on the version that is there now. Raises DatasetNotFound."""
-        return type(self)(self._client, self._client.describe(self.name), self._transport)
+        return type(self)(self._client, self._client.describe(self.name), self._reader.transport)
 
     def scanner(
         self,
@@ -166,7 +138,7 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
             )
         opened = None if device is None else open_device(device)
         check_decompress(decompress, opened)
-        return Scanner(self, columns, filter, limit, batch_size, opened, decompress)
+        return Scanner(self._reader, columns, filter, limit, batch_size, opened, decompress)
 
     def filter(self, expression: Any) -> ds.Dataset:
         """Raises OptionError: a handle has no filter of its own. Give `filter` to what reads."""
@@ -202,7 +174,7 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
         """A LazyFrame of Polars, which reads the columns and rows that its plan needs."""
         from dissociated.catalog.lazy import scan
 
-        return scan(self)
+        return scan(self.schema, self.to_reader)
 
     def head(self, num_rows: int = 10, columns: Any = None, filter: Any = None, **options: Any) -> pa.Table:
         """A table of the first `num_rows` of the rows that are chosen."""
@@ -233,25 +205,16 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
     def _repr_html_(self) -> str:
         return self.info._repr_html_()
 
-    def _open(self, request: Callable[[ReadRequest], ReadRequest]) -> pa.RecordBatchReader:
-        """A reader of this version; `request` makes of the defaults what is wanted."""
-        return self._client.read_version(self.info, self._transport, request(self._client.defaults))
-
-    def _open_on_device(self, request: Callable[[ReadRequest], ReadRequest], device: Device) -> DeviceReader:
-        """The same, on a device."""
-        wanted = request(self._client.defaults)
-        return self._client.read_version_on_device(self.info, self._transport, wanted, device)
-
     def read_part(self, number: int, request: Callable[[ReadRequest], ReadRequest]) -> pa.RecordBatchReader:
-        """The same of one of its endpoints."""
-        return self._client.read_part(self.info, number, self._transport, request(self._client.defaults))
+        """Open a reader over one endpoint; `request` makes the request out of the client's defaults."""
+        return self._reader.read_part(number, request(self._client.defaults))
 
     def map_part(self, number: int, keep_files: bool) -> MappedReader | None:
         """All of one of its endpoints, where that lies in shared memory, and reading it takes no other; else None.
 
         With `keep_files` its regions can be mapped once more.
         """
-        if not self._client.is_mapped(self.info, number, self._transport):
+        if not self._reader.is_mapped(number):
             return None
         reader = self.read_part(number, lambda defaults: replace(defaults, keep_files=keep_files))
         return reader if isinstance(reader, MappedReader) else None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, date, datetime, timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -21,25 +21,14 @@ _SCALAR_TYPES = {"Boolean": bool, "String": str, "Float64": float}
 _EPOCH = datetime(1970, 1, 1)
 
 
-class Handle(Protocol):
-    """What is asked of a handle: see `DatasetHandle`."""
-
-    @property
-    def schema(self) -> pa.Schema:
-        """The schema of all columns."""
-
-    def to_reader(self, columns: Any = None, filter: Any = None, **options: Any) -> pa.RecordBatchReader:
-        """A reader over what is chosen."""
-
-
-def scan(dataset: Handle) -> pl.LazyFrame:
-    """A LazyFrame over the version that `dataset` is a handle on."""
+def scan(schema: pa.Schema, to_reader: Callable[..., pa.RecordBatchReader]) -> pl.LazyFrame:
+    """Return a LazyFrame over a dataset of this `schema`, which `to_reader` opens as `DatasetHandle.to_reader` does."""
 
     def source(
         columns: list[str] | None, predicate: pl.Expr | None, rows: int | None, batch_size: int | None
     ) -> Iterator[pl.DataFrame]:
-        conditions = None if predicate is None else _conditions(predicate, dataset.schema)
-        reader = dataset.to_reader(columns, conditions or None, limit=rows if predicate is None else None)
+        conditions = None if predicate is None else _conditions(predicate, schema)
+        reader = to_reader(columns, conditions or None, limit=rows if predicate is None else None)
         remaining = rows
         for batch in reader:
             frame = pl.DataFrame(batch)
@@ -52,8 +41,8 @@ def scan(dataset: Handle) -> pl.LazyFrame:
             if remaining == 0:
                 return
 
-    schema = pl.DataFrame(dataset.schema.empty_table()).schema
-    return register_io_source(source, schema=dict(schema), is_pure=True)
+    frame_schema = pl.DataFrame(schema.empty_table()).schema
+    return register_io_source(source, schema=dict(frame_schema), is_pure=True)
 
 
 def _conditions(predicate: pl.Expr, schema: pa.Schema) -> list[tuple[str, str, Any]]:

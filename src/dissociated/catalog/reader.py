@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -14,16 +13,13 @@ import pyarrow as pa
 
 from dissociated.buffers import MAX_BODY, MAX_METADATA
 from dissociated.catalog.client import CatalogClient
-from dissociated.catalog.endpoint_reader import EndpointReader
-from dissociated.catalog.flight_reader import open_flight
-from dissociated.catalog.locations import DatasetInfo, Endpoint, reachable
+from dissociated.catalog.locations import DatasetInfo, Endpoint
 from dissociated.client.asynchronous import asynchronous
 from dissociated.client.request import TIMEOUT, ReadRequest
 from dissociated.codec.device import DeviceReader
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.tensor import Tensor
-from dissociated.errors import CatalogError, DatasetNotFound, RemoteError, TransportError, WrongKind
-from dissociated.memory.device.base import Device
+from dissociated.errors import DatasetNotFound, WrongKind
 from dissociated.memory.device.registry import open_device
 
 if TYPE_CHECKING:
@@ -123,8 +119,8 @@ class Client(CatalogClient):
         )
         describe = partial(self.describe, name, version)
         if request.device is not None:
-            return self._endpoints.read_on_device(describe, transport, request, request.device)
-        return self._endpoints.read(describe, transport, request)
+            return self.endpoints.read_on_device(describe, transport, request, request.device)
+        return self.endpoints.read(describe, transport, request)
 
     read_async = asynchronous(read)
     """`read` for `async for`: awaited, it gives an `AsyncStreamReader`.
@@ -168,60 +164,6 @@ class Client(CatalogClient):
         """The names of all datasets."""
         return (info.name for info in self.list())
 
-    def read_version(self, info: DatasetInfo, transport: str | None, request: ReadRequest) -> pa.RecordBatchReader:
-        """What `request` wants of just the version that `info` describes, wherever that is now.
-
-        Raises DatasetNotFound where it is gone.
-        """
-        return self._endpoints.read(partial(self._describe_again, info), transport, request)
-
-    def read_version_on_device(
-        self, info: DatasetInfo, transport: str | None, request: ReadRequest, device: Device
-    ) -> DeviceReader:
-        """What `request` wants of just that version, on a device. Raises as `read_version` does."""
-        return self._endpoints.read_on_device(partial(self._describe_again, info), transport, request, device)
-
-    def read_part(
-        self, info: DatasetInfo, number: int, transport: str | None, request: ReadRequest
-    ) -> pa.RecordBatchReader:
-        """What `request` wants of one endpoint of just the version that `info` describes, wherever that is now.
-
-        The catalog is asked only where the endpoint is not to be had as it was. Raises as `read_version` does.
-        """
-        try:
-            return self.open_endpoint(info, info.endpoints[number], transport, request)
-        except (CatalogError, RemoteError, TransportError):
-            current = self._describe_again(info)
-            if current.endpoints == info.endpoints:
-                raise
-        if [one.rows for one in current.endpoints] != [one.rows for one in info.endpoints]:
-            raise CatalogError(f"{info.name!r} lies in other parts now than when it was looked up: look it up again")
-        return self.open_endpoint(current, current.endpoints[number], transport, request)
-
-    def is_mapped(self, info: DatasetInfo, number: int, transport: str | None) -> bool:
-        """Whether one endpoint would be read over shared memory."""
-        routes = reachable(info.name, info.endpoints[number], transport, False) if transport != "grpc" else []
-        return bool(routes) and routes[0][-1].scheme == "shm"
-
-    def _describe_again(self, info: DatasetInfo) -> DatasetInfo:
-        if not info.version:  # the catalog is somebody else's: what it has given is all there is to know
-            return info
-        return self.describe_version(info.name, info.version, info.lineage_id)
-
-    def describe_version(self, name: str, version: int, lineage_id: str) -> DatasetInfo:
-        """Describe a version once more.
-
-        Raises DatasetNotFound where it is gone, also where another catalog there has a version of that number.
-        """
-        with suppress(DatasetNotFound):
-            current = self.describe(name, version)
-            if current.lineage_id == lineage_id:
-                return current
-        raise DatasetNotFound(
-            f"version {version} of {name!r} is gone: it was replaced, dropped or evicted, and is kept no longer. Look "
-            "the dataset up again, or refresh() a handle, for the version that is there now"
-        )
-
     def read_endpoint(
         self,
         info: DatasetInfo,
@@ -256,7 +198,7 @@ class Client(CatalogClient):
         self, info: DatasetInfo, endpoint: Endpoint, transport: str | None, request: ReadRequest
     ) -> pa.RecordBatchReader:
         """What `request` wants of one endpoint. Raises as `read_endpoint` does."""
-        return self._endpoints.open(info, endpoint, transport, request)
+        return self.endpoints.open(info, endpoint, transport, request)
 
     def read_tensors(
         self,
@@ -275,11 +217,7 @@ class Client(CatalogClient):
         if transport == "grpc":
             raise WrongKind("Flight has no messages for tensors: read them over shm or tcp, or name no transport")
         request = replace(self.defaults, max_body=max_body, allow_rma=allow_rma)
-        return self._endpoints.read_tensors(partial(self.describe, name, version), transport, request)
-
-    @property
-    def _endpoints(self) -> EndpointReader:
-        return EndpointReader(partial(open_flight, self._calls), self._trust)
+        return self.endpoints.read_tensors(partial(self.describe, name, version), transport, request)
 
     def __enter__(self) -> Client:
         return self

@@ -5,13 +5,14 @@ Importing this imports pyarrow.dataset.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.dataset as ds
 
+from dissociated.catalog.version_reader import VersionReader
 from dissociated.client.request import ReadRequest
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import select_fields
@@ -19,24 +20,6 @@ from dissociated.codec.device import DeviceReader, to_device
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.errors import OptionError
 from dissociated.memory.device.base import Device
-
-
-class Scannable(Protocol):
-    """What a scanner reads: a handle on one version of a dataset. A `request` makes of the client's defaults a read."""
-
-    @property
-    def schema(self) -> pa.Schema:
-        """The schema of all columns."""
-
-    @property
-    def num_rows(self) -> int | None:
-        """How many rows there are; None where that is not known."""
-
-    def _open(self, request: Callable[[ReadRequest], ReadRequest]) -> pa.RecordBatchReader:
-        """A reader in memory of this process."""
-
-    def _open_on_device(self, request: Callable[[ReadRequest], ReadRequest], device: Device) -> DeviceReader:
-        """A reader on this device."""
 
 
 class Scanner:
@@ -48,7 +31,7 @@ class Scanner:
 
     def __init__(
         self,
-        dataset: Scannable,
+        version: VersionReader,
         columns: Sequence[str] | Mapping[str, Any] | None,
         filter: Any,
         limit: int | None,
@@ -60,7 +43,7 @@ class Scanner:
             raise OptionError(f"columns is a list of names: [{columns!r}]")
         if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
             raise OptionError(f"batch_size is a number of rows, 1 or more, not {batch_size!r}")
-        self._dataset = dataset
+        self._version = version
         self._columns = columns
         self._expressions = {**columns} if isinstance(columns, Mapping) else None
         self._names = None if self._expressions is not None or columns is None else [*columns]
@@ -73,7 +56,7 @@ class Scanner:
     @property
     def dataset_schema(self) -> pa.Schema:
         """The schema of the whole dataset."""
-        return self._dataset.schema
+        return self._version.info.schema
 
     @property
     def projected_schema(self) -> pa.Schema:
@@ -96,7 +79,7 @@ class Scanner:
         chosen = [name for name in self.dataset_schema.names if self._names is None or name in self._names]
         if self._expressions is not None or self._batch_size is not None or self.projected_schema.names != chosen:
             return to_device(self._to_reader(device), device)
-        return self._dataset._open_on_device(self._requested(self._names, device), device)
+        return self._version.read_on_device(self._request(self._names, device), device)
 
     def _to_reader(self, device: Device | None = None) -> pa.RecordBatchReader:
         """In memory of this process, from where it goes to the `device`, if to any."""
@@ -127,7 +110,7 @@ class Scanner:
 
     def count_rows(self) -> int:
         """How many rows there are."""
-        known = self._dataset.num_rows
+        known = self._version.info.rows
         if self._filter is None and known is not None:
             return known if self._limit is None else min(known, self._limit)
         return sum(batch.num_rows for batch in self._read([]))
@@ -140,14 +123,14 @@ class Scanner:
 
     def _limited(self, rows: int) -> Scanner:
         limit = rows if self._limit is None else min(rows, self._limit)
-        return Scanner(self._dataset, self._columns, self._filter, limit, self._batch_size)
+        return Scanner(self._version, self._columns, self._filter, limit, self._batch_size)
 
     def _read(self, columns: Sequence[str] | None, device: Device | None = None) -> pa.RecordBatchReader:
-        return self._dataset._open(self._requested(columns, device))
+        return self._version.read(self._request(columns, device))
 
-    def _requested(self, columns: Any, device: Device | None) -> Callable[[ReadRequest], ReadRequest]:
-        return lambda defaults: replace(
-            defaults,
+    def _request(self, columns: Sequence[str] | None, device: Device | None) -> ReadRequest:
+        return replace(
+            self._version.client.defaults,
             columns=columns,
             filter=self._filter,
             limit=self._limit,

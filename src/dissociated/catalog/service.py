@@ -59,7 +59,7 @@ from dissociated.catalog.upstream import UpstreamCatalog
 from dissociated.catalog_uri import UNIX_SCHEME, check_socket, describe_reach, is_unix, socket_path, unix_uri
 from dissociated.datasets.base import Dataset
 from dissociated.errors import DissociatedError, TransportError, UriError
-from dissociated.fork import bind_to_process, invalidate, leak, use_grpc
+from dissociated.fork import ProcessBound, leak, use_grpc
 from dissociated.host import boot_id, host_name
 from dissociated.monitoring.status import ServerStatus
 from dissociated.transport.framed.shm import runtime_directory
@@ -73,7 +73,7 @@ _SWEEP_TICKS = 10  # ticks between looks at what writers left behind
 _ANY_INTERFACE = (*ANY_INTERFACE, "[::]")
 
 
-class CatalogService:
+class CatalogService(ProcessBound):
     """A catalog that answers over Arrow Flight at `uri`, on threads of gRPC's own.
 
     `holdings`, which it then owns, are what this process serves: that makes it a node. Left out, it is a catalog alone.
@@ -133,23 +133,25 @@ class CatalogService:
         # Not `serve`: gRPC answers already, and `serve` would take SIGINT and SIGTERM away from the program.
         self._ticker = threading.Thread(target=self._tick, name="catalog", daemon=True)
         self._ticker.start()
-        bind_to_process(self)
+        self.bind_to_process()
 
     def after_fork_in_child(self) -> None:
         """See `dissociated.fork`."""
         leak(self._flight)
-        invalidate(self)
 
     def record_publication(self, dataset: Dataset, ttl: float | None = None) -> None:
         """See `Catalog.record_publication`."""
+        self.check_process()
         self.catalog.record_publication(dataset, ttl)
 
     def drop(self, name: str) -> None:
         """Make a dataset unavailable. Raises DatasetNotFound."""
+        self.check_process()
         self.catalog.drop(name)
 
     def status(self) -> ServerStatus:
         """What is served here; of a catalog alone what there is, and who serves it."""
+        self.check_process()
         return self.catalog.status()
 
     def _tick(self) -> None:
@@ -170,6 +172,8 @@ class CatalogService:
 
     def close(self) -> None:
         """Stop answering. Calls that run are waited for, but not for ever: a client may have stopped reading."""
+        if self.is_inherited:
+            return
         self._stopped.set()
         if self._ticker is not None:
             self._ticker.join(_STOP_TIMEOUT)

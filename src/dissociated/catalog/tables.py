@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from dissociated.errors import CatalogDamaged, CatalogError, NotPrivate
-from dissociated.fork import bind_to_process, invalidate, leak
+from dissociated.fork import ProcessBound, leak
 from dissociated.once import once
 from dissociated.private import claim_private_file, open_private_directory
 
@@ -120,7 +120,7 @@ _UPGRADES = {
 }
 
 
-class Tables:
+class Tables(ProcessBound):
     """The tables in the file `path`, which is locked until `close`. Whatever is run is within a `transaction`.
 
     The file is this user's alone, since the tickets in it are as good as the data. Others may read its directory. A
@@ -141,7 +141,7 @@ class Tables:
                 "the catalog's database is damaged and was set aside: path=%s aside=%s error=%s", *(path, aside), error
             )
             self._open()
-        bind_to_process(self)
+        self.bind_to_process()
 
     def _open(self) -> None:
         if self._path != _MEMORY:
@@ -158,7 +158,6 @@ class Tables:
 
     def after_fork_in_child(self) -> None:
         leak(self._connection)  # SQLite takes its parent's locks for its own, and would remove the log that is in use
-        invalidate(self)
 
     def _prepare(self) -> None:
         self._connection.execute("PRAGMA locking_mode = EXCLUSIVE")
@@ -261,12 +260,15 @@ class Tables:
 
     def close(self) -> None:
         """Close the file."""
+        if self.is_inherited:
+            return
         with self._lock:
             self._connection.close()
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """All or nothing, by one thread at a time. Raises CatalogError for what SQLite raises."""
+        self.check_process()
         with self._lock, self._errors():
             self._connection.rollback()  # what Ctrl-C has left, which may come between any two lines of this
             self._connection.execute("BEGIN IMMEDIATE")

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from dissociated.errors import DissociatedError, RemoteProtocolError, TransportError
 from dissociated.exit import StreamThread
-from dissociated.fork import bind_to_process, invalidate
+from dissociated.fork import ProcessBound
 from dissociated.protocol.message import Incoming, Run
 from dissociated.transport.base import Allocate, Connection
 from dissociated.transport.mailbox import Mailbox
@@ -43,7 +43,7 @@ def receiving(connections: Sequence[Connection], allocate: Allocate, timeout: fl
             pump.join()
 
 
-class ReceiveThread:
+class ReceiveThread(ProcessBound):
     """A thread that receives from one of two connections, so that neither can hold up the other."""
 
     def __init__(
@@ -61,7 +61,7 @@ class ReceiveThread:
         self._on_misrouted = on_misrouted
         self._thread = StreamThread(self, self._run, (allocate, timeout), "receive")
         self._thread.start()
-        bind_to_process(self)
+        self.bind_to_process()
 
     def _run(self, allocate: Allocate, timeout: float) -> None:
         try:
@@ -87,15 +87,16 @@ class ReceiveThread:
         self._on_misrouted(error)
         raise error
 
-    def after_fork_in_child(self) -> None:
-        invalidate(self)
-
     def stop(self) -> None:
         """Make the thread end."""
+        if self.is_inherited:
+            return
         self.inbox.close()
         self._connection.stop_receiving()
 
     def join(self) -> None:
         """Wait until the thread has ended, unless it is this one."""
+        if self.is_inherited:
+            return
         if self._thread is not threading.current_thread():  # as where the reader is collected in that thread
             self._thread.join()

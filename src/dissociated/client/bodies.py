@@ -102,6 +102,7 @@ class Bodies:
 
     def _fetch(self, delivery: Delivery) -> pa.Buffer:
         """The body, fetched from where it lies, which is then given back."""
+        self._leases.check_process()
         assert delivery.addresses is not None
         body_length = delivery.parsed.body_length
         wanted, lengths = extents_within(delivery.header, delivery.parsed, body_length)

@@ -16,7 +16,7 @@ from dissociated.protocol.metadata import PREFIX_SIZE
 from dissociated.protocol.request import FILTER_PARAMETER, SELECT_PARAMETER
 from dissociated.protocol.sender import Tags
 from dissociated.transport.registry import transport
-from dissociated.transport.trace import trace
+from dissociated.transport.trace import traced
 from dissociated.uri import DEVICE, Uri
 
 #: What a stream's connections carry, where it has one, and where it has two.
@@ -76,8 +76,11 @@ def _open_session(uris: Sequence[Uri], identifier: bytes, request: ReadRequest) 
     timeout = request.timeout
     with ExitStack() as connections:
         opened = [connections.enter_context(transport(one.scheme).connect(one, timeout)) for one in uris]
-        for connection, tag, streams in zip(opened, tags, _STREAMS[len(uris)], strict=True):
-            trace(connection, Tags({tag: streams}, uris[-1].free_data))
+        opened = [
+            traced(connection, Tags({tag: streams}, uris[-1].free_data))
+            for connection, tag, streams in zip(opened, tags, _STREAMS[len(uris)], strict=True)
+        ]
+        for connection, tag in zip(opened, tags, strict=True):
             connection.limit_untagged(PREFIX_SIZE + request.max_metadata)
             if request.keep_files:
                 connection.keep_files()

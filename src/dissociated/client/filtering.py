@@ -72,7 +72,8 @@ def _open_selected(request: ReadRequest, rows: RowSelection, open_request: _Open
 def _filter(
     reader: pa.RecordBatchReader, rows: RowFilter | None, columns: Sequence[int] | None, limit: int | None
 ) -> pa.RecordBatchReader:
-    return filter_batches(reader, rows, range(len(reader.schema)) if columns is None else columns, limit)
+    mask_of = None if rows is None else rows.mask
+    return filter_batches(reader, mask_of, range(len(reader.schema)) if columns is None else columns, limit)
 
 
 def _check_columns(reader: pa.RecordBatchReader, schema: pa.Schema, fields: Sequence[int]) -> pa.RecordBatchReader:

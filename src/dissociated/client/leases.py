@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from dissociated.errors import DissociatedError, TransportError
 from dissociated.exit import StreamThread
-from dissociated.fork import bind_to_process, invalidate
+from dissociated.fork import ProcessBound
 from dissociated.memory.device.base import Device
 from dissociated.memory.leases import RETRY_INTERVAL, STILL_HELD, FreeQueue
 from dissociated.protocol.bodies import encode_free
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 _MAX_FREES = 1 << 12  # addresses in one free_data message
 
 
-class ClientLeases:
+class ClientLeases(ProcessBound):
     """What this client holds of one server, and the thread that gives it back.
 
     It closes the connection when everything has been given back, and not before: to disconnect is to give everything
@@ -39,10 +39,7 @@ class ClientLeases:
         self._finished = False
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        bind_to_process(self)
-
-    def after_fork_in_child(self) -> None:
-        invalidate(self)
+        self.bind_to_process()
 
     def expect(self, count: int) -> None:
         """So many addresses have been delivered. Each will come through `lease` or `free`, once.
@@ -58,10 +55,12 @@ class ClientLeases:
 
         There it is in use until whatever was begun with it is done: its streams may go on when nobody refers to it.
         """
+        self.check_process()
         return self._returns.lease(memory, addresses, device)
 
     def free(self, addresses: Sequence[int]) -> None:
         """These addresses are not needed."""
+        self.check_process()
         self._returns.put(addresses)
 
     def settle(self) -> None:

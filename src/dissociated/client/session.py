@@ -14,6 +14,7 @@ from dissociated.client.leases import ClientLeases
 from dissociated.client.request import ReadRequest
 from dissociated.errors import DeviceError, DissociatedError, RemoteProtocolError
 from dissociated.exit import hold_at_exit, section, stop_at_exit
+from dissociated.fork import ProcessBound
 from dissociated.format.message import is_compressed
 from dissociated.memory.device.base import Device
 from dissociated.protocol.delivery import Delivered
@@ -23,7 +24,7 @@ from dissociated.transport.base import Connection
 Deliveries: TypeAlias = Generator[Delivered, None, None]
 
 
-class ClientSession:
+class ClientSession(ProcessBound):
     """Owns the connections that a stream was requested over, and the leases that come with it.
 
     Whatever `deliveries` gives and holds addresses must go through `bodies`, once.
@@ -37,6 +38,7 @@ class ClientSession:
         self._receiver = Receiver.with_limits(request.max_metadata, request.max_body)
         self._leases = ClientLeases(connections[-1], free_data, request.timeout)
         self.bodies = Bodies(connections[-1], self._leases, request)
+        self.bind_to_process()
         stop_at_exit(self)
 
     def stop(self) -> None:
@@ -47,7 +49,7 @@ class ClientSession:
     @section
     def deliveries(self) -> Deliveries:
         """Every message in order. Ends the stream when it is exhausted or closed."""
-        receiver, leases = self._receiver, self._leases
+        receiver = self._receiver
         stopped = True
         try:
             with receiving(self._connections, self._allocate, self._timeout) as receive:
@@ -56,6 +58,7 @@ class ClientSession:
                         yield self._account(item)
                     if receiver.complete:
                         break
+                    self.check_process()
                     arrived = receive(receiver.needs_body)
                     hold_at_exit()
                     if arrived is None:
@@ -68,13 +71,18 @@ class ClientSession:
             raise
         finally:
             hold_at_exit()
-            try:
-                for connection in self._connections[:-1]:
-                    connection.close()
-                if stopped and self.bodies.address_space.live and len(self._connections) == 1:
-                    self._discard(self._connections[0])
-            finally:  # also after Ctrl-C: the thread that gives back ends by it
-                leases.finish(stopped)
+            self._end(stopped)
+
+    def _end(self, stopped: bool) -> None:
+        if self.is_inherited:
+            return
+        try:
+            for connection in self._connections[:-1]:
+                connection.close()
+            if stopped and self.bodies.address_space.live and len(self._connections) == 1:
+                self._discard(self._connections[0])
+        finally:  # also after Ctrl-C: the thread that gives back ends by it
+            self._leases.finish(stopped)
 
     def receive_onto(self, device: Device) -> bool:
         """Receive bodies that can stay as they are into memory of this device from now on; False where that cannot be.
@@ -96,6 +104,7 @@ class ClientSession:
 
         Raises RemoteProtocolError where a body is larger than is taken, DeviceError where one is refused.
         """
+        self.check_process()
         self._check_size(item.largest_body)
         if not self._decompress and any(is_compressed(one.header) for one in item.expand()):
             raise DeviceError(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -14,13 +13,6 @@ from dissociated.codec.batches import BatchReader
 from dissociated.codec.nesting import contains
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.errors import RemoteProtocolError
-
-
-class RowMask(Protocol):
-    """What tells which rows of a batch are wanted, as `RowFilter` does."""
-
-    def mask(self, batch: pa.RecordBatch) -> pa.BooleanArray:
-        """True for the rows that are wanted; false or null for the others."""
 
 
 def select_fields(schema: pa.Schema, indices: Sequence[int]) -> pa.Schema:
@@ -95,12 +87,14 @@ def slice_rows(reader: pa.RecordBatchReader, rows: range) -> pa.RecordBatchReade
 
 def filter_batches(
     reader: pa.RecordBatchReader,
-    rows: RowMask | None,
+    mask_of: Callable[[pa.RecordBatch], pa.BooleanArray] | None,
     columns: Sequence[int],
     limit: int | None = None,
     keepalive: float = float("inf"),
 ) -> pa.RecordBatchReader:
-    """The rows that pass, at most `limit` of them, with the columns at these positions of the reader.
+    """Return the rows that pass, at most `limit` of them, with the columns at these positions of the reader.
+
+    `mask_of` returns a mask for a batch, which is true for the rows that pass, and false or null for the others.
 
     No batch is read after the last such row. Batches without such rows are left out, but for one after every
     `keepalive` seconds in which nothing else came: so whoever waits knows that the source lives.
@@ -112,7 +106,7 @@ def filter_batches(
         remaining = batches(reader)
         while left != 0 and (pair := next(remaining, None)) is not None:
             batch, metadata = pair
-            mask = None if rows is None else rows.mask(batch)
+            mask = None if mask_of is None else mask_of(batch)
             batch = batch.select([*columns])
             if mask is not None and mask.true_count < len(mask):  # else it stays where it lies
                 batch = _passing(batch, mask)

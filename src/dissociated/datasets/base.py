@@ -17,7 +17,6 @@ import pyarrow as pa
 
 from dissociated.buffers import metadata_too_long
 from dissociated.codec.split import Splitter
-from dissociated.datasets.sendable import S, SendVisitor
 from dissociated.errors import OptionError, SourceError
 from dissociated.memory.device.segment import DeviceSegment
 from dissociated.memory.region import Region
@@ -81,10 +80,6 @@ class Dataset(ABC):
         That stays where it is until its segments are closed, or this is dropped.
         """
         return self.open()
-
-    @abstractmethod
-    def accept(self, visitor: SendVisitor[S]) -> S:
-        """Call the method of `visitor` for this kind of dataset. Returns what that does."""
 
     @property
     def device_segment(self) -> DeviceSegment | None:

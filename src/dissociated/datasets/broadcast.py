@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from abc import abstractmethod
+from collections.abc import Callable
 
 import pyarrow as pa
 
@@ -13,13 +15,24 @@ from dissociated.datasets.base import Dataset, Source
 from dissociated.datasets.fanout import Consumer, Fanout
 from dissociated.datasets.live import Live
 from dissociated.datasets.live_message import LiveMessage
-from dissociated.datasets.sendable import S, SendVisitor
 from dissociated.datasets.sources import open_source
 from dissociated.errors import OptionError
 from dissociated.format.projection import Projection
 
 
-class Broadcast(Dataset):
+class BroadcastDataset(Dataset):
+    """Messages that are read once, for all clients together."""
+
+    @abstractmethod
+    def join(self, wake: Callable[[], None], on_cut_off: Callable[[], None] | None = None) -> Consumer:
+        """Become one of the consumers: see `Fanout.join`."""
+
+    @abstractmethod
+    def project(self, item: LiveMessage) -> LiveMessage | None:
+        """Return what a consumer gets of a message; None where that is nothing."""
+
+
+class Broadcast(BroadcastDataset):
     """A source that is read once, by all clients together: see `Fanout`. Close it after use.
 
     `limit` is how many bytes of it may be held in shared memory.
@@ -35,13 +48,11 @@ class Broadcast(Dataset):
         reader = open_source(name, source)
         super().__init__(name, reader.schema)
         self._fanout = Fanout(name, reader, live, limit, options)
-        self.join = self._fanout.join
 
-    def accept(self, visitor: SendVisitor[S]) -> S:
-        return visitor.broadcast(self)
+    def join(self, wake: Callable[[], None], on_cut_off: Callable[[], None] | None = None) -> Consumer:
+        return self._fanout.join(wake, on_cut_off)
 
     def project(self, item: LiveMessage) -> LiveMessage | None:
-        """What consumers get of a message: all of it."""
         return item
 
     def open_reader(self) -> pa.RecordBatchReader:
@@ -61,7 +72,7 @@ class Broadcast(Dataset):
         self._fanout.join_pump(timeout)
 
 
-class _BroadcastColumns(Dataset):
+class _BroadcastColumns(BroadcastDataset):
     """Some columns of a broadcast: consumers are sent those of each message, and free the others at once."""
 
     def __init__(self, whole: Broadcast, indices: tuple[int, ...], schema: bytes) -> None:
@@ -70,13 +81,11 @@ class _BroadcastColumns(Dataset):
         self._whole = whole
         self._schema = schema  # of the whole, as it is sent
         self._projection = Projection(schema, indices)
-        self.join = whole.join
 
-    def accept(self, visitor: SendVisitor[S]) -> S:
-        return visitor.broadcast(self)
+    def join(self, wake: Callable[[], None], on_cut_off: Callable[[], None] | None = None) -> Consumer:
+        return self._whole.join(wake, on_cut_off)
 
     def project(self, item: LiveMessage) -> LiveMessage | None:
-        """What consumers get of a message."""
         if item.body is None:
             return item._replace(header=self._projection.header)
         chosen = self._projection.project(item.header, item.parsed)

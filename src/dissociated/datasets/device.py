@@ -21,7 +21,7 @@ from dissociated.codec.options import WriteOptions
 from dissociated.codec.reader import StreamReader
 from dissociated.codec.split import SplitMessage
 from dissociated.datasets.base import Dataset
-from dissociated.datasets.sendable import S, SendVisitor, StaticMessage
+from dissociated.datasets.sendable import StaticMessage
 from dissociated.datasets.static import project_messages
 from dissociated.datasets.streamed import StreamedDataset
 from dissociated.datasets.table import TableDataset
@@ -62,9 +62,6 @@ class DeviceDataset(StreamedDataset):
             why = metadata_too_long(repr(self.name), len(message.header), limit)
             if why is not None:
                 raise SourceError(why)
-
-    def accept(self, visitor: SendVisitor[S]) -> S:
-        return visitor.on_device(self)
 
     def messages(self) -> Iterator[SplitMessage]:
         """The messages, each body copied out when it is its turn."""

@@ -76,7 +76,8 @@ class FilteredDataset(StreamedDataset):
 
     def open_reader(self) -> pa.RecordBatchReader:
         reader = self._source.open_reader()
-        return filter_batches(reader, self._rows, self._columns, self._limit, keepalive=_KEEPALIVE_INTERVAL)
+        mask_of = None if self._rows is None else self._rows.mask
+        return filter_batches(reader, mask_of, self._columns, self._limit, keepalive=_KEEPALIVE_INTERVAL)
 
     def messages(self) -> Iterator[SplitMessage]:
         return split(self.open_reader(), self.options)

@@ -6,7 +6,7 @@ import threading
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
@@ -16,7 +16,7 @@ from dissociated.codec.difference import schema_difference
 from dissociated.codec.split import BatchAndMetadata
 from dissociated.codec.statistics import Statistics
 from dissociated.datasets.base import Dataset
-from dissociated.datasets.sendable import MappedMessages, S, SendVisitor, StaticMessage, T
+from dissociated.datasets.sendable import MappedMessages, StaticMessage
 from dissociated.datasets.source_errors import source_errors
 from dissociated.errors import FormatError, SourceError
 from dissociated.format.message import HeaderType
@@ -27,6 +27,8 @@ from dissociated.store.segment import Segment
 
 if TYPE_CHECKING:
     from dissociated.codec.substrait import FilterNode
+
+T = TypeVar("T")
 
 #: Of how many selections of columns a static dataset keeps the messages.
 _MAX_SELECTIONS = 16
@@ -41,9 +43,6 @@ class StaticDataset(Dataset):
         self._encoded: dict[Hashable, Any] = {}
         self._selected: OrderedDict[tuple[int, ...], StaticDataset] = OrderedDict()
         self._dropped = False
-
-    def accept(self, visitor: SendVisitor[S]) -> S:
-        return visitor.static(self)
 
     def regions(self) -> Sequence[Region]:
         segments = [mapped.segment for mapped in self.mapped()]
@@ -315,9 +314,6 @@ class StoredDataset(Dataset):
             if self._exposed is None and not self._dropped:
                 self._exposed = opened
             return self._exposed or opened
-
-    def accept(self, visitor: SendVisitor[S]) -> S:
-        return self.open().accept(visitor)
 
     def appendable(self) -> Sequence[Segment]:
         return self.open().segments

@@ -13,7 +13,6 @@ from dissociated.codec.difference import schema_difference
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.split import SplitMessage, split
 from dissociated.datasets.base import Dataset, OpenColumns, OpenReader
-from dissociated.datasets.sendable import S, SendVisitor
 from dissociated.errors import SourceError
 
 
@@ -22,9 +21,6 @@ class StreamedDataset(Dataset):
 
     options: WriteOptions | None = None
     repeatable = False
-
-    def accept(self, visitor: SendVisitor[S]) -> S:
-        return visitor.streamed(self)
 
     @abstractmethod
     def messages(self) -> Iterator[SplitMessage]:

@@ -16,7 +16,6 @@ from typing import Any
 
 from dissociated.access import Security
 from dissociated.errors import OptionError
-from dissociated.fork import bind_to_process, invalidate
 from dissociated.monitoring.activity import Activity
 from dissociated.monitoring.http import HttpService, Page, Response
 from dissociated.monitoring.status import DatasetStatus, ServerStatus
@@ -59,17 +58,12 @@ class Dashboard:
         self.uri = self._http.uri
         self._sampler = threading.Thread(target=self._sample, name="page samples", daemon=True)
         self._sampler.start()
-        bind_to_process(self)
 
     def close(self) -> None:
         """Stop answering."""
         self._closed.set()
         self._http.close()
         self._sampler.join()
-
-    def after_fork_in_child(self) -> None:
-        """See `dissociated.fork`."""
-        invalidate(self)
 
     def _sample(self) -> None:
         while True:

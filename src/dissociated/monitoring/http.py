@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from dissociated.access import Authorize, Security, identify
 from dissociated.errors import OptionError, TransportError
-from dissociated.fork import bind_to_process, invalidate
+from dissociated.fork import ProcessBound
 from dissociated.host import is_loopback
 from dissociated.roles import PAGES, Role
 from dissociated.uri import Uri
@@ -54,7 +54,7 @@ class Response(NamedTuple):
 Page: TypeAlias = Callable[[Message], Response]
 
 
-class HttpService:
+class HttpService(ProcessBound):
     """Answers GET at `where`, HOST:PORT (port 0 is one that is free), with the `pages` by their paths.
 
     `what` tells errors what it is for. If `security` has tokens, one that has the role in `dissociated.roles.PAGES`
@@ -86,7 +86,7 @@ class HttpService:
         self.uri = f"{scheme}://{host}:{self._http.server_port}"
         self._thread = threading.Thread(target=self._http.serve_forever, name=what, daemon=True)
         self._thread.start()
-        bind_to_process(self)
+        self.bind_to_process()
 
     def close(self) -> None:
         """Stop answering."""
@@ -97,7 +97,6 @@ class HttpService:
     def after_fork_in_child(self) -> None:
         """See `dissociated.fork`."""
         self._http.socket.close()
-        invalidate(self)
 
 
 class _Http(ThreadingHTTPServer):

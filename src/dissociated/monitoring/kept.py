@@ -9,7 +9,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeAlias
 
-from dissociated.fork import bind_to_process, invalidate
+from dissociated.fork import ProcessBound
 from dissociated.memory.region import Region
 from dissociated.memory.shared import can_tell_unused, is_unused, reopen_read_only
 
@@ -26,7 +26,7 @@ class Mappable(Protocol):
     region: Region
 
 
-class KeptMemory:
+class KeptMemory(ProcessBound):
     """Counts what is left of segments when nobody here uses them any more, for as long as clients have them mapped.
 
     Their connections are over, so the kernel alone can tell. It is asked by a descriptor, which itself keeps the
@@ -42,12 +42,11 @@ class KeptMemory:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._can_tell: bool | None = None  # not known yet
-        bind_to_process(self)
+        self.bind_to_process()
 
     def after_fork_in_child(self) -> None:
         for descriptor, _ in self._kept:
             os.close(descriptor)
-        invalidate(self)
 
     def watch(self, segment: Mappable) -> None:
         """A client is gone, or was cut off, and may still have this mapped. Files with a name are not counted."""

@@ -17,7 +17,7 @@ from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
 from dissociated.catalog.store_backend import StoreBackend
 from dissociated.catalog_uri import UNIX_SCHEME, is_unix, is_usable, unix_uri
-from dissociated.fork import bind_to_process, invalidate
+from dissociated.fork import ProcessBound
 from dissociated.monitoring.status import ConsumerStatus
 from dissociated.node.launch import ADDRESS_FILE, NodeAddress
 from dissociated.oserrors import store_errors
@@ -37,7 +37,7 @@ _FLIGHT_SOCKET = "flight.sock"
 _PATH_MAX = 107  # bytes, of a Unix socket
 
 
-class Node:
+class Node(ProcessBound):
     """Serves the versions in `store`, which it then owns, at `listen`, with a catalog of its own at `flight`.
 
     Without `flight`, its catalog answers this user alone, at a Unix socket in the store (`grpc+unix:`); or at the
@@ -118,10 +118,7 @@ class Node:
             with store_errors(f"the store {store.directory}"):
                 self._tell_address()
             undo.pop_all()
-        bind_to_process(self)
-
-    def after_fork_in_child(self) -> None:
-        invalidate(self)
+        self.bind_to_process()
 
     def _tell_address(self) -> None:
         address = json.dumps(asdict(NodeAddress(self.service.uri, os.getpid())))
@@ -156,6 +153,7 @@ class Node:
         self, timeout: float, on_waiting: Callable[[Sequence[ConsumerStatus]], None] = lambda waited: None
     ) -> bool:
         """Take nothing new, and wait for streams in progress. See `Server.drain`."""
+        self.check_process()
         (self.store.directory / ADDRESS_FILE).unlink(missing_ok=True)
 
         def log_and_tell(waited: Sequence[ConsumerStatus]) -> None:
@@ -171,6 +169,8 @@ class Node:
 
     def close(self) -> None:
         """End every stream. What is committed stays in the store."""
+        if self.is_inherited:
+            return
         if self._closed:
             return  # by now, what lies there may be that of another node
         self._closed = True

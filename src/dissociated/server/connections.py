@@ -27,7 +27,7 @@ from dissociated.server.requests import TAGS
 from dissociated.server.session import Session
 from dissociated.transport.base import Connection, Listener
 from dissociated.transport.registry import transport
-from dissociated.transport.trace import trace
+from dissociated.transport.trace import traced
 from dissociated.uri import Uri
 
 _log = logging.getLogger(__name__)
@@ -156,6 +156,7 @@ class Connections:
             if self._refusing.is_set():
                 return False
             stats = self._activity.begin(str(listener.uri), connection.peer)
+            connection = traced(connection, TAGS, stats.connection)
             name = f"serve {stats.connection}"
             thread = threading.Thread(target=self._serve, args=(connection, stats), name=name, daemon=True)
             self._admission.begin(connection)
@@ -173,7 +174,6 @@ class Connections:
         outcome, why = "failed", ""
         try:
             with connection:
-                trace(connection, TAGS, stats.connection)
                 timeout = self._limits.handshake_timeout
                 connection.request_deadline = time.monotonic() + timeout
                 connection.handshake(timeout)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dissociated.datasets.sendable import OnDevice
+from typing import TYPE_CHECKING
+
 from dissociated.memory.device.segment import DeviceSegment
 from dissociated.protocol.bodies import encode_addresses
 from dissociated.protocol.sender import Body
 from dissociated.protocol.tags import BodyKind
 from dissociated.server.sending import ClientRequest, Sending
+
+if TYPE_CHECKING:
+    from dissociated.datasets.device import DeviceDataset
 
 #: What clients may still map although they were not waited for: a driver would give the same memory to somebody else.
 _abandoned: list[DeviceSegment] = []
@@ -16,7 +20,7 @@ _abandoned: list[DeviceSegment] = []
 class DeviceSending(Sending):
     """Sends addresses in a segment on a device. That is given back only when the client has let go of it."""
 
-    def __init__(self, client: ClientRequest, dataset: OnDevice) -> None:
+    def __init__(self, client: ClientRequest, dataset: DeviceDataset) -> None:
         super().__init__(client)
         self._dataset = dataset
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from dissociated.datasets.sendable import Static, StaticMessage
+from dissociated.datasets.sendable import StaticMessage
+from dissociated.datasets.static import StaticDataset
 from dissociated.protocol.bodies import encode_addresses
 from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message
@@ -42,7 +43,7 @@ class MessageGroup(NamedTuple):
 
 
 def encode_groups(
-    dataset: Static,
+    dataset: StaticDataset,
     messages: Sequence[StaticMessage],
     first: int,
     connection: Connection,
@@ -60,7 +61,7 @@ def encode_groups(
     encoded = _encode(messages, first, connection, streams, segment is not None, group_bytes, inline_limit)
     if growing or first + len(messages) > _MAX_CACHED_MESSAGES:
         return encoded
-    key = type(connection), connection.takes_runs, streams, segment, inline_limit
+    key = connection.encoding, streams, segment, inline_limit
     return dataset.encoded(key, lambda: [*encoded])
 
 

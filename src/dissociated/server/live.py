@@ -8,10 +8,11 @@ from itertools import groupby
 
 from dissociated.buffers import Buffer, metadata_too_long
 from dissociated.codec.split import SplitMessage
+from dissociated.datasets.broadcast import BroadcastDataset
 from dissociated.datasets.fanout import Consumer
 from dissociated.datasets.live_message import MAX_SEND_BYTES, MAX_SEND_MESSAGES, SMALL_BODY, LiveMessage
-from dissociated.datasets.sendable import Broadcasting, Streamed
 from dissociated.datasets.source_errors import source_errors
+from dissociated.datasets.streamed import StreamedDataset
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, SourceError
 from dissociated.format.message import buffer_extents
 from dissociated.memory.live import LiveMemory, LiveRegion
@@ -86,7 +87,7 @@ class _LiveSending(Sending):
 class StreamedSending(_LiveSending):
     """Sends messages that are made for this client, through memory of its own."""
 
-    def __init__(self, client: ClientRequest, dataset: Streamed) -> None:
+    def __init__(self, client: ClientRequest, dataset: StreamedDataset) -> None:
         super().__init__(client, dataset.name)
         self._dataset = dataset
         self._memory = LiveMemory(dataset.name, self._limits.live_limit)
@@ -179,7 +180,7 @@ class StreamedSending(_LiveSending):
 class BroadcastSending(_LiveSending):
     """Sends messages that others read along, from memory that they share."""
 
-    def __init__(self, client: ClientRequest, dataset: Broadcasting) -> None:
+    def __init__(self, client: ClientRequest, dataset: BroadcastDataset) -> None:
         super().__init__(client, dataset.name)
         self._dataset = dataset
         self._consumer: Consumer | None = None

@@ -7,7 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from dissociated.datasets.sendable import SharedSegment, Static, StaticMessage
+from dissociated.datasets.sendable import SharedSegment, StaticMessage
+from dissociated.datasets.static import StaticDataset
 from dissociated.errors import ConnectionClosed, DeadlineExceeded
 from dissociated.memory.leases import Ledger
 from dissociated.memory.shared import Backing
@@ -156,7 +157,7 @@ class Sending(ABC):
 class StaticSending(Sending):
     """Sends messages that stay, encoded once for all clients. What they lease lies in memory that stays as well."""
 
-    def __init__(self, client: ClientRequest, dataset: Static) -> None:
+    def __init__(self, client: ClientRequest, dataset: StaticDataset) -> None:
         super().__init__(client)
         self._dataset = dataset
         self._admission = client.admission

@@ -24,7 +24,7 @@ from dissociated.datasets.static import SegmentsDataset
 from dissociated.display import count, html, html_table, size
 from dissociated.errors import DissociatedError, OptionError
 from dissociated.exit import act_at_exit
-from dissociated.fork import bind_to_process, invalidate
+from dissociated.fork import ProcessBound
 from dissociated.host import host_name
 from dissociated.monitoring.activity import Activity
 from dissociated.monitoring.changes import Change
@@ -48,7 +48,7 @@ _JOIN_TIMEOUT = 5.0
 _PUMP_TIMEOUT = 1.0  # for one that waits for its source, which nobody can hurry
 
 
-class Server:
+class Server(ProcessBound):
     """Serves datasets over any number of transports, with a catalog beside them.
 
     `Server(listen, retain=300)` takes what `ServerOptions` has; `Server.of(options)` takes these as one value. Use it
@@ -95,7 +95,7 @@ class Server:
         self._connections.accept()
         act_at_exit()  # first, so that it is done last: a server may read as a client does
         atexit.register(self.close)  # threads that outlive the interpreter could bring it down
-        bind_to_process(self)
+        self.bind_to_process()
 
     @classmethod
     def of(cls, options: ServerOptions) -> Server:
@@ -105,7 +105,6 @@ class Server:
     def after_fork_in_child(self) -> None:
         """See `dissociated.fork`."""
         atexit.unregister(self.close)
-        invalidate(self)
 
     # What is published
 
@@ -144,6 +143,7 @@ class Server:
         these options, OptionError where `options` or `live` are something else, or `ttl` is no time or there is no
         catalog for it.
         """
+        self.check_process()
         Publication(name, ttl=ttl)
         if ttl is not None and self._catalog is None:
             raise OptionError("ttl takes a catalog, which drops what is over: this server was made without one")
@@ -171,6 +171,7 @@ class Server:
         Leaving its `with` by an exception discards them. Raises FormatError where the schema cannot be written so, and
         StoreError where there is no space left. Closing it raises DissociatedError where the server is closed.
         """
+        self.check_process()
         check_name(name)
         return SegmentWriter(
             partial(MemfdSink, name, lambda segment: self.publish_segments(name, [segment])), schema, options
@@ -181,6 +182,7 @@ class Server:
 
         With `append` they follow the segments that have that name already; there must be only segments.
         """
+        self.check_process()
         with self._changing:
             existing = self.registry.find_name(name) if append else None
             if existing is not None:
@@ -210,6 +212,7 @@ class Server:
 
         The consumers of a live stream get what has been read of it, and then a RemoteError that says so.
         """
+        self.check_process()
         with self._changing:
             old = self.dataset(name)
             if self._catalog is not None:
@@ -220,10 +223,12 @@ class Server:
 
     def dataset(self, name: str) -> Dataset:
         """What is published under `name`. Raises DatasetNotFound."""
+        self.check_process()
         return self.registry.lookup_name(name)
 
     def names(self) -> list[str]:
         """The names of all datasets, sorted."""
+        self.check_process()
         return self.registry.names()
 
     # Where it can be had
@@ -276,15 +281,19 @@ class Server:
     @property
     def connections(self) -> int:
         """How many connections are open."""
+        self.check_process()
         return len(self._connections)
 
     def status(self) -> ServerStatus:
         """What this server publishes, who reads it, and what it has sent. Once it is closed, who still holds memory."""
+        self.check_process()
         if self._catalog is not None and not self._closed:
             return self._catalog.status()
         return self.activity.status(None, self.endpoints.listener_uris(), self.registry.datasets())
 
     def __repr__(self) -> str:
+        if self.is_inherited:
+            return "<Server of the parent process>"
         if self._closed:
             return "<Server, closed>"
         names = self.names()
@@ -319,11 +328,14 @@ class Server:
         Returns:
             Whether no stream is in progress any more.
         """
+        self.check_process()
         self._connections.stop_listening()
         return self._connections.drain(timeout, on_waiting)
 
     def close(self) -> None:
         """Stop listening, end every stream, drop every dataset. What clients have mapped stays readable."""
+        if self.is_inherited:
+            return
         with self._lock:
             if self._closed:
                 return

@@ -7,8 +7,10 @@ from contextlib import suppress
 
 from dissociated.codec.split import Splitter
 from dissociated.datasets.base import Dataset
+from dissociated.datasets.broadcast import BroadcastDataset
 from dissociated.datasets.registry import Registry
-from dissociated.datasets.sendable import Broadcasting, OnDevice, Static, Streamed
+from dissociated.datasets.static import StaticDataset
+from dissociated.datasets.streamed import StreamedDataset
 from dissociated.errors import (
     ColumnNotFound,
     ConnectionClosed,
@@ -60,7 +62,7 @@ class Session:
             with published.reading():
                 published.check_unchanged()
                 dataset = self._select(granted.open(), selection)  # counted first: so it is not evicted
-                self._sending = dataset.accept(_SendingVisitor(self._client(request)))
+                self._sending = _sending(self._client(request), dataset)
                 self._serve_request(self._sending, published)
                 if self._sender.state is State.ENDING:
                     self._sender.drained()
@@ -158,21 +160,18 @@ class Session:
             sending.end(disconnected)
 
 
-class _SendingVisitor:
-    """A SendVisitor: each of its methods makes the Sending of one way to send a dataset to this client."""
+def _sending(client: ClientRequest, dataset: Dataset) -> Sending:
+    """Return the way in which `dataset` is sent to this client."""
+    if client.on_device and dataset.device_segment is not None:
+        from dissociated.datasets.device import DeviceDataset  # on first use: few need it
 
-    def __init__(self, client: ClientRequest) -> None:
-        self._client = client
-
-    def static(self, dataset: Static) -> Sending:
-        return StaticSending(self._client, dataset)
-
-    def streamed(self, dataset: Streamed) -> Sending:
-        return StreamedSending(self._client, dataset)
-
-    def on_device(self, dataset: OnDevice) -> Sending:
-        by_address = self._client.on_device and dataset.segment is not None
-        return DeviceSending(self._client, dataset) if by_address else StreamedSending(self._client, dataset)
-
-    def broadcast(self, dataset: Broadcasting) -> Sending:
-        return BroadcastSending(self._client, dataset)
+        if isinstance(dataset, DeviceDataset):
+            return DeviceSending(client, dataset)
+    match dataset:
+        case StaticDataset():
+            return StaticSending(client, dataset)
+        case StreamedDataset():
+            return StreamedSending(client, dataset)
+        case BroadcastDataset():
+            return BroadcastSending(client, dataset)
+    raise TypeError(f"{type(dataset).__name__} is no kind of dataset that is sent")

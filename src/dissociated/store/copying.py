@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 import pyarrow as pa
 
 from dissociated.buffers import Buffer
-from dissociated.fork import bind_to_process, invalidate
+from dissociated.fork import ProcessBound
 from dissociated.format.encapsulated import encapsulate, end_of_stream
 from dissociated.format.message import Header, buffer_extents
 from dissociated.memory.region import Region
@@ -25,7 +25,7 @@ STEP = 1 << 26
 _MADV_POPULATE_READ = 22
 
 
-class CopiedSegment:
+class CopiedSegment(ProcessBound):
     """An IPC stream of these messages in a memfd, which is sealed when all of it has been written.
 
     Where everything will lie is known at once, and `wait` waits until it is there. Whoever waits writes what is
@@ -78,11 +78,10 @@ class CopiedSegment:
         self._changed = threading.Condition()
         self._written = 0  # pieces
         self._writing = False
-        bind_to_process(self)
+        self.bind_to_process()
 
     def after_fork_in_child(self) -> None:
         self._close()
-        invalidate(self)
 
     @property
     def backing(self) -> Backing:
@@ -110,6 +109,7 @@ class CopiedSegment:
 
     def _advance(self, until: int) -> None:
         """Write some more, or wait until somebody else has written what lies below `until`, or has failed."""
+        self.check_process()
         with self._changed:
             if self._writing:
                 self._changed.wait_for(lambda: not self._writing or self._is_written(until))

@@ -21,7 +21,7 @@ from typing import Any, TypeGuard, cast
 import pyarrow as pa
 
 from dissociated.errors import StoreError
-from dissociated.fork import bind_to_process, invalidate
+from dissociated.fork import ProcessBound
 from dissociated.oserrors import store_errors
 from dissociated.private import open_private_directory, open_private_file
 from dissociated.store.files import (
@@ -132,7 +132,7 @@ class SetAside:
         return f"{os.fspath(self.path)!r} is set aside: {self.reason}"  # its name may be no text that can be shown
 
 
-class Directory:
+class Directory(ProcessBound):
     """The directory: locked by one process for as long as the `with` lasts. It is made if it is missing.
 
     Raises StoreError if another process has it, if it cannot be used, is not this user's alone, or has something in it
@@ -157,13 +157,12 @@ class Directory:
                 os.close(self._lock)
                 raise
         self._owned = True
-        bind_to_process(self)
+        self.bind_to_process()
         return self
 
     def after_fork_in_child(self) -> None:
         if self._owned:
             os.close(self._lock)
-        invalidate(self)
 
     def _own(self) -> None:
         try:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dissociated.errors import AccessDenied, DeadlineExceeded, DissociatedError, StoreError, TransportError
-from dissociated.fork import bind_to_process, invalidate
+from dissociated.fork import ProcessBound
 from dissociated.limited_log import LimitedLog
 from dissociated.transport.framed.shm import peer_credentials
 
@@ -36,7 +36,7 @@ class _Waiting(NamedTuple):
     until: float
 
 
-class HandoverListener:
+class HandoverListener(ProcessBound):
     """Listens at `path`, which it replaces, and gives `take` each descriptor, of this user's processes and root's.
 
     `take` returns the name of the segment. The descriptor stays ours, and is closed. Raises StoreError where it cannot
@@ -61,7 +61,7 @@ class HandoverListener:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="hand over", daemon=True)
         self._thread.start()
-        bind_to_process(self)
+        self.bind_to_process()
 
     def _serve(self) -> None:
         """One thread for all: whoever has connected and is silent holds up nobody."""
@@ -155,7 +155,6 @@ class HandoverListener:
 
     def after_fork_in_child(self) -> None:
         self._socket.close()
-        invalidate(self)
 
 
 def hand_over(path: str, descriptor: int, timeout: float) -> str:

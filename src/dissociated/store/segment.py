@@ -24,7 +24,7 @@ from dissociated.codec.split import BatchAndMetadata, Metadata, OnceValidator, S
 from dissociated.codec.statistics import Statistics, StatisticsCollector, read_statistics
 from dissociated.codec.writer import EncapsulatedWriter
 from dissociated.errors import FormatError, RemoteProtocolError, SourceError, StoreError, StoreFull
-from dissociated.fork import bind_to_process, invalidate
+from dissociated.fork import ProcessBound
 from dissociated.format.encapsulated import FILE_MAGIC, Encapsulated, end_of_stream
 from dissociated.format.index import Index
 from dissociated.format.message import HeaderType, buffer_extents, row_count
@@ -214,7 +214,7 @@ class SegmentWriter(EncapsulatedWriter):
         super()._end()
 
 
-class _File(Sink):
+class _File(Sink, ProcessBound):
     """A new file at `path`; see `dissociated.store.files`."""
 
     def __init__(self, path: Path, reserve: Reserve | None) -> None:
@@ -224,29 +224,33 @@ class _File(Sink):
         self._open = True
         with store_errors(f"creating {place}"):
             self._file = NewFile(path) if reserve is None else StagedFile(path, reserve)
-        bind_to_process(self)
+        self.bind_to_process()
 
     def after_fork_in_child(self) -> None:
         self._file.close()
-        invalidate(self)
 
     def write(self, parts: Sequence[Buffer]) -> None:
+        self.check_process()
         with store_errors(self._what):
             self._file.reserve(self._written + sum(memoryview(part).nbytes for part in parts))
             self._written += write_parts(self._file.descriptor, parts)
 
     def close(self) -> None:
+        if self.is_inherited:
+            return
         with store_errors(self._what):
             self._file.commit(self._written)
         self._open = False
 
     def abort(self) -> None:
+        if self.is_inherited:
+            return
         if self._open:
             self._open = False
             self._file.abort()
 
 
-class MemfdSink(DescriptorSink):
+class MemfdSink(DescriptorSink, ProcessBound):
     """A memfd, which becomes a sealed segment when it is closed. `finished` is then called with the segment."""
 
     def __init__(self, name: str, finished: Callable[[Segment], object]) -> None:
@@ -256,14 +260,19 @@ class MemfdSink(DescriptorSink):
         with store_errors(what):
             descriptor = create_memfd(name)
         super().__init__(descriptor, what)
-        bind_to_process(self)
+        self.bind_to_process()
 
     def after_fork_in_child(self) -> None:
         self._file.close()
-        invalidate(self)
+
+    def write(self, parts: Sequence[Buffer]) -> None:
+        self.check_process()
+        super().write(parts)
 
     def close(self) -> None:
         """Seal the memfd. Raises StoreError."""
+        if self.is_inherited:
+            return
         with store_errors(self.what):
             seal(self.descriptor, Backing.SEALED)
             readable = reopen_read_only(self.descriptor)

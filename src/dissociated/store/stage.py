@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dissociated.buffers import MAX_METADATA
 from dissociated.errors import StoreError
-from dissociated.fork import bind_to_process, invalidate
+from dissociated.fork import ProcessBound
 from dissociated.oserrors import store_errors
 from dissociated.private import open_private_directory
 from dissociated.store.layout import STAGING, new_id, write_id
@@ -23,7 +23,7 @@ _MEMORY = Path("/dev/shm")
 _NAME = re.compile(r"\d+-[0-9a-f]{8}")  # of the directory of one stage
 
 
-class Stage:
+class Stage(ProcessBound):
     """A directory for segments that are being written, made on first use and removed with `close`.
 
     It lies as the staging directory of a store does, beside a file with the id, by which writers know it.
@@ -39,7 +39,7 @@ class Stage:
         self._directory: Path | None = None
         self._lock: int | None = None  # a descriptor
         self._making = threading.Lock()
-        bind_to_process(self)
+        self.bind_to_process()
 
     @property
     def directory(self) -> Path:
@@ -99,6 +99,8 @@ class Stage:
 
     def close(self) -> None:
         """Remove the directory and what is in it."""
+        if self.is_inherited:
+            return
         if self._directory is not None:
             shutil.rmtree(self._directory.parent, ignore_errors=True)
             self._directory = None
@@ -111,7 +113,6 @@ class Stage:
 
     def after_fork_in_child(self) -> None:
         self._unlock()
-        invalidate(self)
 
 
 def _remove_abandoned(home: Path, opened: int) -> None:

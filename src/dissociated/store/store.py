@@ -28,7 +28,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -40,7 +40,7 @@ from dissociated.buffers import MAX_METADATA
 from dissociated.codec.difference import schema_difference
 from dissociated.codec.options import WriteOptions
 from dissociated.errors import StoreError
-from dissociated.fork import bind_to_process, invalidate
+from dissociated.fork import ProcessBound
 from dissociated.oserrors import store_errors
 from dissociated.store.admission import Quota
 from dissociated.store.directory import Directory, SetAside, Version
@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 FORGOTTEN = 86_400.0
 
 
-class Store:
+class Store(ProcessBound):
     """The one owner of a store's directory, which is made where there is none. Close it, or use it in a `with`.
 
     `limit` is how many bytes it may take, and `policy` what happens then; `spill` is the directory on disk for
@@ -98,10 +98,13 @@ class Store:
             self._places.load()
             self.sweep()
             self._undo = undo.pop_all()
-        bind_to_process(self)
+        self.bind_to_process()
 
-    def after_fork_in_child(self) -> None:
-        invalidate(self)
+    @property
+    def _locked(self) -> AbstractContextManager[object]:
+        """The lock of what this process knows of the store. Raises ForkedError in its children."""
+        self.check_process()
+        return self._lock
 
     @property
     def directory(self) -> Path:
@@ -122,55 +125,55 @@ class Store:
 
     def versions(self) -> list[Version]:
         """Everything that is committed, in the order in which it was."""
-        with self._lock:
+        with self._locked:
             return [*self._contents]
 
     def serial(self) -> int:
         """A number that is higher than those of all versions before, and lower than those of all to come."""
-        with self._lock:
+        with self._locked:
             self._serial = max(self._serial + 1, self._places.last_serial + 1, int(time.time() * 1000))
             return self._serial
 
     def current(self, name: str) -> Version | None:
         """The version of `name` that was committed last, if there is one."""
-        with self._lock:
+        with self._locked:
             return next(iter(self._contents.named(name)[-1:]), None)
 
     def named(self, name: str) -> list[Version]:
         """The versions of `name` that are known to be published and whole, in the order of their commits."""
-        with self._lock:
+        with self._locked:
             return self._contents.named(name)
 
     def version(self, id: str) -> Version | None:
         """The version with this id, if it is still there."""
-        with self._lock:
+        with self._locked:
             found = self._contents.get(id)
             return None if found is None else found[0]
 
     def removed(self) -> Mapping[str, Removed]:
         """Return the records of the datasets whose last versions are gone from the store."""
-        with self._lock:
+        with self._locked:
             return self._places.removed()
 
     def prepared(self) -> list[Version]:
         """The versions of which it is not known here whether they were published."""
-        with self._lock:
+        with self._locked:
             return self._contents.prepared()
 
     def by_key(self, key: str) -> Version | None:
         """What was committed with this key, if it is still there."""
-        with self._lock:
+        with self._locked:
             return self._contents.by_key(key)
 
     @property
     def changes(self) -> int:
         """How often anything was committed, confirmed, moved or removed: the same while all is as it was."""
-        with self._lock:
+        with self._locked:
             return self._contents.changes
 
     def changed(self, since: int) -> list[str] | None:
         """The ids of what has become another after so many `changes`; None where they were too many to know."""
-        with self._lock:
+        with self._locked:
             return self._contents.changed(since)
 
     def segments(self, version: Version) -> OpenSegments:
@@ -181,7 +184,7 @@ class Store:
         opened = self._cache.get(version.id)  # without the lock: whoever reads shall not wait for who makes room
         if opened is not None:
             return opened
-        with self._lock:  # nothing is removed meanwhile, so what is opened is this version and nothing else
+        with self._locked:  # nothing is removed meanwhile, so what is opened is this version and nothing else
             opened = self._cache.get(version.id)
             if opened is None:
                 _, place = self._places.find(version)
@@ -198,7 +201,7 @@ class Store:
 
     def usage(self) -> Usage:
         """What it takes now."""
-        with self._lock:
+        with self._locked:
             return self._quota.usage()
 
     # Writing
@@ -219,7 +222,7 @@ class Store:
         how many bytes there is room for: more than `size` only where nothing has to go for it. Raises StoreFull
         where there is no room, and none can be made now.
         """
-        with self._lock:
+        with self._locked:
             return self._quota.reserve(name, size, wish)
 
     def ensure_room(self, name: str, size: int) -> None:
@@ -228,7 +231,7 @@ class Store:
         Whoever knows how much there will be asks this first: what goes for the beginning of something that does not
         fit is lost for nothing. Raises StoreFull where there is no room, and none can be made now.
         """
-        with self._lock:
+        with self._locked:
             self._quota.ensure_room(name, size)
 
     def hand_over(self, descriptor: int) -> str:
@@ -276,7 +279,7 @@ class Store:
         the dataset is. A repeated call, by its `key`, returns what the first one made; but if that was only prepared,
         and of other segments, it is forgotten: whoever wrote it tries again from the beginning. Raises StoreError.
         """
-        with self._lock:
+        with self._locked:
             digest = _digest(staged)
             existing = self.by_key(key)
             if existing is not None and existing.prepared and existing.staged != digest:
@@ -363,7 +366,7 @@ class Store:
 
         `number` is that of the version of the dataset, where it has none yet.
         """
-        with self._lock:
+        with self._locked:
             known, _ = self._places.find(version)
             self._update(known, prepared=False, whole=whole, version=known.version or number)
 
@@ -397,21 +400,23 @@ class Store:
         Of several, the one that is named last goes last: give them in the order of their commits. Raises StoreError if
         one cannot be removed for good: it is still there then, and so are later ones of its name.
         """
-        with self._lock:
+        with self._locked:
             self._places.remove(*versions)
 
     def spilled(self, version: Version) -> bool:
         """Whether a version lies in the directory on disk."""
-        with self._lock:
+        with self._locked:
             return not self._places.in_memory(version)
 
     def sweep(self) -> None:
         """Remove what nobody needs: halves whose writer is gone, what was not committed for long, trash."""
-        with self._lock:
+        with self._locked:
             self._places.sweep(self._forgotten)
 
     def close(self) -> None:
         """Let somebody else own the directory. Everything stays where it is."""
+        if self.is_inherited:
+            return
         self._undo.close()
 
     def __enter__(self) -> Store:

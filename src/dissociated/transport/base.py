@@ -15,13 +15,13 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
 from typing import Any, TypeAlias
 
 from dissociated.buffers import Buffer
 from dissociated.errors import DeadlineExceeded, LocalProtocolError, TransportError
-from dissociated.fork import bind_to_process, invalidate
+from dissociated.fork import ProcessBound
 from dissociated.memory.device.base import Device
 from dissociated.memory.region import AddressSpace, Region
 from dissociated.memory.remote import Span
@@ -46,7 +46,7 @@ def check_timeout(timeout: float) -> float:
     return min(timeout, _MAX_SECONDS)
 
 
-class Connection(ABC):
+class Connection(ProcessBound, ABC):
     """A connection to one peer. One thread may send while another receives; neither may be shared."""
 
     #: Whether regions of memory can be shared over this connection.
@@ -70,11 +70,7 @@ class Connection(ABC):
         #: Bytes that the medium has taken so far, with whatever they are wrapped in, where it tells while it sends.
         self.written = 0
         self._woken = threading.Event()
-        bind_to_process(self)
-
-    def after_fork_in_child(self) -> None:
-        """See `fork.ProcessBound`. Whoever has descriptors closes the child's copies, too."""
-        invalidate(self)
+        self.bind_to_process()
 
     @property
     def backlog(self) -> int:
@@ -139,8 +135,13 @@ class Connection(ABC):
         sides which both send cannot block each other for ever.
         """
 
+    @property
+    def encoding(self) -> Hashable:
+        """How `prepare` encodes: what it made for one connection suits every other whose `encoding` is equal."""
+        return type(self), self.takes_runs
+
     def prepare(self, messages: Sequence[Message | Run]) -> Any:
-        """Encode messages once, to send them on any connection of this class as often as one likes."""
+        """Encode messages once, to send them any number of times on connections whose `encoding` is the same."""
         return messages
 
     @abstractmethod
@@ -244,7 +245,7 @@ class Connection(ABC):
         self.close()
 
 
-class Listener(ABC):
+class Listener(ProcessBound, ABC):
     """Accepts connections at `uri`, which names the real port or path and has no protocol parameters."""
 
     uri: Uri
@@ -252,11 +253,7 @@ class Listener(ABC):
     exposes_memory: bool = False
 
     def __init__(self) -> None:
-        bind_to_process(self)
-
-    def after_fork_in_child(self) -> None:
-        """See `fork.ProcessBound`. Whoever has descriptors closes the child's copies, too."""
-        invalidate(self)
+        self.bind_to_process()
 
     def expose(self, region: Region) -> Span:
         """Let peers fetch from this memory, at its own addresses, until `region` is collected or this is closed."""

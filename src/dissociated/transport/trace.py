@@ -1,6 +1,6 @@
 """A log of the messages of a connection: which they are and how large, and nothing of what is in them.
 
-One line a message, or a run of messages, at the level DEBUG. A connection whose messages are not logged is as it was:
+One line a message, or a run of messages, at the level DEBUG. A connection whose messages are not logged has no wrapper:
 nothing is asked while data flows.
 """
 
@@ -9,16 +9,15 @@ from __future__ import annotations
 import itertools
 import logging
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import new_class
-from typing import Any, NamedTuple, cast
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self, cast
 
 from dissociated.buffers import Buffer
 from dissociated.errors import DissociatedError, RemoteError, RemoteProtocolError
 from dissociated.format.message import HeaderType, parse_envelope
 from dissociated.memory.region import Region
 from dissociated.memory.shared import Backing
-from dissociated.once import once
 from dissociated.protocol.message import Incoming, Message, Run
 from dissociated.protocol.metadata import MetadataKind, parse_metadata
 from dissociated.protocol.sender import Tags
@@ -33,22 +32,16 @@ _totals = struct.Struct("<QQ")  # of an address list: bytes, and how many buffer
 _client_numbers = itertools.count(1)
 
 
-def trace(connection: Connection, tags: Tags, number: int | None = None) -> None:
-    """Log each message of `connection` from now on, if DEBUG is logged now.
+def traced(connection: Connection, tags: Tags, number: int | None = None) -> Connection:
+    """Return `connection` in a wrapper that logs each message, or as it is if DEBUG is not logged now.
 
     `tags` are those that its client sends. A server gives the `number` by which its status knows the connection; those
     of clients are numbered here.
     """
-    if _log.isEnabledFor(logging.DEBUG):
-        name = f"c{next(_client_numbers)}" if number is None else str(number)
-        connection.__class__ = _traced(type(connection))
-        cast(_Traced, connection).trace = _Trace(name, connection.peer, tags, number)
-
-
-@once
-def _traced(kind: type[Connection]) -> type[Connection]:
-    """The same kind of connection, which logs. It is another for what is encoded once for each kind."""
-    return new_class(kind.__name__, (_Traced, kind), exec_body=lambda body: body.update(__module__=kind.__module__))
+    if not _log.isEnabledFor(logging.DEBUG):
+        return connection
+    name = f"c{next(_client_numbers)}" if number is None else str(number)
+    return cast(Connection, _TracedConnection(connection, _Trace(name, connection.peer, tags, number)))
 
 
 class _Encoded(NamedTuple):
@@ -85,7 +78,7 @@ class _Trace:
             self.line(f"received regions: {len(after) - len(before)}, of {nbytes:,} bytes together")
 
     def aborted(self, reason: str) -> None:
-        if reason != self._reason:  # media whose `send_close_reason` is an `abort` come here twice
+        if reason != self._reason:  # an abort may repeat the close reason
             self._reason = reason
             self.line(f"sent abort: {reason!r}")
 
@@ -119,52 +112,80 @@ class _Trace:
         return f"a message with the unknown tag {tag:#018x}, {length:,} bytes"
 
 
-class _Traced(Connection):
-    """What a connection does first that logs its messages: see `_traced` for what comes after."""
+class _TracedConnection:
+    """A connection that logs its messages. Everything else is passed on as it is, whatever a connection offers."""
 
-    trace: _Trace
+    def __init__(self, connection: Connection, trace: _Trace) -> None:
+        self._connection = connection
+        self._trace = trace
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+    def __repr__(self) -> str:
+        return repr(self._connection)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._connection.close()
+
+    @property
+    def request_deadline(self) -> float | None:
+        return self._connection.request_deadline
+
+    @request_deadline.setter
+    def request_deadline(self, deadline: float | None) -> None:
+        self._connection.request_deadline = deadline
+
+    @property
+    def encoding(self) -> Hashable:
+        return _Encoded, self._connection.encoding
 
     def prepare(self, messages: Sequence[Message | Run]) -> Any:
-        encoded = super().prepare(messages)
-        return encoded if encoded is messages else _Encoded(encoded, [*self.trace.outgoing(messages)])
+        encoded = self._connection.prepare(messages)
+        return encoded if encoded is messages else _Encoded(encoded, [*self._trace.outgoing(messages)])
 
     def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
         if not isinstance(messages, _Encoded):
-            messages = _Encoded(super().prepare(messages), [*self.trace.outgoing(messages)])
+            messages = _Encoded(self._connection.prepare(messages), [*self._trace.outgoing(messages)])
         try:
-            super().send(messages.messages, timeout)  # type: ignore[safe-super]
+            self._connection.send(messages.messages, timeout)
         except DissociatedError as error:
-            self.trace.failed(messages.lines, error)
+            self._trace.failed(messages.lines, error)
             raise
-        self.trace.sent(messages.lines)
+        self._trace.sent(messages.lines)
 
     def receive(self, timeout: float, allocate: Allocate) -> Incoming | Run | None:
-        known = self.address_space.regions
+        known = self._connection.address_space.regions
         try:
-            arrived = super().receive(timeout, allocate)  # type: ignore[safe-super]
+            arrived = self._connection.receive(timeout, allocate)
         except DissociatedError as error:
             what = "abort" if isinstance(error, RemoteError) else "nothing"
-            self.trace.line(f"received {what}: {str(error)!r}")
+            self._trace.line(f"received {what}: {str(error)!r}")
             raise
-        self.trace.mapped(known, self.address_space.regions)
-        self.trace.line(f"received {'the end' if arrived is None else self.trace.incoming(arrived)}")
+        self._trace.mapped(known, self._connection.address_space.regions)
+        self._trace.line(f"received {'the end' if arrived is None else self._trace.incoming(arrived)}")
         return arrived
 
     def share(self, descriptor: int, base: int, size: int, backing: int) -> None:
-        super().share(descriptor, base, size, backing)
-        self.trace.line(f"sent a region of {size:,} bytes ({Backing(backing).name.lower()})")
+        self._connection.share(descriptor, base, size, backing)
+        self._trace.line(f"sent a region of {size:,} bytes ({Backing(backing).name.lower()})")
 
     def fetch(self, wanted: Sequence[tuple[int, int, int]], memory: Buffer, timeout: float) -> None:
-        super().fetch(wanted, memory, timeout)
-        self.trace.line(f"fetched {sum(length for _, length, _ in wanted):,} bytes from {len(wanted):,} addresses")
+        self._connection.fetch(wanted, memory, timeout)
+        self._trace.line(f"fetched {sum(length for _, length, _ in wanted):,} bytes from {len(wanted):,} addresses")
 
     def abort(self, reason: str) -> None:
-        super().abort(reason)  # type: ignore[safe-super]
-        self.trace.aborted(reason)
+        self._connection.abort(reason)
+        self._trace.aborted(reason)
 
     def send_close_reason(self, reason: str) -> None:
-        super().send_close_reason(reason)
-        self.trace.aborted(reason)
+        self._connection.send_close_reason(reason)
+        self._trace.aborted(reason)
 
 
 def _metadata(parts: Sequence[Buffer]) -> str:

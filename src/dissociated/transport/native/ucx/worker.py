@@ -8,7 +8,7 @@ import resource
 from typing import Any, NamedTuple
 
 from dissociated.errors import ForkedError, TransportError
-from dissociated.fork import bind_to_process
+from dissociated.fork import ProcessBound
 from dissociated.memory.device.base import DeviceType
 from dissociated.once import once
 from dissociated.transport.native.ucx import _ucp as c
@@ -56,7 +56,7 @@ def context_key(address: str, rma: bool, large: bool, shared: bool) -> ContextKe
 _inherited = False  # whether a parent of this process used UCX as this one was forked
 
 
-class _Use:
+class _Use(ProcessBound):
     """As long as it lasts, UCX has one thread for all of the process.
 
     In a child that is forked then, UCX takes that for its own, starts none, and never connects.
@@ -64,7 +64,7 @@ class _Use:
 
     def __init__(self) -> None:
         self.over = False
-        bind_to_process(self)
+        self.bind_to_process()
 
     def after_fork_in_child(self) -> None:
         global _inherited

@@ -1,0 +1,61 @@
+"""The reading of one version of a dataset."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from dissociated.catalog.client import CatalogClient
+from dissociated.catalog.locations import DatasetInfo, reachable
+from dissociated.client.request import ReadRequest
+from dissociated.codec.device import DeviceReader
+from dissociated.errors import CatalogError, RemoteError, TransportError
+from dissociated.memory.device.base import Device
+
+
+class VersionReader:
+    """Reads the version of a dataset that `info` describes, wherever that is now, through `transport`.
+
+    Every method that reads raises what `Client.read` raises, and DatasetNotFound if the version is gone.
+    """
+
+    def __init__(self, client: CatalogClient, info: DatasetInfo, transport: str | None) -> None:
+        self.client = client
+        self.info = info
+        self.transport = transport
+
+    def read(self, request: ReadRequest) -> pa.RecordBatchReader:
+        """Open a reader over the columns and rows of `request`."""
+        return self.client.endpoints.read(self._describe, self.transport, request)
+
+    def read_on_device(self, request: ReadRequest, device: Device) -> DeviceReader:
+        """Open a reader over the columns and rows of `request`, whose batches lie on `device`."""
+        return self.client.endpoints.read_on_device(self._describe, self.transport, request, device)
+
+    def read_part(self, number: int, request: ReadRequest) -> pa.RecordBatchReader:
+        """Open a reader over the columns and rows of `request` in one endpoint.
+
+        The catalog is asked only if the endpoint cannot be read as `info` says.
+        """
+        info, endpoints = self.info, self.client.endpoints
+        try:
+            return endpoints.open(info, info.endpoints[number], self.transport, request)
+        except (CatalogError, RemoteError, TransportError):
+            current = self._describe()
+            if current.endpoints == info.endpoints:
+                raise
+        if [one.rows for one in current.endpoints] != [one.rows for one in info.endpoints]:
+            raise CatalogError(f"{info.name!r} lies in other parts now than when it was looked up: look it up again")
+        return endpoints.open(current, current.endpoints[number], self.transport, request)
+
+    def is_mapped(self, number: int) -> bool:
+        """Return whether one endpoint would be read over shared memory."""
+        if self.transport == "grpc":
+            return False
+        routes = reachable(self.info.name, self.info.endpoints[number], self.transport, False)
+        return bool(routes) and routes[0][-1].scheme == "shm"
+
+    def _describe(self) -> DatasetInfo:
+        info = self.info
+        if not info.version:  # the catalog is somebody else's: what it has given is all there is to know
+            return info
+        return self.client.describe_version(info.name, info.version, info.lineage_id)
