@@ -65,8 +65,7 @@ LONGEST = (
     "fabric",
     "faults",
     "ipc/test_tensors",
-    "test_once",
-    "test_fork",
+    "base",
 )
 
 

@@ -16,9 +16,9 @@ import stat
 from pathlib import Path
 from urllib.parse import quote
 
-from dissociated.access import Security
+from dissociated.base.access import Security
+from dissociated.base.host import is_loopback
 from dissociated.errors import AccessDenied, NotPrivate, TransportError, UriError
-from dissociated.host import is_loopback
 from dissociated.private import open_private_directory
 from dissociated.uri import Uri
 

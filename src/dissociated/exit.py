@@ -18,8 +18,8 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, Protocol, TypeVar, cast
 
+from dissociated.base.once import once
 from dissociated.errors import TransportError
-from dissociated.once import once
 
 F = TypeVar("F", bound=Callable[..., Any])
 

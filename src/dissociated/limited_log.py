@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from dissociated.fork import ProcessBound
+from dissociated.base.fork import ProcessBound
 
 #: The part of a peer that differs between its connections: a port, or the number of a process.
 _PER_CONNECTION = re.compile(r":\d+$|(?<=client )\d+ (?=of )")

@@ -17,13 +17,13 @@ import pyarrow.flight as flight
 import pytest
 
 import dissociated as dis
+from dissociated.base.host import boot_id
 from dissociated.catalog.database import Database
 from dissociated.catalog.flight_streams import checked, generate_get
 from dissociated.catalog.listing import REUSE_CONNECTION
 from dissociated.catalog.service import CatalogService
 from dissociated.errors import SourceError
 from dissociated.format.encapsulated import encapsulate
-from dissociated.host import boot_id
 from dissociated.node.node import Node
 from dissociated.store.store import Store
 from helpers import case, clients_end, descriptors, wait_until

@@ -13,9 +13,9 @@ import pytest
 
 import dissociated as dis
 from certificates import Certificates
+from dissociated.base.host import boot_id
 from dissociated.cli import main
 from dissociated.errors import CatalogError, DatasetNotFound, WrongKind
-from dissociated.host import boot_id
 
 TABLE = pa.table({"n": [1, 2, 3]})
 REUSE = "arrow-flight-reuse-connection://?"

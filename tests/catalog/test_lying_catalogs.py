@@ -14,9 +14,9 @@ import pyarrow.flight as flight
 import pytest
 
 import dissociated as dis
+from dissociated.base.host import boot_id
 from dissociated.catalog.stage import StagePlace
 from dissociated.errors import CatalogError, StoreError
-from dissociated.host import boot_id
 from dissociated.node.node import Node
 from dissociated.store.store import Store
 from helpers import case

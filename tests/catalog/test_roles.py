@@ -21,7 +21,7 @@ import pytest
 
 import dissociated as dis
 from dissociated import roles
-from dissociated.access import Tokens, security
+from dissociated.base.access import Tokens, security
 from dissociated.catalog.service import CatalogService
 from dissociated.errors import AccessDenied
 from dissociated.node.node import Node

@@ -21,7 +21,7 @@ import pytest
 
 import dissociated as dis
 from arrow_cases import corrupt_parquet
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.cli import reading
 from dissociated.cli.formats import FILE_FORMATS
 from dissociated.cli.node import stop_with_starter

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from dissociated.base.oserrors import store_errors
 from dissociated.errors import StoreError
 from dissociated.memory.shared import Backing, create_memfd, map_read_only, reopen_read_only, seal, write_parts
-from dissociated.oserrors import store_errors
 
 
 def test_a_sealed_memfd_never_changes() -> None:

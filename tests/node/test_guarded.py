@@ -14,7 +14,7 @@ import pytest
 
 import dissociated as dis
 from certificates import Certificates
-from dissociated.access import Security, security
+from dissociated.base.access import Security, security
 from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
 from dissociated.errors import AccessDenied

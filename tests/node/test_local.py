@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from dissociated.base.host import boot_id, host_name
 from dissociated.catalog.service import CatalogService
 from dissociated.errors import CatalogUnreachable
-from dissociated.host import boot_id, host_name
 from dissociated.node.launch import running
 from dissociated.node.local import stage_here
 from dissociated.node.node import Node

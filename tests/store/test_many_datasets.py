@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.access import Unsigned
+from dissociated.base.access import Unsigned
 from dissociated.catalog.backend import CommitRequest
 from dissociated.catalog.service import CatalogService
 from dissociated.catalog.store_backend import StoreBackend

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from dissociated.buffers import MAX_METADATA
+from dissociated.base.buffers import MAX_METADATA
 from dissociated.codec.options import WriteOptions
 from dissociated.datasets.base import Dataset
 from dissociated.errors import CatalogError, StoreError

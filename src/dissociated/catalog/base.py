@@ -18,7 +18,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from dissociated.access import Security
+from dissociated.base.access import Security
+from dissociated.base.host import boot_id, directory_id, host_name
 from dissociated.catalog import schemas
 from dissociated.catalog.backend import CommitRequest, Prepared
 from dissociated.catalog.flight_streams import receive_put
@@ -29,7 +30,6 @@ from dissociated.catalog.records import NodeRecord
 from dissociated.codec.split import BatchAndMetadata
 from dissociated.datasets.base import Dataset
 from dissociated.errors import CatalogError, DissociatedError
-from dissociated.host import boot_id, directory_id, host_name
 from dissociated.monitoring.status import NodeStatus, ServerStatus
 from dissociated.protocol.request import parse_identifier
 from dissociated.store.directory import Version

@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from dissociated.buffers import MAX_METADATA
+from dissociated.base.buffers import MAX_METADATA
+from dissociated.base.display import html
+from dissociated.base.host import boot_id
 from dissociated.catalog.connection import CatalogConnection
 from dissociated.catalog.endpoint_reader import EndpointReader
 from dissociated.catalog.flight_reader import open_flight, read_flight
@@ -29,7 +31,6 @@ from dissociated.client.request import TIMEOUT, ReadRequest
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.datasets.base import Source
 from dissociated.datasets.sources import make_dataset
-from dissociated.display import html
 from dissociated.errors import (
     CatalogError,
     CatalogUnreachable,
@@ -39,7 +40,6 @@ from dissociated.errors import (
     FormatError,
     OptionError,
 )
-from dissociated.host import boot_id
 from dissociated.monitoring.status import ServerStatus
 from dissociated.store.handover import hand_over
 

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from dissociated.access import check_token
+from dissociated.base.access import check_token
+from dissociated.base.fork import ProcessBound, leak, use_grpc
 from dissociated.catalog_uri import check_owner, is_unix, socket_path
 from dissociated.errors import (
     AccessDenied,
@@ -21,7 +22,6 @@ from dissociated.errors import (
     DissociatedError,
     UriError,
 )
-from dissociated.fork import ProcessBound, leak, use_grpc
 from dissociated.transport.base import check_timeout
 from dissociated.uri import Uri
 
@@ -122,7 +122,7 @@ class CatalogConnection(ProcessBound):
             self._connection = None
 
     def after_fork_in_child(self) -> None:
-        """See `dissociated.fork`. What needs no call to the catalog works in the child, too."""
+        """See `dissociated.base.fork`. What needs no call to the catalog works in the child, too."""
         leak(self._connection)
         self._connection = None
 

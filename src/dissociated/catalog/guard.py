@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow.flight as flight
 
-from dissociated.access import Security, identify
+from dissociated.base.access import Security, identify
 from dissociated.errors import OptionError
 from dissociated.limited_log import LimitedLog
 from dissociated.roles import ACTIONS, CALLS, Role

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from dissociated.access import Signer, Unsigned
+from dissociated.base.access import Signer, Unsigned
 from dissociated.catalog import schemas
 from dissociated.catalog.backend import Backend, NoBackend, Prepared
 from dissociated.catalog.records import AnnouncedVersion, Part

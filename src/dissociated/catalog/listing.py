@@ -10,11 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from dissociated.access import Grant
+from dissociated.base.access import Grant
+from dissociated.base.host import boot_id, host_name
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.records import NodeRecord, ReplicatedPart, VersionRecord
 from dissociated.catalog.schemas import deserialize
-from dissociated.host import boot_id, host_name
 
 #: "the client should re-use the connection that GetFlightInfo came over": for those who know only Flight.
 REUSE_CONNECTION = "arrow-flight-reuse-connection://?"

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from dissociated.access import Security
+from dissociated.base.access import Security
 from dissociated.catalog import schemas
 from dissociated.catalog.backend import CommitRequest, Prepared
 from dissociated.catalog.base import Catalog

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from dissociated.access import Security
+from dissociated.base.access import Security
 from dissociated.catalog.database import Database
 from dissociated.catalog.flight_streams import upload
 from dissociated.catalog.peer import Peer

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import pyarrow.flight as flight
 
-from dissociated.access import Security
+from dissociated.base.access import Security
 from dissociated.catalog.client import CatalogClient
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import pyarrow as pa
 
-from dissociated.buffers import MAX_BODY, MAX_METADATA
+from dissociated.base.buffers import MAX_BODY, MAX_METADATA
 from dissociated.catalog.client import CatalogClient
 from dissociated.catalog.locations import DatasetInfo, Endpoint
 from dissociated.client.asynchronous import asynchronous

@@ -47,7 +47,9 @@ from secrets import token_hex
 
 import pyarrow as pa
 
-from dissociated.access import Security
+from dissociated.base.access import Security
+from dissociated.base.fork import ProcessBound, leak, use_grpc
+from dissociated.base.host import boot_id, host_name
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.database import Database
 from dissociated.catalog.flight import FlightServer
@@ -59,8 +61,6 @@ from dissociated.catalog.upstream import UpstreamCatalog
 from dissociated.catalog_uri import UNIX_SCHEME, check_socket, describe_reach, is_unix, socket_path, unix_uri
 from dissociated.datasets.base import Dataset
 from dissociated.errors import DissociatedError, TransportError, UriError
-from dissociated.fork import ProcessBound, leak, use_grpc
-from dissociated.host import boot_id, host_name
 from dissociated.monitoring.status import ServerStatus
 from dissociated.transport.framed.shm import runtime_directory
 from dissociated.uri import ANY_INTERFACE, Uri
@@ -136,7 +136,7 @@ class CatalogService(ProcessBound):
         self.bind_to_process()
 
     def after_fork_in_child(self) -> None:
-        """See `dissociated.fork`."""
+        """See `dissociated.base.fork`."""
         leak(self._flight)
 
     def record_publication(self, dataset: Dataset, ttl: float | None = None) -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from dissociated.base.host import boot_id, directory_id
+from dissociated.base.oserrors import store_errors
 from dissociated.errors import CatalogError, StoreError
-from dissociated.host import boot_id, directory_id
-from dissociated.oserrors import store_errors
 from dissociated.private import open_private_directory
 from dissociated.store.layout import STAGING, store_id
 

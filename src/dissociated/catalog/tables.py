@@ -26,9 +26,9 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from dissociated.base.fork import ProcessBound, leak
+from dissociated.base.once import once
 from dissociated.errors import CatalogDamaged, CatalogError, NotPrivate
-from dissociated.fork import ProcessBound, leak
-from dissociated.once import once
 from dissociated.private import claim_private_file, open_private_directory
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from dissociated.access import Security
+from dissociated.base.access import Security
 from dissociated.catalog.backend import Prepared
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.descriptors import parse_get

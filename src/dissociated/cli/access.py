@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import Any
 
-from dissociated.access import Security, Tokens, read_secret, read_token
+from dissociated.base.access import Security, Tokens, read_secret, read_token
 from dissociated.catalog.reader import Client, connect
 from dissociated.catalog_uri import describe_reach
 from dissociated.client.request import TIMEOUT

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Answer until a signal comes."""
-    from dissociated.access import security
+    from dissociated.base.access import security
     from dissociated.catalog.database import Database
     from dissociated.catalog.service import CatalogService
 

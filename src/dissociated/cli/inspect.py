@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dissociated.base.oserrors import store_errors
 from dissociated.cli import terminal, text
 from dissociated.cli.inputs import check_arrow
 from dissociated.errors import FormatError, SourceError
@@ -15,7 +16,6 @@ from dissociated.format.details import Details, details
 from dissociated.format.index import Entry, Index
 from dissociated.format.message import HeaderType, buffer_extents
 from dissociated.memory.shared import map_read_only
-from dissociated.oserrors import store_errors
 
 DESCRIPTION = """\
 Show what lies where in an Arrow IPC stream or file: its columns, and for each message its type, where it begins, and

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pyarrow as pa
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.client.leases import ClientLeases
 from dissociated.client.request import ReadRequest
 from dissociated.codec.attach import attach

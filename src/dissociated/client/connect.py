@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.client.request import ReadRequest
 from dissociated.client.session import ClientSession
 from dissociated.client.stream import ClientStream

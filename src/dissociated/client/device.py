@@ -9,7 +9,7 @@ from itertools import accumulate, chain
 
 import pyarrow as pa
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.client.bodies import Bodies
 from dissociated.codec.device import LAYOUT, DeviceMessage, Mover, copy_to_host
 from dissociated.codec.join import EncodedMessage, Messages

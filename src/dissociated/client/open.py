@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, overload
 
 import pyarrow as pa
 
-from dissociated.buffers import MAX_BODY, MAX_METADATA
+from dissociated.base.buffers import MAX_BODY, MAX_METADATA
 from dissociated.client.asynchronous import asynchronous
 from dissociated.client.connect import parse_uris, request_stream, supports_selection
 from dissociated.client.request import TIMEOUT, ReadRequest

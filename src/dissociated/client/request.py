@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from dissociated.buffers import MAX_BODY, MAX_METADATA
+from dissociated.base.buffers import MAX_BODY, MAX_METADATA
 from dissociated.codec.options import ReadOptions
 from dissociated.errors import OptionError
 from dissociated.memory.device.base import Device

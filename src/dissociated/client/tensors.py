@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 
-from dissociated.buffers import MAX_BODY, MAX_METADATA
+from dissociated.base.buffers import MAX_BODY, MAX_METADATA
 from dissociated.client.connect import parse_uris, request_stream
 from dissociated.client.request import TIMEOUT, ReadRequest
 from dissociated.codec.batches import RaisingAgain

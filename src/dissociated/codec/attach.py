@@ -7,7 +7,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.format.message import buffer_extents, relocate
 from dissociated.memory.region import AddressSpace
 from dissociated.protocol.delivery import Delivery

@@ -13,7 +13,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import pyarrow as pa
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.codec.join import Messages, message_file
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.reader import Reading, ReadOnce, close_idle

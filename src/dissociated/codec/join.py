@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import pyarrow as pa
 
-from dissociated.buffers import MAX_BODY, Buffer
+from dissociated.base.buffers import MAX_BODY, Buffer
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.readable import Readable
 from dissociated.codec.reader import PeerReader, Reading, StreamReader, close_idle

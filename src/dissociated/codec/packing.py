@@ -15,7 +15,7 @@ from itertools import accumulate
 
 import pyarrow as pa
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.codec.options import WriteOptions
 from dissociated.format.message import Header, buffer_extents, relocate
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.errors import FormatError
 
 Value: TypeAlias = int | memoryview

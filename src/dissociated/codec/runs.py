@@ -13,7 +13,7 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from dissociated.buffers import MAX_BODY
+from dissociated.base.buffers import MAX_BODY
 from dissociated.codec.join import EncodedMessage, StreamFile
 from dissociated.codec.options import ReadOptions
 from dissociated.codec.reader import PeerReader, StreamReader

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
+from dissociated.base.oserrors import store_errors
 from dissociated.errors import StoreError
 from dissociated.memory.shared import write_parts
-from dissociated.oserrors import store_errors
 
 
 class Sink(ABC):

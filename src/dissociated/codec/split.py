@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.codec.layouts import Layouts
 from dissociated.codec.nesting import contains, has_children
 from dissociated.codec.options import WriteOptions, check_options

@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.types as types
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.errors import DissociatedError
 from dissociated.format.encapsulated import end_of_stream, message_at
 from dissociated.format.message import is_compressed

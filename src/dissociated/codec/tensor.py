@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.codec.options import WriteOptions, check_options
 from dissociated.codec.split import SplitMessage
 from dissociated.errors import FormatError, OptionError, RemoteProtocolError

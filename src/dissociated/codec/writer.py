@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 import pyarrow as pa
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.packing import raw_size
 from dissociated.codec.sink import Sink, open_sink

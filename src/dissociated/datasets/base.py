@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pyarrow as pa
 
-from dissociated.buffers import metadata_too_long
+from dissociated.base.buffers import metadata_too_long
 from dissociated.codec.split import Splitter
 from dissociated.errors import OptionError, SourceError
 from dissociated.memory.device.segment import DeviceSegment

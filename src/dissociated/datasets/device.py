@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dissociated.buffers import metadata_too_long
+from dissociated.base.buffers import metadata_too_long
 from dissociated.codec.cdevice import ImportedArray, device_name, import_batches, is_on_device
 from dissociated.codec.columns import select_fields
 from dissociated.codec.device_split import DeviceSplitter, PlacedMessage

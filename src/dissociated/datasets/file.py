@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.codec.split import BatchAndMetadata
 from dissociated.codec.statistics import is_statistics
 from dissociated.datasets.static import SegmentsDataset

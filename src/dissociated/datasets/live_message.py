@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.codec.split import SplitMessage
 from dissociated.format.message import Header, HeaderType
 from dissociated.memory.live import LiveRegion

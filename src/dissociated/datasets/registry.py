@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 
-from dissociated.access import Grant, Signer, Ticket, Unsigned
+from dissociated.base.access import Grant, Signer, Ticket, Unsigned
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.filtered import FilterRefused, select
 from dissociated.datasets.sources import isolate_columns

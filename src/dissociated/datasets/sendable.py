@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.format.message import Header
 from dissociated.memory.region import Region
 from dissociated.memory.shared import Backing

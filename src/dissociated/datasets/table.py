@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
+from dissociated.base.host import available_memory
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import values_size
 from dissociated.codec.options import WriteOptions
@@ -17,7 +18,6 @@ from dissociated.codec.statistics import Statistics, StatisticsCollector
 from dissociated.datasets.sendable import MappedMessages, StaticMessage
 from dissociated.datasets.static import StaticDataset
 from dissociated.errors import DissociatedError
-from dissociated.host import available_memory
 from dissociated.store.copying import STEP, CopiedSegment
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.errors import FormatError
 from dissociated.format.flatbuffer import fields, follow
 

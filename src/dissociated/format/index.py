@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.errors import FormatError
 from dissociated.format.encapsulated import (
     END_OF_STREAM,

@@ -13,7 +13,7 @@ from enum import IntEnum
 from itertools import pairwise
 from typing import NamedTuple
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.errors import FormatError, RemoteProtocolError
 from dissociated.format.flatbuffer import fields, follow
 from dissociated.format.tensor import sparse_buffers

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from dissociated.buffers import Buffer, slicer
+from dissociated.base.buffers import Buffer, slicer
 from dissociated.errors import FormatError, RemoteProtocolError
 from dissociated.format.flatbuffer import Table, follow, root
 from dissociated.format.layout import SchemaLayout, dictionary_of

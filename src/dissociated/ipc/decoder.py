@@ -11,7 +11,7 @@ from queue import SimpleQueue
 
 import pyarrow as pa
 
-from dissociated.buffers import MAX_BODY, MAX_METADATA, Buffer
+from dissociated.base.buffers import MAX_BODY, MAX_METADATA, Buffer
 from dissociated.codec.attach import attach
 from dissociated.codec.options import ReadOptions
 from dissociated.codec.reader import PeerReader, StreamReader

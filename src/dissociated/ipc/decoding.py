@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.codec.join import Messages, join
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.reader import StreamReader

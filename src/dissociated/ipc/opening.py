@@ -13,10 +13,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from dissociated.base.oserrors import store_errors
 from dissociated.errors import OptionError, StoreError
 from dissociated.ipc.raw_files import DescriptorFile, FileObject, SequentialFile, file_errors
 from dissociated.ipc.source import FileSource, MemorySource, RandomAccess
-from dissociated.oserrors import store_errors
 
 
 def random_access(source: Any, memory_map: bool, pool: pa.MemoryPool | None) -> RandomAccess:

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 import pyarrow as pa
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.errors import FormatError, RemoteProtocolError
 from dissociated.format.encapsulated import CONTINUATION, FILE_MAGIC, encode_magic
 from dissociated.format.message import HeaderType, parse_envelope

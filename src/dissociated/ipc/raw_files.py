@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
+from dissociated.base.oserrors import store_errors
 from dissociated.codec.readable import Readable
 from dissociated.errors import FormatError, StoreError
-from dissociated.oserrors import store_errors
 
 
 class PositionedFile(Protocol):

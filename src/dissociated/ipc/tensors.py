@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from dissociated.base.oserrors import store_errors
 from dissociated.codec.options import WriteOptions, check_options
 from dissociated.codec.sink import open_sink
 from dissociated.codec.tensor import Tensor, join_tensor, slice_buffers, split_tensor, tensor_errors
@@ -19,7 +20,6 @@ from dissociated.format.encapsulated import CONTINUATION, encapsulate
 from dissociated.format.message import parse_header
 from dissociated.format.tensor import ALIGNMENT
 from dissociated.ipc.opening import sequential
-from dissociated.oserrors import store_errors
 
 _READ_SIZE = 1 << 24  # bytes that are read at once where it cannot be known how many follow
 

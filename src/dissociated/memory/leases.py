@@ -17,9 +17,9 @@ from weakref import finalize
 
 import pyarrow as pa
 
+from dissociated.base.once import once
 from dissociated.errors import DeviceError, RemoteProtocolError
 from dissociated.memory.device.base import Device
-from dissociated.once import once
 
 
 class Ledger:

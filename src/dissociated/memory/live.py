@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from functools import cached_property
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
+from dissociated.base.oserrors import store_errors
 from dissociated.memory.region import pages, reserve_base
 from dissociated.memory.shared import Backing, create_memfd, map_read_only, reopen_read_only, seal, write_parts
-from dissociated.oserrors import store_errors
 
 #: Costs address space alone, in both processes, until it is written.
 _SPAN = 1 << 36

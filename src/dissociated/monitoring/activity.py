@@ -17,8 +17,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from dissociated._version import __version__
+from dissociated.base.host import host_name
 from dissociated.datasets.base import Dataset
-from dissociated.host import host_name
 from dissociated.monitoring.changes import Changes
 from dissociated.monitoring.kept import KeptMemory
 from dissociated.monitoring.status import (

@@ -22,10 +22,10 @@ from socketserver import TCPServer
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
-from dissociated.access import Authorize, Security, identify
+from dissociated.base.access import Authorize, Security, identify
+from dissociated.base.fork import ProcessBound
+from dissociated.base.host import is_loopback
 from dissociated.errors import OptionError, TransportError
-from dissociated.fork import ProcessBound
-from dissociated.host import is_loopback
 from dissociated.roles import PAGES, Role
 from dissociated.uri import Uri
 
@@ -95,7 +95,7 @@ class HttpService(ProcessBound):
         self._thread.join()
 
     def after_fork_in_child(self) -> None:
-        """See `dissociated.fork`."""
+        """See `dissociated.base.fork`."""
         self._http.socket.close()
 
 

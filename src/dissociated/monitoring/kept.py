@@ -9,7 +9,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeAlias
 
-from dissociated.fork import ProcessBound
+from dissociated.base.fork import ProcessBound
 from dissociated.memory.region import Region
 from dissociated.memory.shared import can_tell_unused, is_unused, reopen_read_only
 

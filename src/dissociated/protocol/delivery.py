@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.errors import RemoteProtocolError
 from dissociated.format.message import Header, buffer_extents, parse_header
 from dissociated.protocol.bodies import AddressList

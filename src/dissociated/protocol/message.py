@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 
 
 class Message(NamedTuple):

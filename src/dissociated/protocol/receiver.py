@@ -6,7 +6,7 @@ import struct
 from collections import deque
 from collections.abc import Container, Iterator
 
-from dissociated.buffers import MAX_METADATA, Buffer
+from dissociated.base.buffers import MAX_METADATA, Buffer
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
 from dissociated.format.layout import SchemaLayout, layout_of
 from dissociated.format.message import Header, HeaderType, buffer_extents, parse_header

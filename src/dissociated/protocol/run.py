@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.errors import RemoteProtocolError
 from dissociated.format.message import Header, parse_header, varying_ranges
 from dissociated.protocol.delivery import Bytes, PackedBatches, SharedBatches, Uint64s

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
 from dissociated.protocol.bodies import parse_free
 from dissociated.protocol.events import AddressesFreed, StreamRequested, Streams

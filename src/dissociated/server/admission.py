@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dissociated.buffers import MAX_METADATA
+from dissociated.base.buffers import MAX_METADATA
 from dissociated.errors import ConnectionClosed, DissociatedError, SourceError
 from dissociated.monitoring.activity import Activity
 from dissociated.monitoring.kept import Mappable

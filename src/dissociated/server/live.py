@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
 
-from dissociated.buffers import Buffer, metadata_too_long
+from dissociated.base.buffers import Buffer, metadata_too_long
 from dissociated.codec.split import SplitMessage
 from dissociated.datasets.broadcast import BroadcastDataset
 from dissociated.datasets.fanout import Consumer

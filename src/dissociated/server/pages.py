@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dissociated.access import Security
+from dissociated.base.access import Security
 from dissociated.errors import DissociatedError
 from dissociated.monitoring.activity import Activity
 from dissociated.monitoring.status import ServerStatus

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.errors import RemoteProtocolError
 from dissociated.protocol.bodies import ADDRESS_SIZE
 from dissociated.protocol.events import Streams

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from dissociated.base.display import count, html, html_table, size
+from dissociated.base.fork import ProcessBound
+from dissociated.base.host import host_name
 from dissociated.catalog.publication import Publication
 from dissociated.codec.options import WriteOptions
 from dissociated.datasets.base import Dataset, Source, check_name
@@ -21,11 +24,8 @@ from dissociated.datasets.live import Live
 from dissociated.datasets.registry import Registry
 from dissociated.datasets.sources import make_dataset
 from dissociated.datasets.static import SegmentsDataset
-from dissociated.display import count, html, html_table, size
 from dissociated.errors import DissociatedError, OptionError
 from dissociated.exit import act_at_exit
-from dissociated.fork import ProcessBound
-from dissociated.host import host_name
 from dissociated.monitoring.activity import Activity
 from dissociated.monitoring.changes import Change
 from dissociated.monitoring.status import ConsumerStatus, ServerStatus
@@ -103,7 +103,7 @@ class Server(ProcessBound):
         return cls(**{field.name: getattr(options, field.name) for field in fields(options)})
 
     def after_fork_in_child(self) -> None:
-        """See `dissociated.fork`."""
+        """See `dissociated.base.fork`."""
         atexit.unregister(self.close)
 
     # What is published

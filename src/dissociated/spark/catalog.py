@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dissociated.access import read_token
+from dissociated.base.access import read_token
 from dissociated.catalog.reader import Client, connect
 from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded
 

@@ -23,7 +23,8 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
+from dissociated.base.host import host_name
 from dissociated.catalog.locations import DatasetInfo, Endpoint, locations
 from dissociated.catalog.reader import Client
 from dissociated.client.connect import supports_selection
@@ -41,7 +42,6 @@ from dissociated.errors import (
     TransportError,
     WrongKind,
 )
-from dissociated.host import host_name
 from dissociated.memory.region import AddressSpace
 from dissociated.node.local import restart_here
 from dissociated.protocol.request import RowSelection

@@ -12,9 +12,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dissociated.base.host import machine_memory
 from dissociated.catalog.publication import Publication
 from dissociated.errors import JarNotMade, PySparkNotFound
-from dissociated.host import machine_memory
 from dissociated.spark.catalog import VARIABLE, CatalogConfig
 from dissociated.spark.jar import jar
 from dissociated.spark.java import java_home

@@ -17,13 +17,13 @@ from typing import Any
 import pyarrow as pa
 from pyspark.sql.types import StructType
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
+from dissociated.base.oserrors import store_errors
 from dissociated.codec.statistics import StatisticsCollector
 from dissociated.errors import StoreError
 from dissociated.format.encapsulated import end_of_stream
 from dissociated.memory.shared import map_read_only, reopen_read_only, write_parts
 from dissociated.node.local import stage_here
-from dissociated.oserrors import store_errors
 from dissociated.spark.catalog import CatalogConfig, wait_for_catalog
 from dissociated.spark.pickled import pickled, unpickled
 from dissociated.spark.target import WriteTarget

@@ -10,9 +10,9 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
 
+from dissociated.base.oserrors import store_errors
 from dissociated.errors import StoreError, StoreFull
 from dissociated.memory.region import pages
-from dissociated.oserrors import store_errors
 from dissociated.store.eviction import Eviction, Missing, Policy
 from dissociated.store.files import PARTIAL_SUFFIX, copy_file, open_regular
 from dissociated.store.places import Places, Usage

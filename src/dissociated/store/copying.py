@@ -11,13 +11,13 @@ from contextlib import ExitStack, suppress
 
 import pyarrow as pa
 
-from dissociated.buffers import Buffer
-from dissociated.fork import ProcessBound
+from dissociated.base.buffers import Buffer
+from dissociated.base.fork import ProcessBound
+from dissociated.base.oserrors import store_errors
 from dissociated.format.encapsulated import encapsulate, end_of_stream
 from dissociated.format.message import Header, buffer_extents
 from dissociated.memory.region import Region
 from dissociated.memory.shared import Backing, create_memfd, reopen_read_only, seal, write_parts
-from dissociated.oserrors import store_errors
 
 #: Bytes that are written at once, before anybody who waits for them is told.
 STEP = 1 << 26

@@ -20,9 +20,9 @@ from typing import Any, TypeGuard, cast
 
 import pyarrow as pa
 
+from dissociated.base.fork import ProcessBound
+from dissociated.base.oserrors import store_errors
 from dissociated.errors import StoreError
-from dissociated.fork import ProcessBound
-from dissociated.oserrors import store_errors
 from dissociated.private import open_private_directory, open_private_file
 from dissociated.store.files import (
     PARTIAL_SUFFIX,

@@ -18,8 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from dissociated.base.fork import ProcessBound
 from dissociated.errors import AccessDenied, DeadlineExceeded, DissociatedError, StoreError, TransportError
-from dissociated.fork import ProcessBound
 from dissociated.limited_log import LimitedLog
 from dissociated.transport.framed.shm import peer_credentials
 

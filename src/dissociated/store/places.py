@@ -14,8 +14,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
+from dissociated.base.oserrors import store_errors
 from dissociated.errors import StoreError
-from dissociated.oserrors import store_errors
 from dissociated.store import trash
 from dissociated.store.contents import BlockCounter, Contents
 from dissociated.store.directory import Directory, SetAside, Version, file_name, sizes

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from dissociated.buffers import Buffer, metadata_too_long
+from dissociated.base.buffers import Buffer, metadata_too_long
+from dissociated.base.fork import ProcessBound
+from dissociated.base.oserrors import store_errors
 from dissociated.codec.options import WriteOptions, check_options
 from dissociated.codec.reader import StreamReader, arrow_errors, read_schema
 from dissociated.codec.sink import DescriptorSink, Sink
@@ -24,7 +26,6 @@ from dissociated.codec.split import BatchAndMetadata, Metadata, OnceValidator, S
 from dissociated.codec.statistics import Statistics, StatisticsCollector, read_statistics
 from dissociated.codec.writer import EncapsulatedWriter
 from dissociated.errors import FormatError, RemoteProtocolError, SourceError, StoreError, StoreFull
-from dissociated.fork import ProcessBound
 from dissociated.format.encapsulated import FILE_MAGIC, Encapsulated, end_of_stream
 from dissociated.format.index import Index
 from dissociated.format.message import HeaderType, buffer_extents, row_count
@@ -38,7 +39,6 @@ from dissociated.memory.shared import (
     seal,
     write_parts,
 )
-from dissociated.oserrors import store_errors
 from dissociated.store.files import NewFile, Reserve, StagedFile, open_regular
 
 _PREFIX_SIZE = 8  # bytes before the flatbuffer

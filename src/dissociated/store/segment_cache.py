@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
-from dissociated.oserrors import store_errors
+from dissociated.base.oserrors import store_errors
 from dissociated.store.memfds import FD
 from dissociated.store.segment import Segment
 

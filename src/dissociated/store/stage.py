@@ -11,10 +11,10 @@ import tempfile
 import threading
 from pathlib import Path
 
-from dissociated.buffers import MAX_METADATA
+from dissociated.base.buffers import MAX_METADATA
+from dissociated.base.fork import ProcessBound
+from dissociated.base.oserrors import store_errors
 from dissociated.errors import StoreError
-from dissociated.fork import ProcessBound
-from dissociated.oserrors import store_errors
 from dissociated.private import open_private_directory
 from dissociated.store.layout import STAGING, new_id, write_id
 from dissociated.store.segment import Segment

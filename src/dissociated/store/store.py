@@ -36,12 +36,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from dissociated.buffers import MAX_METADATA
+from dissociated.base.buffers import MAX_METADATA
+from dissociated.base.fork import ProcessBound
+from dissociated.base.oserrors import store_errors
 from dissociated.codec.difference import schema_difference
 from dissociated.codec.options import WriteOptions
 from dissociated.errors import StoreError
-from dissociated.fork import ProcessBound
-from dissociated.oserrors import store_errors
 from dissociated.store.admission import Quota
 from dissociated.store.directory import Directory, SetAside, Version
 from dissociated.store.eviction import Eviction, Policy

@@ -10,7 +10,7 @@ import os
 import time
 from pathlib import Path
 
-from dissociated.host import machine_memory
+from dissociated.base.host import machine_memory
 from dissociated.store.files import claim_unused
 from dissociated.store.layout import is_removed_segment
 

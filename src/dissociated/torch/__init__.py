@@ -13,9 +13,9 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from dissociated.base.once import once
 from dissociated.catalog.handle import DatasetHandle
 from dissociated.errors import OptionError
-from dissociated.once import once
 from dissociated.training.batches import Sampling
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
+from dissociated.base.fork import ProcessBound
 from dissociated.errors import DeadlineExceeded, LocalProtocolError, TransportError
-from dissociated.fork import ProcessBound
 from dissociated.memory.device.base import Device
 from dissociated.memory.region import AddressSpace, Region
 from dissociated.memory.remote import Span

@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.errors import ConnectionClosed, RemoteError, TransportError, UriError
 from dissociated.protocol.message import Incoming, Message
 from dissociated.transport.base import Allocate, Connection, Listener, Transport

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.metadata import entry_points
 
+from dissociated.base.once import once
 from dissociated.errors import UriError
-from dissociated.once import once
 from dissociated.transport.base import Transport
 
 _BUILT_IN = {

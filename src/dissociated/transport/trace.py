@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self, cast
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.errors import DissociatedError, RemoteError, RemoteProtocolError
 from dissociated.format.message import HeaderType, parse_envelope
 from dissociated.memory.region import Region

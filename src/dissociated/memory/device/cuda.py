@@ -18,9 +18,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from dissociated.base.once import once
 from dissociated.errors import DeviceError, DeviceFull, DeviceNotFound
 from dissociated.memory.device.base import Device, DeviceMemory, DeviceType, Event, Release, Stream
-from dissociated.once import once
 
 _PORTABLE, _READ_ONLY = 1, 8  # CU_MEMHOSTREGISTER_...
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS

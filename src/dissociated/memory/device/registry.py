@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dissociated.base.once import once
 from dissociated.errors import DeviceNotFound
 from dissociated.memory.device.base import Device
-from dissociated.once import once
 
 
 def open_device(name: object) -> Device:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.errors import ConnectionClosed, LocalProtocolError, RemoteProtocolError
 from dissociated.protocol.message import Message, Run
 from dissociated.transport.base import Allocate

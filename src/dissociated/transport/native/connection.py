@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pyarrow as pa
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.errors import (
     ConnectionClosed,
     DeadlineExceeded,

@@ -7,8 +7,8 @@ import threading
 import time
 from typing import Protocol
 
+from dissociated.base.once import once
 from dissociated.errors import DissociatedError
-from dissociated.once import once
 from dissociated.transport.native.threads import start_thread
 
 _log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 
 
 def view_of(ffi: Any, data: Buffer) -> Any:

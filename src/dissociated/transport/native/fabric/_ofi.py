@@ -15,8 +15,8 @@ from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any
 
+from dissociated.base.once import once
 from dissociated.errors import TransportError
-from dissociated.once import once
 from dissociated.transport.native.library import Library
 
 LIBRARY = Library("fabric", "libfabric", "libfabric.so.1", "DISSOCIATED_FABRIC_LIBRARY")

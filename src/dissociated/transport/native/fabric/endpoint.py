@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from dissociated.base.once import once
 from dissociated.errors import TransportError
-from dissociated.once import once
 from dissociated.transport.native.fabric import _ofi as c
 from dissociated.transport.native.fabric._ofi import ofi
 from dissociated.transport.native.fabric.domain import Domain, close_object

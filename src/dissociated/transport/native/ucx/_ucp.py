@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dissociated.base.once import once
 from dissociated.errors import TransportError
-from dissociated.once import once
 from dissociated.transport.native.library import Library
 
 LIBRARY = Library("ucx", "UCX", "libucp.so.0", "DISSOCIATED_UCX_LIBRARY")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-from dissociated.once import once
+from dissociated.base.once import once
 from dissociated.transport.native.ucx import _ucp as c
 from dissociated.transport.native.ucx._ucp import Ucp, ucp
 

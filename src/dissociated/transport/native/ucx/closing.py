@@ -16,9 +16,9 @@ import os
 import threading
 import time
 
+from dissociated.base.once import once
 from dissociated.errors import TransportError
 from dissociated.memory.device.base import Device
-from dissociated.once import once
 from dissociated.transport.native.threads import start_thread
 from dissociated.transport.native.ucx.endpoint import UcxEndpoint
 

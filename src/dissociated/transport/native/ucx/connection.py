@@ -10,7 +10,7 @@ import time
 from collections import deque
 from typing import Any, NamedTuple
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.errors import (
     ConnectionClosed,
     DeadlineExceeded,

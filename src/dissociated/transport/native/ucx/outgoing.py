@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from dissociated.buffers import Buffer
+from dissociated.base.buffers import Buffer
 from dissociated.protocol.message import Message
 from dissociated.transport.native.ucx._ucp import Ucp
 from dissociated.transport.native.views import view_of

@@ -7,10 +7,10 @@ import os
 import resource
 from typing import Any, NamedTuple
 
+from dissociated.base.fork import ProcessBound
+from dissociated.base.once import once
 from dissociated.errors import ForkedError, TransportError
-from dissociated.fork import ProcessBound
 from dissociated.memory.device.base import DeviceType
-from dissociated.once import once
 from dissociated.transport.native.ucx import _ucp as c
 from dissociated.transport.native.ucx._ucp import Ucp, ucp
 from dissociated.transport.native.ucx.handshake import client_id

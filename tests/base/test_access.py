@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import dissociated as dis
 from certificates import Certificates
-from dissociated import access
-from dissociated.access import Grant, Signer, Tokens, read_token
+from dissociated.base import access
+from dissociated.base.access import Grant, Signer, Tokens, read_token
 from dissociated.errors import AccessDenied, DatasetNotFound, OptionError, RemoteError
 from dissociated.roles import Role
 from helpers import Serve, location

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dissociated.once import once
+from dissociated.base.once import once
 from helpers import PATIENCE
 
 THREADS = 4
@@ -59,7 +59,7 @@ def test_a_process_that_is_forked_meanwhile_does_not_wait_for_the_parents_thread
     """In a process of its own, whose child would hang."""
     script = """
         import os, threading
-        from dissociated.once import once
+        from dissociated.base.once import once
 
         begun, go_on = threading.Event(), threading.Event()
 

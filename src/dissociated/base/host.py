@@ -8,7 +8,7 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from dissociated.once import once
+from dissociated.base.once import once
 
 _HOST = "DISSOCIATED_HOST"
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
