@@ -18,8 +18,8 @@ from urllib.parse import quote
 
 from dissociated.base.access import Security
 from dissociated.base.host import is_loopback
+from dissociated.base.private import open_private_directory
 from dissociated.errors import AccessDenied, NotPrivate, TransportError, UriError
-from dissociated.private import open_private_directory
 from dissociated.uri import Uri
 
 UNIX_SCHEME = "grpc+unix"

@@ -21,8 +21,8 @@ import dissociated as dis
 from certificates import Certificates
 from dissociated.base import access
 from dissociated.base.access import Grant, Signer, Tokens, read_token
+from dissociated.base.roles import Role
 from dissociated.errors import AccessDenied, DatasetNotFound, OptionError, RemoteError
-from dissociated.roles import Role
 from helpers import Serve, location
 
 SECRET = bytes(range(32))

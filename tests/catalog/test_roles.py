@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
-from dissociated import roles
+from dissociated.base import roles
 from dissociated.base.access import Tokens, security
 from dissociated.catalog.service import CatalogService
 from dissociated.errors import AccessDenied

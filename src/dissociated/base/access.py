@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+from dissociated.base.roles import DEFAULT_ROLE, TOKEN_ROLES, Identity, Role
 from dissociated.errors import AccessDenied, OptionError
-from dissociated.roles import DEFAULT_ROLE, TOKEN_ROLES, Identity, Role
 
 #: Given a bearer token, says whose it is: a name and a role, or a name or just True, which may read; or nothing, false.
 Authorize: TypeAlias = Callable[[str], object]

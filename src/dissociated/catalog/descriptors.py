@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow.flight as flight
 
-from dissociated import strict_json
+from dissociated.base import strict_json
 from dissociated.errors import CatalogError
 
 _JSON_TYPES: Mapping[type, str] = {str: "a text", int: "a whole number", bool: "true or false", dict: "an object"}

@@ -12,7 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from dissociated import strict_json
+from dissociated.base import strict_json
+from dissociated.base.limited_log import LimitedLog
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.connection import NO_ANSWER
 from dissociated.catalog.descriptors import first_field, parse_put
@@ -30,7 +31,6 @@ from dissociated.errors import (
     log_message,
     peer_message,
 )
-from dissociated.limited_log import LimitedLog
 
 _NOT_CANCELLABLE = b"\x08\x03"  # CancelFlightInfoResult { status: CANCEL_STATUS_NOT_CANCELLABLE }
 

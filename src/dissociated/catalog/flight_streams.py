@@ -20,7 +20,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from dissociated import strict_json
+from dissociated.base import strict_json
 from dissociated.codec.split import BatchAndMetadata, Validator
 from dissociated.errors import CatalogError, DissociatedError
 

@@ -10,9 +10,9 @@ from typing import Any
 import pyarrow.flight as flight
 
 from dissociated.base.access import Security, identify
+from dissociated.base.limited_log import LimitedLog
+from dissociated.base.roles import ACTIONS, CALLS, Role
 from dissociated.errors import OptionError
-from dissociated.limited_log import LimitedLog
-from dissociated.roles import ACTIONS, CALLS, Role
 
 _log = logging.getLogger(__name__)
 

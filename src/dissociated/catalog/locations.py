@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import pyarrow as pa
 
-from dissociated import strict_json
+from dissociated.base import strict_json
 from dissociated.base.display import count, html, html_table, plain_table, plural, shorten, size
 from dissociated.catalog.messages import FieldTypes, has_fields, is_moment
 from dissociated.datasets.tensor_info import TensorsInfo, parse_tensors_info

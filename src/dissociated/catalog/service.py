@@ -24,8 +24,8 @@ Actions; their bodies and results are JSON, but for those that Flight defines:
     nodes     {}                                     -> {nodes}
     status    {}                                     -> what `ServerStatus.plain` says
     RenewFlightEndpoint, CancelFlightInfo            as in Flight.proto
-and between catalogs and nodes: prepare, over, register, heartbeat, leave. `dissociated.roles` has the role that each of
-them needs where there are tokens or a secret.
+and between catalogs and nodes: prepare, over, register, heartbeat, leave. `dissociated.base.roles` has the role that
+each of them needs if there are tokens or a secret.
 
 A segment in `commit` is a name in the stage of this catalog's own node, or {node, segment}. One catalog knows many
 nodes; one that is given an `upstream` is a node of that catalog, and answers with what that says.

@@ -11,8 +11,8 @@ from typing import Any, Self
 
 from dissociated.base.host import boot_id, directory_id
 from dissociated.base.oserrors import store_errors
+from dissociated.base.private import open_private_directory
 from dissociated.errors import CatalogError, StoreError
-from dissociated.private import open_private_directory
 from dissociated.store.layout import STAGING, store_id
 
 

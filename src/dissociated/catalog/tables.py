@@ -28,8 +28,8 @@ from typing import Any
 
 from dissociated.base.fork import ProcessBound, leak
 from dissociated.base.once import once
+from dissociated.base.private import claim_private_file, open_private_directory
 from dissociated.errors import CatalogDamaged, CatalogError, NotPrivate
-from dissociated.private import claim_private_file, open_private_directory
 
 _log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
+from dissociated.base.exit import StreamThread
 from dissociated.base.fork import ProcessBound
 from dissociated.errors import DissociatedError, RemoteProtocolError, TransportError
-from dissociated.exit import StreamThread
 from dissociated.protocol.message import Incoming, Run
 from dissociated.transport.base import Allocate, Connection
 from dissociated.transport.mailbox import Mailbox

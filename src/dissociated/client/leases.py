@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
+from dissociated.base.exit import StreamThread
 from dissociated.base.fork import ProcessBound
 from dissociated.errors import DissociatedError, TransportError
-from dissociated.exit import StreamThread
 from dissociated.memory.device.base import Device
 from dissociated.memory.leases import RETRY_INTERVAL, STILL_HELD, FreeQueue
 from dissociated.protocol.bodies import encode_free

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import TypeAlias
 
 from dissociated.base.buffers import Buffer
+from dissociated.base.exit import hold_at_exit, section, stop_at_exit
 from dissociated.base.fork import ProcessBound
 from dissociated.client.arrivals import receiving
 from dissociated.client.bodies import Bodies
@@ -14,7 +15,6 @@ from dissociated.client.device import is_movable
 from dissociated.client.leases import ClientLeases
 from dissociated.client.request import ReadRequest
 from dissociated.errors import DeviceError, DissociatedError, RemoteProtocolError
-from dissociated.exit import hold_at_exit, section, stop_at_exit
 from dissociated.format.message import is_compressed
 from dissociated.memory.device.base import Device
 from dissociated.protocol.delivery import Delivered

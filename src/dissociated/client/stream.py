@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import closing
 
+from dissociated.base.exit import section
 from dissociated.client.device import Landing, place_on_device
 from dissociated.client.session import ClientSession, Deliveries
 from dissociated.codec.device import DeviceMessage, DeviceReader, Mover, join_on_device
@@ -17,7 +18,6 @@ from dissociated.codec.reader import StreamReader
 from dissociated.codec.runs import join_deliveries
 from dissociated.codec.tensor import Tensor, join_tensor
 from dissociated.errors import FormatError, RemoteProtocolError, WrongKind
-from dissociated.exit import section
 from dissociated.format.layout import is_little_endian
 from dissociated.memory.device.base import Device
 from dissociated.memory.device.segment import open_region

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import pyarrow as pa
 
+from dissociated.base.exit import hold_at_exit, section
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.errors import (
     DissociatedError,
@@ -17,7 +18,6 @@ from dissociated.errors import (
     StoreError,
     TransportError,
 )
-from dissociated.exit import hold_at_exit, section
 from dissociated.format.encapsulated import FILE_MAGIC, encapsulate
 
 T = TypeVar("T")

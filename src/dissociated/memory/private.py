@@ -12,7 +12,7 @@ import resource
 import weakref
 from bisect import bisect_right
 
-from dissociated.exit import keep_at_exit
+from dissociated.base.exit import keep_at_exit
 
 _MAX_MAPPINGS = 64  # that are there at once: each takes a descriptor
 _KEPT_PART = 4  # files are kept open among the first of so many parts of what descriptors there may be

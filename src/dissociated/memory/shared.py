@@ -18,9 +18,9 @@ from enum import IntEnum
 import pyarrow as pa
 
 from dissociated.base.buffers import Buffer
+from dissociated.base.exit import keep_at_exit
 from dissociated.base.oserrors import store_errors
 from dissociated.errors import RemoteProtocolError
-from dissociated.exit import keep_at_exit
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _SEALS_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW

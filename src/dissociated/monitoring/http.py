@@ -25,8 +25,8 @@ from urllib.parse import urlsplit
 from dissociated.base.access import Authorize, Security, identify
 from dissociated.base.fork import ProcessBound
 from dissociated.base.host import is_loopback
+from dissociated.base.roles import PAGES, Role
 from dissociated.errors import OptionError, TransportError
-from dissociated.roles import PAGES, Role
 from dissociated.uri import Uri
 
 _log = logging.getLogger(__name__)
@@ -57,8 +57,8 @@ Page: TypeAlias = Callable[[Message], Response]
 class HttpService(ProcessBound):
     """Answers GET at `where`, HOST:PORT (port 0 is one that is free), with the `pages` by their paths.
 
-    `what` tells errors what it is for. If `security` has tokens, one that has the role in `dissociated.roles.PAGES`
-    must come with each request for a page: as a bearer token, or as the password of HTTP's basic authentication, which
+    `what` tells errors what it is for. If `security` has tokens, one that has the role in
+    `dissociated.base.roles.PAGES` must come with each request for a page: as a bearer token, or as the password of HTTP's basic authentication, which
     browsers ask their user for. If it has a certificate, the pages are at https. It may be closed while requests are
     answered.
 

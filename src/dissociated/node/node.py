@@ -15,13 +15,13 @@ from dissociated.base.access import Authorize, Owner, security
 from dissociated.base.buffers import MAX_METADATA
 from dissociated.base.fork import ProcessBound
 from dissociated.base.oserrors import store_errors
+from dissociated.base.private import open_private_directory, write_private_file
 from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
 from dissociated.catalog.store_backend import StoreBackend
 from dissociated.catalog_uri import UNIX_SCHEME, is_unix, is_usable, unix_uri
 from dissociated.monitoring.status import ConsumerStatus
 from dissociated.node.launch import ADDRESS_FILE, NodeAddress
-from dissociated.private import open_private_directory, write_private_file
 from dissociated.server.server import Server
 from dissociated.store.handover import HandoverListener
 from dissociated.store.store import Store

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dissociated import strict_json
+from dissociated.base import strict_json
 from dissociated.errors import ColumnNotFound, OptionError, RemoteProtocolError
 
 #: How every identifier with a selection begins, and no ticket.

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from dissociated.base.limited_log import LimitedLog
 from dissociated.datasets.filtered import FilterRefused
 from dissociated.datasets.registry import Registry
 from dissociated.errors import (
@@ -19,7 +20,6 @@ from dissociated.errors import (
     TransportError,
     log_message,
 )
-from dissociated.limited_log import LimitedLog
 from dissociated.monitoring.activity import Activity, ConnectionStats
 from dissociated.monitoring.status import ConsumerStatus
 from dissociated.server.admission import Admission, Limits, ServerFull

@@ -6,8 +6,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from dissociated.base.private import open_private_directory
 from dissociated.errors import NotPrivate
-from dissociated.private import open_private_directory
 
 
 def private_directory() -> Path:

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dissociated.base.private import open_private_file
 from dissociated.errors import JarNotMade, NotPrivate
-from dissociated.private import open_private_file
 from dissociated.spark.cache import private_directory
 from dissociated.spark.java import java_home
 

@@ -22,8 +22,8 @@ import pyarrow as pa
 
 from dissociated.base.fork import ProcessBound
 from dissociated.base.oserrors import store_errors
+from dissociated.base.private import open_private_directory, open_private_file
 from dissociated.errors import StoreError
-from dissociated.private import open_private_directory, open_private_file
 from dissociated.store.files import (
     PARTIAL_SUFFIX,
     claim_unused,

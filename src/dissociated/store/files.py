@@ -12,9 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
+from dissociated.base.private import open_private_directory
 from dissociated.errors import StoreError
 from dissociated.memory.shared import is_unused, write_parts
-from dissociated.private import open_private_directory
 from dissociated.store.layout import TRASH, is_removed_segment, store_id
 
 #: What a file is called that is being written.

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dissociated.base.fork import ProcessBound
+from dissociated.base.limited_log import LimitedLog
 from dissociated.errors import AccessDenied, DeadlineExceeded, DissociatedError, StoreError, TransportError
-from dissociated.limited_log import LimitedLog
 from dissociated.transport.framed.shm import peer_credentials
 
 _log = logging.getLogger(__name__)

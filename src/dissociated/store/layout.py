@@ -10,8 +10,8 @@ import re
 import secrets
 from pathlib import Path
 
+from dissociated.base.private import read_private_file, write_private_file
 from dissociated.errors import StoreError
-from dissociated.private import read_private_file, write_private_file
 
 STAGING = "staging"
 SEGMENTS = "segments"

@@ -14,8 +14,8 @@ from pathlib import Path
 from dissociated.base.buffers import MAX_METADATA
 from dissociated.base.fork import ProcessBound
 from dissociated.base.oserrors import store_errors
+from dissociated.base.private import open_private_directory
 from dissociated.errors import StoreError
-from dissociated.private import open_private_directory
 from dissociated.store.layout import STAGING, new_id, write_id
 from dissociated.store.segment import Segment
 

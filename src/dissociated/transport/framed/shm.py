@@ -37,12 +37,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dissociated.base.limited_log import LimitedLog
+from dissociated.base.private import open_private_directory
 from dissociated.errors import NotPrivate, RemoteProtocolError, TransportError, UnsafeMemory, UriError
-from dissociated.limited_log import LimitedLog
 from dissociated.memory.private import keep_open
 from dissociated.memory.region import Region
 from dissociated.memory.shared import Backing, is_sealed, map_received
-from dissociated.private import open_private_directory
 from dissociated.transport.base import Connection, Listener, Transport
 from dissociated.transport.framed.connection import SocketConnection, SocketListener, abort_frame, socket_error
 from dissociated.transport.framed.framing import PREAMBLE, FrameKind, encode_frame

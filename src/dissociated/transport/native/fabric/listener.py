@@ -10,8 +10,8 @@ from collections import deque
 from contextlib import ExitStack
 from typing import Any
 
+from dissociated.base.limited_log import LimitedLog
 from dissociated.errors import TransportError
-from dissociated.limited_log import LimitedLog
 from dissociated.memory.region import Region
 from dissociated.memory.remote import Span
 from dissociated.transport.base import Connection

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dissociated import strict_json
+from dissociated.base import strict_json
 
 
 def test_what_is_usual_is_read() -> None:

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from dissociated.errors import NotPrivate
-from dissociated.private import (
+from dissociated.base.private import (
     claim_private_file,
     open_private_directory,
     open_private_file,
     read_private_file,
     write_private_file,
 )
+from dissociated.errors import NotPrivate
 from helpers import case, leaving_nothing
 
 NOBODY = 65534

@@ -9,7 +9,7 @@ import pytest
 from pyarrow import flight
 
 import dissociated as dis
-from dissociated.limited_log import LimitedLog
+from dissociated.base.limited_log import LimitedLog
 from helpers import PATIENCE, connections_left
 
 LOGGER = logging.getLogger("dissociated.test")
