@@ -25,7 +25,7 @@ from pathlib import Path
 import pyarrow as pa
 
 import dissociated as dis
-from dissociated.catalog.reader import Client
+from dissociated.client.client import Client
 from dissociated.client.request import TIMEOUT
 from dissociated.memory.shared import Backing, create_memfd, seal
 from dissociated.store.directory import MANIFEST

@@ -28,7 +28,7 @@ from support.injection import arm_from_environment
 #: What every test of processes is likely to need.
 _LOADED = (
     "dissociated.catalog.flight",
-    "dissociated.catalog.reader",
+    "dissociated.client.client",
     "dissociated.cli.catalog",
     "dissociated.cli.node",
     "dissociated.client.open",

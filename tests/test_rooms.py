@@ -15,7 +15,7 @@ import dissociated
 ROOT = Path(dissociated.__file__).parent
 #: From the top down. Errors and URIs are on the ground, in no room. The public names stand on everything.
 FLOORS = (
-    *("cli", "spark", "torch", "training", "node", "server", "catalog", "monitoring", "client", "datasets"),
+    *("cli", "spark", "torch", "training", "node", "server", "catalog", "client", "control", "monitoring", "datasets"),
     *("ipc", "store", "codec", "transport", "protocol", "memory", "format", "base"),
 )
 TOP = ("dissociated", "dissociated.__main__")

@@ -20,25 +20,25 @@ from dissociated._version import __version__ as __version__
 from dissociated.errors import DatasetNotFound, DissociatedError
 
 if TYPE_CHECKING:
-    from dissociated.catalog.locations import DatasetInfo
-    from dissociated.catalog.reader import Client, connect
+    from dissociated.client.client import Client, connect
     from dissociated.client.open import open_stream, open_stream_async
     from dissociated.client.tensors import open_tensors
     from dissociated.codec.options import ReadOptions, WriteOptions
+    from dissociated.control.locations import DatasetInfo
     from dissociated.datasets.live import Live
     from dissociated.server.options import ServerOptions
     from dissociated.server.server import Server
 else:
     #: Where a name is. It is loaded when it is first asked for: all of them take half a second, mostly of pyarrow's.
     _PLACES = {
-        "Client": "catalog.reader",
-        "DatasetInfo": "catalog.locations",
+        "Client": "client.client",
+        "DatasetInfo": "control.locations",
         "Live": "datasets.live",
         "ReadOptions": "codec.options",
         "Server": "server.server",
         "ServerOptions": "server.options",
         "WriteOptions": "codec.options",
-        "connect": "catalog.reader",
+        "connect": "client.client",
         "open_stream": "client.open",
         "open_stream_async": "client.open",
         "open_tensors": "client.tensors",

@@ -14,7 +14,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.catalog.listing import REUSE_CONNECTION
-from dissociated.catalog.locations import Endpoint, locations
+from dissociated.control.locations import Endpoint, locations
 from dissociated.store.segment import SegmentWriter
 from dissociated.uri import Uri
 

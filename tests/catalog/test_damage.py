@@ -15,8 +15,8 @@ import pytest
 import dissociated as dis
 from arrow_cases import stream_of
 from dissociated.catalog.database import FOREVER, Database
-from dissociated.catalog.records import NodeRecord, Part
 from dissociated.catalog.service import CatalogService
+from dissociated.control.records import NodeRecord, Part
 from processes import Start
 
 GOOD = pa.table({"n": [1, 2, 3]})

@@ -14,8 +14,8 @@ import pytest
 
 import dissociated as dis
 from dissociated.catalog.database import FOREVER, Database
-from dissociated.catalog.records import AnnouncedVersion, NodeRecord, Part
 from dissociated.catalog.service import CatalogService
+from dissociated.control.records import AnnouncedVersion, NodeRecord, Part
 from dissociated.errors import CatalogDamaged, CatalogError
 from dissociated.node.node import Node
 from dissociated.store.store import Store

@@ -17,8 +17,8 @@ import pyarrow as pa
 import pytest
 
 from dissociated.catalog.database import FOREVER, PREPARE_TIMEOUT, Database
-from dissociated.catalog.records import AnnouncedVersion, NodeRecord, Part
 from dissociated.catalog.tables import Tables
+from dissociated.control.records import AnnouncedVersion, NodeRecord, Part
 from dissociated.errors import CatalogError, DatasetNotFound
 from dissociated.store.numbers import Removed
 from helpers import case, leaving_nothing, rest_of
@@ -360,7 +360,7 @@ def test_a_database_that_others_could_write_is_refused(tmp_path: Path) -> None:
 COMMITTER = """
 import itertools, sys
 from dissociated.catalog.database import FOREVER, Database
-from dissociated.catalog.records import NodeRecord, Part
+from dissociated.control.records import NodeRecord, Part
 database = Database(sys.argv[1])
 database.register(NodeRecord("a", "h", "b", "f", ()), [], "", FOREVER, serial=-1)
 for n in itertools.count(int(sys.argv[2])):

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from dissociated.catalog import schemas
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.local import LocalCatalog
 from dissociated.catalog.service import CatalogService
+from dissociated.control import schemas
 from dissociated.node.node import Node
 from dissociated.store.store import Store
 from nodes import SCHEMA, table

@@ -19,9 +19,9 @@ import pytest
 import dissociated as dis
 from dissociated.base.host import boot_id
 from dissociated.catalog.database import Database
-from dissociated.catalog.flight_streams import checked, generate_get
 from dissociated.catalog.listing import REUSE_CONNECTION
 from dissociated.catalog.service import CatalogService
+from dissociated.control.flight_streams import checked, generate_get
 from dissociated.errors import SourceError
 from dissociated.format.encapsulated import encapsulate
 from dissociated.node.node import Node

@@ -16,7 +16,7 @@ import pyarrow.dataset as ds
 import pytest
 
 import dissociated as dis
-from dissociated.catalog.handle import DatasetHandle
+from dissociated.client.dataset import DatasetHandle
 from dissociated.errors import ColumnNotFound, DatasetNotFound, OptionError, StoreError, WrongKind
 from helpers import connections_left, location
 

@@ -15,7 +15,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.base.host import boot_id
-from dissociated.catalog.stage import StagePlace
+from dissociated.control.stage import StagePlace
 from dissociated.errors import CatalogError, StoreError
 from dissociated.node.node import Node
 from dissociated.store.store import Store

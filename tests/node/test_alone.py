@@ -45,7 +45,7 @@ import json, os, sys
 from contextlib import closing, suppress
 import pyarrow as pa, pyarrow.flight as flight
 import dissociated as dis
-from dissociated.catalog.connection import CatalogConnection
+from dissociated.client.flight_connection import CatalogConnection
 from dissociated.store.handover import hand_over
 
 uri, handover = sys.argv[1:3]

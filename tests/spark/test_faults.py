@@ -17,7 +17,7 @@ from pyspark import TaskContext
 from pyspark.sql.types import LongType, StructField, StructType
 
 import dissociated as dis
-from dissociated.catalog.publication import Publication
+from dissociated.control.commit import Publication
 from dissociated.errors import DissociatedError
 from dissociated.node.node import Node
 from dissociated.spark.catalog import CatalogConfig

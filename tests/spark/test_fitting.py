@@ -12,7 +12,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql.types import StructType
 
 import dissociated as dis
-from dissociated.catalog.publication import Publication
+from dissociated.control.commit import Publication
 from dissociated.errors import DissociatedError, SourceError
 from dissociated.spark import publish, read
 from dissociated.spark.catalog import CatalogConfig

@@ -21,7 +21,7 @@ from pyspark import TaskContext
 import dissociated as dis
 from certificates import Certificates
 from dissociated.catalog.local import LocalCatalog
-from dissociated.catalog.publication import Publication
+from dissociated.control.commit import Publication
 from dissociated.errors import CatalogError, CatalogUnreachable, StoreError
 from dissociated.node.launch import running
 from dissociated.node.node import Node

@@ -20,14 +20,14 @@ import pyarrow.flight as flight
 
 from dissociated.base.access import Security
 from dissociated.base.host import boot_id, directory_id, host_name
-from dissociated.catalog import schemas
 from dissociated.catalog.backend import CommitRequest, Prepared
-from dissociated.catalog.flight_streams import receive_put
 from dissociated.catalog.holdings import Holdings
-from dissociated.catalog.messages import part_to_json
-from dissociated.catalog.publication import Publication
-from dissociated.catalog.records import NodeRecord
 from dissociated.codec.split import BatchAndMetadata
+from dissociated.control import schemas
+from dissociated.control.commit import Publication
+from dissociated.control.flight_streams import receive_put
+from dissociated.control.messages import part_to_json
+from dissociated.control.records import NodeRecord
 from dissociated.datasets.base import Dataset
 from dissociated.errors import CatalogError, DissociatedError
 from dissociated.monitoring.status import NodeStatus, ServerStatus

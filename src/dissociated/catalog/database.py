@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from dissociated.catalog.records import AnnouncedVersion, NodeRecord, Part, ReplicatedPart, VersionRecord
 from dissociated.catalog.tables import Tables
 from dissociated.catalog.versions import Versions
+from dissociated.control.records import AnnouncedVersion, NodeRecord, Part, ReplicatedPart, VersionRecord
 from dissociated.errors import CatalogError, DatasetNotFound
 from dissociated.monitoring.changes import Change
 from dissociated.store.numbers import Removed

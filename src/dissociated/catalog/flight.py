@@ -15,11 +15,11 @@ import pyarrow.flight as flight
 from dissociated.base import strict_json
 from dissociated.base.limited_log import LimitedLog
 from dissociated.catalog.base import Catalog
-from dissociated.catalog.connection import NO_ANSWER
-from dissociated.catalog.descriptors import first_field, parse_put
-from dissociated.catalog.flight_streams import checked, generate_get
 from dissociated.catalog.guard import require_action
 from dissociated.codec.split import batches
+from dissociated.control.descriptors import first_field, parse_put
+from dissociated.control.flight_streams import checked, generate_get
+from dissociated.control.messages import NO_ANSWER
 from dissociated.errors import (
     AccessDenied,
     CatalogError,

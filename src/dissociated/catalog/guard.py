@@ -20,8 +20,6 @@ _MIDDLEWARE = "guard"
 _HEADER = "authorization"
 _AUTH_SCHEME = "bearer"
 _CALL_NAMES = {method: method.name.title().replace("_", "") for method in flight.FlightMethod}  # as in Flight.proto
-#: gRPC would wait for up to two minutes before it tries again to reach a server that was not there.
-_RECONNECT = {"grpc.initial_reconnect_backoff_ms": 100, "grpc.max_reconnect_backoff_ms": 2000}
 
 
 def server_options(uri: str, security: Security) -> dict[str, Any]:
@@ -124,32 +122,3 @@ def _read(path: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise OptionError(f"cannot read {path} for TLS: {error.strerror}") from None
-
-
-class Bearer(flight.ClientMiddlewareFactory):  # type: ignore[misc]  # pyarrow has no type hints
-    """Sends a token with each call of a client."""
-
-    def __init__(self, token: str) -> None:
-        self._headers = {_HEADER: f"Bearer {token}"}
-
-    def start_call(self, info: Any) -> flight.ClientMiddleware:
-        """What adds the header to one call."""
-        return _BearerHeaders(self._headers)
-
-
-class _BearerHeaders(flight.ClientMiddleware):  # type: ignore[misc]  # pyarrow has no type hints
-    def __init__(self, headers: dict[str, str]) -> None:
-        self._headers = headers
-
-    def sending_headers(self) -> dict[str, str]:
-        return self._headers
-
-
-def client_options(token: str | None, tls_roots: str | None) -> dict[str, Any]:
-    """What makes a Flight client send a token, and trust the certificates in the PEM file `tls_roots` alone."""
-    options: dict[str, Any] = {"generic_options": [*_RECONNECT.items()]}
-    if token is not None:
-        options["middleware"] = [Bearer(token)]
-    if tls_roots is not None:
-        options["tls_root_certs"] = _read(tls_roots)
-    return options

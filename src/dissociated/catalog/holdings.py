@@ -9,11 +9,11 @@ from typing import Protocol
 import pyarrow as pa
 
 from dissociated.base.access import Signer, Unsigned
-from dissociated.catalog import schemas
 from dissociated.catalog.backend import Backend, NoBackend, Prepared
-from dissociated.catalog.records import AnnouncedVersion, Part
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, batches
+from dissociated.control import schemas
+from dissociated.control.records import AnnouncedVersion, Part
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.registry import Registry
 from dissociated.datasets.source_errors import source_errors

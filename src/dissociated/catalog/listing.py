@@ -13,8 +13,8 @@ import pyarrow.flight as flight
 from dissociated.base.access import Grant
 from dissociated.base.host import boot_id, host_name
 from dissociated.catalog.holdings import Holdings
-from dissociated.catalog.records import NodeRecord, ReplicatedPart, VersionRecord
-from dissociated.catalog.schemas import deserialize
+from dissociated.control.records import NodeRecord, ReplicatedPart, VersionRecord
+from dissociated.control.schemas import deserialize
 
 #: "the client should re-use the connection that GetFlightInfo came over": for those who know only Flight.
 REUSE_CONNECTION = "arrow-flight-reuse-connection://?"

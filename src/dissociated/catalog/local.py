@@ -15,17 +15,17 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from dissociated.base.access import Security
-from dissociated.catalog import schemas
 from dissociated.catalog.backend import CommitRequest, Prepared
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.database import FOREVER, Database
-from dissociated.catalog.descriptors import first_field, parse_criteria, parse_get
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.listing import Listing, earliest_expiry
 from dissociated.catalog.members import Members
-from dissociated.catalog.messages import announced_from_json, node_from_json, node_to_json, part_from_json
-from dissociated.catalog.records import AnnouncedVersion, NodeRecord, Part, VersionRecord
 from dissociated.codec.split import BatchAndMetadata
+from dissociated.control import schemas
+from dissociated.control.descriptors import first_field, parse_criteria, parse_get
+from dissociated.control.messages import announced_from_json, node_from_json, node_to_json, part_from_json
+from dissociated.control.records import AnnouncedVersion, NodeRecord, Part, VersionRecord
 from dissociated.datasets.base import Dataset
 from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound
 from dissociated.monitoring.status import DatasetStatus, NodeStatus, ServerStatus

@@ -12,11 +12,11 @@ import pyarrow.flight as flight
 
 from dissociated.base.access import Security
 from dissociated.catalog.database import Database
-from dissociated.catalog.flight_streams import upload
 from dissociated.catalog.peer import Peer
-from dissociated.catalog.records import NodeRecord, ReplicatedPart
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, Validator, batches
+from dissociated.control.flight_streams import upload
+from dissociated.control.records import NodeRecord, ReplicatedPart
 from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded, DissociatedError
 
 _ANSWER_TIMEOUT = 2.0  # seconds, for a node that is there to say so

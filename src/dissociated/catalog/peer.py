@@ -9,7 +9,7 @@ from typing import TypeVar
 import pyarrow.flight as flight
 
 from dissociated.base.access import Security
-from dissociated.catalog.client import CatalogClient
+from dissociated.client.calls import CatalogClient
 
 T = TypeVar("T")
 

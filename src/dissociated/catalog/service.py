@@ -7,7 +7,7 @@ A descriptor is a path of one part, the name; or a command: the name, or JSON:
     {"name": N, "version": V, "host": H, "boot_id": B}     V is one that was replaced; H and B say who asks
 and for DoPut
     {"name": N, "mode": "overwrite" or "append", "tags": {...}, "ttl": seconds, "key": K, "end": true, "nbytes": B}
-where "end" says that nothing is published unless the writer says the end: see `dissociated.catalog.flight_streams`; and
+where "end" says that nothing is published unless the writer says the end: see `dissociated.control.flight_streams`; and
 "nbytes" how much will come, so that room is made for all of it or not at all
 
 ListFlights takes criteria, JSON too: {"prefix": P, "tags": {...}}.
@@ -56,9 +56,9 @@ from dissociated.catalog.flight import FlightServer
 from dissociated.catalog.guard import server_options
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.local import LocalCatalog
-from dissociated.catalog.records import NodeRecord
 from dissociated.catalog.upstream import UpstreamCatalog
-from dissociated.catalog_uri import UNIX_SCHEME, check_socket, describe_reach, is_unix, socket_path, unix_uri
+from dissociated.control.catalog_uri import UNIX_SCHEME, check_socket, describe_reach, is_unix, socket_path, unix_uri
+from dissociated.control.records import NodeRecord
 from dissociated.datasets.base import Dataset
 from dissociated.errors import DissociatedError, TransportError, UriError
 from dissociated.monitoring.status import ServerStatus

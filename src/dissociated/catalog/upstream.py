@@ -17,11 +17,11 @@ import pyarrow.flight as flight
 from dissociated.base.access import Security
 from dissociated.catalog.backend import Prepared
 from dissociated.catalog.base import Catalog
-from dissociated.catalog.descriptors import parse_get
 from dissociated.catalog.holdings import Holdings
-from dissociated.catalog.messages import announced_to_json, node_to_json
 from dissociated.catalog.peer import PEER_TIMEOUT, Peer
-from dissociated.catalog.records import NodeRecord
+from dissociated.control.descriptors import parse_get
+from dissociated.control.messages import announced_to_json, node_to_json
+from dissociated.control.records import NodeRecord
 from dissociated.datasets.base import Dataset
 from dissociated.errors import CatalogError, DeadlineExceeded, DissociatedError
 from dissociated.monitoring.status import NodeStatus

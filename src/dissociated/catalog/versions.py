@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
-from dissociated.catalog.records import AnnouncedVersion, NodeRecord, Part, ReplicatedPart, VersionRecord
-from dissociated.catalog.schemas import deserialize
 from dissociated.catalog.tables import Tables
 from dissociated.codec.difference import schema_difference
+from dissociated.control.records import AnnouncedVersion, NodeRecord, Part, ReplicatedPart, VersionRecord
+from dissociated.control.schemas import deserialize
 from dissociated.errors import CatalogError
 from dissociated.monitoring.changes import Change
 from dissociated.store.numbers import ANY_NAME, Removed

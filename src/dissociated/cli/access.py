@@ -7,9 +7,9 @@ import os
 from typing import Any
 
 from dissociated.base.access import Security, Tokens, read_secret, read_token
-from dissociated.catalog.reader import Client, connect
-from dissociated.catalog_uri import describe_reach
+from dissociated.client.client import Client, connect
 from dissociated.client.request import TIMEOUT
+from dissociated.control.catalog_uri import describe_reach
 from dissociated.monitoring import log
 
 _TOKEN_VARIABLE = "DISSOCIATED_TOKEN"

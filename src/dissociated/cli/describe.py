@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from dissociated.catalog.locations import DatasetInfo, Endpoint
 from dissociated.cli import access, target, terminal, text
+from dissociated.control.locations import DatasetInfo, Endpoint
 from dissociated.errors import OptionError
 
 DESCRIPTION = "Show the columns of a dataset, its version and tags, and where its parts are."

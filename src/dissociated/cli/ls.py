@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
-from dissociated.catalog.locations import DatasetInfo
 from dissociated.cli import access, target, terminal, text
 from dissociated.cli.describe import column_count, plain_info, tags, transports
+from dissociated.control.locations import DatasetInfo
 
 DESCRIPTION = """\
 List the datasets of a catalog: all, one, or those whose names begin alike, as in "team/*"."""

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Publish, and say on stderr what was."""
-    from dissociated.catalog.publication import Publication
+    from dissociated.control.commit import Publication
 
     name = target.name(arguments.uri)
     mode = "append" if arguments.append else "overwrite"

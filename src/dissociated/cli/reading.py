@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from dissociated.catalog.locations import DatasetInfo
 from dissociated.cli import access, target
 from dissociated.cli.condition import parse_condition
 from dissociated.cli.ending import EndingSignals
@@ -20,6 +19,7 @@ from dissociated.cli.formats import FileFormat
 from dissociated.cli.progress import Advance
 from dissociated.codec.columns import values_size
 from dissociated.codec.split import Validator, batches
+from dissociated.control.locations import DatasetInfo
 from dissociated.errors import OptionError, WrongKind
 
 _ROWS = re.compile(r"(\d*):(\d*)")

@@ -14,7 +14,7 @@ from dissociated.errors import CatalogError, DatasetNotFound, OptionError
 if TYPE_CHECKING:
     import duckdb
 
-    from dissociated.catalog.reader import Client
+    from dissociated.client.client import Client
 
 _MISSING = re.compile("Table with name (.+) does not exist!")
 

@@ -12,7 +12,7 @@ from rich.cells import cell_len, set_cell_size
 from dissociated.base.display import count as count
 from dissociated.base.display import plural as plural
 from dissociated.base.display import size as size
-from dissociated.catalog_uri import is_unix, split_unix
+from dissociated.control.catalog_uri import is_unix, split_unix
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kKMGTP])(i?))?B?")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")

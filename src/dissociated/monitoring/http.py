@@ -58,9 +58,9 @@ class HttpService(ProcessBound):
     """Answers GET at `where`, HOST:PORT (port 0 is one that is free), with the `pages` by their paths.
 
     `what` tells errors what it is for. If `security` has tokens, one that has the role in
-    `dissociated.base.roles.PAGES` must come with each request for a page: as a bearer token, or as the password of HTTP's basic authentication, which
-    browsers ask their user for. If it has a certificate, the pages are at https. It may be closed while requests are
-    answered.
+    `dissociated.base.roles.PAGES` must come with each request for a page: as a bearer token, or as the password of
+    HTTP's basic authentication, which browsers ask their user for. If it has a certificate, the pages are at https. It
+    may be closed while requests are answered.
 
     Raises OptionError where `where` is no place, and TransportError where it cannot listen.
     """

@@ -17,7 +17,7 @@ from typing import IO
 
 from dissociated.base.oserrors import store_errors
 from dissociated.base.private import open_private_directory, open_private_file, read_private_file
-from dissociated.catalog.client import CatalogClient
+from dissociated.client.calls import CatalogClient
 from dissociated.errors import AccessDenied, DissociatedError, StoreError
 from dissociated.store.eviction import Policy
 from dissociated.store.layout import NODE_LOG, START_LOCK, known_id, store_id

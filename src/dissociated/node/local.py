@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dissociated.base.host import boot_id, host_name
-from dissociated.catalog.reader import Client
-from dissociated.catalog.stage import StagePlace
-from dissociated.catalog_uri import is_unix
+from dissociated.client.client import Client
+from dissociated.control.catalog_uri import is_unix
+from dissociated.control.stage import StagePlace
 from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded, StoreError, UriError
 from dissociated.node.launch import NodeAddress, default_store, ensure
 from dissociated.uri import Uri

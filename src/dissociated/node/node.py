@@ -19,7 +19,7 @@ from dissociated.base.private import open_private_directory, write_private_file
 from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
 from dissociated.catalog.store_backend import StoreBackend
-from dissociated.catalog_uri import UNIX_SCHEME, is_unix, is_usable, unix_uri
+from dissociated.control.catalog_uri import UNIX_SCHEME, is_unix, is_usable, unix_uri
 from dissociated.monitoring.status import ConsumerStatus
 from dissociated.node.launch import ADDRESS_FILE, NodeAddress
 from dissociated.server.server import Server

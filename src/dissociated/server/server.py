@@ -17,8 +17,8 @@ from dissociated.base.display import count, html, html_table, size
 from dissociated.base.exit import act_at_exit
 from dissociated.base.fork import ProcessBound
 from dissociated.base.host import host_name
-from dissociated.catalog.publication import Publication
 from dissociated.codec.options import WriteOptions
+from dissociated.control.commit import Publication
 from dissociated.datasets.base import Dataset, Source, check_name
 from dissociated.datasets.broadcast import Broadcast
 from dissociated.datasets.live import Live

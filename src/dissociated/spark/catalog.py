@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from dissociated.base.access import read_token
-from dissociated.catalog.reader import Client, connect
+from dissociated.client.client import Client, connect
 from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded
 
 T = TypeVar("T")

@@ -6,11 +6,11 @@ import base64
 from dataclasses import replace
 from typing import Any
 
-from dissociated.catalog.locations import DatasetInfo, Endpoint, reachable
 from dissociated.client.connect import supports_filter, supports_selection
 from dissociated.client.request import ReadRequest
 from dissociated.codec.filter import RowFilter
 from dissociated.codec.substrait import encode_filter
+from dissociated.control.locations import DatasetInfo, Endpoint, reachable
 from dissociated.protocol.request import RowSelection
 from dissociated.uri import Uri
 

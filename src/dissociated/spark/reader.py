@@ -25,14 +25,14 @@ from pyspark.sql.types import StructType
 
 from dissociated.base.buffers import Buffer
 from dissociated.base.host import host_name
-from dissociated.catalog.locations import DatasetInfo, Endpoint, locations
-from dissociated.catalog.reader import Client
+from dissociated.client.client import Client
 from dissociated.client.connect import supports_selection
 from dissociated.client.request import ReadRequest
 from dissociated.codec.conditions import Conditions
 from dissociated.codec.filter import RowFilter
 from dissociated.codec.join import Messages, join
 from dissociated.codec.substrait import encode_filter
+from dissociated.control.locations import DatasetInfo, Endpoint, locations
 from dissociated.errors import (
     CatalogError,
     DatasetNotFound,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dissociated.base.host import machine_memory
-from dissociated.catalog.publication import Publication
+from dissociated.control.commit import Publication
 from dissociated.errors import JarNotMade, PySparkNotFound
 from dissociated.spark.catalog import VARIABLE, CatalogConfig
 from dissociated.spark.jar import jar

@@ -25,8 +25,8 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from dissociated.catalog.locations import DatasetInfo
-from dissociated.catalog.reader import Client
+from dissociated.client.client import Client
+from dissociated.control.locations import DatasetInfo
 from dissociated.errors import CatalogError, DatasetNotFound, OptionError, PySparkNotFound, StoreError
 from dissociated.spark.catalog import wait_for_catalog
 from dissociated.spark.columns import Columns

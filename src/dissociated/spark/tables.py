@@ -12,7 +12,7 @@ from typing import Any
 
 from pyspark.sql.types import StructType
 
-from dissociated.catalog.publication import Publication
+from dissociated.control.commit import Publication
 from dissociated.errors import DatasetNotFound
 from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.reader import Request

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from dissociated.catalog.publication import Publication
+from dissociated.control.commit import Publication
 from dissociated.errors import OptionError
 from dissociated.spark.catalog import CatalogConfig, required
 

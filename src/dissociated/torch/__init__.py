@@ -14,7 +14,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from dissociated.base.once import once
-from dissociated.catalog.handle import DatasetHandle
+from dissociated.client.dataset import DatasetHandle
 from dissociated.errors import OptionError
 from dissociated.training.batches import Sampling
 

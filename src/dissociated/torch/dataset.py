@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data import IterableDataset as TorchIterableDataset
 
-from dissociated.catalog.handle import DatasetHandle
+from dissociated.client.dataset import DatasetHandle
 from dissociated.errors import OptionError
 from dissociated.training.access import Access
 from dissociated.training.batches import Examples, Position, Sampling

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dissociated.catalog.handle import DatasetHandle
+from dissociated.client.dataset import DatasetHandle
 from dissociated.errors import OptionError
 from dissociated.training.access import Access, Lender
 from dissociated.training.blocks import Blocks, slice_pieces

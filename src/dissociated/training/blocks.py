@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from dissociated.catalog.handle import DatasetHandle
+from dissociated.client.dataset import DatasetHandle
 from dissociated.errors import ColumnNotFound, SourceError, WrongKind
 from dissociated.memory.region import Region
 from dissociated.training.columns import row_width

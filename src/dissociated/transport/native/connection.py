@@ -12,7 +12,6 @@ from typing import Any, cast
 import pyarrow as pa
 
 from dissociated.base.buffers import Buffer
-from dissociated.base.interrupts import interrupts_held
 from dissociated.errors import (
     ConnectionClosed,
     DeadlineExceeded,
@@ -26,6 +25,7 @@ from dissociated.memory.remote import RemoteAddressSpace, Span
 from dissociated.protocol.message import Incoming, Message, Run
 from dissociated.transport.base import Allocate
 from dissociated.transport.framed.framing import MAX_CONTROL, MAX_UNTAGGED
+from dissociated.transport.native.interrupts import interrupts_held
 from dissociated.transport.native.progress import MAX_SLEEP, ProgressConnection
 from dissociated.transport.native.runs import RUN, with_runs
 from dissociated.transport.native.threads import start_thread

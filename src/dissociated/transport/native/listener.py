@@ -11,11 +11,11 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from dissociated.base.interrupts import interrupts_held
 from dissociated.errors import ConnectionClosed, TransportError
 from dissociated.memory.region import Region
 from dissociated.memory.remote import Span
 from dissociated.transport.base import Connection, Listener
+from dissociated.transport.native.interrupts import interrupts_held
 from dissociated.transport.native.waker import Waker
 
 #: Withdraws memory that peers can fetch from: when it is called, or when the region is collected.

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from dissociated.base.interrupts import interrupts_held
 from dissociated.base.once import once
 from dissociated.errors import TransportError
 from dissociated.transport.native.fabric import _ofi as c
@@ -22,6 +21,7 @@ from dissociated.transport.native.fabric.domain import Domain, close_object
 from dissociated.transport.native.fabric.info import QUEUE, find_info
 from dissociated.transport.native.fabric.operations import Completion, Done, Filling, Operation, Operations
 from dissociated.transport.native.fabric.sockets import shut_down
+from dissociated.transport.native.interrupts import interrupts_held
 from dissociated.transport.native.waker import Waker
 
 ANY_TAG = 2**64 - 1

@@ -8,12 +8,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from dissociated.catalog.connection import CatalogConnection, FlightBatches
-from dissociated.catalog.flight_streams import receive_get
-from dissociated.catalog.locations import Endpoint, flight_uris
+from dissociated.client.flight_connection import CatalogConnection, FlightBatches
 from dissociated.client.request import ReadRequest
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.reader import check_field_names
+from dissociated.control.flight_streams import receive_get
+from dissociated.control.locations import Endpoint, flight_uris
 from dissociated.errors import CatalogUnreachable, OptionError, RemoteProtocolError, UriError
 
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from dissociated.base import strict_json
 from dissociated.base.display import count, html, html_table, plain_table, plural, shorten, size
-from dissociated.catalog.messages import FieldTypes, has_fields, is_moment
+from dissociated.control.messages import FieldTypes, has_fields, is_moment
 from dissociated.datasets.tensor_info import TensorsInfo, parse_tensors_info
 from dissociated.errors import CatalogError, UriError
 from dissociated.transport import registry

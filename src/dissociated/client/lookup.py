@@ -14,9 +14,9 @@ from typing import Any
 import pyarrow as pa
 
 from dissociated.base.host import boot_id, host_name
-from dissociated.catalog.connection import CatalogConnection
-from dissociated.catalog.locations import DatasetInfo, DatasetList, descriptor_name
+from dissociated.client.flight_connection import CatalogConnection
 from dissociated.codec.reader import check_field_names
+from dissociated.control.locations import DatasetInfo, DatasetList, descriptor_name
 from dissociated.errors import CatalogError, CatalogUnreachable, DatasetNotFound
 
 _ESCAPED = re.compile(rb"\\x([0-9a-f]{2})")  # a byte, as `descriptor_name` writes what is no UTF-8

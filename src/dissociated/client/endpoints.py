@@ -12,7 +12,6 @@ from typing import TypeAlias, TypeVar
 
 import pyarrow as pa
 
-from dissociated.catalog.locations import DatasetInfo, Endpoint, device_routes, locations, reachable
 from dissociated.client.connect import shares_memory, supports_selection
 from dissociated.client.filtering import read_filtered
 from dissociated.client.open import copy_stream, read_on_device, read_stream
@@ -23,6 +22,7 @@ from dissociated.codec.columns import filter_batches, select_columns, select_fie
 from dissociated.codec.device import DeviceReader, chain_on_device, to_device
 from dissociated.codec.split import batches
 from dissociated.codec.tensor import Tensor
+from dissociated.control.locations import DatasetInfo, Endpoint, device_routes, locations, reachable
 from dissociated.errors import (
     CatalogError,
     DatasetNotFound,

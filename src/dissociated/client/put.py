@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 
 import pyarrow as pa
 
-from dissociated.catalog.flight_streams import upload
-from dissociated.catalog.publication import Publication
-from dissociated.catalog.stage import StagePlace
 from dissociated.codec.columns import values_size
 from dissociated.codec.split import BatchAndMetadata, Validator, batches
+from dissociated.control.commit import Publication
+from dissociated.control.flight_streams import upload
+from dissociated.control.stage import StagePlace
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.source_errors import source_errors
 from dissociated.errors import CatalogError

@@ -17,18 +17,18 @@ import pyarrow as pa
 from dissociated.base.buffers import MAX_METADATA
 from dissociated.base.display import html
 from dissociated.base.host import boot_id
-from dissociated.catalog.connection import CatalogConnection
-from dissociated.catalog.endpoint_reader import EndpointReader
-from dissociated.catalog.flight_reader import open_flight, read_flight
-from dissociated.catalog.flight_streams import parse_answer
-from dissociated.catalog.locations import DatasetInfo, DatasetList
-from dissociated.catalog.lookup import Lookup, caller_identity
-from dissociated.catalog.messages import NODE_FIELDS, VERSION_FIELDS, FieldTypes, has_fields, is_moment
-from dissociated.catalog.publication import Publication
-from dissociated.catalog.put import Progress, Put
-from dissociated.catalog.stage import StagePlace
+from dissociated.client.endpoints import EndpointReader
+from dissociated.client.flight_connection import CatalogConnection
+from dissociated.client.flight_reader import open_flight, read_flight
+from dissociated.client.lookup import Lookup, caller_identity
+from dissociated.client.put import Progress, Put
 from dissociated.client.request import TIMEOUT, ReadRequest
 from dissociated.codec.options import ReadOptions, check_options
+from dissociated.control.commit import Publication
+from dissociated.control.flight_streams import parse_answer
+from dissociated.control.locations import DatasetInfo, DatasetList
+from dissociated.control.messages import NODE_FIELDS, VERSION_FIELDS, FieldTypes, has_fields, is_moment
+from dissociated.control.stage import StagePlace
 from dissociated.datasets.base import Source
 from dissociated.datasets.sources import make_dataset
 from dissociated.errors import (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from dissociated.catalog.client import CatalogClient
-from dissociated.catalog.locations import DatasetInfo, reachable
+from dissociated.client.calls import CatalogClient
 from dissociated.client.request import ReadRequest
 from dissociated.codec.device import DeviceReader
+from dissociated.control.locations import DatasetInfo, reachable
 from dissociated.errors import CatalogError, RemoteError, TransportError
 from dissociated.memory.device.base import Device
 

@@ -8,8 +8,10 @@ from dataclasses import asdict
 from types import NoneType
 from typing import Any, TypeAlias, TypeGuard
 
-from dissociated.catalog.records import AnnouncedVersion, NodeRecord, Part
+from dissociated.control.records import AnnouncedVersion, NodeRecord, Part
 
+#: The extra information of an error of Flight: the catalog that this one asked has not answered.
+NO_ANSWER = b"no answer"
 #: Fields of an object in JSON, by name, each with the types that it may have.
 FieldTypes: TypeAlias = Mapping[str, tuple[type, ...]]
 #: What a catalog answers to `versions` and to `nodes`, for each.

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any, overload
 import pyarrow as pa
 
 from dissociated.base.buffers import MAX_BODY, MAX_METADATA
-from dissociated.catalog.client import CatalogClient
-from dissociated.catalog.locations import DatasetInfo, Endpoint
 from dissociated.client.asynchronous import asynchronous
+from dissociated.client.calls import CatalogClient
 from dissociated.client.request import TIMEOUT, ReadRequest
 from dissociated.codec.device import DeviceReader
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.tensor import Tensor
+from dissociated.control.locations import DatasetInfo, Endpoint
 from dissociated.errors import DatasetNotFound, WrongKind
 from dissociated.memory.device.registry import open_device
 
 if TYPE_CHECKING:
     import polars as pl
 
-    from dissociated.catalog.handle import DatasetHandle
+    from dissociated.client.dataset import DatasetHandle
 
 
 class Client(CatalogClient):
@@ -134,7 +134,7 @@ class Client(CatalogClient):
         Whatever takes a pyarrow.dataset.Dataset takes it. It is read through `transport`, or the nearest one. Raises
         DatasetNotFound.
         """
-        from dissociated.catalog.handle import DatasetHandle  # on first use: pyarrow.dataset takes long to import
+        from dissociated.client.dataset import DatasetHandle  # on first use: pyarrow.dataset takes long to import
 
         return DatasetHandle(self, self.describe(name, version), transport)
 

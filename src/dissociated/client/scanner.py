@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from dissociated.catalog.version_reader import VersionReader
 from dissociated.client.request import ReadRequest
+from dissociated.client.version_reader import VersionReader
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import select_fields
 from dissociated.codec.device import DeviceReader, to_device

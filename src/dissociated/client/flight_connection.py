@@ -12,7 +12,8 @@ import pyarrow as pa
 
 from dissociated.base.access import check_token
 from dissociated.base.fork import ProcessBound, leak, use_grpc
-from dissociated.catalog_uri import check_owner, is_unix, socket_path
+from dissociated.control.catalog_uri import check_owner, is_unix, socket_path
+from dissociated.control.messages import NO_ANSWER
 from dissociated.errors import (
     AccessDenied,
     CatalogError,
@@ -26,9 +27,6 @@ from dissociated.transport.base import check_timeout
 from dissociated.uri import Uri
 
 T = TypeVar("T")
-
-#: With an error: it is not the one that was called who did not answer, but the catalog that this one asked.
-NO_ANSWER = b"no answer"
 
 _CONFIDENTIAL = ("grpc+tls:", "grpc+unix:")
 
@@ -49,7 +47,7 @@ class CatalogConnection(ProcessBound):
     def __init__(self, uri: str, timeout: float, token: str | None, tls_roots: str | os.PathLike[str] | None) -> None:
         import pyarrow.flight as flight
 
-        from dissociated.catalog.guard import client_options
+        from dissociated.client.bearer import client_options
 
         if not Uri.parse(uri).scheme.startswith("grpc"):
             raise UriError(f"{uri} is not the URI of a catalog: grpc://HOST:PORT")

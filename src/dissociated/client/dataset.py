@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Self
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from dissociated.catalog.client import CatalogClient
-from dissociated.catalog.locations import DatasetInfo
-from dissociated.catalog.scanner import Scanner
-from dissociated.catalog.version_reader import VersionReader
+from dissociated.client.calls import CatalogClient
 from dissociated.client.request import ReadRequest, check_decompress
+from dissociated.client.scanner import Scanner
+from dissociated.client.version_reader import VersionReader
 from dissociated.codec.inplace import MappedReader
+from dissociated.control.locations import DatasetInfo
 from dissociated.errors import OptionError
 from dissociated.memory.device.registry import open_device
 
@@ -172,7 +172,7 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
 
     def scan(self) -> pl.LazyFrame:
         """A LazyFrame of Polars, which reads the columns and rows that its plan needs."""
-        from dissociated.catalog.lazy import scan
+        from dissociated.client.lazy import scan
 
         return scan(self.schema, self.to_reader)
 
