@@ -29,7 +29,7 @@ spark = session("connect", remote="local[1]")
 df = spark.range(0, 1000, numPartitions=2).selectExpr("id", "concat('text ', id) AS text")
 assert isinstance(df, DataFrame), "this is not Spark Connect"
 publish(df, "numbers", uri)
-there = read(spark, "numbers", uri, ["id"], [("id", ">=", 990)], partitions=2)
+there = read(spark, "numbers", uri, columns=["id"], filters=[("id", ">=", 990)], partitions=2)
 assert [row.id for row in there.collect()] == [*range(990, 1000)]
 assert "BatchScan dissociated" in there._explain_string() and "Python" not in there._explain_string()
 by_name = spark.read.format("dissociated").option("catalog", uri).schema("text string").load("numbers")

@@ -24,7 +24,7 @@ def test_the_code_on_a_page_runs(page: Path, spark: SparkSession, memory: Path, 
     flights = spark.createDataFrame(
         [("JFK", "IAH", 70.0), ("LGA", "ORD", 2.0)], "origin string, dest string, dep_delay double"
     )
-    with Node(Store(memory / "store"), ["shm:", "tcp://127.0.0.1:0"]) as node:
+    with Node(Store(memory / "store"), ["shm:", "tcp://127.0.0.1:0"], flight="grpc://127.0.0.1:0") as node:
         for name in ("clicks", "events"):
             publish(flights, name, node.uri)
         events = spark.readStream.format("dissociated").option("catalog", node.uri).load("clicks")

@@ -76,8 +76,10 @@ def flight_errors(log: LimitedLog, context: Any) -> Iterator[None]:
     except AccessDenied as error:
         raise flight.FlightUnauthorizedError(str(error)) from None
     except DissociatedError as error:
-        event = "refused" if error.reference is None else "source failed"
-        log.write(log_level(error), "%s", log_message(error), event=event, peer=context.peer())
+        if error.reference is None:
+            log.write(logging.INFO, "%s", error, event="refused", peer=context.peer())
+        else:  # the client is told the reference, which must lead to this line
+            _log.log(log_level(error), "%s", log_message(error))
         kind, extra_info = flight.FlightServerError, b""
         if isinstance(error, CatalogUnreachable | DeadlineExceeded):
             unreachable = isinstance(error, CatalogUnreachable)

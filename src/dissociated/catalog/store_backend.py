@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -173,10 +174,15 @@ class StoreBackend(Backend):
 
     def refuse(self, id: str) -> None:
         try:
-            self.remove([id])
+            self._remove_refused(id)
         except StoreError as error:
             _log.warning("removing a refused version failed, it is tried again: version=%s error=%s", id, str(error))
             self._refused.add(id)
+
+    def _remove_refused(self, id: str) -> None:
+        version = self._store.version(id)
+        if version is not None:  # its number is used up, but nobody was told that it was published
+            self._store.remove(replace(version, prepared=True))
 
     def confirm(self, published: Mapping[str, bool], numbers: Mapping[str, int] | None = None) -> None:
         for id, whole in published.items():
@@ -186,9 +192,9 @@ class StoreBackend(Backend):
 
     def sweep(self) -> None:
         self._store.sweep()
-        refused = {*self._refused}
-        self.remove(refused)
-        self._refused -= refused
+        for id in {*self._refused}:
+            self._remove_refused(id)
+            self._refused.discard(id)
 
     def _in_use(self, version: Version) -> bool:
         dataset = self._registry.lookup_part(version.id)

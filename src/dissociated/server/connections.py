@@ -171,7 +171,7 @@ class Connections:
         return True
 
     def _serve(self, connection: Connection, stats: ConnectionStats) -> None:
-        outcome, why = "failed", ""
+        outcome, why, referenced = "failed", "", False
         try:
             with connection:
                 timeout = self._limits.handshake_timeout
@@ -191,15 +191,15 @@ class Connections:
         except LocalProtocolError:
             why = self._complain(connection, stats)
         except DissociatedError as error:
-            why = log_message(error)
+            why, referenced = log_message(error), error.reference is not None
         except Exception:
             why = self._complain(connection, stats)
         finally:
             fields = stats.fields() | {"outcome": outcome}
-            if outcome == "done":
-                _log.info("%r: %s", connection, why, extra=fields)
+            level = logging.WARNING if outcome == "failed" else logging.INFO
+            if outcome == "done" or referenced:  # the client was told a reference, which must lead to this line
+                _log.log(level, "%r: %s", connection, why, extra=fields)
             else:
-                level = logging.WARNING if outcome == "failed" else logging.INFO
                 self._peers_log.write(level, "%r: %s", connection, why, event=outcome, peer=stats.peer, fields=fields)
             self._activity.end(stats, outcome)
             self._admission.end(connection)

@@ -270,7 +270,7 @@ class Directory(ProcessBound):
         """Make the directory what callers were told, if the disk refused even to take a step back. Raises OSError."""
         self._put_removed_back()
         while self._refused:
-            self.remove(self._refused[0])
+            self.remove(replace(self._refused[0], prepared=True))  # nobody was told that it was published
             self._refused.pop(0)
 
     def _put_removed_back(self) -> None:
