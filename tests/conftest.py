@@ -55,6 +55,8 @@ def pytest_sessionfinish() -> None:
 LONGEST = (
     "spark/test_cluster",
     "spark",
+    "store/test_faults.py",
+    "catalog/test_faults.py",
     "node/test_node.py",
     "faults/test_ucx",
     "test_examples",

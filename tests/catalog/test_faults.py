@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import signal
 import subprocess
 from contextlib import closing
@@ -17,7 +16,7 @@ from dissociated.errors import DissociatedError
 from helpers import PATIENCE, case
 from processes import Fork
 from store.steps import STEPS, State, after, node, served, take
-from support.injection import SQLiteFault, child_environment
+from support.injection import SQLiteFault, calls, child_environment
 
 FOR_GOOD = 1 << 30  # calls: until the process ends
 
@@ -32,10 +31,10 @@ def restarted(directory: Path) -> State:
 
 
 @pytest.mark.parametrize(
-    ("error", "times", "stride"), [(errno.EIO, 1, 1), (errno.ENOSPC, FOR_GOOD, 5)], ids=["once", "for good"]
+    ("error", "times", "stride"), [(errno.EIO, 1, 3), (errno.ENOSPC, FOR_GOOD, 8)], ids=["once", "for good"]
 )
 def test_a_write_that_fails_is_told_and_changes_nothing(memory: Path, error: int, times: int, stride: int) -> None:
-    for at in itertools.count(step=stride):
+    for at in calls(stride):
         directory = memory / str(at)
         directory.mkdir()
         with node(directory / "store", str(directory / "db")) as first, dis.connect(first.uri) as client:
@@ -86,7 +85,7 @@ def test_a_catalog_killed_at_any_write_has_done_what_it_said_and_at_most_one_ste
     for name, mode, _ in STEPS:
         others = {other: count for other, count in states[-1].items() if other != name}
         states.append(others if mode == "drop" else {**others, name: 1 + (mode == "append") * states[-1].get(name, 0)})
-    for at in itertools.count(step=3):  # a page takes two writes
+    for at in calls(6):  # a page takes two writes
         path = tmp_path / str(at)
         with Fork("-c", CHILD, path, str(at), stdout=subprocess.PIPE, env=child_environment()) as process:
             said, _ = process.communicate(timeout=PATIENCE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,7 +25,7 @@ from dissociated.spark.target import WriteTarget
 from dissociated.spark.writer import DatasetWriter, Written
 from dissociated.store.store import Store
 from helpers import case, files_below, wait_until
-from support.injection import Fault
+from support.injection import Fault, calls
 
 SCHEMA = pa.schema({"id": pa.int64()})
 #: Of each partition.
@@ -96,7 +95,7 @@ def in_the_jvm(uri: str) -> None:
 def test_a_write_of_spark_is_there_as_a_whole_or_not_at_all(
     memory: Path, write: Callable[[str], None], error: int, times: int
 ) -> None:
-    for at in itertools.count(step=1 if times == 1 else 4):
+    for at in calls(2 if times == 1 else 8):
         store = memory / str(at)
         with Node(Store(store), ["shm:"], retain=0.0) as node, dis.connect(node.uri) as client:
 
