@@ -97,7 +97,7 @@ def test_a_write_of_spark_is_there_as_a_whole_or_not_at_all(
 ) -> None:
     for at in calls(2 if times == 1 else 8):
         store = memory / str(at)
-        with Node(Store(store), ["shm:"], retain=0.0) as node, dis.connect(node.uri) as client:
+        with Node(Store(store), ["shm:"], retain=0.0, heartbeat_interval=0.2) as node, dis.connect(node.uri) as client:
 
             def read(client: dis.Client) -> list[int]:
                 return list(client.read("x").read_all()["id"].to_pylist())
