@@ -1,1 +1,1 @@
-"""Serving: the server, its sessions, what they may take and where they are reached."""
+"""Serving: the server, its sessions, the limits on clients, and the endpoints that clients connect to."""

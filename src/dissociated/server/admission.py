@@ -1,4 +1,4 @@
-"""Who may be served: the limits of a server, and the connections that have not yet said what they want."""
+"""Admission of clients: the limits of a server, and the connections whose request has not arrived yet."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from dissociated.monitoring.activity import Activity
 from dissociated.monitoring.kept import Mappable
 from dissociated.transport.base import Connection
 
-#: Seconds in which a client has asked that asks at once, also on a busy machine.
+#: Seconds that every new connection has for its request before it may be interrupted to make room for another. This is
+#: enough, even on a busy machine, for a client that sends its request at once.
 _LEAST_TIME = 1.0
-#: How many times the limit of one live stream those may keep of live streams who were cut off.
+#: Default limit of the live memory that consumers hold after they were cut off, as a multiple of `live_limit`.
 _KEPT_SHARE = 4
 
 
 class ServerFull(DissociatedError):
-    """There are as many connections as there may be."""
+    """The error of a client that connects while `max_connections` clients are served."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What clients may take of a server, in seconds and bytes: `ServerOptions` says what each field means."""
+    """The limits on clients, in seconds and bytes. `ServerOptions` documents each field."""
 
     handshake_timeout: float
     stall_timeout: float
@@ -39,19 +40,21 @@ class Limits:
 
 
 class Admission:
-    """Counts connections from when they begin to when they are gone. Safe to use from many threads."""
+    """The count of connections, with and without a request, and the limits that it is held to. Thread-safe."""
 
     def __init__(self, limits: Limits, activity: Activity) -> None:
         self._limits = limits
         self._activity = activity
         self._lock = threading.Condition()
-        self._served: set[Connection] = set()  # those that have said what they want
-        self._asking: dict[Connection, float] = {}  # since when those have not, the oldest first
+        self._served: set[Connection] = set()  # the connections whose request has arrived
+        # The other connections, oldest first, each with the time at which it was accepted.
+        self._asking: dict[Connection, float] = {}
 
     def make_room(self) -> None:
-        """If too many have not said what they want, wait for one of them, or interrupt the one that has had most time.
+        """Wait for a free place if `max_asking` connections have sent no request yet.
 
-        Each has `_LEAST_TIME`: otherwise, clients that come again at once whenever they are closed take all places.
+        If no place becomes free, interrupt the oldest of these connections, but only once it has had `_LEAST_TIME`.
+        Without that minimum, clients that reconnect at once whenever they are closed would take all places.
         """
         slowest = None
         with self._lock:
@@ -67,14 +70,16 @@ class Admission:
             slowest.interrupt()
 
     def begin(self, connection: Connection) -> None:
-        """The connection has been accepted."""
+        """Count a connection that was accepted and has sent no request yet."""
         with self._lock:
             self._asking[connection] = time.monotonic()
 
     def requested(self, connection: Connection) -> None:
-        """It has said what it wants.
+        """Record that the request of `connection` has arrived.
 
-        Raises ConnectionClosed where it was too slow, and ServerFull where there are too many connections.
+        Raises:
+            ConnectionClosed: if the connection was interrupted meanwhile because it was too slow.
+            ServerFull: if more than `max_connections` connections would be served.
         """
         with self._lock:
             if connection not in self._asking:
@@ -86,25 +91,28 @@ class Admission:
                 raise ServerFull("the server takes no more connections now: try again later")
 
     def end(self, connection: Connection) -> None:
-        """The connection is over."""
+        """Stop counting `connection`, which has ended."""
         with self._lock:
             self._served.discard(connection)
             self._leave(connection)
 
     def _leave(self, connection: Connection) -> None:
-        """It is none of those that ask any more."""
+        """Remove `connection` from those without a request, and wake a thread that waits for a place."""
         if self._asking.pop(connection, None) is not None:
             self._lock.notify()
 
     def left(self, segments: Iterable[Mappable]) -> None:
-        """A client is gone, or was cut off, that may still have these mapped."""
+        """Watch `segments`, which a client that is gone or was cut off may still have mapped."""
         for segment in segments:
             self._activity.kept_memory.watch(segment)
 
     def admit_live(self, name: str) -> None:
-        """Raise SourceError where consumers that were cut off hold as much as they may: nobody else may hold memory.
+        """Check that a client may read the live stream `name` over shared memory.
 
-        Without a limit that was set, live streams alone are counted, and have one.
+        If `kept_limit` is not set, only the memory of live streams counts, up to `_KEPT_SHARE` times `live_limit`.
+
+        Raises:
+            SourceError: if consumers that were cut off still hold as much memory as the limit allows.
         """
         if self._limits.kept_limit is not None:
             self.admit_mapped(name)
@@ -112,12 +120,16 @@ class Admission:
             self._admit_mapped(name, self._activity.kept_live, _KEPT_SHARE * self._limits.live_limit)
 
     def admit_mapped(self, name: str) -> None:
-        """Raise SourceError where consumers that were cut off hold as much as they may, if that was limited."""
+        """Check that a client may read the static dataset `name` over shared memory.
+
+        Raises:
+            SourceError: if `kept_limit` is set, and consumers that were cut off still hold that much memory.
+        """
         if self._limits.kept_limit is not None:
             self._admit_mapped(name, self._activity.kept, self._limits.kept_limit)
 
     def _admit_mapped(self, name: str, kept: int, limit: int) -> None:
-        if kept and kept >= limit:  # with a limit of 0, while they hold anything
+        if kept and kept >= limit:  # a limit of 0 refuses new readers only while some memory is held
             raise SourceError(
                 f"{name!r} takes no new reader over shared memory: readers that were cut off still "
                 f"hold {kept:,} bytes, and may hold {limit:,} (kept_limit). Wait until they let go, or end "

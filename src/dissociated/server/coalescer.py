@@ -1,8 +1,8 @@
-"""Small messages that follow one another quickly, on their way to one client: they are sent together.
+"""Coalescing of small messages: several that follow one another quickly are sent to a client in one call.
 
-The thread that reads the source adds them. A message is sent at once, unless another was sent within the last
-millisecond: then it waits until that has passed, or enough others wait with it. The source may pause meanwhile, and
-with it that thread: so another thread stands by, which sends what waits.
+The thread that reads the source adds the messages. A message is sent at once unless another was sent within the last
+millisecond. In that case it waits until the millisecond is over, or until enough messages wait. The source may pause
+in the meantime and block the thread that reads it, so a second thread sends waiting messages when they are due.
 """
 
 from __future__ import annotations
@@ -15,29 +15,31 @@ from types import TracebackType
 from dissociated.codec.split import SplitMessage
 from dissociated.datasets.live_message import MAX_SEND_BYTES, MAX_SEND_MESSAGES, LiveMessage
 
-#: Seconds that small messages which follow others at once wait for more; one that is alone does not.
+#: Seconds that a small message waits for more messages if another was sent just before it.
 COALESCE_INTERVAL = 0.001
 
 
 class Coalescer:
-    """Gives messages to `send`, in order, from this thread or another one. It is a context, whose end sends the rest.
+    """A queue of small messages that passes them to `send`, in order, several at a time.
 
-    `send` runs in one thread at a time. What it raises in the other thread comes out of the next call.
+    `send` runs in the thread that adds messages or in a thread of the coalescer, but never in both at once. An
+    exception of `send` in the second thread is raised by the next call. Use the coalescer as a context manager: leaving
+    it sends the remaining messages.
     """
 
     def __init__(self, send: Callable[[Sequence[LiveMessage]], None]) -> None:
         self._send = send
         self._waiting: list[LiveMessage] = []
-        self._count = self._nbytes = 0  # of the messages that wait
-        self._due = 0.0  # when they go
+        self._count = self._nbytes = 0  # number and bytes of the waiting messages
+        self._due = 0.0  # the time, by time.monotonic, at which waiting messages are sent
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._idle = False  # the thread waits to be told that there is something to stand by for
+        self._idle = False  # whether the thread waits to be notified of a message
         self._over = False
         self._error: BaseException | None = None
 
     def add(self, message: SplitMessage) -> None:
-        """Send a message, alone or with those before and after it. It must be small and have a body."""
+        """Send a message, alone or together with its neighbours. The message must be small and have a body."""
         with self._changed:
             if not (self._waiting and self._waiting[-1].append_alike(message)):
                 self._waiting.append(LiveMessage.inline(message))
@@ -53,7 +55,7 @@ class Coalescer:
                 self._changed.notify()
 
     def flush(self) -> None:
-        """Send what waits, now. Nothing is sent afterwards until something is added."""
+        """Send all waiting messages now. Afterwards, nothing is sent until another message is added."""
         with self._changed:
             self._flush()
 

@@ -1,4 +1,4 @@
-"""The connections of a server: accepted, and each served in a thread of its own."""
+"""The connections of a server. Each is accepted, and then served in a thread of its own."""
 
 from __future__ import annotations
 
@@ -33,14 +33,21 @@ from dissociated.uri import Uri
 _log = logging.getLogger(__name__)
 
 _ACCEPT_RETRY_DELAY = 0.2  # seconds, before the next try to accept
-_DRAIN_INTERVAL = 0.05  # seconds between looks at what is in progress: clients that let go wake nobody
-_TELL_INTERVAL = 5.0  # seconds between two lines that say whom a server waits for
+_DRAIN_INTERVAL = 0.05  # seconds between two polls of the streams in progress, since their end notifies nobody
+_TELL_INTERVAL = 5.0  # seconds between two calls that report which connections a server waits for
 
 
 def open_listener(uri: Uri, certificate: tuple[str, str] | None, allow_rma: bool) -> Listener:
-    """A listener at `uri`, with the certificate and key of the server, and RMA where its medium has that.
+    """Open a listener at `uri`. The caller closes it.
 
-    Raises UriError and TransportError.
+    Args:
+        uri: the address; its own `cert` and `key` parameters take precedence over `certificate`.
+        certificate: paths of the server's certificate and key, used for `tls:`.
+        allow_rma: whether clients over `ucx:` and `fabric:` may fetch bodies from this process's memory (RMA).
+
+    Raises:
+        UriError: if the URI is invalid.
+        TransportError: if the address cannot be listened at.
     """
     if uri.scheme == "tls" and certificate is not None:
         uri = uri.with_parameters(**{"cert": certificate[0], "key": certificate[1], **uri.parameters})
@@ -50,9 +57,9 @@ def open_listener(uri: Uri, certificate: tuple[str, str] | None, allow_rma: bool
 
 
 class Connections:
-    """Those that `listeners` accept, which ask for what is in `registry`. Safe to use from many threads.
+    """The connections that `listeners` accept, whose clients request datasets of `registry`. Thread-safe.
 
-    The listeners are owned. To end: `refuse`, `stop_listening`, `interrupt`, `join`.
+    This object owns the listeners. To end it, call `refuse`, `stop_listening`, `interrupt` and `join`, in this order.
     """
 
     def __init__(self, listeners: Sequence[Listener], registry: Registry, limits: Limits, activity: Activity) -> None:
@@ -72,44 +79,52 @@ class Connections:
             return len(self._threads)
 
     def threads(self) -> list[threading.Thread]:
-        """The threads that serve, one for each connection that is open."""
+        """Return the serving threads, one for each open connection."""
         with self._lock:
             return [*self._threads.values()]
 
     def accept(self) -> None:
-        """Accept at every listener, from now on."""
+        """Start to accept connections at every listener, each in a thread of its own."""
         for listener in self._listeners:
             thread = threading.Thread(target=self._accept, args=(listener,), name=f"accept {listener.uri}", daemon=True)
             thread.start()
             self._acceptors.append(thread)
 
     def refuse(self) -> None:
-        """Serve nobody new: who connects is told so."""
+        """Refuse new connections from now on: their clients receive the reason and are disconnected."""
         with self._lock:
             self._refusing.set()
 
     def stop_listening(self) -> None:
-        """Nobody can connect any more."""
+        """Close the listeners, so that no client can connect any more."""
         for listener in self._listeners:
             listener.close()
 
     def interrupt(self) -> None:
-        """End every connection, whatever it is doing."""
+        """End every connection, whatever its state."""
         with self._lock:
             connections = [*self._threads]
         for connection in connections:
             connection.interrupt()
 
     def join(self, timeout: float) -> None:
-        """Wait for all threads, once nobody can connect any more, for up to `timeout` seconds."""
+        """Wait up to `timeout` seconds for all threads to end. Call it after `stop_listening`."""
         self._join([*self.threads(), *self._acceptors], timeout)
         self._peers_log.close()
 
     def drain(self, timeout: float, on_waiting: Callable[[Sequence[ConsumerStatus]], None]) -> bool:
-        """Wait up to `timeout` seconds for streams in progress. Return whether none is left.
+        """Wait for streams in progress to end.
 
-        Static memory that clients have mapped and were sent whole is theirs: nobody waits until they give it back.
-        `on_waiting` is called with the connections that are waited for, at first and now and then while they change.
+        A client that was sent a whole static dataset and only keeps its memory mapped is not waited for: the mapping
+        stays valid without this process.
+
+        Args:
+            timeout: seconds, in all.
+            on_waiting: called with the connections that are waited for, first at once and then whenever they have
+                changed, but at most every `_TELL_INTERVAL` seconds.
+
+        Returns:
+            Whether no stream is in progress any more.
         """
         self._activity.stopping = True
         end = time.monotonic() + timeout
@@ -136,7 +151,8 @@ class Connections:
         while True:
             try:
                 connection = listener.accept()
-            except TransportError as error:  # out of descriptors: some will be closed, and the client waits
+            # The process is probably out of descriptors. Some will be closed soon, and the client waits meanwhile.
+            except TransportError as error:
                 if not complained:
                     _log.warning("%s: %s; trying again", listener.uri, error)
                 complained = True
@@ -151,7 +167,7 @@ class Connections:
                 connection.close()
 
     def _start(self, connection: Connection, listener: Listener) -> bool:
-        """Serve `connection` in a thread of its own. False where there is none to be had."""
+        """Serve `connection` in a new thread. Return False if the server refuses clients or cannot start a thread."""
         with self._lock:
             if self._refusing.is_set():
                 return False
@@ -161,7 +177,7 @@ class Connections:
             thread = threading.Thread(target=self._serve, args=(connection, stats), name=name, daemon=True)
             self._admission.begin(connection)
             try:
-                thread.start()  # within the lock: whoever joins finds it
+                thread.start()  # under the lock, so that `join` sees every thread that was started
             except RuntimeError as error:
                 _log.warning("%r: %s", connection, error)
                 self._admission.end(connection)

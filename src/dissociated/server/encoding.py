@@ -1,4 +1,4 @@
-"""Messages that stay, as what is sent on one kind of connection: encoded once, and kept with their dataset."""
+"""Encoding of static messages for one kind of connection. The result is computed once and kept with the dataset."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from dissociated.protocol.tags import BodyKind
 from dissociated.store.copying import STEP
 from dissociated.transport.base import Connection
 
-#: How many messages are encoded and sent at once.
+#: Largest number of messages that are encoded and sent in one call.
 _GROUP_SIZE = 512
-#: How many messages of a dataset are kept encoded, for each kind of connection that asked. To encode one again takes as
-#: long as to read it; to keep it takes a third of the memory that the message takes anyhow.
+#: Largest number of messages of a dataset that are kept encoded, for each kind of connection. Encoding a message again
+#: takes as long as reading it. Keeping it encoded takes a third of the memory that the message itself takes.
 _MAX_CACHED_MESSAGES = 1 << 20
 _UNLIMITED = 1 << 63
 
 
 class MessageGroup(NamedTuple):
-    """Messages that are encoded for one kind of connection."""
+    """Consecutive messages that are encoded for one kind of connection."""
 
-    #: What `Connection.prepare` made of them.
+    #: The result of `Connection.prepare`.
     encoded: Any
-    #: The number of the first of them.
+    #: The sequence number of the first message.
     first: int
-    #: How many they are.
+    #: The number of messages.
     messages: int
-    #: The addresses that they lease.
+    #: The addresses that the messages lease to the client.
     addresses: Sequence[int]
-    #: How many pairs of an address and a length they are sent in, those of empty buffers included.
+    #: The number of (address, length) pairs in the bodies, pairs of empty buffers included.
     pairs: int
-    #: Bytes of the bodies.
+    #: The total length of the bodies, in bytes.
     nbytes: int
-    #: Everything below this address must be written before they are sent.
+    #: All memory below this address must be written before the group is sent.
     end: int
 
 
@@ -52,10 +52,22 @@ def encode_groups(
     growing: bool,
     inline_limit: int,
 ) -> Iterable[MessageGroup]:
-    """These messages of `dataset`, number `first` and on, encoded for `connection`.
+    """Encode consecutive messages of `dataset` for `connection`.
 
-    Bodies travel by address if the messages lie in a `segment`, which is that number of those that are sent, but for
-    bodies of at most `inline_limit` bytes. Where it is `growing`, groups are small, to be sent soon, and not kept.
+    Args:
+        dataset: keeps the encoded groups for later connections of the same kind.
+        messages: the messages to encode.
+        first: the sequence number of the first message.
+        connection: the connection that the messages are encoded for.
+        streams: the streams that travel over this connection.
+        segment: the number of the segment that the bodies lie in, among the segments that are sent; bodies then travel
+            by address. None if all bodies travel inline.
+        growing: whether the segment is still being written. Groups are then small, so that each can be sent as soon as
+            its bodies are written, and are not kept.
+        inline_limit: bodies of up to this many bytes travel inline even if they lie in a segment.
+
+    Returns:
+        The encoded groups, in order.
     """
     group_bytes = STEP if growing else _UNLIMITED
     encoded = _encode(messages, first, connection, streams, segment is not None, group_bytes, inline_limit)
@@ -101,9 +113,9 @@ def _encode(
 
 
 def _group(messages: Sequence[StaticMessage], first: int, most: int) -> Sequence[StaticMessage]:
-    """Some messages from number `first` on, until their bodies have `most` bytes or more."""
+    """Return the messages from index `first` on until their bodies have `most` bytes, or the group is full."""
     stop, nbytes = first, 0
-    # A group ends where a segment does, so that what it holds lies in one piece.
+    # A group ends at the end of a segment, so that its bodies lie in one piece of memory.
     while (
         stop < min(len(messages), first + _GROUP_SIZE)
         and nbytes < most

@@ -1,4 +1,4 @@
-"""Where datasets can be requested: the URIs of a server's listeners, with what each says of a dataset."""
+"""The endpoints of a server: the URIs of its listeners, with the parameters by which a client requests a dataset."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ONE_STREAM_EACH = (Streams.METADATA, Streams.BODIES)
 
 
 class Endpoints:
-    """The locations that `listeners` have; those on all interfaces name the host `advertise`."""
+    """The locations of `listeners`. A listener on all interfaces is located by the host name `advertise`."""
 
     def __init__(self, listeners: Sequence[Listener], advertise: str, chooses_rows: bool = True) -> None:
         self._listeners = listeners
@@ -29,25 +29,26 @@ class Endpoints:
 
     @property
     def by_address(self) -> bool:
-        """Whether clients may come who map this process's memory, or fetch from it."""
+        """Whether a listener lets clients map this process's memory or fetch from it."""
         return any(one.exposes_memory or transport(one.uri.scheme).shares_memory for one in self._listeners)
 
     def listener_uris(self) -> list[str]:
-        """The URIs that the listeners have themselves."""
+        """Return the URIs of the listeners, without parameters of a dataset."""
         return [str(listener.uri) for listener in self._listeners]
 
     def base_locations(self) -> list[str]:
-        """The URIs that any dataset can be requested at."""
+        """Return the URIs at which any dataset of the server can be requested, one for each listener."""
         return [str(self._location(one, None, Streams.BOTH, False)) for one in self._listeners]
 
     def locations(self, dataset: Dataset, streams: Streams, packed: bool) -> list[str]:
-        """The URIs that `dataset` can be requested at, one for each listener."""
+        """Return the URIs at which `dataset` can be requested, one for each listener."""
         return [str(self._location(one, dataset, streams, packed)) for one in self._listeners]
 
     def dataset_locations(self, dataset: Dataset) -> list[str]:
-        """The locations of `dataset`; those that let clients fetch from memory are followed by one that does not.
+        """Return the locations of `dataset`, in the order in which clients should try them.
 
-        Those for clients that can open the device where it lies come before all others.
+        Locations for clients that can open the dataset's device come first. A location from which clients fetch memory
+        is followed by one at the same listener that sends packed bodies.
         """
         segment = dataset.device_segment
         on_device = [] if segment is None or not segment.span.key else self._device_locations(segment)
@@ -55,7 +56,7 @@ class Endpoints:
         return [*on_device, *(str(self._location(one, dataset, Streams.BOTH, packed)) for one, packed in ways)]
 
     def _device_locations(self, segment: DeviceSegment) -> list[str]:
-        """Where clients of this host can ask for addresses in it."""
+        """Return the locations at which clients on this host can request addresses in `segment`."""
         tag = want_tag(Streams.BOTH, False, device=True)
         return [
             str(
@@ -75,9 +76,10 @@ class Endpoints:
         ]
 
     def reference_locations(self, dataset: Dataset) -> list[str]:
-        """The two URIs that the C++ reference expects, for metadata and for bodies; none without a place for it.
+        """Return the two URIs that the C++ reference client expects, the first for metadata, the second for bodies.
 
-        It needs UCX without error handling: `ucx:?err_mode=none`. There are none for what two connections cannot share.
+        That client needs a listener on UCX without error handling, `ucx:?err_mode=none`. The list is empty if there is
+        no such listener, or if the streams of `dataset` cannot be split over two connections.
         """
         if not dataset.splits_streams:
             return []
@@ -89,7 +91,8 @@ class Endpoints:
         by_address = not packed and bool(streams & Streams.BODIES)
         memory = None
         if dataset is not None and by_address and listener.exposes_memory:
-            with suppress(SourceError, DatasetNotFound):  # what is damaged is an error for who reads it, not who lists
+            # A damaged dataset is an error for the clients that read it, not for those that list datasets.
+            with suppress(SourceError, DatasetNotFound):
                 memory = dataset.open_exposed()
         regions = () if memory is None else memory.regions()
         located = Uri(

@@ -1,4 +1,4 @@
-"""Live streams on their way to one client: each with a reading of its own, or read along with others."""
+"""Sending of live streams to one client, from a source opened for this client or read once for several clients."""
 
 from __future__ import annotations
 
@@ -24,28 +24,33 @@ from dissociated.protocol.tags import BodyKind
 from dissociated.server.coalescer import COALESCE_INTERVAL, Coalescer
 from dissociated.server.sending import ClientRequest, Sending
 
-_MAX_WAIT = 3600.0  # seconds; what is waited for tells when it comes
-_ROOM_TIMEOUT = 1.0  # seconds for a client to free memory before bodies go inline
+_MAX_WAIT = 3600.0  # seconds; this long only because new messages and frees wake the thread that waits
+_ROOM_TIMEOUT = 1.0  # seconds that a client has to free memory before bodies are sent inline
 
 
 class _LiveSending(Sending):
-    """Sends messages that are made as they are sent. Memory that they lease is used again when it has come back."""
+    """The sending of messages that are made one after another. Memory that the client frees is used for later ones."""
 
     def __init__(self, client: ClientRequest, name: str) -> None:
         super().__init__(client)
         self._name = name
         self._admission = client.admission
         self._mapped = self._by_address and self._connection.shares_memory
-        self._shared: set[int] = set()  # the bases of the regions that the client knows
+        self._shared: set[int] = set()  # base addresses of the regions that were shared with the client
 
     def _admit(self) -> None:
         if self._mapped:
             self._admission.admit_live(self._name)
 
     def _send_together(self, items: Sequence[LiveMessage], body: Callable[[LiveMessage], Body | None]) -> int:
-        """Send these all at once, alike ones in runs. Returns how many bytes their bodies have.
+        """Send all of `items` in one call, with alike neighbours combined into runs.
 
-        `body` is asked for the body of each that is not in a run.
+        Args:
+            items: the messages to send.
+            body: called for each message outside a run; it returns the body to send, or None for no body.
+
+        Returns:
+            The total length of the bodies, in bytes.
         """
         messages: list[Message | Run] = []
         for header, group in groupby(items, _run_key):
@@ -63,7 +68,7 @@ class _LiveSending(Sending):
         return nbytes
 
     def _encode_message(self, header: bytes, body: Body | None) -> list[Message]:
-        """The next message of a stream whose metadata nobody could look at before."""
+        """Encode the next message. Its metadata is checked here, as a live stream is not known when it is published."""
         self._check(header)
         return self._sender.send(header, body)
 
@@ -73,26 +78,26 @@ class _LiveSending(Sending):
             raise SourceError(why)
 
     def _share(self, region: LiveRegion) -> None:
-        """Let the client map `region`, once."""
+        """Share `region` with the client, unless it was shared before."""
         if region.base not in self._shared:
             self._shared.add(region.base)
             self._connection.share(region.descriptor, region.base, region.size, region.backing)
 
     def _lease_body(self, extents: Sequence[tuple[int, int]]) -> Body:
-        """A body by address, which the client holds from now on."""
+        """Return a body of addresses. The client holds a lease of each address from now on."""
         self._hold([address for address, length in extents if length], len(extents))
         return Body(BodyKind.ADDRESSES, (encode_addresses(extents),))
 
 
 class StreamedSending(_LiveSending):
-    """Sends messages that are made for this client, through memory of its own."""
+    """The sending of messages that are made for one client alone, through live memory of that client."""
 
     def __init__(self, client: ClientRequest, dataset: StreamedDataset) -> None:
         super().__init__(client, dataset.name)
         self._dataset = dataset
         self._memory = LiveMemory(dataset.name, self._limits.live_limit)
-        self._out_of_room = False  # the memory was full, and no free has come since
-        self._cut_off = False  # the client was sent away
+        self._out_of_room = False  # whether the memory was full and no free has arrived since
+        self._cut_off = False  # whether the client was cut off
 
     def send(self) -> None:
         self._admit()
@@ -148,10 +153,11 @@ class StreamedSending(_LiveSending):
         self._take_frees()
 
     def _region_for(self, length: int) -> LiveRegion | None:
-        """The live region that takes a body of this length, after waiting for frees if need be; None for inline.
+        """Return the live region for a body of `length` bytes, or None if the body must be sent inline.
 
-        A client that holds everything until the stream ends would wait for us, and we for it. So if no free comes
-        for a second, bodies go inline, and the client's own memory is the limit, until one comes.
+        If the memory is full, wait up to `_ROOM_TIMEOUT` for frees. A client that holds every body until the stream
+        ends would otherwise wait for the server, and the server for the client. After a timeout, bodies are sent inline
+        until the next free arrives, and only the client's own memory limits them.
         """
         region = self._memory.region(length)
         if region is None:
@@ -178,7 +184,7 @@ class StreamedSending(_LiveSending):
 
 
 class BroadcastSending(_LiveSending):
-    """Sends messages that others read along, from memory that they share."""
+    """The sending of a broadcast: messages that several clients share, and memory that they lease together."""
 
     def __init__(self, client: ClientRequest, dataset: BroadcastDataset) -> None:
         super().__init__(client, dataset.name)
@@ -191,7 +197,8 @@ class BroadcastSending(_LiveSending):
                 f"each connection has its own place in the live stream {self._name!r}: request all of it over one"
             )
         self._admit()
-        # One that maps nothing holds up others only by not taking what is being sent.
+        # A client that maps no memory can only be late in taking bytes off the connection, so it is cut off by
+        # interrupting the connection. A client that maps memory is woken, and told the reason.
         on_cut_off = self._connection.wake if self._mapped else self._connection.interrupt
         self._consumer = consumer = self._dataset.join(self._connection.wake, on_cut_off)
         coalesce_until = 0.0  # by time.monotonic
@@ -238,7 +245,7 @@ class BroadcastSending(_LiveSending):
             self._consumer.free(addresses)
 
     def _send_items(self, consumer: Consumer, items: Sequence[LiveMessage]) -> tuple[int, int]:
-        """Send these all at once. Returns how many messages they are, and how many bytes their bodies have."""
+        """Send all of `items` in one call. Return the number of messages and the total bytes of their bodies."""
         leased = {address for item in items for address in item.addresses}
         unsent, written = {*leased}, self._connection.written
         mapped = self._mapped and not self._half_closed
@@ -249,7 +256,7 @@ class BroadcastSending(_LiveSending):
             self._stats.messages += count
             return count, nbytes
         except ConnectionClosed:
-            if self._connection.written == written:  # nothing of it has left: the client will never give it back
+            if self._connection.written == written:  # no byte was sent, so the client will never free these addresses
                 self._ledger.release([*leased - unsent])
                 unsent = leased
             raise
@@ -257,21 +264,23 @@ class BroadcastSending(_LiveSending):
             consumer.free(unsent)
 
     def _body(self, item: LiveMessage, mapped: bool, unsent: set[int]) -> Body | None:
-        """The body of a message. What the client holds with it is taken out of `unsent`."""
+        """Return the body to send for `item`. Addresses that the client leases by it are removed from `unsent`."""
         if item.body is None:
             return None
         if mapped and item.region is not None and item.parsed.body_length > (self._limits.inline_limit or 0):
             self._share(item.region)
             unsent -= item.addresses
             return self._lease_body(item.extents)
-        # Once it is freed, its memory is used again; but what a client that maps it has not taken may wait for longer.
+        # The region's memory is freed right after sending, and then reused. The body can be sent without a copy only if
+        # it lies in no region, or if the connection no longer needs it when the send has returned. To a client that
+        # maps memory, bytes of a send that was woken may still be queued.
         if item.region is None or (self._connection.copies and not self._mapped):
             return Body(BodyKind.PACKED, item.body)
         return Body(BodyKind.PACKED, [*map(bytes, item.body)])
 
 
 def _run_key(item: LiveMessage) -> bytes | None:
-    """What messages have in common that may travel in one run; None for others."""
+    """Return the key by which messages are grouped into a run, or None for a message that belongs to no run."""
     return None if item.repeats is None else item.header
 
 

@@ -1,4 +1,4 @@
-"""How a server is: what it listens at, how long it waits, what it takes and keeps, and who may read."""
+"""The options of a server: addresses, timeouts, limits on clients, and access."""
 
 from __future__ import annotations
 
@@ -21,53 +21,57 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What a `Server` takes. Times are in seconds, sizes in bytes.
+    """The options of a `Server`. Times are in seconds, sizes in bytes.
 
-    What it listens at:
+    Addresses:
 
-    - `listen`: URIs of transports. Parts that are left out are chosen: `shm:`, `tcp://127.0.0.1:0`.
-    - `catalog`: where the catalog, Arrow Flight, listens. None for no catalog.
-    - `advertise`: the host that locations name where the server listens on all interfaces. Left out: this host's name.
-    - `metrics`: HOST:PORT. Whoever reaches it can ask for /metrics, as Prometheus does.
-    - `http`: HOST:PORT of a page for browsers that shows what the server does, with /metrics and /healthz beside it. It
-      asks for a token where there is `authorize`, and is at https where there is `tls_cert`.
+    - `listen`: URIs of transports. The server chooses missing parts, as in `shm:` and `tcp://127.0.0.1:0`.
+    - `catalog`: the Arrow Flight URI that the catalog listens at. None for no catalog.
+    - `advertise`: the host name in locations of listeners on all interfaces. Default: the name of this host.
+    - `metrics`: HOST:PORT of an HTTP server with `/metrics` for Prometheus. It asks for no token.
+    - `http`: HOST:PORT of an HTTP server with a page about the activity of the server, `/metrics` and `/healthz`. It
+      asks for a token if `authorize` is set, and uses https if `tls_cert` is set.
 
-    How long it waits:
+    Timeouts:
 
-    - `handshake_timeout`: for a client's request, whatever arrives before that.
-    - `stall_timeout`: for a client that takes nothing.
-    - `lease_timeout`: for a client that holds memory and says nothing.
-    - `retain`: how long tickets that the catalog gives out stay good, and so how long their datasets stay in memory
-      after they have been replaced. Flight knows it as the expiration time of endpoints. With 0 nothing is promised.
+    - `handshake_timeout`: limit for a client's request to arrive, handshake included.
+    - `stall_timeout`: limit for a client that takes no bytes from its connection.
+    - `lease_timeout`: limit for a client that holds memory and sends no message.
+    - `retain`: lifetime of the tickets that the catalog gives out. Datasets stay in memory for as long after they were
+      replaced. Flight calls it the expiration time of endpoints. With 0, tickets have no guaranteed lifetime.
 
-    What it takes and keeps at most:
+    Limits:
 
-    - `max_connections`: clients that have sent their request.
-    - `max_asking`: clients that have not. Where more come, they wait; after a second the oldest of those is closed.
-    - `live_limit`: bytes of a live stream that may be held in shared memory: by one client, or by all that share it.
-    - `kept_limit`: bytes that clients who were cut off for being slow may still hold together, of live streams and of
-      what was replaced or dropped. Beyond it, nobody new may read over shared memory. Left out: four times `live_limit`
-      for live streams, and none for the rest, which is what was published.
-    - `inline_limit`: bodies of up to this size are sent inline where they could be shared. Left out: 16 KiB for live
-      streams, and none for static datasets.
-    - `max_metadata`: the longest metadata of one message, a schema above all. What has more is not published. Clients
-      take no more either, unless they say so.
+    - `max_connections`: largest number of clients that have sent their request.
+    - `max_asking`: largest number of clients that have not. Further clients wait; after a second, the oldest client
+      without a request is disconnected to make room.
+    - `live_limit`: largest number of bytes of a live stream in shared memory, for each client, or for all clients
+      together if they share one reading.
+    - `kept_limit`: largest number of bytes that slow clients may still hold together after they were cut off, of live
+      streams and of datasets that were replaced or dropped. Beyond it, no new client may read over shared memory.
+      Default: four times `live_limit` for live streams, and no limit for other datasets.
+    - `inline_limit`: bodies of up to this size are sent inline even if they could be shared. Default: 16 KiB for live
+      streams, and 0 for static datasets.
+    - `max_metadata`: largest size of the metadata of one message, usually that of the schema. A dataset that exceeds it
+      is not published. Clients have the same limit unless they set another.
 
-    Who may read (see docs/access.md):
+    Access (see docs/access.md):
 
-    - `ticket_lifetime`: tickets are signed, and expire after so many seconds.
-    - `secret`: servers with the same one accept each other's signed tickets for what was published with one `ticket`.
-    - `authorize`: guards the catalog. It is tokens, or a callable that is given a token and returns its owner's name
-      or True, or something false.
-    - `tls_cert`, `tls_key`: PEM files for a catalog at grpc+tls: and for listeners of tls:.
-    - `allow_rma`: clients over `ucx:` and `fabric:` that ask for it fetch bodies from this process's memory. UCX then
-      lets every client that connects read and write all of that memory; libfabric lets it read what is published. Only
-      for networks and peers you trust.
+    - `ticket_lifetime`: if set, tickets are signed and expire after this many seconds.
+    - `secret`: the key that signs tickets. Servers with the same key accept each other's tickets for datasets that
+      were published with the same `ticket`.
+    - `authorize`: guards the catalog. It is a collection of tokens, or a callable that takes a token and returns its
+      owner's name or True to accept it, and a false value to reject it.
+    - `tls_cert`, `tls_key`: PEM files for a catalog at `grpc+tls:` and for listeners at `tls:`.
+    - `allow_rma`: lets clients over `ucx:` and `fabric:` fetch bodies from this process's memory. UCX then lets every
+      client that connects read and write all memory of this process; libfabric lets it read published memory only. Set
+      it only on networks and for peers that you trust.
 
-    What it does for clients:
+    Work for clients:
 
-    - `choose_rows`: filters and limits that clients ask for are applied here, where bodies travel: that takes this
-      process's time, and spares bytes. Without it, clients get everything and choose.
+    - `choose_rows`: apply clients' filters and limits in the server, on transports that send bodies instead of sharing
+      memory. This takes time of this process, but fewer bytes are sent. Without it, clients receive all rows and
+      filter them.
     """
 
     listen: Sequence[str] = ("shm:", "tcp://127.0.0.1:0")
@@ -96,7 +100,7 @@ class ServerOptions:
 
     @property
     def limits(self) -> Limits:
-        """What one client may take. Raises OptionError."""
+        """Return the limits on clients. Raise OptionError if one is invalid."""
         if self.max_asking < 1:
             raise OptionError(f"max_asking is 1 or more, not {self.max_asking}: nobody could ask for anything")
         return Limits(
@@ -112,7 +116,7 @@ class ServerOptions:
         )
 
     def security(self) -> Security:
-        """Who may read; a secret that nobody gave is another each time."""
+        """Build the access rules. If `secret` is not set, each call draws a new random one."""
         return security(
             ticket_lifetime=self.ticket_lifetime,
             secret=self.secret,
@@ -123,7 +127,7 @@ class ServerOptions:
 
 
 def takes(options: Callable[P, T]) -> Callable[[Callable[[Any, T], None]], Callable[Concatenate[Any, P], None]]:
-    """An `__init__` of `options` that takes what makes these."""
+    """Decorate an `__init__` that takes one `options` object, so that callers give it the fields as arguments."""
 
     def decorate(init: Callable[[Any, T], None]) -> Callable[Concatenate[Any, P], None]:
         @wraps(init)

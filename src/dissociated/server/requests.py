@@ -1,4 +1,4 @@
-"""What clients say to a server: the tags that tell it, and how much of it is taken."""
+"""Messages from clients to a server: their tags, and the limit on their length."""
 
 from __future__ import annotations
 
@@ -11,30 +11,33 @@ from dissociated.protocol.request import MAX_IDENTIFIER
 from dissociated.protocol.sender import Tags
 from dissociated.transport.base import Connection
 
-# The values are ours to choose; these spell DISS. Bits 0 and 1 say which streams, bit 2 that bodies come packed,
-# bit 3 that they may be addresses on a device.
+# The specification leaves the values of tags to the server. These spell DISS. Bits 0 and 1 name the requested streams.
+# Bit 2 requests packed bodies. Bit 3 allows addresses on a device.
 _WANT = 0x4449_5353_0000_0000
 _PACKED = 4
 _DEVICE = 8
-#: The tag of free_data.
+#: The tag of `free_data` messages.
 FREE_DATA = _WANT | 0x100
 
 
 def want_tag(streams: Streams, packed: bool, device: bool = False) -> int:
-    """The tag of want_data that requests these streams, and bodies that are `packed` or come as they can.
+    """Return the tag of a `want_data` message.
 
-    As they can is by addresses on a `device` only for who asks for that.
+    Args:
+        streams: the requested streams.
+        packed: whether all bodies must be packed. Otherwise the server may send addresses.
+        device: whether these addresses may be on a device.
     """
     return _WANT | streams.value | (_PACKED if packed else 0) | (_DEVICE if device else 0)
 
 
 def wants_packed(tag: int) -> bool:
-    """Whether this tag of want_data requests packed bodies."""
+    """Return whether this tag of `want_data` requests packed bodies."""
     return bool(tag & _PACKED)
 
 
 def wants_device(tag: int) -> bool:
-    """Whether this tag of want_data takes addresses on a device."""
+    """Return whether this tag of `want_data` allows addresses on a device."""
     return bool(tag & _DEVICE)
 
 
@@ -48,14 +51,16 @@ TAGS = Tags(
 
 
 def max_message(max_freed: int) -> int:
-    """Return how many bytes a message may have of a client that may free so many addresses."""
+    """Return the largest valid length, in bytes, of a message from a client that may free `max_freed` addresses."""
     return max(MAX_IDENTIFIER, max_freed * ADDRESS_SIZE)
 
 
 def receive(connection: Connection, timeout: float, max_freed: int = 0) -> Incoming | Run | None:
-    """Return the next message of the client, None at its end.
+    """Return the next message of the client, or None if the client has ended its side of the connection.
 
-    Raises as `Connection.receive` does, and RemoteProtocolError if the message has more bytes than `max_message`.
+    Raises:
+        RemoteProtocolError: if the message is longer than `max_message(max_freed)`.
+        DissociatedError: further errors of `Connection.receive`.
     """
     limit = max_message(max_freed)
 

@@ -1,4 +1,4 @@
-"""A dataset on its way to one client, and the memory that the client holds of it until it gives that back."""
+"""Sending of a dataset to one client, and the account of the memory that the client leases until it frees it."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from dissociated.transport.base import Connection
 
 @dataclass(frozen=True)
 class ClientRequest:
-    """A client that has asked for a stream, and how it wants to be sent that."""
+    """A client's request for a stream, with the connection to answer it on."""
 
     connection: Connection
     sender: Sender
     limits: Limits
     admission: Admission
     stats: ConnectionStats
-    #: Which streams go over this connection.
+    #: The streams that travel over this connection.
     streams: Streams
-    #: Whether bodies are to be sent inline, although they could be shared.
+    #: Whether bodies must be sent inline, even if they could be shared.
     packed: bool
-    #: Whether it takes addresses on a device.
+    #: Whether the client accepts addresses on a device.
     on_device: bool = False
 
 
 class Sending(ABC):
-    """Sends one stream to one client, and accounts for what the client holds of it until it gives that back.
+    """The sending of one stream to one client, with the account of the memory that the client leases.
 
-    Keep this object until then: what clients fetch from must stay.
+    The caller keeps this object until the client holds nothing more, since it keeps that memory alive.
     """
 
     def __init__(self, client: ClientRequest) -> None:
@@ -53,66 +53,76 @@ class Sending(ABC):
         self._streams = client.streams
         self._by_address = not client.packed and bool(client.streams & Streams.BODIES)
         self._ledger = Ledger()
-        self._half_closed = False  # the client has ended what it sends, so it can give nothing back any more
+        self._half_closed = False  # whether the client has ended its side, after which it can free nothing any more
         client.stats.held = self._ledger
 
     @abstractmethod
     def send(self) -> None:
-        """Send all but the end."""
+        """Send all messages, except the end of the stream."""
 
     def drain(self, timeout: float) -> None:
-        """Take free_data messages until the client holds nothing or is gone.
+        """Receive `free_data` messages until the client holds nothing or has disconnected.
 
-        Raises DeadlineExceeded where the client is silent for `timeout` seconds, ConnectionClosed where it went
-        without a word while it held memory, and RemoteProtocolError.
+        Args:
+            timeout: seconds that the client may be silent.
+
+        Raises:
+            DeadlineExceeded: if the client is silent for longer.
+            ConnectionClosed: if the client disconnects without ending its side, while it holds memory.
+            RemoteProtocolError: if the client sends an invalid message.
         """
         while len(self._ledger):
             incoming = self._receive(timeout)
             if incoming is None:
                 if self._connection.shares_memory and not self._half_closed and self._connection.peer_closed():
                     raise ConnectionClosed(f"the client went while it held {len(self._ledger)} addresses")
-                if not self.holds_live:  # which whoever `ends` this waits for, without a limit
+                if not self.holds_live:  # for live memory, the caller of `end` waits, without a limit
                     self._wait_peer_closed(timeout)
                 return
             self._receive_free(incoming)
 
     @property
     def joined(self) -> bool:
-        """Whether the client reads along with others, who wait for it."""
+        """Whether the client shares the stream with other clients, which wait for it."""
         return False
 
     @property
     def holds_live(self) -> bool:
-        """Whether the client holds memory that is used again once it has been given back."""
+        """Whether the client holds memory that is reused once it was freed."""
         return False
 
     @property
     def mapped(self) -> Sequence[SharedSegment]:
-        """The segments that the client has mapped and not given back."""
+        """The segments that the client has mapped and still holds leases of."""
         return ()
 
     @property
     def kept_bytes(self) -> int | None:
-        """Bytes of memory that a client holds although it was cut off; None for one that was not."""
+        """The bytes that the client still holds after it was cut off. None if it was not cut off."""
         return None
 
     def stop(self) -> None:
-        """The client wants nothing more, and may go on holding what it was sent."""
+        """Send nothing more. The client may go on holding the memory that it was sent."""
 
     def detach(self) -> None:
-        """The client is cut off. What it holds stays until it lets go, and holds up nobody."""
+        """Cut the client off. Memory that it holds stays until it is freed, and delays no other client."""
 
     def end(self, disconnected: bool) -> None:
-        """Hold nothing for this client any more. Unless it is `disconnected`, what it may map is not used again."""
+        """Release everything that is held for this client.
+
+        Args:
+            disconnected: whether the client is known to be gone. Otherwise memory that it may still map is not reused.
+        """
         self._ledger.release_all()
 
     def _on_freed(self, addresses: Collection[int]) -> None:
-        """The client holds these no more."""
+        """Handle addresses that the client has freed."""
 
     def _hold(self, addresses: Collection[int], pairs: int) -> None:
-        """Account for addresses that are about to be sent, in so many pairs of an address and a length.
+        """Record the lease of addresses that are about to be sent, in `pairs` pairs of an address and a length.
 
-        The client may free all that it holds in one message, also while this side sends.
+        The client may free everything that it holds in one message, even while this side sends. So the limit on the
+        length of its messages is raised first.
         """
         self._ledger.hold(addresses, pairs - len(addresses))
         self._connection.limit_tagged(max_message(self._ledger.max_freed))
@@ -130,14 +140,18 @@ class Sending(ABC):
 
     def _receive_free(self, incoming: Incoming | Run) -> None:
         event = self._sender.receive(incoming)
-        assert isinstance(event, AddressesFreed)  # the table allows nothing else now
+        assert isinstance(event, AddressesFreed)  # the protocol's state table allows no other event now
         self._on_freed(self._ledger.release(event.addresses))
 
     def _client_ended(self) -> None:
-        """The client sends no more. If it still listens it gets the whole stream, and what it leases until it hangs up.
+        """Handle the end of the client's side of the connection.
 
-        Raises ConnectionClosed where it is gone. Where that shows only by sending, as over TCP, who shares a live
-        stream is taken to be gone: what is read next is for those who are there.
+        A client that still receives gets the whole stream, and keeps its leases until it disconnects. Over TCP and
+        similar transports, only sending shows whether the client still receives. A consumer of a shared live stream is
+        then assumed to be gone, so that the stream goes on for the other consumers.
+
+        Raises:
+            ConnectionClosed: if the client is gone, or is assumed to be gone.
         """
         disconnected = self._connection.peer_closed()
         if disconnected or (disconnected is None and self.joined):
@@ -145,7 +159,11 @@ class Sending(ABC):
         self._half_closed = True
 
     def _wait_peer_closed(self, timeout: float) -> None:
-        """Wait until the client, which gives nothing back any more, has hung up."""
+        """Wait until the client has disconnected, since it can free nothing any more.
+
+        Raises:
+            DeadlineExceeded: if the client is still connected after `timeout` seconds.
+        """
         end = time.monotonic() + timeout
         while self._connection.peer_closed() is False:
             left = end - time.monotonic()
@@ -155,7 +173,7 @@ class Sending(ABC):
 
 
 class StaticSending(Sending):
-    """Sends messages that stay, encoded once for all clients. What they lease lies in memory that stays as well."""
+    """The sending of a static dataset. Its messages are encoded once for all clients, and its memory never changes."""
 
     def __init__(self, client: ClientRequest, dataset: StaticDataset) -> None:
         super().__init__(client)
@@ -186,7 +204,13 @@ class StaticSending(Sending):
     def _send_messages(
         self, messages: Sequence[StaticMessage], number: int | None = None, growing: SharedSegment | None = None
     ) -> None:
-        """Send messages of the segment of this `number`, and none before its body is there."""
+        """Send messages, each only after its body was written.
+
+        Args:
+            messages: the messages to send.
+            number: the number of the segment that the bodies lie in; None to send the bodies inline.
+            growing: that segment if it is still being written; otherwise None.
+        """
         connection, inline_limit = self._connection, self._limits.inline_limit or 0
         for group in encode_groups(
             self._dataset,
@@ -200,7 +224,7 @@ class StaticSending(Sending):
         ):
             if growing is not None:
                 growing.wait(group.end)
-            self._hold(group.addresses, group.pairs)  # first: of a group that is cut off, some may have arrived
+            self._hold(group.addresses, group.pairs)  # before sending, since part of an aborted group may have arrived
             with self._stats.sending(connection, group.nbytes):
                 connection.send(group.encoded, self._limits.stall_timeout)
             self._sender.sent(group.first, group.messages)

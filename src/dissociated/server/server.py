@@ -1,4 +1,4 @@
-"""Publishes datasets and sends them to whoever asks ("Server Sequence")."""
+"""The server, which publishes datasets and sends them to clients ("Server Sequence" of the specification)."""
 
 from __future__ import annotations
 
@@ -44,31 +44,36 @@ if TYPE_CHECKING:
     from dissociated.catalog.holdings import Holdings
     from dissociated.catalog.service import CatalogService
 
-_JOIN_TIMEOUT = 5.0
-_PUMP_TIMEOUT = 1.0  # for one that waits for its source, which nobody can hurry
+_JOIN_TIMEOUT = 5.0  # seconds that `close` waits for threads
+_PUMP_TIMEOUT = 1.0  # seconds that `close` waits for a thread that may be blocked in the source of a live stream
 
 
 class Server(ProcessBound):
-    """Serves datasets over any number of transports, with a catalog beside them.
+    """A server of datasets over any number of transports, with a catalog of them.
 
-    `Server(listen, retain=300)` takes what `ServerOptions` has; `Server.of(options)` takes these as one value. Use it
-    as a context manager, or `close` it. Raises UriError and TransportError where it cannot listen, and OptionError.
+    `Server(listen, retain=300)` takes the fields of `ServerOptions` as arguments; `Server.of(options)` takes the
+    options as one object. Use the server as a context manager, or `close` it.
+
+    Raises:
+        UriError: if an address is invalid.
+        TransportError: if an address cannot be listened at.
+        OptionError: if an option is invalid.
     """
 
     @takes(ServerOptions)
     def __init__(self, options: ServerOptions) -> None:
         self.limits = options.limits
         guarded = options.security()
-        #: How it is guarded.
+        #: The access rules of the server.
         self.security = guarded
-        #: What is served.
+        #: The datasets that are served.
         self.registry = Registry(guarded.tickets, options.choose_rows)
-        #: What is counted; the catalog counts here, too.
+        #: The counters of the server, which the catalog updates, too.
         self.activity = Activity()
-        self._changing = threading.Lock()  # held by whoever replaces what a name means
+        self._changing = threading.Lock()  # held while a name is published, replaced or dropped
         self._listeners: list[Listener] = []
         self._connections = Connections(self._listeners, self.registry, self.limits, self.activity)
-        #: Where datasets can be requested.
+        #: The URIs at which datasets can be requested.
         self.endpoints = Endpoints(self._listeners, options.advertise or host_name(), options.choose_rows)
         self._catalog: CatalogService | None = None
         self._pages = Pages()
@@ -93,20 +98,22 @@ class Server(ProcessBound):
             self.close()
             raise
         self._connections.accept()
-        act_at_exit()  # first, so that it is done last: a server may read as a client does
-        atexit.register(self.close)  # threads that outlive the interpreter could bring it down
+        # Handlers at exit run in reverse order. A server may also read as a client. So the handlers of clients, which
+        # must run after `close`, are registered before it.
+        act_at_exit()
+        atexit.register(self.close)  # threads that outlive the interpreter can crash the process
         self.bind_to_process()
 
     @classmethod
     def of(cls, options: ServerOptions) -> Server:
-        """A server with these options, as one value. Raises as `Server` does."""
+        """Create a server from an options object. Raises the same errors as `Server`."""
         return cls(**{field.name: getattr(options, field.name) for field in fields(options)})
 
     def after_fork_in_child(self) -> None:
-        """See `dissociated.base.fork`."""
+        """Unregister the handler at exit, since the parent process owns the server. See `dissociated.base.fork`."""
         atexit.unregister(self.close)
 
-    # What is published
+    # Publishing
 
     def publish(
         self,
@@ -120,28 +127,36 @@ class Server(ProcessBound):
         wait: bool = False,
         ttl: float | None = None,
     ) -> None:
-        """Make `source` available under `name`, in place of what had that name. Its streams go on, except live ones.
+        """Publish `source` under `name`, in place of the dataset that had this name.
 
-        - `source`: a Table, a reader, record batches, a path, a callable, tensors, and more: see
-          `dissociated.datasets.sources.make_dataset`.
-        - `schema`: of an iterator or a list of record batches, which may then be empty.
-        - `options`: how it is written: compression, alignment, dictionary deltas. An IPC file is served as it is, and
-          takes none.
-        - `ticket`: what clients ask with; where tickets are signed, what they are signed for. Left out, it is random.
-          Two servers that publish the same source with one ticket can share the work: metadata from one, bodies from
-          the other.
-        - `live`: the source is read once, for all clients together. Each has its own place in the stream. `Live` says
-          who may join, and what becomes of those who stall. Left out, each client has its own reading.
-        - `wait`: publish a Table when its copy in shared memory is made, and raise here what that raises.
-        - `ttl`: the seconds after which the dataset is dropped, 1e10 at most. The catalog of this server sees to that.
+        Streams of the replaced dataset go on, unless it was published with `live`.
 
-        Clients that map memory read a copy of what is held. Where a transport shares memory, the copy of a large Table
-        begins now, in the background, unless it would take more than half of the memory that is left. It can be read
-        meanwhile.
+        Clients over shared memory read a copy of a Table. If the server listens at a transport that shares memory, it
+        starts to copy a large Table at once, in the background, unless the copy would take more than half of the free
+        memory. The dataset can be read in the meantime.
 
-        Raises SourceError or StoreError where the source cannot be read, FormatError where it cannot be written with
-        these options, OptionError where `options` or `live` are something else, or `ttl` is no time or there is no
-        catalog for it.
+        Args:
+            name: the name of the dataset.
+            source: a Table, a reader, record batches, a path, a callable, tensors, and more: see
+                `dissociated.datasets.sources.make_dataset`.
+            schema: the schema of an iterator or a list of record batches, which may then be empty.
+            options: how batches are written: compression, alignment, dictionary deltas. An IPC file is served as it
+                is, and takes no options.
+            ticket: the bytes by which clients request the dataset. With signed tickets, the identifier that they are
+                signed for. Default: random bytes. Two servers that publish the same source with the same ticket can
+                share the work: a client reads metadata from one and bodies from the other.
+            live: read the source once for all clients together, each with its own position in the stream. `Live` says
+                which clients may join, and when a client that stalls is cut off. Default: each client has a reading of
+                its own.
+            wait: publish a Table only after its copy in shared memory was made, and raise errors of copying here.
+            ttl: seconds after which the catalog of this server drops the dataset, at most 1e10.
+
+        Raises:
+            SourceError: if the source cannot be read.
+            StoreError: if a file cannot be read, or there is no room for the copy.
+            FormatError: if the source cannot be written with these options.
+            OptionError: if `name`, `options`, `live` or `ttl` is invalid, or `ttl` is set and there is no catalog.
+            DissociatedError: if the ticket belongs to another dataset or is reserved, or the server is closed.
         """
         self.check_process()
         Publication(name, ttl=ttl)
@@ -166,10 +181,22 @@ class Server(ProcessBound):
             dataset.prepare_sharing(wait=False)
 
     def writer(self, name: str, schema: pa.Schema, options: WriteOptions | None = None) -> SegmentWriter:
-        """A writer straight into shared memory, whose batches are published under `name` on `close`, whole and at once.
+        """Open a writer into shared memory.
 
-        Leaving its `with` by an exception discards them. Raises FormatError where the schema cannot be written so, and
-        StoreError where there is no space left. Closing it raises DissociatedError where the server is closed.
+        Closing the writer publishes its batches under `name`, all at once. If its `with` block is left by an
+        exception, the batches are discarded.
+
+        Args:
+            name: the name of the dataset.
+            schema: the schema of the batches.
+            options: how batches are written.
+
+        Returns:
+            The writer, which the caller closes. Closing it raises DissociatedError if the server is closed.
+
+        Raises:
+            FormatError: if the schema cannot be written with these options.
+            StoreError: if there is no space left.
         """
         self.check_process()
         check_name(name)
@@ -178,9 +205,16 @@ class Server(ProcessBound):
         )
 
     def publish_segments(self, name: str, segments: Sequence[Segment], *, append: bool = False) -> None:
-        """Make segments available under `name`, whole and at once.
+        """Publish segments under `name`, all at once.
 
-        With `append` they follow the segments that have that name already; there must be only segments.
+        Args:
+            name: the name of the dataset.
+            segments: the segments, in order.
+            append: whether they follow the segments that are published under this name already.
+
+        Raises:
+            SourceError: if schemas differ, there are too many segments, or `append` is set and the published dataset
+                does not consist of segments.
         """
         self.check_process()
         with self._changing:
@@ -196,7 +230,7 @@ class Server(ProcessBound):
                 raise DissociatedError("the server is closed")
         old = self.registry.publish(new)
         if self._catalog is not None:
-            self._catalog.record_publication(new, ttl)  # which withdraws the old one in its time
+            self._catalog.record_publication(new, ttl)  # the catalog withdraws the old dataset when nobody needs it
         else:
             self._record_change("committed", new, "it is new" if old is None else "it replaces another")
             if old is not None:
@@ -204,13 +238,16 @@ class Server(ProcessBound):
                 self._record_change("retired", old, "it was replaced")
 
     def _record_change(self, kind: str, dataset: Dataset, why: str) -> None:
-        """What becomes of datasets without a catalog, which gives them no number."""
+        """Record a change of a dataset of a server without a catalog; such datasets have no version number."""
         self.activity.changes.add(Change(kind, dataset.name, None, dataset.rows, dataset.nbytes, why))
 
     def drop(self, name: str) -> None:
-        """Make `name` unavailable; streams of it go on, but for a live one. Raises DatasetNotFound.
+        """Drop the dataset `name`. Streams of it go on, unless it was published with `live`.
 
-        The consumers of a live stream get what has been read of it, and then a RemoteError that says so.
+        Consumers of a live stream receive the batches that have been read already, and then a RemoteError.
+
+        Raises:
+            DatasetNotFound: if no dataset has this name.
         """
         self.check_process()
         with self._changing:
@@ -222,70 +259,85 @@ class Server(ProcessBound):
             self.registry.withdraw(old)
 
     def dataset(self, name: str) -> Dataset:
-        """What is published under `name`. Raises DatasetNotFound."""
+        """Return the dataset that is published under `name`. Raise DatasetNotFound if there is none."""
         self.check_process()
         return self.registry.lookup_name(name)
 
     def names(self) -> list[str]:
-        """The names of all datasets, sorted."""
+        """Return the names of all datasets, sorted."""
         self.check_process()
         return self.registry.names()
 
-    # Where it can be had
+    # Addresses and tickets
 
     @property
     def catalog_uri(self) -> str:
-        """Where Arrow Flight answers: grpc://HOST:PORT. Raises DissociatedError for a server without a catalog."""
+        """The Arrow Flight URI of the catalog, `grpc://HOST:PORT`. Raises DissociatedError if there is no catalog."""
         if self._catalog is None:
             raise DissociatedError("this server was made without a catalog")
         return self._catalog.uri
 
     @property
     def metrics_uri(self) -> str:
-        """Where metrics are. Raises DissociatedError for a server without them."""
+        """The URI of the metrics. Raises DissociatedError if the server has none."""
         return self._pages.metrics_uri
 
     @property
     def http_uri(self) -> str:
-        """Where the page is. Raises DissociatedError for a server without it."""
+        """The URI of the dashboard. Raises DissociatedError if the server has none."""
         return self._pages.http_uri
 
     def ticket(self, name: str, *, columns: Sequence[str] | None = None) -> bytes:
-        """The identifier that requests the dataset, or where tickets are signed these columns of it and no others.
+        """Return a ticket for the dataset `name`, by which a client requests it.
 
-        Raises DatasetNotFound, ColumnNotFound, and OptionError where tickets say nothing of columns.
+        Args:
+            name: the name of the dataset.
+            columns: the only columns that the ticket gives access to. Needs signed tickets. Default: all columns.
+
+        Raises:
+            DatasetNotFound: if no dataset has this name.
+            ColumnNotFound: if the dataset lacks one of the columns.
+            OptionError: if `columns` is set and tickets are not signed.
         """
         return self.registry.issue_ticket(self.dataset(name), columns).data
 
     def locations(self, name: str, *, streams: str = "both", bodies: str = "any") -> list[str]:
-        """The URIs that `name` can be requested at, one for each listener.
+        """Return the URIs at which the dataset `name` can be requested, one for each listener.
 
-        `streams` is "both", or one of "metadata" and "bodies" for clients that ask for the two separately.
-        `bodies` is "any", or "packed" for clients that want no addresses. Raises DatasetNotFound.
+        Args:
+            name: the name of the dataset.
+            streams: "both", or "metadata" or "bodies" for a client that requests the two over separate connections.
+            bodies: "any", or "packed" for a client that accepts no addresses.
+
+        Raises:
+            DatasetNotFound: if no dataset has this name.
         """
         return self.endpoints.locations(self.dataset(name), Streams[streams.upper()], bodies == "packed")
 
     def holdings(self, backend: Backend) -> Holdings:
-        """What a catalog of this process is made of: what is served here, and where writers put segments."""
+        """Return the holdings for a catalog of this process: its served datasets, and `backend` for new segments."""
         from dissociated.catalog.holdings import Holdings
 
         backend.max_metadata = self.limits.max_metadata
         return Holdings(self.registry, backend, self.endpoints, self.activity)
 
     def use_catalog(self, catalog: CatalogService) -> None:
-        """Publish in this catalog, which the server owns from now on."""
+        """Record publications in `catalog` from now on. The server owns the catalog and closes it."""
         self._catalog = catalog
 
-    # What becomes of it
+    # Status
 
     @property
     def connections(self) -> int:
-        """How many connections are open."""
+        """The number of open connections."""
         self.check_process()
         return len(self._connections)
 
     def status(self) -> ServerStatus:
-        """What this server publishes, who reads it, and what it has sent. Once it is closed, who still holds memory."""
+        """Return the published datasets, their readers, and the counters of this server.
+
+        After `close`, the status lists the clients that still hold memory.
+        """
         self.check_process()
         if self._catalog is not None and not self._closed:
             return self._catalog.status()
@@ -311,19 +363,20 @@ class Server(ProcessBound):
         catalog = [] if self._catalog is None else [f"catalog at {self.catalog_uri}"]
         return [*catalog, *(f"listening at {uri.partition('?')[0]}" for uri in self.endpoints.listener_uris())]
 
-    # The end
+    # Closing
 
     def drain(
         self, timeout: float, on_waiting: Callable[[Sequence[ConsumerStatus]], None] = lambda waited: None
     ) -> bool:
-        """Take no new connections, and wait up to `timeout` seconds for streams in progress.
+        """Accept no new connections, and wait for streams in progress. Meanwhile, the status is "stopping".
 
-        It does not wait for clients that only hold memory of static datasets which they have mapped: that stays
-        readable when this process has ended. Meanwhile `status` says "stopping".
+        A client that only keeps memory of a static dataset mapped is not waited for, since that memory stays readable
+        after this process has ended.
 
         Args:
             timeout: seconds, in all.
-            on_waiting: called with the connections that are waited for, at first and at most every five seconds.
+            on_waiting: called with the connections that are waited for, first at once and then whenever they have
+                changed, but at most every five seconds.
 
         Returns:
             Whether no stream is in progress any more.
@@ -333,7 +386,7 @@ class Server(ProcessBound):
         return self._connections.drain(timeout, on_waiting)
 
     def close(self) -> None:
-        """Stop listening, end every stream, drop every dataset. What clients have mapped stays readable."""
+        """Stop listening, end every stream, and drop every dataset. Memory that clients have mapped stays readable."""
         if self.is_inherited:
             return
         with self._lock:

@@ -1,4 +1,4 @@
-"""One client of a server: a request, the stream that answers it, and the memory that comes back."""
+"""The session of a server with one client: a request, the stream that answers it, and the frees of leased memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _NO_TIMEOUT = 1e6  # seconds
 
 
 class Session:
-    """One connection: a request, the stream, and the frees that come back."""
+    """The serving of one connection, from the request to the last free."""
 
     def __init__(
         self, registry: Registry, limits: Limits, admission: Admission, connection: Connection, stats: ConnectionStats
@@ -48,10 +48,15 @@ class Session:
         self._connection = connection
         self._sender = Sender(TAGS)
         self._stats = stats
-        self._sending: Sending | None = None  # what the client asked for
+        self._sending: Sending | None = None  # None until a valid request has arrived
 
     def run(self) -> None:
-        """Serve the client to its end. Raises the error that ended it before, of which the client was told."""
+        """Serve the client until the session ends.
+
+        Raises:
+            ConnectionClosed: if the client disconnects early.
+            DissociatedError: if another error ends the session. The client was told the reason.
+        """
         try:
             request = self._request()
             if request is None:
@@ -61,7 +66,8 @@ class Session:
             self._stats.dataset = published
             with published.reading():
                 published.check_unchanged()
-                dataset = self._select(granted.open(), selection)  # counted first: so it is not evicted
+                # Opened only inside `reading`, since a dataset that has a reader is not evicted.
+                dataset = self._select(granted.open(), selection)
                 self._sending = _sending(self._client(request), dataset)
                 self._serve_request(self._sending, published)
                 if self._sender.state is State.ENDING:
@@ -69,7 +75,7 @@ class Session:
                     if not self._connection.finish(self._limits.stall_timeout):
                         raise ConnectionClosed("the client went before it had everything")
         except ConnectionClosed:
-            raise  # there is nobody to tell
+            raise  # the client is gone, so it is told no reason
         except DissociatedError as error:
             self._abort(peer_message(error))
             raise
@@ -85,11 +91,15 @@ class Session:
             return None
         self._admission.requested(self._connection)
         event = self._sender.receive(arrived)
-        assert isinstance(event, StreamRequested)  # the table allows nothing else first
+        assert isinstance(event, StreamRequested)  # the protocol's state table allows no other event first
         return event
 
     def _select(self, dataset: Dataset, selection: Selection | None) -> Dataset:
-        """What is wanted of it. Where that is not there, the client gets to know the whole schema, and then why."""
+        """Return the selected part of `dataset`.
+
+        If the selection is invalid, send the client the whole schema, so that it can name the columns that exist, and
+        raise the error.
+        """
         if selection is None:
             return dataset
         try:
@@ -112,7 +122,7 @@ class Session:
         )
 
     def _serve_request(self, sending: Sending, published: Dataset) -> None:
-        """Send it, and wait until everything is given back."""
+        """Send the stream, and wait until the client has freed everything."""
         self._stats.kept = lambda: sending.kept_bytes
         self._stats.outlives_server = lambda: (
             self._connection.shares_memory and not self._connection.backlog and not sending.holds_live
@@ -123,20 +133,20 @@ class Session:
             self._connection.send(self._sender.end(), self._limits.stall_timeout)
             self._stats.sent = True
         except ConnectionClosed:
-            # The client may have stopped listening and still hold memory: then it goes on to give it back.
+            # The client may have stopped receiving and still hold memory. It then goes on to free that.
             self._sender.fail()
             sending.stop()
         except SourceError as error:
             if not sending.joined:
                 raise
-            # What it has been sent is used again once it is freed: until then the client may take its time.
+            # Memory of a live stream is reused only once it was freed, so the client may take the time that it needs.
             self._connection.send_close_reason(peer_message(error))
             self._sender.fail()
         sending.drain(self._limits.lease_timeout)
         self._connection.flush_close_reason(self._limits.stall_timeout)
 
     def _abort(self, reason: str) -> None:
-        """Tell the client why there is no more. What it holds of a live stream stays until it lets go."""
+        """End the stream with `reason`, and wait for frees of live memory until the client holds none or is gone."""
         sending = self._sending
         if sending is None or not sending.holds_live:
             self._connection.abort(reason)
@@ -144,26 +154,26 @@ class Session:
         _log.info("%s was sent away, and still holds memory: %s", self._connection.peer, reason)
         sending.detach()
         self._connection.send_close_reason(reason)
-        with suppress(DissociatedError):  # of one that breaks the rules, only its end is waited for
+        with suppress(DissociatedError):  # after an error of the protocol, `_end` still waits for the disconnection
             self._sender.fail()
             sending.drain(_NO_TIMEOUT)
             self._connection.flush_close_reason(self._limits.stall_timeout)
 
     def _end(self) -> None:
-        """Nothing is held for this client any more. What it may still map of a live stream is not used again."""
+        """Release everything that is held for this client. Live memory that it may still map is not reused."""
         sending = self._sending
         if sending is not None:
             disconnected = not sending.holds_live or self._connection.linger()
-            self._stats.kept = self._stats.outlives_server = None  # which lead back here
+            self._stats.kept = self._stats.outlives_server = None  # they refer to the session, and would keep it alive
             if self._stats.dataset is not None and not self._stats.dataset.stored:
                 self._admission.left(sending.mapped)
             sending.end(disconnected)
 
 
 def _sending(client: ClientRequest, dataset: Dataset) -> Sending:
-    """Return the way in which `dataset` is sent to this client."""
+    """Return the `Sending` that fits the kind of `dataset`."""
     if client.on_device and dataset.device_segment is not None:
-        from dissociated.datasets.device import DeviceDataset  # on first use: few need it
+        from dissociated.datasets.device import DeviceDataset  # imported on first use, since few servers need it
 
         if isinstance(dataset, DeviceDataset):
             return DeviceSending(client, dataset)
