@@ -1,6 +1,6 @@
-"""What a server holds under a name: a stream of IPC messages that can be sent, once or again and again.
+"""The base class of datasets. A dataset is a stream of IPC messages that a server sends to clients under a name.
 
-A static dataset keeps its messages, so they are numbered and encoded once. A live one opens its source for each
+A static dataset keeps its messages, so they are numbered and encoded once. A live dataset opens its source for each
 client.
 """
 
@@ -26,15 +26,16 @@ from dissociated.store.segment import Segment
 if TYPE_CHECKING:
     from dissociated.codec.substrait import FilterNode
 
-#: Anything `publish` takes; see `make_dataset`.
+#: Any source that `publish` accepts; see `make_dataset`.
 Source: TypeAlias = Any
+#: A function that opens a reader of all columns.
 OpenReader: TypeAlias = Callable[[], pa.RecordBatchReader]
-#: The same, of some of the columns, by their position, as far as the source still has so many.
+#: A function that opens a reader of the columns at the given positions. It skips positions that no longer exist.
 OpenColumns: TypeAlias = Callable[[Sequence[int]], pa.RecordBatchReader]
 
 
 def check_name(name: object) -> None:
-    """Raise OptionError for what cannot be the name of a dataset."""
+    """Raise OptionError if `name` cannot be the name of a dataset."""
     if not isinstance(name, str) or not name:
         raise OptionError(f"the name of a dataset is a text that is not empty, not {name!r}")
     if not is_plain_text(name):
@@ -42,24 +43,25 @@ def check_name(name: object) -> None:
 
 
 def is_plain_text(value: object) -> bool:
-    """Whether it is a text that other programs can write, too: without halves of characters, and without a NUL."""
+    """Return whether `value` is a string that other programs can write, too: without surrogates and NUL characters."""
     return isinstance(value, str) and not any(one == "\0" or "\ud800" <= one <= "\udfff" for one in value)
 
 
 class Dataset(ABC):
-    """A stream under a name."""
+    """A named stream of record batches or tensors."""
 
-    #: How many rows it has; None where that is not known.
+    #: Number of rows; None if unknown.
     rows: int | None = None
-    #: Bytes of its bodies; None where they are not known.
+    #: Total bytes of all bodies; None if unknown.
     nbytes: int | None = None
-    #: Whether one server can give metadata of it over one connection, and bodies over another.
+    #: Whether metadata and bodies can be sent over separate connections.
     splits_streams = True
-    #: Whether every reading gives the same batches. Else its source is opened anew, and may give others, or none.
+    #: Whether every reading gives the same batches. Otherwise the source is opened anew for each reading, and may give
+    #: different batches or none.
     repeatable = True
-    #: Whether it lies in a store, which counts what it takes for as long as somebody has it mapped.
+    #: Whether the dataset lies in a store. The store itself counts the memory of segments that are still mapped.
     stored = False
-    #: Whether one client can be sent some of its rows alone.
+    #: Whether a client can be sent a subset of the rows.
     filterable = True
 
     def __init__(self, name: str, schema: pa.Schema) -> None:
@@ -67,60 +69,74 @@ class Dataset(ABC):
         self.schema = schema
         self._readers = 0
         self._counting = threading.Lock()
-        #: The identifier that want_data carries: unguessable, and of this publication alone.
+        #: The identifier that `want_data` carries. It cannot be guessed, and belongs to this publication alone.
         self.ticket: bytes = secrets.token_bytes(16)
 
     def open(self) -> Dataset:
-        """The dataset to send: it stays as it is for as long as you hold it. Raises SourceError and DatasetNotFound."""
+        """Return the dataset to send, which does not change for as long as the caller holds it.
+
+        Raises:
+            SourceError: if the source cannot be read.
+            DatasetNotFound: if the dataset was deleted meanwhile.
+        """
         return self
 
     def open_exposed(self) -> Dataset:
-        """See `open`; for clients that fetch from its memory.
+        """Return the dataset to send to clients that fetch from its memory by address. See `open` for errors.
 
-        That stays where it is until its segments are closed, or this is dropped.
+        The memory keeps its addresses until `close_segments` or `drop` is called.
         """
         return self.open()
 
     @property
     def device_segment(self) -> DeviceSegment | None:
-        """The memory that it lies in on a device; None where it does not lie on one."""
+        """The device memory that the bodies lie in; None if the dataset is not on a device."""
         return None
 
     def regions(self) -> Sequence[Region]:
-        """The regions that its bodies lie in, if these stay where they are. Raises StoreError."""
+        """Return the regions that the bodies lie in, or none if the bodies have no fixed addresses.
+
+        Raises:
+            StoreError: if a segment cannot be written.
+        """
         return ()
 
     def appendable(self) -> Sequence[Segment]:
-        """Its segments, for others to be appended. Raises SourceError where it was not written in segments."""
+        """Return the segments, to which others can be appended. Raise SourceError if the dataset has no segments."""
         raise SourceError(f"{self.name!r} was not written in segments, so nothing can be appended to it")
 
     def check_unchanged(self) -> None:
-        """Raise SourceError where it lies in somebody else's file, and that has been written to."""
+        """Raise SourceError if the dataset lies in a user's file that was modified since it was published."""
 
     def prepare_sharing(self, wait: bool) -> None:
-        """Copy to shared memory what clients will map: in the background, or with `wait` before this returns.
+        """Copy the bodies to shared memory for clients that map it.
 
-        With `wait` it raises StoreError and SourceError.
+        Args:
+            wait: copy before this returns, and raise errors. Otherwise, copy in the background.
+
+        Raises:
+            StoreError: with `wait`, if there is no room for the copy.
+            SourceError: with `wait`, if the source cannot be read.
         """
 
     @property
     def packed_size(self) -> int | None:
-        """Bytes of all bodies, as they are sent inline; None where they are not known before they are read."""
+        """The bytes of all bodies when they are sent inline; None if only reading them would tell."""
         return None
 
     @property
     def min_packed_size(self) -> int | None:
-        """Bytes that all bodies have at least, as far as that is known before they are read."""
+        """A lower bound of `packed_size` that is known without reading the bodies; None if there is none."""
         return self.packed_size
 
     @property
     def readers(self) -> int:
-        """How many connections are sent it, or hold leases of it."""
+        """The number of connections that receive this dataset or hold leases of it."""
         return self._readers
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Count a reader for as long as it lasts."""
+        """Count a reader while the context is open."""
         with self._counting:
             self._readers += 1
         try:
@@ -130,61 +146,83 @@ class Dataset(ABC):
                 self._readers -= 1
 
     def check_metadata(self, limit: int) -> None:
-        """Raise SourceError or StoreError where the metadata of a message that is known has more than `limit` bytes."""
+        """Check the length of the metadata of all messages that are known before reading.
+
+        Raises:
+            SourceError: if the metadata of a message is longer than `limit` bytes.
+            StoreError: if the metadata of a message in a segment is.
+        """
         why = metadata_too_long(repr(self.name), len(Splitter(self.schema).schema_message.header), limit)
         if why is not None:
             raise SourceError(why)
 
     @abstractmethod
     def open_reader(self) -> pa.RecordBatchReader:
-        """A reader over the dataset in this process. Raises SourceError where there is none to be had any more."""
+        """Open a reader over the dataset in this process. Raise SourceError if it cannot be read, or not once more."""
 
     @property
     def exposed(self) -> bool:
-        """Whether it holds segments open that lie in a store, since `open_exposed` was asked for them."""
+        """Whether the dataset holds segments of a store open, because `open_exposed` was called."""
         return False
 
     def close_segments(self) -> None:
-        """Hold no segments open that lie in a store. Whoever reads them goes on; the next reading opens them anew."""
+        """Close segments of a store that the dataset holds open. Readers go on; the next reading opens them anew."""
 
     def drop(self) -> None:
-        """It is not published any more. Streams of it go on, unless it is read once for all clients: that one ends."""
+        """End the publication, once clients can no longer find the dataset. Streams go on, but a broadcast ends."""
 
     def close(self) -> None:
-        """The server is closing."""
+        """Release the dataset because its server closes."""
         self.drop()
 
     def wait_closed(self, timeout: float) -> None:
-        """Wait, once it is closed, for up to `timeout` seconds until nothing of it runs any more."""
+        """Wait up to `timeout` seconds for threads of the dataset to end. Call it after `close`."""
 
     def select(self, selection: Selection) -> Dataset:
-        """A dataset of these columns and batches alone. Raises ColumnNotFound and OptionError."""
+        """Return a dataset of the selected columns and batches alone.
+
+        Raises:
+            ColumnNotFound: if a selected column does not exist.
+            OptionError: if batches are selected and the batches of this dataset have no numbers.
+        """
         indices = selection.indices(self.schema.names)
         chosen = self.select_positions(indices)
         return chosen if selection.batches is None else chosen.slice_batches(*selection.batches)
 
     def select_positions(self, indices: Sequence[int]) -> Dataset:
-        """A dataset of the columns at these positions, which ascend; this one if they are all."""
+        """Return a dataset of the columns at `indices`, which must ascend. If these are all columns, return `self`."""
         return self if len(indices) == len(self.schema) else self._select(tuple(indices))
 
     def passing_batches(self, filter_: FilterNode, columns: Sequence[int]) -> Sequence[bool] | None:
-        """For each batch, whether one of its rows may pass a filter; None where nothing is known of any.
+        """Return, for each batch, whether any of its rows may pass a filter.
 
-        The filter numbers the columns that are at these positions here.
+        Args:
+            filter_: the filter. It refers to columns by their index in `columns`.
+            columns: positions of these columns in this dataset.
+
+        Returns:
+            A flag for each batch; None if no statistics are known for any batch.
         """
         return None
 
     def pick_batches(self, numbers: Sequence[int]) -> Dataset:
-        """A dataset of the batches of these numbers alone, which ascend. Raises OptionError where none have numbers."""
+        """Return a dataset of the batches with these `numbers` alone, which must ascend.
+
+        Raises:
+            OptionError: if the batches of this dataset have no numbers.
+        """
         raise OptionError(f"the batches of {self.name!r} cannot be picked")
 
     @abstractmethod
     def _select(self, indices: tuple[int, ...]) -> Dataset:
-        """A dataset of the columns at these positions, which are there, ascend, and are not all."""
+        """Return a dataset of the columns at `indices`. These exist, ascend, and are not all columns."""
 
     def slice_batches(self, first: int, stop: int) -> Dataset:
-        """A dataset of the record batches from number `first` up to `stop`, as far as they are there.
+        """Return a dataset of the record batches from number `first` up to, but not including, `stop`.
 
-        Raises OptionError for a stream that is read once for all clients.
+        Numbers beyond the last batch are ignored.
+
+        Raises:
+            OptionError: if the dataset is a stream that is read once for all clients.
         """
         raise OptionError(f"the batches of {self.name!r} have no numbers: it is read once for all")

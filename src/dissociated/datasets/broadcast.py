@@ -1,4 +1,4 @@
-"""A live stream that is read once, for all of its consumers, under a name."""
+"""Broadcast datasets: live streams whose source is read once for all consumers."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from dissociated.format.projection import Projection
 
 
 class BroadcastDataset(Dataset):
-    """Messages that are read once, for all clients together."""
+    """A dataset whose messages are read once, for all clients together."""
 
     @abstractmethod
     def join(self, wake: Callable[[], None], on_cut_off: Callable[[], None] | None = None) -> Consumer:
-        """Become one of the consumers: see `Fanout.join`."""
+        """Add a consumer: see `Fanout.join`."""
 
     @abstractmethod
     def project(self, item: LiveMessage) -> LiveMessage | None:
-        """Return what a consumer gets of a message; None where that is nothing."""
+        """Return the part of a message that a consumer of this dataset is sent, or None if it is sent no part."""
 
 
 class Broadcast(BroadcastDataset):
-    """A source that is read once, by all clients together: see `Fanout`. Close it after use.
+    """A source that is read once for all clients together: see `Fanout`. Close it after use.
 
-    `limit` is how many bytes of it may be held in shared memory.
+    `limit` is the largest number of its bytes that may be held in shared memory.
     """
 
-    splits_streams = False  # each connection has its own place in the stream
+    splits_streams = False  # each connection has a position of its own in the stream
     filterable = False
 
     def __init__(self, name: str, source: Source, live: Live, limit: int, options: WriteOptions | None = None) -> None:
@@ -73,13 +73,13 @@ class Broadcast(BroadcastDataset):
 
 
 class _BroadcastColumns(BroadcastDataset):
-    """Some columns of a broadcast: consumers are sent those of each message, and free the others at once."""
+    """Some columns of a broadcast. A consumer is sent their buffers alone, and frees all other buffers at once."""
 
     def __init__(self, whole: Broadcast, indices: tuple[int, ...], schema: bytes) -> None:
         super().__init__(whole.name, select_fields(whole.schema, indices))
         self._indices = indices
         self._whole = whole
-        self._schema = schema  # of the whole, as it is sent
+        self._schema = schema  # the encoded schema message of the whole dataset
         self._projection = Projection(schema, indices)
 
     def join(self, wake: Callable[[], None], on_cut_off: Callable[[], None] | None = None) -> Consumer:
@@ -105,7 +105,7 @@ class _BroadcastColumns(BroadcastDataset):
 
 
 def _messages(consumer: Consumer, woken: threading.Event) -> Messages:
-    """What libarrow joins, in this process."""
+    """Yield the messages of `consumer`, for libarrow to join into batches in this process."""
     try:
         while not consumer.finished:
             items = consumer.take()

@@ -1,4 +1,4 @@
-"""Datasets that stay on a device: sent as addresses to who can open its memory, and copied out for everybody else."""
+"""Datasets on a device. Clients that can open the device's memory receive addresses; all others receive copies."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from dissociated.memory.remote import fetch_ranges
 
 
 class DeviceDataset(StreamedDataset):
-    """Messages that stay, whose bodies lie in one segment on a device. None lies there where it holds no bytes."""
+    """Static messages whose bodies lie in one segment on a device. The segment is None if all bodies are empty."""
 
     repeatable = True
 
@@ -64,7 +64,7 @@ class DeviceDataset(StreamedDataset):
                 raise SourceError(why)
 
     def messages(self) -> Iterator[SplitMessage]:
-        """The messages, each body copied out when it is its turn."""
+        """Yield the messages. Each body is copied from the device when its message is due."""
         with nullcontext() if self.segment is None else Copies(self.segment.device) as copies:
             for header, parsed, _, extents, _ in self.placed:
                 if extents is None or copies is None:
@@ -81,7 +81,7 @@ class DeviceDataset(StreamedDataset):
             yield header, (body[0] if body else b"") if parsed.has_body else None
 
     def _copy_out(self, copies: Copies, header: bytes, parsed: Header, sent: Sequence[int]) -> pa.Buffer:
-        """A body, in memory of this process."""
+        """Copy the buffers at the addresses `sent` from the device, and return the packed body in host memory."""
         assert self.segment is not None
         copy = pa.allocate_buffer(parsed.body_length)
         copies.use((copy, self.segment))
@@ -114,10 +114,24 @@ class DeviceDataset(StreamedDataset):
 
 
 def as_device_dataset(name: str, source: Any, options: WriteOptions | None = None) -> Dataset | None:
-    """A dataset of what offers the Arrow C Device interface, a list of such, or columns that offer DLPack, by name.
+    """Make a dataset of a source whose data lie on a device.
 
-    None for something else. What it lies in is copied once, from place to place on the device, into memory that can be
-    exported: that of somebody's pool cannot. Raises SourceError, DeviceError and DeviceFull.
+    The data are copied once, within the device, into memory that can be exported to other processes. Memory of a
+    framework's pool cannot be exported.
+
+    Args:
+        name: the name of the dataset.
+        source: an object with the Arrow C Device interface, a list of such objects, or a mapping of column names to
+            objects with DLPack.
+        options: write options, which are valid only if the data turn out to lie in host memory.
+
+    Returns:
+        The dataset; None if `source` is none of these.
+
+    Raises:
+        SourceError: if the batches differ in their schema or device, or `options` are not valid for them.
+        DeviceError: if the device fails.
+        DeviceFull: if the device has no memory left.
     """
     if isinstance(source, Mapping) and source and all(hasattr(column, "__dlpack__") for column in source.values()):
         schema, arrays = import_columns(source)
@@ -151,7 +165,7 @@ def _all_batches(sources: Sequence[Any]) -> tuple[pa.Schema, list[ImportedArray]
 
 
 def _place(name: str, schema: pa.Schema, copies: Copies, arrays: Sequence[ImportedArray]) -> DeviceDataset:
-    """Copy these into one segment."""
+    """Copy the batches into one new segment on their device."""
     stream = copies.stream
     for array in arrays:
         if array.struct.sync_event:
@@ -165,7 +179,7 @@ def _place(name: str, schema: pa.Schema, copies: Copies, arrays: Sequence[Import
     memory = copies.device.allocate(size, stream, exportable=True)
     copies.use((arrays, split))
     try:
-        stream.clear(memory.address, size)  # what is not written would be of somebody else
+        stream.clear(memory.address, size)  # padding must not expose old contents of the memory
         segment = DeviceSegment(memory)
         messages = [begin, *_copy(stream, segment, split)]
         copies.wait()
@@ -182,7 +196,8 @@ def _copy(stream: Stream, segment: DeviceSegment, messages: Iterable[PlacedMessa
         if not parsed.body_length:
             yield StaticMessage(header, parsed, ())
             continue
-        for (address, length), offset in zip(extents, offsets, strict=True):  # each by itself: what follows is others'
+        # Each buffer is copied on its own, since the bytes after it in the source belong to other data.
+        for (address, length), offset in zip(extents, offsets, strict=True):
             if length:
                 stream.copy(segment.address(at) + offset, address, length)
         placed = [(at + offset if length else 0, length) for offset, length in zip(offsets, lengths, strict=True)]

@@ -1,14 +1,15 @@
-"""A live stream that is read once, for all of its consumers.
+"""The fan-out of a live stream: its source is read once, and its messages are sent to all consumers.
 
-One thread, the pump, reads the source. It writes each body into shared memory once, and hands every consumer the same
-messages. Each has its own place in the stream and its own leases; a body's memory goes back to the system when the last
-consumer that was given it has freed it.
+A thread called the pump reads the source. It writes each body into shared memory once, and gives the same messages to
+every consumer. Each consumer has its own position in the stream and its own leases. The memory of a body goes back to
+the system when the last consumer that was given the body has freed it.
 
-The pump waits for the slowest consumer while `limit` bytes are held, but not for one that neither takes nor frees
-anything for `stall_timeout`: of these, the one that holds most is cut off. Its stream ends with the reason. What has
-been sent to it stays as it is until it frees that or goes, beyond the limit.
+The pump waits for the slowest consumer while `limit` bytes are held. If consumers neither take nor free anything for
+`stall_timeout` seconds, the consumer among them that holds the most memory is cut off: its stream ends with an error.
+Memory that was sent to it stays unchanged until it frees the memory or disconnects, and no longer counts against the
+limit.
 
-A consumer that joins late gets the schema and the dictionaries as they are, and then what comes next.
+A consumer that joins late receives the schema and the current dictionaries, and then the next messages.
 """
 
 from __future__ import annotations
@@ -33,38 +34,38 @@ from dissociated.memory.live import LiveMemory
 
 _log = logging.getLogger(__name__)
 
-#: For so many small messages that follow one another room is made at once.
+#: Number of small messages for which the room is checked at once when they follow one another.
 _ROOM_BATCH = 16
 
 
 class Consumer:
-    """One of the consumers of a fanout: its place in the stream, and what it holds. `leave` gives that back.
+    """A consumer of a fan-out, with its position in the stream and the memory that it holds. Call `leave` after use.
 
-    `wake` is called, from the pump's thread, when there is something to take after there was nothing, or there will be
-    nothing more; `on_cut_off` when it is cut off.
+    The pump's thread calls `wake` when a message or the end of the stream arrives for a consumer that found nothing to
+    take, and `on_cut_off` when the consumer is cut off.
     """
 
     def __init__(self, fanout: Fanout, wake: Callable[[], None], on_cut_off: Callable[[], None]) -> None:
         self._fanout = fanout
         self.wake = wake
         self.on_cut_off = on_cut_off
-        self.waiting: deque[LiveMessage] = deque()  # what it has not taken yet
-        self.queued = 0  # bytes that these take outside of shared memory
-        self.idle = False  # whether it found nothing to take
-        self.held: set[int] = set()  # the addresses that it was given, waiting or sent
-        self.stopped = False  # whether it wants nothing more
-        self.cut_off = False  # whether it gets nothing more, and what it holds does not count
-        self.reason: str | None = None  # why there will be no more, if that is an error
-        self.ended = False  # whether all there is was given to it, to the regular end
-        self.last_progress = time.monotonic()  # when it last took or freed something
+        self.waiting: deque[LiveMessage] = deque()  # messages that the consumer has not taken yet
+        self.queued = 0  # bytes of the waiting messages outside of shared memory
+        self.idle = False  # whether the last `take` found no message
+        self.held: set[int] = set()  # addresses that the consumer holds, in waiting and in taken messages
+        self.stopped = False  # whether the consumer receives nothing more at its own request
+        self.cut_off = False  # whether it was cut off: it receives nothing more, and its memory does not count
+        self.reason: str | None = None  # the error that ended its stream
+        self.ended = False  # whether the stream has ended regularly and its last message was enqueued
+        self.last_progress = time.monotonic()  # the time at which it last took or freed something
 
     @property
     def finished(self) -> bool:
-        """Whether it has taken everything there was, to the regular end."""
+        """Whether the consumer has taken all messages up to the regular end of the stream."""
         return self.ended and not self.waiting
 
     def enqueue(self, item: LiveMessage) -> None:
-        """Let it take `item` after all others. Call it with the fanout's `changed` held."""
+        """Append `item` to the waiting messages. Call it with the fan-out's `changed` held."""
         self.waiting.append(item)
         self.queued += item.queued * item.messages
         if self.idle:
@@ -72,9 +73,17 @@ class Consumer:
             self.wake()
 
     def take(self, count: int = 1, nbytes: int = 0) -> list[LiveMessage]:
-        """The next messages, up to `count` of them, and up to `nbytes` bytes of bodies where there are several.
+        """Take the next messages.
 
-        Empty where there are none now. Raises SourceError, which says why, where there will be no more.
+        Args:
+            count: the largest number of messages; an item of alike messages is not split.
+            nbytes: the largest number of bytes of bodies, unless it is a single item.
+
+        Returns:
+            The messages, in order; empty if none are waiting now.
+
+        Raises:
+            SourceError: if the stream has ended with an error.
         """
         taken: list[LiveMessage] = []
         waiting = self.waiting
@@ -94,25 +103,30 @@ class Consumer:
         return taken
 
     def free(self, addresses: Collection[int]) -> None:
-        """It does not need these addresses any more."""
+        """Free `addresses`, which the consumer does not need any more. Unknown addresses are ignored."""
         if addresses:
             with self._fanout.changed:
                 self.last_progress = time.monotonic()
                 self._fanout.free(self, self.held.intersection(addresses))
 
     def stop(self) -> None:
-        """It takes nothing more, and goes on holding what it was sent."""
+        """Give the consumer nothing more. Memory that it was sent stays leased."""
         with self._fanout.changed:
             self.stopped = True
             self._fanout.forget(self)
 
     def detach(self) -> None:
-        """It gets nothing more. What it was sent stays until it frees that, and does not count against the limit."""
+        """Cut the consumer off. Memory that it was sent stays until it is freed, but no longer counts for the limit."""
         with self._fanout.changed:
             self._fanout.detach(self)
 
     def leave(self, disconnected: bool = True) -> None:
-        """Its connection is over. If it is `disconnected`, what it holds is given back; else that is not used again."""
+        """Remove the consumer, whose connection has ended.
+
+        Args:
+            disconnected: whether the client is known to be gone, so that its memory can be released. Otherwise the
+                memory that it may still map is not reused.
+        """
         with self._fanout.changed:
             if not disconnected:
                 self._fanout.detach(self)
@@ -121,15 +135,15 @@ class Consumer:
 
     @property
     def kept_bytes(self) -> int | None:
-        """How much it holds, in bytes, if it was cut off; else None."""
+        """The bytes that the consumer still holds after it was cut off. None if it was not cut off."""
         with self._fanout.changed:
             return self._fanout.size_of(self) if self.cut_off else None
 
 
 class Fanout:
-    """Reads `reader` once, for all consumers together: see the module. `name` is what they are told.
+    """The fan-out of one reader to all consumers: see the module. Close it after use.
 
-    `limit` is how many bytes of it may be held in shared memory. Close it after use.
+    Error messages call the stream `name`. At most `limit` bytes of it are held in shared memory.
     """
 
     def __init__(
@@ -141,25 +155,34 @@ class Fanout:
         self._options = options
         self._schema = Splitter(reader.schema, options).schema_message
         self.schema_header = self._schema.header
-        self._dictionaries: dict[int, list[LiveMessage]] = {}  # as they are: each with the deltas since
+        self._dictionaries: dict[int, list[LiveMessage]] = {}  # the current dictionary of each id, and its deltas
         self._memory = LiveMemory(name, limit)
         self._consumers: list[Consumer] = []
-        self._pump: threading.Thread | None = None  # which reads, once it has begun
-        # Not the error itself: its traceback would keep what its receiver holds.
-        self._reason: str | None = None  # why there is nothing more, if that is not the source's end
-        self._over = False  # nothing more will come
-        self._busy = False  # the pump is using the memory
-        self._full = False  # the pump waits for room
-        self._last: LiveMessage | None = None  # what consumers were given last, while all of them have still to take it
+        self._pump: threading.Thread | None = None  # the thread that reads, once it was started
+        # The text of the error that ended the stream. The error itself would keep alive, through its traceback, all
+        # objects of the functions that it passed.
+        self._reason: str | None = None
+        self._over = False  # whether the stream has ended
+        self._busy = False  # whether the pump is writing to the memory
+        self._full = False  # whether the pump waits for room
+        self._last: LiveMessage | None = None  # the newest message, until any consumer has taken it
         self._last_receivers: list[Consumer] = []
-        self._room_for = 0  # messages that may follow it before it is asked again whether there is room
-        #: Held by whoever looks at or changes what consumers have; notified when one comes, frees or goes.
+        self._room_for = 0  # number of alike messages that may follow the newest one before room is checked again
+        #: Guards the state of all consumers. It is notified when a consumer joins, takes, frees or leaves.
         self.changed = threading.Condition()
 
     # Consumers
 
     def join(self, wake: Callable[[], None], on_cut_off: Callable[[], None] | None = None) -> Consumer:
-        """Become a consumer. Raises SourceError where there is nothing more to be had, or not for who comes late."""
+        """Add a consumer. The pump starts when the required number of consumers has joined.
+
+        Args:
+            wake: see `Consumer`.
+            on_cut_off: see `Consumer`. Default: `wake`.
+
+        Raises:
+            SourceError: if the stream has ended, or has begun and refuses late consumers.
+        """
         with self.changed:
             if self._over:
                 raise SourceError(self._reason or f"the live stream {self.name!r} has ended")
@@ -180,7 +203,7 @@ class Fanout:
             return consumer
 
     def leave(self, consumer: Consumer) -> None:
-        """Give back everything that `consumer` holds. It takes nothing any more. Call it with `changed` held."""
+        """Remove `consumer`, and release everything that it holds. Call it with `changed` held."""
         if consumer in self._consumers:
             self._consumers.remove(consumer)
         self.forget(consumer)
@@ -188,13 +211,13 @@ class Fanout:
         self._release_unused()
 
     def free(self, consumer: Consumer, addresses: set[int]) -> None:
-        """`consumer` does not hold these any more. Call it with `changed` held."""
+        """Release `addresses`, which `consumer` held. Call it with `changed` held."""
         consumer.held -= addresses
         self._memory.free(addresses, consumer.cut_off)
         self.changed.notify_all()
 
     def forget(self, consumer: Consumer) -> None:
-        """`consumer` does not get what it has not taken yet. Call it with `changed` held."""
+        """Discard the messages that `consumer` has not taken yet. Call it with `changed` held."""
         unsent = {address for item in consumer.waiting for address in item.addresses}
         self._last = None
         consumer.waiting.clear()
@@ -202,13 +225,13 @@ class Fanout:
         self.free(consumer, unsent)
 
     def on_taken(self) -> None:
-        """A consumer has taken something. Call it with `changed` held."""
+        """Record that a consumer has taken messages. Call it with `changed` held."""
         self._last = None
         if self._full:
             self.changed.notify_all()
 
     def detach(self, consumer: Consumer) -> None:
-        """`consumer` gets nothing more, and what it holds counts no more. Call it with `changed` held."""
+        """Cut `consumer` off, and exempt its memory from the limit. Call it with `changed` held."""
         self.forget(consumer)
         if not consumer.cut_off:
             consumer.cut_off = True
@@ -216,7 +239,7 @@ class Fanout:
             self.changed.notify_all()
 
     def size_of(self, consumer: Consumer) -> int:
-        """How much memory it holds, in bytes, alone or with others. Call it with `changed` held."""
+        """Return the bytes that `consumer` holds, alone or shared with others. Call it with `changed` held."""
         return self._memory.size_of(consumer.held) + consumer.queued
 
     @property
@@ -232,7 +255,7 @@ class Fanout:
             with source_errors(self.name):
                 messages = split(reader, self._options)
                 del reader
-                next(messages)  # the schema, which consumers have
+                next(messages)  # the schema, which consumers received when they joined
                 for message in messages:
                     if not self._publish(message):
                         break
@@ -243,14 +266,14 @@ class Fanout:
             reason = f"the live stream {self.name!r} failed for a reason that the server's log tells"
             _log.exception("%r: a live stream failed for a reason of ours", self.name)
         finally:
-            messages = None  # type: ignore[assignment]  # with it goes the source
+            messages = None  # type: ignore[assignment]  # releases the source
             with self.changed:
                 self._busy = False
                 self._end(reason)
                 self._release_unused()
 
     def _publish(self, message: SplitMessage) -> bool:
-        """Give the next message to every consumer. Whether there is somebody to take more."""
+        """Give the next message to every consumer. Return whether the stream goes on."""
         length = message.parsed.body_length
         if length <= SMALL_BODY:
             with self.changed:
@@ -269,7 +292,8 @@ class Fanout:
                 raise SourceError(f"the source of {self.name!r} gave a batch of {length} bytes, which no region takes")
             self._wait_for_room(length)
             self._busy = True
-        region.write(message.body or ())  # without holding up consumers meanwhile: only the pump writes
+        # Written without holding `changed`, which would delay consumers. Only the pump writes to the region.
+        region.write(message.body or ())
         with self.changed:
             self._busy = False
             if self._over:
@@ -283,7 +307,11 @@ class Fanout:
             return True
 
     def _follows(self, message: SplitMessage) -> bool:
-        """Append the message to what consumers were given last, if it is alike, not taken yet, and there is room."""
+        """Append the message to the newest one, if the two are alike, no consumer has taken that, and there is room.
+
+        Returns:
+            Whether the message was appended.
+        """
         last = self._last
         if last is None:
             return False
@@ -312,7 +340,11 @@ class Fanout:
             consumer.enqueue(item)
 
     def _wait_for_consumers(self) -> bool:
-        """Whether there is somebody to give messages to, before the stream is over. Call it with `changed` held."""
+        """Wait until there is an active consumer. Call it with `changed` held.
+
+        Returns:
+            False if the stream has ended, or no consumer is left and none may join.
+        """
         while not self._over:
             for one in self._consumers:
                 if not (one.cut_off or one.stopped):
@@ -323,7 +355,10 @@ class Fanout:
         return False
 
     def _wait_for_room(self, length: int) -> None:
-        """Wait for room, or the end of the stream. Cuts off those who hold it up. Call it with `changed` held."""
+        """Wait for room for `length` bytes, or for the end of the stream. Call it with `changed` held.
+
+        Whenever `stall_timeout` passes, the stalled consumer that holds the most memory is cut off.
+        """
         if self._has_room(length):
             return
         patience = self._live.stall_timeout
@@ -341,7 +376,10 @@ class Fanout:
         self._full = False
 
     def _has_room(self, length: int) -> bool:
-        """Whether `length` bytes more may be held. What waits is the same for all, so it counts once."""
+        """Return whether `length` more bytes may be held.
+
+        Consumers share their waiting messages, so only the longest queue counts.
+        """
         queued = 0
         for one in self._consumers:
             queued = max(queued, one.queued)
@@ -356,10 +394,10 @@ class Fanout:
         )
         consumer.on_cut_off()
 
-    # The end
+    # Ending
 
     def _end(self, reason: str | None) -> None:
-        """Nothing more comes; consumers still take what they have been given. Call it with `changed` held."""
+        """End the stream. Consumers can still take their waiting messages. Call it with `changed` held."""
         if self._over:
             return
         self._over, self._reason = True, reason
@@ -375,9 +413,9 @@ class Fanout:
             self._memory.close()
 
     def drop(self) -> None:
-        """End the stream: consumers take what they have been given, and then get to know why there is no more.
+        """End the stream. Consumers can still take their waiting messages, and then receive an error.
 
-        The pump ends with the source's next batch: it cannot be called back from there.
+        The pump ends only when the source gives its next batch, since reading cannot be interrupted.
         """
         with self.changed:
             self._end(f"the live stream {self.name!r} was dropped by whoever published it")
@@ -386,13 +424,13 @@ class Fanout:
             self._release_unused()
 
     def close(self) -> None:
-        """The same before consumers are sent away: what they have mapped stays readable."""
+        """End the stream because the server closes. Memory that consumers have mapped stays readable."""
         with self.changed:
             for consumer in self._consumers:
-                consumer.held.clear()  # so nothing more is punched out
+                consumer.held.clear()  # so that no memory is released when they leave
             self.drop()
 
     def join_pump(self, timeout: float) -> None:
-        """Wait for the pump to end: for up to `timeout` seconds, since nobody can hurry its source."""
+        """Wait up to `timeout` seconds for the pump to end. It may be blocked in the source for longer."""
         if self._pump is not None:
             self._pump.join(timeout)

@@ -1,7 +1,7 @@
-"""An Arrow IPC file or stream that is served from where it lies, as long as nobody writes to it.
+"""Arrow IPC files and streams that are mapped and served in place, for as long as they are not modified.
 
-One that is replaced by another of its name is served as it was. One that is written anew in its place has other bytes
-where its metadata said that columns lie: nobody is given these.
+If another file is renamed over a published file, the old file is still served. If a published file is modified in
+place, its metadata no longer matches its bytes. Readings then fail, so that no client receives wrong data.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from dissociated.store.segment import Segment
 
 
 class FileDataset(SegmentsDataset):
-    """The file at `path`. Raises StoreError where it holds no IPC stream or file, or cannot be read.
+    """The Arrow IPC stream or file at a path.
 
-    A stream without its end-of-stream marker, which it may do without, is a SourceError: nobody could tell it from what
-    a writer has left that died, or that still writes. So is one that anything but its statistics follows, as another
-    stream: nobody would read that. So are several files after each other: the footer of the last would be taken for
-    that of the first.
+    Raises:
+        StoreError: if the path holds no IPC stream or file, or cannot be read.
+        SourceError: if a stream lacks its end-of-stream marker. Arrow allows that, but such a stream looks the same as
+            one whose writer has died or is still writing. The error is also raised if anything but statistics follows
+            a stream, since no reader would read it, and if several files follow one another, since the footer of the
+            last would be taken for that of the first.
     """
 
     def __init__(self, name: str, path: Path) -> None:
-        state = file_state(path.stat())  # before anything is read of it
+        state = file_state(path.stat())  # taken before reading, so that later changes are noticed
         segment = Segment.open(path)
         if not segment.index.is_ended:
             raise SourceError(
@@ -57,24 +59,24 @@ class FileDataset(SegmentsDataset):
             try:
                 pair = next(pairs, None)
             finally:
-                self.check_unchanged()  # else it may fail in any way
+                self.check_unchanged()  # in a modified file, decoding may fail with any error; this one tells why
             if pair is None:
                 return
             yield pair
 
 
-#: Of a file: where it lies, its size, and when it was written last.
+#: The device, inode, size in bytes, and modification time in nanoseconds of a file.
 FileState: TypeAlias = tuple[int, int, int, int]
 
 
 def file_state(found: os.stat_result) -> FileState:
-    """What is another if the file is another, or has been written to."""
+    """Return a state that differs if the file was replaced or modified."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def check_alone(where: str, index: Index) -> None:
-    """Raise SourceError where more follows an Arrow IPC stream or file: nobody would read that."""
-    if index.is_file and re.search(FILE_MAGIC * 2, index.rest):  # the end of one, and the beginning of the next
+    """Raise SourceError if other data follow an Arrow IPC stream or file, since no reader would read them."""
+    if index.is_file and re.search(FILE_MAGIC * 2, index.rest):  # the end of a file, and the beginning of the next
         raise SourceError(
             f"{where} holds several Arrow IPC files after each other, where the footer of the last counts for "
             "all of it: publish each file by itself"
@@ -84,7 +86,7 @@ def check_alone(where: str, index: Index) -> None:
 
 
 def check_rest(where: str, rest: Buffer) -> None:
-    """Raise SourceError where this follows the end-of-stream marker, and is no statistics of the stream."""
+    """Raise SourceError if `rest`, which follows the end-of-stream marker, is not the statistics of the stream."""
     if len(rest) and not is_statistics(rest):
         raise SourceError(
             f"{where} goes on after its end-of-stream marker, where a reader of Arrow stops: publish each stream by "

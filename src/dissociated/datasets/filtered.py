@@ -1,4 +1,4 @@
-"""Some rows of a dataset, chosen for one client."""
+"""Filtered datasets: a subset of the rows of a dataset, chosen by the server for one client."""
 
 from __future__ import annotations
 
@@ -17,18 +17,29 @@ from dissociated.protocol.request import REFUSED, RowSelection, Selection
 if TYPE_CHECKING:
     from dissociated.codec.filter import RowFilter
 
-_KEEPALIVE_INTERVAL = 2.0  # seconds after which a client is sent a batch without rows: others do not pass for so long
+#: Seconds without a matching row after which an empty batch is sent, so that the client's timeout does not expire.
+_KEEPALIVE_INTERVAL = 2.0
 
 
 class FilterRefused(SourceError):
-    """Rows are not chosen as a client asks for them: it then does so itself."""
+    """The server does not apply this filter or limit. The client then reads all rows and applies it itself."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"{REFUSED}: {why}")
 
 
 def select(whole: Dataset, selection: Selection | None) -> Dataset:
-    """The part of a dataset that a request selects. Raises what `Dataset.select` raises, and FilterRefused."""
+    """Return the part of a dataset that a request selects.
+
+    Args:
+        whole: the dataset.
+        selection: the columns, batches and rows; None for the whole dataset.
+
+    Raises:
+        FilterRefused: if the server cannot apply the filter or limit.
+        ColumnNotFound: if a selected column does not exist.
+        OptionError: if batches are selected and the batches of the dataset have no numbers.
+    """
     if selection is None or selection.rows is None:
         return whole if selection is None else whole.select(selection)
     if not whole.filterable:
@@ -37,7 +48,7 @@ def select(whole: Dataset, selection: Selection | None) -> Dataset:
     wanted = selection.indices(whole.schema.names)
     if selection.rows.filter is None:
         return FilteredDataset(whole.select(selection), None, range(len(wanted)), selection.rows)
-    from dissociated.codec.substrait import parse_filter  # on first use: pyarrow.compute takes long to import
+    from dissociated.codec.substrait import parse_filter  # imported on first use, since pyarrow.compute loads slowly
 
     try:
         received = parse_filter(selection.rows.filter)
@@ -55,7 +66,10 @@ def select(whole: Dataset, selection: Selection | None) -> Dataset:
 
 
 def _batches(chosen: Dataset, passing: Sequence[bool] | None, wanted: tuple[int, int] | None) -> Dataset:
-    """A dataset of those of the `wanted` batches that may have rows that pass."""
+    """Return a dataset of the batches in the range `wanted` that may have rows that pass the filter.
+
+    `passing` has a flag for each batch, or is None if no statistics are known. A `wanted` of None means all batches.
+    """
     if passing is None:
         return chosen if wanted is None else chosen.slice_batches(*wanted)
     first, stop = (0, len(passing)) if wanted is None else wanted
@@ -64,7 +78,7 @@ def _batches(chosen: Dataset, passing: Sequence[bool] | None, wanted: tuple[int,
 
 
 class FilteredDataset(StreamedDataset):
-    """The rows of `source` that pass, and of its columns those at these positions."""
+    """The rows of `source` that pass the filter `rows`, up to the limit of `wanted`, with the given `columns` alone."""
 
     def __init__(self, source: Dataset, rows: RowFilter | None, columns: Sequence[int], wanted: RowSelection) -> None:
         super().__init__(source.name, select_fields(source.schema, columns))

@@ -1,4 +1,4 @@
-"""What a publisher says of a live stream that is read once for all clients."""
+"""The publisher's options for a live stream that is read once for all clients."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from dissociated.errors import OptionError
 
 @dataclass(frozen=True, kw_only=True)
 class Live:
-    """How clients share a stream that is read once. Raises OptionError for values that make no sense."""
+    """Options of a stream that is read once and shared by all clients. Raises OptionError for invalid values."""
 
-    #: What becomes of clients that come when it has begun: they "join" where it is, or are told to go: "refuse".
+    #: Whether clients that connect after the stream has begun "join" at its current position, or are sent away
+    #: ("refuse").
     late: Literal["join", "refuse"] = "join"
-    #: How many clients must be there before it begins.
+    #: Number of clients that must be connected before the stream begins.
     consumers: int = 1
-    #: Seconds for which a client that neither takes nor frees anything may hold up all others.
+    #: Seconds for which a client that neither takes nor frees anything may delay all others before it is cut off.
     stall_timeout: float = 10.0
 
     def __post_init__(self) -> None:

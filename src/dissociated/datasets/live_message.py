@@ -1,4 +1,4 @@
-"""What consumers of a live stream are given: a message, or small ones that are alike."""
+"""Messages of a live stream, for its consumers: a single message, or several small alike messages in one object."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from dissociated.codec.split import SplitMessage
 from dissociated.format.message import Header, HeaderType
 from dissociated.memory.live import LiveRegion
 
-#: Bodies of up to this many bytes travel inline: to share one costs more than to copy it, and takes whole pages.
+#: Bodies of up to this many bytes travel inline. Sharing a small body costs more than a copy, and takes whole pages.
 SMALL_BODY = 1 << 14
-#: Bytes that keeping a message takes beside its own.
+#: Memory of a waiting message, in bytes, apart from its header and body.
 QUEUED_OVERHEAD = 256
-#: How many messages are sent together at most, and how many bytes where there is more than one.
+#: Largest number of messages, and of bytes of several messages, that are sent in one call.
 MAX_SEND_MESSAGES = 1 << 13
 MAX_SEND_BYTES = 1 << 20
-#: Messages that are alike but for their bodies wait together if they have at most so many bytes.
+#: Messages with equal headers wait in one object if each has at most this many bytes, header included.
 _MAX_ALIKE = 1 << 11
 
 
 class LiveMessage(NamedTuple):
-    """A message for consumers, or several small ones that differ in their bodies alone."""
+    """A message for consumers, or several small messages that differ in their bodies alone."""
 
     header: bytes
     parsed: Header
-    #: In parts; None for a message without one.
+    #: The body, in parts; None for a message without a body.
     body: Sequence[Buffer] | None
-    #: Bytes that each message takes outside of shared memory while it waits.
+    #: Bytes of each message outside of shared memory while it waits.
     queued: int = 0
-    #: The shared memory that the body lies in; None for one that is inline.
+    #: The region of shared memory that the body lies in; None for an inline body.
     region: LiveRegion | None = None
     #: Address and length of each buffer in `region`.
     extents: Sequence[tuple[int, int]] = ()
-    #: The bodies of the messages that follow this one and are alike; None where none may.
+    #: The bodies of alike messages that follow this message; None if none may be appended.
     repeats: list[bytes] | None = None
 
     @classmethod
     def inline(cls, message: SplitMessage) -> LiveMessage:
-        """The message with its body in memory of its own."""
+        """Return the message with a copy of its body, outside of shared memory."""
         header, parsed, body = message
         size = len(header) + parsed.body_length
         parts = None if body is None else (b"".join(body),) if body else ()
@@ -47,7 +47,11 @@ class LiveMessage(NamedTuple):
         return cls(header, parsed, parts, size + QUEUED_OVERHEAD, repeats=[] if may_be_followed else None)
 
     def append_alike(self, message: SplitMessage) -> bool:
-        """Add `message` to the `repeats`, if it is alike and there is room. Returns whether it was added."""
+        """Append the body of `message` to `repeats` if the headers are equal and there is room.
+
+        Returns:
+            Whether the body was appended.
+        """
         more = self.repeats
         if more is None or message.header != self.header:
             return False
@@ -58,24 +62,24 @@ class LiveMessage(NamedTuple):
 
     @property
     def messages(self) -> int:
-        """How many messages these are."""
+        """The number of messages in this object."""
         return 1 + len(self.repeats) if self.repeats else 1
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all their bodies."""
+        """The total bytes of all bodies."""
         return self.messages * self.parsed.body_length
 
     @property
     def bodies(self) -> list[Buffer]:
-        """The bodies of all these messages, each in one piece where there are `repeats`."""
+        """The bodies of all messages. If there are `repeats`, each body is one buffer."""
         return [*(self.body or ()), *(self.repeats or ())]
 
     def each(self) -> Iterable[LiveMessage]:
-        """The messages one by one."""
+        """Return each message as an object of its own."""
         return [self._replace(body=(body,), repeats=None) for body in self.bodies] if self.repeats else (self,)
 
     @property
     def addresses(self) -> set[int]:
-        """The addresses that a consumer holds once it is given this."""
+        """The addresses that a consumer holds once it was given this message."""
         return {address for address, length in self.extents if length} if self.extents else set()

@@ -1,6 +1,7 @@
-"""Parquet files, which each client reads anew: with the schema and the rows that they were published with, or not.
+"""Parquet files, which are read anew for each client.
 
-Whoever writes such a file anew may do so in place, and while it is read. A reading gives rows of one state of it.
+A file may be replaced or rewritten in place, even while it is read. A reading gives rows of a single state of the
+file, with the schema and the number of rows that it was published with. Otherwise the reading fails.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.streamed import LiveDataset
 from dissociated.errors import SourceError
 
-#: Rows of a batch that is read, and bytes of its largest column, about.
+#: Limits of a batch: its rows, and roughly the bytes of its largest column.
 _ROWS, _BYTES = 1 << 16, 1 << 30
-_CHUNK_HEADERS = 1 << 9  # bytes of a column chunk that may be of no value
-_BUFFER_SIZE = 1 << 20  # bytes of a column that are read at once
+_CHUNK_HEADERS = 1 << 9  # bytes of a column chunk that may be headers instead of values
+_BUFFER_SIZE = 1 << 20  # bytes of a column that are read in one call
 _DIRECTORY = "it is a directory, and a dataset is made of files: name them, or one that has Parquet files alone"
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether the file begins as one of Parquet. Raises SourceError where it cannot be read."""
+    """Return whether the file begins with Parquet's magic bytes. Raise SourceError if it cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(4) == b"PAR1"
@@ -38,7 +39,7 @@ def is_parquet(path: Path) -> bool:
 
 
 def parquet_file(name: str, path: Path, options: WriteOptions | None) -> Dataset:
-    """A dataset of one file. Raises SourceError where it cannot be read."""
+    """Make a dataset of one Parquet file. Raise SourceError if it cannot be read."""
     try:
         reading = _Reading(path)
         rows = reading.rows
@@ -55,7 +56,7 @@ def parquet_file(name: str, path: Path, options: WriteOptions | None) -> Dataset
 
 
 class _ParquetDataset(LiveDataset):
-    """Parquet files with so many `rows`, which as Arrow take `min_size` bytes at least."""
+    """Parquet files with the given number of `rows`, which take at least `min_size` bytes as Arrow."""
 
     def __init__(
         self,
@@ -76,13 +77,16 @@ class _ParquetDataset(LiveDataset):
 
 
 class _Reading:
-    """One reading of a file, which must have so many `rows`. Raises SourceError, and what pyarrow raises."""
+    """A single reading of a Parquet file.
+
+    Raises SourceError if the file does not have the published number of `rows`, and pyarrow's errors if it is invalid.
+    """
 
     def __init__(self, path: Path, rows: int | None = None) -> None:
         import pyarrow.parquet
 
         self._path = path
-        self._source = pa.OSFile(str(path))  # not mapped: whoever cuts a mapped file short ends this process
+        self._source = pa.OSFile(str(path))  # not mapped, since truncating a mapped file would crash this process
         self._opened = self._state()
         self._file = pyarrow.parquet.ParquetFile(self._source, buffer_size=_BUFFER_SIZE)
         self.rows: int = self._file.metadata.num_rows
@@ -90,14 +94,16 @@ class _Reading:
         _check_rows(path, self.rows, rows)
 
     def reader(self, indices: Sequence[int] | None = None) -> pa.RecordBatchReader:
-        """A reader of the columns at these positions, as far as they are there, or of all."""
+        """Open a reader of the columns at these positions, or of all columns. Skip positions that do not exist."""
         schema = self._file.schema_arrow
         columns = None
         if indices is not None:
             names = schema.names
-            indices = [index for index in indices if index < len(names)]  # it may have been replaced: the schema tells
+            # The file may have been replaced by one with fewer columns. The caller compares the schemas.
+            indices = [index for index in indices if index < len(names)]
             if len(set(names)) < len(names) or any("." in name for name in names):
-                return select_columns(self.reader(), indices)  # names stand for paths too, and would be ambiguous
+                # pyarrow selects Parquet columns by name or dotted path, which is ambiguous for these names.
+                return select_columns(self.reader(), indices)
             schema = select_fields(schema, indices)
             columns = schema.names
         unchanged = _unchanged(self._batches(columns), lambda: self._state() == self._opened, self._path)
@@ -113,9 +119,12 @@ class _Reading:
 
 
 def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Dataset:
-    """A dataset of all Parquet files in it, in the order of their names; directories NAME=VALUE are a column each.
+    """Make a dataset of all Parquet files in a directory, in the order of their names.
 
-    Raises SourceError where there are none, something else is there, or they differ.
+    Subdirectories called NAME=VALUE add a column NAME each (Hive partitioning).
+
+    Raises:
+        SourceError: if there are no Parquet files, there are other files, or the schemas of the files differ.
     """
     import pyarrow.dataset
 
@@ -135,7 +144,8 @@ def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Da
         inspected = open_files()
         fragments = [*inspected.get_fragments()]
         common = fragments[0].physical_schema
-        for file, fragment in zip(files, fragments, strict=True):  # pyarrow would drop what only some have
+        # pyarrow itself would silently drop columns that only some files have.
+        for file, fragment in zip(files, fragments, strict=True):
             if not fragment.physical_schema.equals(common):
                 difference = schema_difference(common, fragment.physical_schema)
                 raise SourceError.told(
@@ -150,7 +160,8 @@ def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Da
             opened = states()
             schema, found, _ = inspect()
             _check_rows(path, found, rows)
-            # Anew: what was inspected keeps where each file had its columns, and reads them there when it is replaced.
+            # The files are opened anew. The dataset that was inspected caches the position of columns in each file, and
+            # would read at these positions even after a file was replaced.
             reader = open_files(schema).scanner().to_reader()
             unchanged = _unchanged(reader, lambda: states() == opened, path)
             return pa.RecordBatchReader.from_batches(reader.schema, unchanged)
@@ -161,9 +172,13 @@ def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Da
 
 
 def _parquet_files(directory: Path) -> Iterator[Path]:
-    """Those in it and in its directories NAME=VALUE. Raises SourceError for one that is something else."""
+    """Yield the Parquet files in `directory` and in its subdirectories NAME=VALUE.
+
+    Raises:
+        SourceError: if another file or subdirectory is found.
+    """
     for entry in sorted(directory.iterdir()):
-        if entry.name.startswith((".", "_")):  # as Spark and pyarrow say: not of the data
+        if entry.name.startswith((".", "_")):  # not data, by a convention of Spark and pyarrow
             continue
         if entry.is_dir() and "=" in entry.name:
             yield from _parquet_files(entry)
@@ -174,7 +189,7 @@ def _parquet_files(directory: Path) -> Iterator[Path]:
 
 
 def _check_rows(path: Path, found: int, published: int | None) -> None:
-    """Raise SourceError where there are others than were published: whoever knows how many counts on that."""
+    """Raise SourceError if the number of rows has changed since publication, since clients rely on that number."""
     if published is not None and found != published:
         changed = f"has {found:,} rows, and had {published:,} when it was published: publish it anew"
         raise SourceError.told(f"{path} {changed}", f"the file {changed}")
@@ -183,7 +198,11 @@ def _check_rows(path: Path, found: int, published: int | None) -> None:
 def _unchanged(
     batches: Iterator[pa.RecordBatch], is_unchanged: Callable[[], bool], path: Path
 ) -> Iterator[pa.RecordBatch]:
-    """The same. Raises SourceError where they may be of two states of what they are read from."""
+    """Yield `batches`, each only after the file is found unchanged.
+
+    Raises:
+        SourceError: if the file was modified or deleted since it was opened.
+    """
     while True:
         failed: Exception | None = None
         batch = None
@@ -209,14 +228,15 @@ def _is_true(is_unchanged: Callable[[], bool]) -> bool:
 
 
 def _min_size(schema: pa.Schema, metadata: Any) -> int:
-    """Return how many bytes a file takes as Arrow at least, by its footer.
+    """Return a lower bound of the bytes that a file takes as Arrow, computed from its footer.
 
-    Of text the footer tells how long it is encoded. Half of that is certain, but for a few bytes of each column chunk:
-    an encoding makes it no longer, and the headers and statistics of pages do not have the other half.
+    For text, the footer has the length of each encoded column chunk. Encoded text is never longer than the text itself,
+    and the headers and statistics of pages are assumed to take less than half of a chunk, apart from a few bytes. So
+    half of the encoded length counts.
     """
     size = sum(_min_array_size(field.type, metadata.num_rows) for field in schema)
     if metadata.num_columns != len(schema):
-        return size  # there are columns within columns
+        return size  # with nested columns, columns of the file and of the schema do not correspond
     for number, field in enumerate(schema):
         if _is_text(field.type):
             groups = (metadata.row_group(group) for group in range(metadata.num_row_groups))
@@ -230,7 +250,7 @@ def _is_text(type_: pa.DataType) -> bool:
 
 
 def _min_array_size(type_: pa.DataType, rows: int) -> int:
-    """Return how many bytes so many rows of a type take at least, their text and lists left out."""
+    """Return a lower bound of the bytes that `rows` values of a type take. Text and lists count as 0."""
     if isinstance(type_, pa.BaseExtensionType):
         return _min_array_size(type_.storage_type, rows)
     if pa.types.is_dictionary(type_):
@@ -241,12 +261,12 @@ def _min_array_size(type_: pa.DataType, rows: int) -> int:
         return _min_array_size(type_.value_type, rows * type_.list_size)
     try:
         return int(type_.bit_width) * rows // 8
-    except ValueError:  # its values have no common width
+    except ValueError:  # a type of variable width
         return 0
 
 
 def _batch_rows(metadata: Any) -> int:
-    """Rows of a batch, of which no column should take more than libarrow can put into one array."""
+    """Return the number of rows of a batch, such that no column should exceed the capacity of one Arrow array."""
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     widest = max(
         (

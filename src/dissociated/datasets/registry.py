@@ -1,7 +1,7 @@
-"""What one process serves: the one owner of ticket -> dataset, and of name -> dataset.
+"""The registry of the datasets that a process serves. It alone maps tickets and names to datasets.
 
-Publishing, replacing, dropping, expiry and eviction each come here once. What a catalog says a dataset *is*, its
-versions and parts, is in the catalog's database; this says what is served here.
+Publishing, replacing, dropping, expiry and eviction each change the registry once. The versions and parts of a dataset
+are in the catalog's database; the registry knows only the datasets that are served by this process.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from dissociated.protocol.request import Selection
 
 
 class Registry:
-    """The datasets that a process serves, by the identifiers that `tickets` are made for, and by name.
+    """The datasets that a process serves, by name, by the identifier in their tickets, and by part id. Thread-safe.
 
-    A part of a catalog's version is found by its id too, and need not have a name here. Whoever withdraws a dataset
-    drops it: streams of it go on, but for a live one. Safe to use from many threads.
+    A part of a version of a catalog need not have a name here. Withdrawing a dataset also drops it: its streams go on,
+    but a broadcast stream ends.
     """
 
     def __init__(self, tickets: Signer | Unsigned, chooses_rows: bool = True) -> None:
@@ -35,9 +35,13 @@ class Registry:
         self._by_part: dict[str, Dataset] = {}
 
     def publish(self, new: Dataset) -> Dataset | None:
-        """Serve `new` under its name. Returns what had the name, which is served by its own ticket until withdrawn.
+        """Serve `new` under its name.
 
-        Raises DissociatedError where another dataset has the ticket, or the registry is closed.
+        Returns:
+            The dataset that had this name, or None. It is still served by its own ticket until it is withdrawn.
+
+        Raises:
+            DissociatedError: if another dataset has the same ticket, or the registry is closed.
         """
         with self._lock:
             self._check_open()
@@ -48,9 +52,18 @@ class Registry:
             return old
 
     def serve(self, part: str, dataset: Dataset, named: bool = False) -> Dataset:
-        """Serve the part of that id to whoever has its ticket: `dataset`, or what is served so already. Returns which.
+        """Serve a part by its ticket.
 
-        With `named` it is what has its name here, too. Raises DissociatedError where the registry is closed.
+        Args:
+            part: the id of the part.
+            dataset: the data of the part, unless a dataset is served as this part already.
+            named: whether the part is served under the name of the dataset, too.
+
+        Returns:
+            The dataset that is served as this part.
+
+        Raises:
+            DissociatedError: if the registry is closed.
         """
         with self._lock:
             self._check_open()
@@ -62,17 +75,17 @@ class Registry:
             return dataset
 
     def assign_part(self, part: str, dataset: Dataset) -> None:
-        """Let `part` be the id of a dataset that is published already."""
+        """Assign the id `part` to a dataset that is published already."""
         with self._lock:
             self._by_part[part] = dataset
 
     def lookup_part(self, part: str) -> Dataset | None:
-        """The dataset that is served as the part of that id; None where there is none."""
+        """Return the dataset that is served as the part with this id, or None."""
         with self._lock:
             return self._by_part.get(part)
 
     def withdraw(self, dataset: Dataset) -> None:
-        """Serve `dataset` no more."""
+        """Stop serving `dataset`, and drop it."""
         with self._lock:
             if self._by_identifier.get(dataset.ticket) is dataset:
                 del self._by_identifier[dataset.ticket]
@@ -81,7 +94,7 @@ class Registry:
         dataset.drop()
 
     def withdraw_parts(self, parts: Iterable[str]) -> None:
-        """Serve the parts of these ids no more, as far as they are served."""
+        """Stop serving the parts with these ids. Ids that are not served are ignored."""
         with self._lock:
             datasets = [self._by_part.pop(part, None) for part in parts]
         for dataset in datasets:
@@ -89,12 +102,17 @@ class Registry:
                 self.withdraw(dataset)
 
     def find_name(self, name: str) -> Dataset | None:
-        """What is published under `name`, if anything is."""
+        """Return the dataset that is published under `name`, or None."""
         with self._lock:
             return self._by_name.get(name)
 
     def lookup_name(self, name: str) -> Dataset:
-        """What is published under `name`. Raises DatasetNotFound, and DissociatedError where the registry is closed."""
+        """Return the dataset that is published under `name`.
+
+        Raises:
+            DatasetNotFound: if there is none.
+            DissociatedError: if there is none because the registry is closed.
+        """
         dataset = self.find_name(name)
         if dataset is None:
             self._check_open()
@@ -102,14 +120,19 @@ class Registry:
         return dataset
 
     def lookup(self, identifier: bytes) -> Dataset | None:
-        """The dataset with this identifier, for which tickets are made; None where it is not served here."""
+        """Return the dataset with this identifier, for which tickets are made, or None if it is not served here."""
         with self._lock:
             return self._by_identifier.get(identifier)
 
     def resolve_ticket(self, ticket: bytes) -> tuple[Dataset, Dataset]:
-        """What was published, and what of it this ticket is for.
+        """Resolve a ticket.
 
-        Raises DatasetNotFound, and AccessDenied for what is no ticket of this process, or not any more.
+        Returns:
+            The published dataset, and the part of it that the ticket grants: the dataset itself, or some columns.
+
+        Raises:
+            DatasetNotFound: if the dataset is not served any more.
+            AccessDenied: if the ticket is foreign, altered or expired.
         """
         identifier, columns = self.tickets.check(ticket, time.time())
         dataset = self.lookup(identifier)
@@ -118,27 +141,40 @@ class Registry:
         return dataset, dataset if columns is None else isolate_columns(dataset, columns)
 
     def select(self, whole: Dataset, selection: Selection | None) -> Dataset:
-        """The part of a dataset that a request selects. Raises what `Dataset.select` raises, and FilterRefused."""
+        """Return the part of a dataset that a request selects. See `filtered.select` for errors.
+
+        Raises:
+            FilterRefused: if the selection has rows and this process does not choose rows for clients.
+        """
         if selection is not None and selection.rows is not None and not self._chooses_rows:
             raise FilterRefused("it was told not to choose rows")
         return select(whole, selection)
 
     def issue_ticket(self, dataset: Dataset, columns: Sequence[str] | None = None) -> Ticket:
-        """A ticket for a publication, or for these columns of it, and when it expires.
+        """Issue a ticket for a published dataset.
 
-        Raises ColumnNotFound, and OptionError where tickets say nothing of columns.
+        Args:
+            dataset: the dataset.
+            columns: the only columns that the ticket grants. Default: all columns.
+
+        Returns:
+            The ticket, with its expiry.
+
+        Raises:
+            ColumnNotFound: if the dataset lacks one of the columns.
+            OptionError: if `columns` is set and tickets are not signed.
         """
         if columns is not None:
             Selection(tuple(columns)).indices(dataset.schema.names)
         return self.tickets.sign(Grant(dataset.ticket, None if columns is None else tuple(columns)), time.time())
 
     def names(self) -> list[str]:
-        """The names of all datasets, sorted."""
+        """Return the names of all datasets, sorted."""
         with self._lock:
             return sorted(self._by_name)
 
     def datasets(self) -> dict[str, list[Dataset]]:
-        """Every dataset that is served, by name, sorted. Of several with one name, the present one is the last."""
+        """Return every served dataset, by name, sorted. If several have the same name, the current one is the last."""
         by_name: dict[str, list[Dataset]] = {}
         with self._lock:
             for dataset in self._by_identifier.values():
@@ -146,7 +182,11 @@ class Registry:
         return dict(sorted(by_name.items()))
 
     def close(self) -> list[Dataset]:
-        """Serve nothing from now on. Returns what was served, which the caller closes."""
+        """Stop serving all datasets.
+
+        Returns:
+            The datasets that were served, which the caller closes.
+        """
         with self._lock:
             self._closed = True
             served = [*self._by_identifier.values()]

@@ -1,4 +1,4 @@
-"""Messages of datasets as they are sent, and the segments that their bodies lie in."""
+"""Messages of datasets in the form in which they are sent, and the segments that hold their bodies."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from dissociated.memory.shared import Backing
 
 
 class StaticMessage(NamedTuple):
-    """A message that stays as it is."""
+    """An encoded message of a static dataset."""
 
-    #: The flatbuffer.
+    #: The metadata, a flatbuffer.
     header: bytes
-    #: What was read of the flatbuffer.
+    #: The fields of the flatbuffer that are needed here.
     parsed: Header
-    #: The packed body in parts; None for a message without one.
+    #: The packed body, in parts; None for a message without a body.
     packed: Sequence[Buffer] | None
-    #: Address and length of each buffer in shared memory; None where it does not lie there.
+    #: Address and length of each buffer in shared memory; None if the body does not lie there.
     extents: Sequence[tuple[int, int]] | None = None
-    #: The number of the segment that it lies in.
+    #: The number of the segment that the body lies in.
     segment: int = 0
 
 
 class SharedSegment(Protocol):
-    """Memory that peers can map. The descriptor is read-only."""
+    """A segment of memory that peers can map. The descriptor is read-only."""
 
     descriptor: int
     region: Region
 
     @property
     def backing(self) -> Backing:
-        """LIVE for as long as some of it is still to be written."""
+        """The kind of memory: LIVE while a part of the segment is still to be written."""
 
     def wait(self, until: int) -> None:
-        """Wait until everything is there that lies below this address. Raises StoreError."""
+        """Wait until all memory below the address `until` is written. Raise StoreError if writing fails."""
 
 
 class MappedMessages(NamedTuple):
-    """Messages whose bodies lie in one segment, to be sent as addresses into it."""
+    """Messages whose bodies lie in one segment and can be sent as addresses in it."""
 
     segment: SharedSegment
     messages: Sequence[StaticMessage]

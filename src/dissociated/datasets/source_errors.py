@@ -1,8 +1,8 @@
-"""Exceptions of a source, as errors that conceal their text from clients.
+"""Conversion of exceptions of a source into errors that conceal their text from clients.
 
-The text of an exception of somebody's own code may have a password or a path in it, and so may what libarrow says of
-the files that it reads. So it stays in the log. A client is told the kind of the exception, and a reference that finds
-the text in the log. Errors that were made to be told, by `SourceError.told`, pass as they are.
+The text of an exception of user code may contain a password or a path, and so may libarrow's messages about the files
+that it reads. So the text stays in the log. A client receives the type of the exception, and a reference by which the
+text can be found in the log. Errors that are meant for clients, made by `SourceError.told`, are not changed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ SOURCE_FAILED = "source_failed"
 
 @contextmanager
 def source_errors(name: str) -> Iterator[None]:
-    """Turn whatever this library's reading of the source of `name` raises into a SourceError, but for its own errors.
+    """Convert exceptions of this library's code that reads the source of `name` into SourceError.
 
-    The text of its own errors is told, and no other.
+    Clients see the text of this library's own errors, and of no other exception.
+
+    Raises:
+        SourceError: for a FormatError, and for every exception that is not a DissociatedError.
     """
     try:
         yield
@@ -39,9 +42,13 @@ def source_errors(name: str) -> Iterator[None]:
 
 @contextmanager
 def foreign_errors(name: str) -> Iterator[None]:
-    """Turn whatever the publisher's code raises into a SourceError whose text no client is told.
+    """Convert exceptions of the publisher's code into SourceError, with a text that clients do not see.
 
-    That code may use this library, whose errors then speak of things that are not for these clients.
+    That code may use this library itself. The text of the library's errors is then concealed, too, since it may
+    describe other servers and datasets.
+
+    Raises:
+        SourceError: for every exception. Errors that are meant for clients are raised unchanged.
     """
     try:
         yield
@@ -52,7 +59,7 @@ def foreign_errors(name: str) -> Iterator[None]:
 
 
 def foreign_reader(name: str, reader: pa.RecordBatchReader) -> pa.RecordBatchReader:
-    """Return a reader of the same batches, whose errors are those of `foreign_errors`."""
+    """Return a reader of the same batches that raises the errors of `foreign_errors`."""
     return BatchReader(reader.schema, _foreign_batches(name, reader))
 
 

@@ -1,4 +1,4 @@
-"""What a user publishes, as a dataset: tables, readers, files, callables, tensors."""
+"""Conversion of the sources that users publish (tables, readers, files, callables, tensors) into datasets."""
 
 from __future__ import annotations
 
@@ -31,26 +31,34 @@ from dissociated.store.segment import Segment
 def make_dataset(
     name: str, source: Source, options: WriteOptions | None = None, schema: pa.Schema | None = None
 ) -> Dataset:
-    """A dataset of whatever `source` is.
+    """Make a dataset of a source. The kind of the source decides how the dataset is held and read:
 
-    - Held: a Table, a RecordBatch, or a list of these; Arrow IPC in a Buffer or bytes, or a RecordBatchFileReader.
-      Nothing may follow a stream or file in these bytes.
-    - A path to an Arrow IPC stream or file is mapped and served from where it lies. A stream must end with its
-      end-of-stream marker, and nothing may follow that. A path to a Parquet file, or to a directory of them, is read
-      anew by each client.
-    - A RecordBatchReader, or an iterator of record batches, as a generator, can be read by one client, once.
-    - A callable is called once to learn the schema and again for each client; it gives a reader, anything with
-      `__arrow_c_stream__`, or an iterator of record batches, and the same stream each time.
-    - Anything else with `__arrow_c_stream__` (a DataFrame of Polars or pandas, a relation of DuckDB), and a dataset of
-      pyarrow or a scanner, is asked for a new stream each time.
-    - What has `__arrow_c_device_stream__` or `__arrow_c_device_array__`, a list of such, or a dict of columns with
-      `__dlpack__`: it is held on its device.
-    - A Tensor, a sparse one, or a list of them is held, and read with `read_tensors` or `open_tensors`.
+    - A Table, a RecordBatch, or a list of these is held in memory. So is Arrow IPC in a Buffer, in bytes or in a
+      RecordBatchFileReader; no other data may follow the stream or file in it.
+    - A path to an Arrow IPC stream or file is mapped and served in place. A stream must end with its end-of-stream
+      marker, and no other data may follow. A path to a Parquet file, or to a directory of them, is read anew for each
+      client.
+    - A RecordBatchReader, or an iterator of record batches such as a generator, can be read once, by one client.
+    - A callable is called once to learn the schema, and again for each client. It must return the same stream each
+      time: a reader, an object with `__arrow_c_stream__`, or an iterator of record batches.
+    - Another object with `__arrow_c_stream__` (a DataFrame of Polars or pandas, a relation of DuckDB), or a dataset or
+      scanner of pyarrow, is asked for a new stream for each client.
+    - An object with `__arrow_c_device_stream__` or `__arrow_c_device_array__`, a list of such objects, or a dict of
+      columns with `__dlpack__` is held on its device.
+    - A Tensor, a sparse tensor, or a list of tensors is held in memory. Clients read it with `read_tensors` or
+      `open_tensors`.
 
-    `schema` is that of an iterator or list, which may then be empty.
+    Args:
+        name: the name of the dataset.
+        source: the source.
+        options: how batches are written.
+        schema: the schema of an iterator or list, which may then be empty.
 
-    Raises SourceError for what is none of these, FormatError for a schema deeper than `options` allow, and OptionError
-    for a `schema` of what has its own.
+    Raises:
+        SourceError: if the source is of another kind, or cannot be read.
+        StoreError: if a path holds no valid Arrow IPC.
+        FormatError: if the schema is nested deeper than `options` allow.
+        OptionError: if `options` is invalid, or `schema` is given for a source that has its own.
     """
     if options is not None:
         check_options(options, WriteOptions)
@@ -88,7 +96,7 @@ def _make_dataset(name: str, source: Source, options: WriteOptions | None, schem
             )
         return FileDataset(name, path)
     if not isinstance(source, pa.RecordBatchReader):
-        from dissociated.datasets.device import as_device_dataset  # on first use: few need it
+        from dissociated.datasets.device import as_device_dataset  # imported on first use, since few servers need it
 
         with source_errors(name):
             on_device = as_device_dataset(name, source, options)
@@ -104,21 +112,22 @@ def _make_dataset(name: str, source: Source, options: WriteOptions | None, schem
     if callable(source):
         source = _NewEachTime(source)
     dataset = LiveDataset(name, lambda: open_source(name, source, schema), options)
-    rows = getattr(source, "num_rows", None)  # as a handle of ours has it
+    rows = getattr(source, "num_rows", None)  # known for a dataset handle of this library, for example
     dataset.rows = rows if isinstance(rows, int) else None
     return dataset
 
 
 def open_source(name: str, source: Source, schema: pa.Schema | None = None) -> pa.RecordBatchReader:
-    """A reader over `source`, or over what it gives if it is a callable. Raises SourceError."""
+    """Open a reader over `source`, or over its result if it is a callable. Raise SourceError on failure."""
     with foreign_errors(name):
         return foreign_reader(name, _open_reader(source() if callable(source) else source, schema))
 
 
 class _NewEachTime:
-    """Calls `source`. Raises SourceError where it gives what it gave last, and that can be read once.
+    """A callable that calls `source` and checks that a result that can be read only once is new each time.
 
-    Else whoever comes second would get the rest of that, or nothing, as if it were all.
+    Raises SourceError if the result is the same object as before. Otherwise, the second client would receive the rest
+    of the first client's stream, or no rows, as if that were the whole dataset.
     """
 
     def __init__(self, source: Callable[[], Source]) -> None:
@@ -136,7 +145,7 @@ class _NewEachTime:
             )
         try:
             self._last = weakref.ref(found)
-        except TypeError:  # of an iterator in C
+        except TypeError:  # iterators that are implemented in C allow no weak references
             self._last = lambda: found
         return found
 
@@ -146,7 +155,8 @@ def _open_reader(source: Source, schema: pa.Schema | None = None) -> pa.RecordBa
         return source
     if isinstance(source, Iterator):
         return _chain_batches(source, schema)
-    if hasattr(source, "open_reader"):  # a handle or scanner of ours, whose C stream has no metadata of single batches
+    # A dataset handle or scanner of this library. Its C stream would lose the custom metadata of batches.
+    if hasattr(source, "open_reader"):
         return source.open_reader()
     if hasattr(source, "__arrow_c_stream__"):
         return pa.RecordBatchReader.from_stream(source)
@@ -162,14 +172,14 @@ def _open_reader(source: Source, schema: pa.Schema | None = None) -> pa.RecordBa
 
 
 def _are_batches(source: Source, schema: pa.Schema | None) -> bool:
-    """Whether it is a list of them; an empty one where the schema is said."""
+    """Return whether `source` is a list of record batches or tables. It may be empty if `schema` is given."""
     if not isinstance(source, list | tuple):
         return False
     return all(isinstance(one, pa.RecordBatch | pa.Table) for one in source) and bool(source or schema is not None)
 
 
 def _chain_batches(pieces: Iterator[Any], schema: pa.Schema | None) -> pa.RecordBatchReader:
-    """A reader over record batches and tables, which all have the schema of the first."""
+    """Open a reader over record batches and tables, which must all have `schema`, or else that of the first piece."""
     if schema is None:
         first = next(pieces, None)
         if first is None:
@@ -195,7 +205,7 @@ def _check_piece(piece: Any, schema: pa.Schema | None) -> None:
 
 
 def _in_memory(name: str, source: Any, options: WriteOptions | None) -> Dataset:
-    """What is in memory as Arrow IPC: its batches, or where these have metadata of their own, a copy."""
+    """Make a dataset of Arrow IPC in memory. Batches are kept in place, or copied if they have custom metadata."""
     if not isinstance(source, pa.ipc.RecordBatchFileReader):
         may_change = isinstance(source, bytearray) or (isinstance(source, memoryview) and not source.readonly)
         buffer = pa.py_buffer(bytes(source) if may_change else source)
@@ -218,9 +228,12 @@ def _in_memory_batches(name: str, reader: pa.RecordBatchReader, options: WriteOp
 
 
 def isolate_columns(whole: Dataset, columns: Sequence[str]) -> Dataset:
-    """These columns of `whole`, for one reading, in memory that holds no others. Raises ColumnNotFound.
+    """Return a dataset of some columns, for one reading, in memory that holds no other column.
 
-    `select` spares bytes, and lets clients map segments and regions that hold the other columns too.
+    `Dataset.select` is no protection: clients of its result can map memory that holds the other columns, too.
+
+    Raises:
+        ColumnNotFound: if `whole` lacks one of the columns.
     """
     reader = whole.select(Selection(tuple(columns))).open_reader()
     return LiveDataset(whole.name, lambda: reader, one_shot=True)

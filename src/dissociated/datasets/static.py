@@ -1,4 +1,4 @@
-"""Datasets whose batches stay as they are."""
+"""Static datasets, whose batches never change."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Of how many selections of columns a static dataset keeps the messages.
+#: Largest number of column selections for which a static dataset keeps the encoded messages.
 _MAX_SELECTIONS = 16
 
 
 class StaticDataset(Dataset):
-    """Messages that stay, and the segments in shared memory that their bodies lie in."""
+    """A dataset of messages that never change, whose bodies may lie in segments of shared memory."""
 
     def __init__(self, name: str, schema: pa.Schema) -> None:
         super().__init__(name, schema)
@@ -52,18 +52,21 @@ class StaticDataset(Dataset):
 
     @abstractmethod
     def packed(self) -> Sequence[StaticMessage]:
-        """The messages, to be sent with their bodies inline."""
+        """Return the messages, to be sent with inline bodies."""
 
     @abstractmethod
     def mapped(self) -> Iterable[MappedMessages]:
-        """The messages by the segments that they lie in, in order. Waits for those that are still being written."""
+        """Return the messages, grouped by the segment that holds their bodies, in order.
+
+        A segment may still be written; wait for its bodies before sending them.
+        """
 
     @property
     def packed_size(self) -> int:
         return sum(message.parsed.body_length for message in self.packed())
 
     def encoded(self, key: Hashable, encode: Callable[[], T]) -> T:
-        """What `encode` made for `key`, now or before. It stays as long as the dataset."""
+        """Return the result of `encode` for `key`, which is computed once and kept as long as the dataset."""
         with self._lock:
             if key not in self._encoded:
                 self._encoded[key] = encode()
@@ -83,11 +86,11 @@ class StaticDataset(Dataset):
         return _StaticBatches(self, range(first, stop))
 
     def statistics(self, columns: Sequence[int]) -> Statistics | None:
-        """What is known of the values in its batches, of these columns at least."""
+        """Return the statistics of the batches, for at least these columns, or None if there are none."""
         return None
 
     def passing_batches(self, filter_: FilterNode, columns: Sequence[int]) -> Sequence[bool] | None:
-        from dissociated.codec.pruning import may_pass  # on first use: pyarrow.compute takes long to import
+        from dissociated.codec.pruning import may_pass  # imported on first use, since pyarrow.compute loads slowly
 
         known = self.statistics(columns)
         if known is None:
@@ -100,13 +103,14 @@ class StaticDataset(Dataset):
         return _StaticBatches(self, numbers)
 
     def drop(self) -> None:
-        with self._lock:  # they refer back, and memory shall not wait for the collector
+        # The selections refer back to this dataset. Without this, memory would be freed only by the garbage collector.
+        with self._lock:
             self._dropped = True
             self._selected.clear()
 
 
 class StaticColumns(StaticDataset):
-    """Some columns of a static dataset: its metadata encoded anew, its bodies chosen from where they lie."""
+    """Some columns of a static dataset. The metadata is encoded anew; the bodies are not copied."""
 
     def __init__(self, whole: StaticDataset, indices: tuple[int, ...]) -> None:
         super().__init__(whole.name, select_fields(whole.schema, indices))
@@ -115,7 +119,7 @@ class StaticColumns(StaticDataset):
         self._indices = indices
         self._projecting = threading.Lock()
         self._projection: Projection | None = None
-        #: Of segments, by their numbers, and of what is packed.
+        #: The projected messages of each segment, by its number, and of the packed messages, by None.
         self._projected: dict[int | None, list[StaticMessage]] = {}
 
     def open_reader(self) -> pa.RecordBatchReader:
@@ -145,7 +149,7 @@ class StaticColumns(StaticDataset):
 
 
 def project_messages(messages: Sequence[StaticMessage], projection: Projection) -> Iterator[StaticMessage]:
-    """Of these messages what is chosen of them. Raises FormatError for what does not fit the schema."""
+    """Yield the projection of each message that has one. Raise FormatError if a message does not fit the schema."""
     for message in messages:
         if message.parsed.type is HeaderType.SCHEMA:
             yield message._replace(header=projection.header)
@@ -156,7 +160,7 @@ def project_messages(messages: Sequence[StaticMessage], projection: Projection) 
 
 
 class _StaticBatches(StaticDataset):
-    """Some batches of a static dataset, and all dictionaries that come before the last of them."""
+    """Some batches of a static dataset, with all dictionaries that precede the last of these batches."""
 
     def __init__(self, whole: StaticDataset, numbers: Sequence[int]) -> None:
         super().__init__(whole.name, whole.schema)
@@ -182,7 +186,7 @@ class _StaticBatches(StaticDataset):
                 break
 
     def _pick(self, messages: Sequence[StaticMessage], number: int) -> Iterator[StaticMessage]:
-        """What is wanted of these, whose first batch has this number."""
+        """Yield the selected messages. `number` is the number of the first batch in `messages`."""
         for message in messages:
             is_batch = message.parsed.type is HeaderType.RECORD_BATCH
             if number == self._stop and message.parsed.type is not HeaderType.SCHEMA:
@@ -193,7 +197,7 @@ class _StaticBatches(StaticDataset):
 
 
 def _project_message(message: StaticMessage, chosen: ProjectedMessage) -> StaticMessage:
-    """The parts of `message` that are `chosen`."""
+    """Return the projection `chosen` of `message`, with its buffers in place."""
     if chosen.header is message.header:
         return message
     packed = chosen.body(message.packed or ())
@@ -209,9 +213,9 @@ def _project_message(message: StaticMessage, chosen: ProjectedMessage) -> Static
 
 
 class SegmentsDataset(StaticDataset):
-    """Segments, one after the other.
+    """A sequence of segments.
 
-    Raises SourceError where their schemas differ, or there are too many.
+    Raises SourceError if the schemas of the segments differ, or there are more than MAX_REGIONS segments.
     """
 
     def __init__(self, name: str, segments: Sequence[Segment]) -> None:
@@ -264,7 +268,7 @@ class SegmentsDataset(StaticDataset):
 
 
 def _mapped_messages(segment: Segment, number: int) -> MappedMessages:
-    """The messages of a segment, which is that number of its dataset. Only the first one's schema is among them."""
+    """Return the messages of segment `number` of a dataset. Only those of segment 0 include the schema."""
     messages = [
         StaticMessage(
             message.header,
@@ -280,9 +284,10 @@ def _mapped_messages(segment: Segment, number: int) -> MappedMessages:
 
 
 class StoredDataset(Dataset):
-    """What lies in a store. `open_segments` opens it, for each reader or for several; nobody else holds it open.
+    """A dataset in a store.
 
-    `schema`, `rows` and `nbytes` are what it was when it was committed, and what it still must be.
+    `open_segments` opens the segments when a reader needs them, since the dataset does not hold them open. `schema`,
+    `rows` and `nbytes` are the values at the commit, which the opened segments must still have.
     """
 
     stored = True
@@ -299,17 +304,17 @@ class StoredDataset(Dataset):
         self._dropped = False
 
     def open(self) -> SegmentsDataset:
-        exposed = self._exposed  # what a client was told of its memory is true of this one alone
+        exposed = self._exposed  # addresses that clients were told are valid in these segments alone
         if exposed is not None:
             return exposed
         opened = self._open()
-        # By names, since an extension type may have been registered since the schema was read.
+        # Only the names are compared, since the types differ if an extension type was registered meanwhile.
         if (opened.rows, opened.nbytes, opened.schema.names) != (self.rows, self.nbytes, self.schema.names):
             raise SourceError(f"{self.name!r} is not what was committed: its segments have been changed since")
         return opened
 
     def open_exposed(self) -> SegmentsDataset:
-        opened = self.open()  # without the lock, since a store that removes this calls `drop`
+        opened = self.open()  # without the lock, since a store that removes this dataset meanwhile calls `drop`
         with self._lock:
             if self._exposed is None and not self._dropped:
                 self._exposed = opened

@@ -1,4 +1,4 @@
-"""Datasets of which each client reads anew."""
+"""Datasets whose source is read anew for each client."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class StreamedDataset(Dataset):
 
     @abstractmethod
     def messages(self) -> Iterator[SplitMessage]:
-        """The messages of one reading, bodies packed."""
+        """Yield the messages of one reading, with packed bodies."""
 
     def slice_batches(self, first: int, stop: int) -> Dataset:
         return _LiveBatches(self, first, stop)
 
 
 class LiveDataset(StreamedDataset):
-    """A source that is opened for each client, or a reader that can be read once.
+    """A dataset of a source that is opened for each client, or of a reader that can be read once.
 
-    Where `open_columns` is given, it reads some of the columns without the others.
+    `open_columns`, if given, reads some columns without reading the others.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class LiveDataset(StreamedDataset):
 
 
 def _check_schema(dataset: Dataset, reader: pa.RecordBatchReader) -> pa.RecordBatchReader:
-    """The same reader. Raises SourceError where it has another schema than the dataset."""
+    """Return `reader`. Raise SourceError if its schema differs from that of the dataset."""
     if not reader.schema.equals(dataset.schema):
         difference = schema_difference(dataset.schema, reader.schema)
         raise SourceError(
@@ -84,7 +84,7 @@ def _check_schema(dataset: Dataset, reader: pa.RecordBatchReader) -> pa.RecordBa
 
 
 class _LiveColumns(StreamedDataset):
-    """Some columns of a live dataset. The others are left out before anything is encoded."""
+    """Some columns of a live dataset. The other columns are dropped before batches are encoded."""
 
     def __init__(self, whole: LiveDataset, indices: tuple[int, ...]) -> None:
         super().__init__(whole.name, select_fields(whole.schema, indices))
@@ -105,7 +105,7 @@ class _LiveColumns(StreamedDataset):
 
 
 class _LiveBatches(StreamedDataset):
-    """Some batches of a live dataset. Those before them are read, though not encoded."""
+    """Some batches of a live dataset. The batches before them are read, but not encoded."""
 
     def __init__(self, whole: StreamedDataset, first: int, stop: int) -> None:
         super().__init__(whole.name, whole.schema)

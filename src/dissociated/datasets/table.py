@@ -1,4 +1,4 @@
-"""A Table under a name, and its copy in shared memory."""
+"""Datasets of a Table, with its copy in shared memory."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ from dissociated.store.copying import STEP, CopiedSegment
 
 _log = logging.getLogger(__name__)
 
-#: A Table of so many bytes is copied into shared memory before anybody asks. To copy less takes no time that shows.
+#: Tables of at least this many bytes are copied into shared memory before a client asks. Copying a smaller Table takes
+#: no noticeable time.
 _MIN_AHEAD = 1 << 24
-#: Who copies ahead, of all Tables; by process, since a forked child's copy may be held by a thread that it has not.
+#: The lock under which a single Table at a time is copied ahead, by process id. A forked child needs a lock of its own,
+#: since the inherited lock may be held by a thread that exists only in the parent.
 _turns: dict[int, threading.Lock] = {}
 
 
 class TableDataset(StaticDataset):
-    """A Table. It is sent from where it lies, and copied once for those who can map memory."""
+    """A dataset of a Table. Inline bodies are sent from its own memory; clients that map memory share one copy."""
 
     def __init__(self, name: str, table: pa.Table, options: WriteOptions | None = None) -> None:
         super().__init__(name, table.schema)
@@ -38,7 +40,7 @@ class TableDataset(StaticDataset):
         self._table = table
         self._options = options
         self._packed: list[StaticMessage] | None = None
-        self._copying = threading.Lock()  # not the other one: clients that need no copy shall not wait for it
+        self._copying = threading.Lock()  # separate from `_lock`, so that clients that need no copy do not wait for it
         self._mapped: Sequence[MappedMessages] | None = None
         self._segment: CopiedSegment | None = None
         self._thread: threading.Thread | None = None
@@ -50,7 +52,7 @@ class TableDataset(StaticDataset):
         return BatchReader(self.schema, self._validated.check(self.schema, batches(self._table.to_reader())))
 
     def statistics(self, columns: Sequence[int]) -> Statistics | None:
-        """Looked at when they are asked for, once for each column."""
+        """Return statistics of these columns. They are computed on request, once for each column."""
         with self._looking:
             for column in columns:
                 if column not in self._statistics:
@@ -90,19 +92,24 @@ class TableDataset(StaticDataset):
             self._thread.start()
 
     def _copy_ahead(self) -> None:
-        """Copy until it is dropped. Nobody depends on this: those who need more of the copy write it."""
+        """Copy the Table in the background until it is complete or dropped.
+
+        Readers do not depend on this: if they need more of the copy, they write it themselves.
+        """
         try:
             self.mapped()
             while self._copy_more():
                 pass
         except DissociatedError as error:
-            why = str(error)  # and not the error: its traceback has this, and logs keep it
+            why = str(error)  # not the error itself, whose traceback would keep this dataset alive in captured logs
             _log.warning("copying %r into shared memory: %s; it is tried again when somebody asks", self.name, why)
 
     def _copy_more(self) -> bool:
-        """Copy a step more. False where all is copied, nobody wants it, or there is not twice the memory for the rest.
+        """Copy one more step. Only one Table is copied at a time, so that each sees the memory that others have taken.
 
-        One Table at a time does, so that each sees what the others have taken.
+        Returns:
+            False if the copy is complete, the dataset was dropped, or the rest would take more than half of the
+            available memory.
         """
         segment = self._segment
         with _turns.setdefault(os.getpid(), threading.Lock()):

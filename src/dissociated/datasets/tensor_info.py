@@ -1,4 +1,4 @@
-"""How a dataset of tensors is described: by an empty schema, whose metadata lists them as JSON."""
+"""The description of a dataset of tensors: an empty schema whose metadata lists the tensors as JSON."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import NamedTuple
 import pyarrow as pa
 
 _KEY = b"dissociated.tensors"
-_MAX_LISTED = 256  # of a dataset of more, the first are listed
+_MAX_LISTED = 256  # largest number of tensors in the list
 
 
 class TensorInfo(NamedTuple):
-    """A tensor: its format (dense, COO, CSR, CSC or CSF), type, shape, and the names of its dimensions, if any."""
+    """The format (dense, COO, CSR, CSC or CSF), type and shape of a tensor, and the names of its dimensions, if any."""
 
     format: str
     type: str
@@ -22,20 +22,20 @@ class TensorInfo(NamedTuple):
 
 
 class TensorsInfo(NamedTuple):
-    """How many tensors a dataset has, and what its first ones are."""
+    """The number of tensors in a dataset, and the descriptions of the first of them."""
 
     number: int
     first: tuple[TensorInfo, ...]
 
 
 def tensors_schema(tensors: Sequence[TensorInfo]) -> pa.Schema:
-    """An empty schema whose metadata describes these tensors."""
+    """Return an empty schema whose metadata describes these tensors."""
     listed = {"count": len(tensors), "first": [one._asdict() for one in tensors[:_MAX_LISTED]]}
     return pa.schema([], metadata={_KEY: json.dumps(listed)})
 
 
 def parse_tensors_info(schema: pa.Schema) -> TensorsInfo | None:
-    """What a schema says of tensors; None for the schema of anything else."""
+    """Return the description of tensors in a schema, or None if the schema describes no tensors."""
     text = (schema.metadata or {}).get(_KEY)
     if text is None:
         return None
@@ -47,4 +47,4 @@ def parse_tensors_info(schema: pa.Schema) -> TensorsInfo | None:
         )
         return TensorsInfo(int(plain["count"]), tuple(first))
     except (ValueError, KeyError, TypeError):
-        return TensorsInfo(0, ())  # somebody else's words for it
+        return TensorsInfo(0, ())  # the metadata has this key, but was written by other software

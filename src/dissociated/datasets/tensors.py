@@ -1,4 +1,4 @@
-"""Tensors under a name: a stream of nothing but tensors, which have no schema."""
+"""Datasets of tensors: streams of tensor messages alone, which have no schema."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dissociated.store.tensors import TensorSegment
 
 
 def as_tensors(source: Source) -> Sequence[Tensor] | None:
-    """The tensors that `source` is, one or a sequence of them; None where it is something else."""
+    """Return `source` as a sequence of tensors, or None if it is neither a tensor nor a sequence of tensors."""
     if type(source) in TENSOR_FORMATS:
         return [source]
     if isinstance(source, (list, tuple)) and source and all(type(one) in TENSOR_FORMATS for one in source):
@@ -28,9 +28,9 @@ def as_tensors(source: Source) -> Sequence[Tensor] | None:
 
 
 class TensorDataset(StaticDataset):
-    """Tensors. They are sent from where they lie; the first client that can map memory gets them copied there, once.
+    """A dataset of tensors, which are sent inline from their own memory, and to clients that map memory from one copy.
 
-    Raises SourceError for one that cannot be written.
+    The copy is made when the first such client connects. Raises SourceError if a tensor cannot be encoded.
     """
 
     filterable = False
@@ -51,7 +51,7 @@ class TensorDataset(StaticDataset):
         self._copying = threading.Lock()
 
     def select(self, selection: Selection) -> Dataset:
-        return self  # there are no columns: who reads it as batches learns that from the first message
+        return self  # tensors have no columns; a client that expects batches sees that in the first message
 
     def open_reader(self) -> pa.RecordBatchReader:
         raise SourceError(
