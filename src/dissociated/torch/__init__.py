@@ -1,4 +1,4 @@
-"""Training with PyTorch: batches of tensors, shuffled, over DataLoader workers and ranks, and resumed exactly.
+"""Training with PyTorch: batches of tensors, shuffled, divided among DataLoader workers and ranks, and resumable.
 
     from dissociated.torch import loader
 
@@ -25,20 +25,28 @@ __all__ = ["IterableDataset", "Loader", "loader"]
 
 
 def loader(dataset: DatasetHandle, *, num_workers: int = 0, **options: Any) -> Loader:
-    """Batches of a dataset: of each column a tensor, by name. Each `for` is an epoch, with an order of its own.
+    """Create a loader of a dataset. Each batch maps column names to tensors, and each `for` loop is an epoch.
 
-    Over shared memory tensors lie in the server's memory, where they can, mapped for this process alone: a tensor can
-    be written to, which neither the server nor any other tensor sees. With `writable=True` tensors are copies; where
-    they are written to anyway, that is faster.
+    Over shared memory, tensors lie in the server's memory if possible, in a private mapping of this process: a tensor
+    can be written to, and neither the server nor another tensor sees the change. With `writable=True`, tensors are
+    copies, which is faster if they are written to anyway.
 
-    - `options`: those of `dissociated.training.Sampling`: `columns`, `batch_size`, `shuffle`, `seed`, `buffer_size`,
-      `drop_last`, `as_arrow`, `rank`, `world_size` and `writable`; and further ones of torch.utils.data.DataLoader, of
-      which `collate_fn` is called with each batch.
-    - `num_workers`: processes that read, each by itself. The part of a rank is divided further among them. Over shared
-      memory a worker seldom pays: PyTorch copies what it reads once more, to this process.
+    Args:
+        dataset: the dataset handle.
+        num_workers: the number of processes that read. The part of a rank is divided further among them. Over shared
+            memory, workers seldom help, since PyTorch copies their batches once more, to this process.
+        **options: the fields of `dissociated.training.Sampling` (`columns`, `batch_size`, `shuffle`, `seed`,
+            `buffer_size`, `drop_last`, `as_arrow`, `rank`, `world_size` and `writable`), and further options of
+            `torch.utils.data.DataLoader`. Its `collate_fn` is called with each batch.
 
-    Raises WrongKind for columns that are no numbers, ColumnNotFound, OptionError, what reading raises, and OptionError
-    where PyTorch is not installed.
+    Returns:
+        The loader.
+
+    Raises:
+        WrongKind: if a column does not hold numbers, and is not in `as_arrow`.
+        ColumnNotFound: if the dataset lacks one of the columns.
+        OptionError: if an option is invalid, or PyTorch is not installed.
+        DissociatedError: further errors of reading.
     """
     _require_torch()
     from dissociated.torch.dataset import IterableDataset, Loader
@@ -49,7 +57,8 @@ def loader(dataset: DatasetHandle, *, num_workers: int = 0, **options: Any) -> L
 
 _SAMPLING = inspect.signature(Sampling).parameters
 _loader = inspect.signature(loader)
-loader.__signature__ = _loader.replace(  # type: ignore[attr-defined]  # for help, and completion in notebooks
+# The full signature serves `help` and the completion of notebooks.
+loader.__signature__ = _loader.replace(  # type: ignore[attr-defined]
     parameters=sorted((*_loader.parameters.values(), *_SAMPLING.values()), key=lambda parameter: parameter.kind)
 )
 

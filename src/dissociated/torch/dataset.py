@@ -1,4 +1,4 @@
-"""A dataset for PyTorch's DataLoader, and one with its DataLoader. Only who has PyTorch imports this module."""
+"""An iterable dataset for PyTorch's DataLoader, and a loader that combines both. Importing this needs PyTorch."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from dissociated.training.access import Access
 from dissociated.training.batches import Examples, Position, Sampling
 from dissociated.training.plan import Shard, turns
 
-#: Options of a DataLoader that would undo what is promised here.
+#: Options of a DataLoader that would change the order of the batches.
 _NOT_OURS = ("batch_sampler", "in_order", "sampler")
 
 
 @dataclass(kw_only=True, eq=False)
 class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # where PyTorch is not installed
-    """Batches of tensors for a DataLoader of your own, which must have `batch_size=None`.
+    """An iterable dataset of batches of tensors, for a DataLoader of your own with `batch_size=None`.
 
-    What its parameters mean says `Sampling`, and `loader` what is raised. Each worker reads a part of its rank's rows,
-    and opens a connection of its own. It can be sent to processes that are spawned, **with the token** of its client.
+    `dissociated.training.Sampling` documents the arguments, and `loader` the errors. Each worker reads a part of its
+    rank's rows, and opens a connection of its own. The dataset can be pickled for spawned processes; the pickle
+    **contains the token** of its client.
 
-    `set_epoch` before each epoch gives that its own order. `state_dict` and `load_state_dict` are the protocol of
-    torchdata's StatefulDataLoader, which asks the copy in each worker.
+    Call `set_epoch` before each epoch to give it an order of its own. `state_dict` and `load_state_dict` implement the
+    protocol of torchdata's StatefulDataLoader, which calls them on the copy in each worker.
     """
 
     dataset: DatasetHandle = field(kw_only=False, repr=False)
@@ -40,18 +41,22 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
             self.rank, self.world_size = _place()
         super().__post_init__()
         self._examples = Examples(self.dataset, self, Access.COPIED if self.writable else Access.PRIVATE)
-        self._begin = (0, 0)  # an epoch, and how many of its batches this rank was given already
-        self._begin_again = torch.zeros(2, dtype=torch.int64).share_memory_()  # the same, for workers that persist
-        self._read_in: int | None = None  # the process that has read an epoch
-        self._state: Mapping[str, Any] | None = None  # that was loaded
+        self._begin = (0, 0)  # the next epoch, and the number of its batches that this rank has received already
+        # `_begin` in shared memory, for persistent workers, which are not pickled anew for each epoch.
+        self._begin_again = torch.zeros(2, dtype=torch.int64).share_memory_()
+        self._read_in: int | None = None  # id of the process in which this copy has read an epoch
+        self._state: Mapping[str, Any] | None = None  # a loaded state that was not used yet
         self._position: Position | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch that is read next."""
+        """Set the epoch that is read next."""
         self.begin_at(epoch, 0)
 
     def begin_at(self, epoch: int, given: int) -> None:
-        """The same, after the first `given` batches, as a DataLoader gives them: from each worker in turn."""
+        """Set the epoch that is read next, without the first `given` batches that a DataLoader returns of it.
+
+        A DataLoader returns a batch of each worker in turn.
+        """
         self._begin = epoch, given
         self._begin_again.copy_(torch.tensor(self._begin))
         if self._state is not None and self._state.get("epoch") != epoch:
@@ -60,10 +65,11 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         worker = get_worker_info()
         number, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        # What began a worker was sent along. It is told of the next epoch, and has answered, before that begins.
+        # A new worker has `_begin` in its copy of this object. A persistent worker reads the shared tensor, which is
+        # set before the DataLoader tells its workers to begin the next epoch.
         epoch, given = self._begin_again.tolist() if worker and self._read_in == os.getpid() else self._begin
         self._read_in = os.getpid()
-        # So that the DataLoader, which asks the first first, goes on in turn.
+        # The DataLoader always asks its first worker first. So the shard whose turn it is moves to the first worker.
         number, step = turns([len(self.shard(one, count, epoch)) for one in range(count)], given)[number]
         self._position = position = self.position(count)
         if self._state is not None:
@@ -83,29 +89,32 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
             }
 
     def position(self, workers: int) -> Position:
-        """The beginning, for so many workers on each rank."""
+        """Return the beginning of epoch 0, for `workers` workers on each rank."""
         return Position(self._examples, self.part[1] * workers)
 
     def shard(self, worker: int, workers: int, epoch: int) -> Shard:
-        """What one worker reads."""
+        """Return the shard that one worker of this rank reads in an epoch."""
         rank, world_size = self.part
         return self._examples.plan.shard(rank * workers + worker, world_size * workers, epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Which batch comes next, in this process."""
+        """Return the position of the next batch in this process, which can be written as JSON."""
         if self._state is not None:
             return {**self._state}
         return (self._position or self.position(1)).state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, with the next epoch that is read. Then OptionError is raised where it was of other rows."""
+        """Continue from a saved position when the next epoch is read.
+
+        Reading then raises OptionError if the state refers to other rows.
+        """
         self._state = state
 
 
 class Loader:
-    """What `loader` gives. Each `for` is an epoch.
+    """A loader of batches of tensors, made by `loader`. Each `for` loop is an epoch.
 
-    `set_epoch` tells which; else it is the one after the last that was read to its end.
+    Without `set_epoch`, the epoch after the last complete one is read next.
     """
 
     def __init__(self, dataset: IterableDataset, *, num_workers: int = 0, **options: Any) -> None:
@@ -119,7 +128,7 @@ class Loader:
         self._batches = DataLoader(dataset, batch_size=None, num_workers=num_workers, **options)
 
     def __len__(self) -> int:
-        """How many batches an epoch has."""
+        """Return the number of batches of the current epoch."""
         epoch = self._position.epoch
         return sum(len(self.dataset.shard(number, self._workers, epoch)) for number in range(self._workers))
 
@@ -133,23 +142,28 @@ class Loader:
         position.set_epoch(epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch that the next `for` reads."""
+        """Set the epoch that the next `for` loop reads."""
         self._position.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Which batch comes next, as JSON has it. The same on all ranks that were given as many."""
+        """Return the position of the next batch, which can be written as JSON.
+
+        Ranks that have received the same number of batches return equal states.
+        """
         return self._position.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next `for` goes on there, exactly, with as many workers and ranks.
+        """Continue with the next `for` loop from a saved position, with exactly the batch that was next.
 
-        Raises OptionError where the state is of other rows.
+        Raises:
+            OptionError: if the state refers to other rows: to another version, other options, or another number of
+                workers or ranks.
         """
         self._position.load_state_dict(state)
 
 
 def _place() -> tuple[int, int]:
-    """Which part of how many this process is to torch.distributed."""
+    """Return the rank of this process and the number of ranks, according to torch.distributed."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return 0, 1

@@ -1,11 +1,11 @@
-"""Batches for training: NumPy arrays in shared memory, shuffled, sharded, and resumed where a run was interrupted.
+"""Batches for training: NumPy arrays in shared memory that are shuffled and sharded, with positions to resume from.
 
     from dissociated.training import Batches
 
     for batch in Batches(client["flights"], columns=["distance", "dep_delay"], shuffle=True):
         ...
 
-`dissociated.torch` makes tensors of them.
+`dissociated.torch` converts these arrays into tensors.
 """
 
 from dissociated.training.batches import Batches, Sampling

@@ -1,4 +1,4 @@
-"""What may be done with the arrays of a batch, and whose memory they lie in."""
+"""Access to the arrays of a batch: whether they can be written to, and which memory they lie in."""
 
 from __future__ import annotations
 
@@ -14,30 +14,35 @@ from dissociated.training.columns import Array
 
 
 class Access(Enum):
-    """What may be done with the arrays of a batch."""
+    """A kind of access to the arrays of a batch."""
 
-    #: They lie in the server's memory where they can, and nobody can write to them.
+    #: Arrays lie in the server's memory if possible, and are read-only.
     READ_ONLY = auto()
-    #: They lie there, too, and can be written to: that changes the array alone, and nothing that anybody else sees.
+    #: Arrays lie in the server's memory if possible, mapped privately. They can be written to, and the change is
+    #: visible in that array alone.
     PRIVATE = auto()
-    #: They can be written to, and have memory of their own.
+    #: Arrays are copies that can be written to.
     COPIED = auto()
 
 
 class Lender:
-    """Gives the arrays of one epoch, with the access that is wanted. An array that can be written to lies alone.
+    """The conversion of the arrays of one epoch to the requested access.
 
-    `find` tells in which region of shared memory an address of this process lies.
+    No two arrays that can be written to share a byte. `find` returns the region of shared memory that contains an
+    address of this process, or None.
     """
 
     def __init__(self, access: Access, find: Callable[[int], Region | None]) -> None:
         self._access = access
         self._find = find
         self._region: Region | None = None
-        self._mapping: PrivateMapping | None = None  # of that region
+        self._mapping: PrivateMapping | None = None  # a private mapping of `_region`
 
     def lend(self, array: Array) -> Array:
-        """The same values. An array that can be written to has memory of its own already."""
+        """Return an array of the same values with the requested access.
+
+        A writable `array` is returned as it is, since it has memory of its own already.
+        """
         if self._access is Access.READ_ONLY:
             array.flags.writeable = False
             return array
@@ -47,7 +52,10 @@ class Lender:
         return array.copy() if private is None else private
 
     def _map(self, array: Array) -> Array | None:
-        """In a mapping of this process alone; None where it does not lie in shared memory, or shares bytes there."""
+        """Return the array in a private mapping of its memory.
+
+        Return None if the array does not lie in shared memory, or shares bytes with an array that was mapped before.
+        """
         if not array.size or not array.flags.aligned:
             return None
         start, stop = _extent(array)
@@ -65,9 +73,9 @@ class Lender:
 
 
 def _extent(array: Array) -> tuple[int, int]:
-    """Where its bytes begin and end. No stride is negative."""
+    """Return the addresses at which the bytes of `array` begin and end. Its strides must not be negative."""
     if array.flags.c_contiguous:
-        buffer = pa.py_buffer(array)  # NumPy takes ten times as long to tell
+        buffer = pa.py_buffer(array)  # ten times faster than NumPy's array interface
         return buffer.address, buffer.address + buffer.size
     start: int = array.__array_interface__["data"][0]
     last = sum((length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True))

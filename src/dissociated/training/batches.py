@@ -1,4 +1,4 @@
-"""Batches for training, as NumPy arrays: shuffled, of one shard, and from where a run was interrupted."""
+"""Batches for training as NumPy arrays, with their sampling options and the position in an epoch."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ _WINDOW_BYTES = 1 << 26
 
 @dataclass(kw_only=True, eq=False)
 class Sampling:
-    """Which batches are made of a dataset. Raises OptionError for what makes no sense.
+    """Options that define the batches of a dataset. Raises OptionError for invalid values.
 
-    - `columns`: these alone. They must be numbers, without nulls, or lists of one size or tensors of one shape of them.
-    - `batch_size`: rows of a batch.
-    - `shuffle`: in an order that each epoch has for itself: first the record batches are shuffled, then the rows.
-    - `buffer_size`: how many rows are shuffled together, and held in memory. Left out: 65,536, or as many as have
-      64 MiB. With 0, rows keep their order within a record batch.
-    - `seed`: decides the orders of all epochs.
-    - `drop_last`: batches that are not full are left out.
-    - `as_arrow`: columns that are given as pyarrow Arrays: texts, nested ones, those with nulls.
-    - `rank`, `world_size`: which part of so many is read. All parts together are every row once, and as many batches
-      each, unless batches have one row or there are fewer rows than parts. Left out: everything; for PyTorch the part
-      of this process in torch.distributed, where that is initialised.
-    - `writable`: arrays and tensors have memory of their own, as shuffled rows have anyway. Left out: they lie in the
-      server's memory where they can. Nobody can write to NumPy's then. PyTorch's can be written to, and that changes
-      nothing but the tensor.
+    - `columns`: the columns to read. Default: all. A column must hold numbers without nulls, or fixed-size lists or
+      fixed-shape tensors of such numbers; see `as_arrow` for other types.
+    - `batch_size`: the number of rows of a batch.
+    - `shuffle`: shuffle each epoch in an order of its own: first the record batches, then the rows within a buffer.
+    - `buffer_size`: the number of rows that are shuffled together and held in memory. Default: 65,536 rows, but at most
+      64 MiB. With 0, only record batches are shuffled, and the rows of a record batch keep their order.
+    - `seed`: determines the order of every epoch.
+    - `drop_last`: leave out batches that are not full.
+    - `as_arrow`: columns to return as pyarrow Arrays: strings, nested types, columns with nulls.
+    - `rank`, `world_size`: the number of the part to read, and the number of parts. Together, the parts contain every
+      row exactly once. All parts have the same number of batches, unless `batch_size` is 1 or there are fewer rows than
+      parts. Default: everything; for PyTorch, the part of this process in `torch.distributed` if that is initialised.
+    - `writable`: return copies that can be written to. Shuffled rows are always copied. Default: arrays and tensors lie
+      in the server's memory if possible. NumPy arrays are then read-only; PyTorch tensors can be written to, which
+      changes only the tensor.
     """
 
     columns: Sequence[str] | None = None
@@ -66,11 +67,11 @@ class Sampling:
 
     @property
     def part(self) -> tuple[int, int]:
-        """Which part of how many is read."""
+        """The number of the part that is read, and the number of parts."""
         return (0, 1) if self.rank is None or self.world_size is None else (self.rank, self.world_size)
 
     def window(self, schema: pa.Schema) -> int:
-        """How many rows are shuffled together."""
+        """Return the number of rows that are shuffled together, a multiple of `batch_size`; 0 if no rows are."""
         if not self.shuffle or self.buffer_size == 0:
             return 0
         rows = min(_WINDOW_ROWS, _WINDOW_BYTES // row_width(schema)) if self.buffer_size is None else self.buffer_size
@@ -78,7 +79,7 @@ class Sampling:
 
 
 class Examples:
-    """A version of a dataset, to be read in batches by any number of shards, in this process and in others."""
+    """A version of a dataset that is read in batches by any number of shards, in this process and in others."""
 
     def __init__(self, dataset: DatasetHandle, sampling: Sampling, access: Access) -> None:
         self.dataset = dataset
@@ -95,7 +96,7 @@ class Examples:
         )
 
     def read(self, shard: Shard, first: int = 0) -> Iterator[dict[str, Column]]:
-        """The batches of a shard, from number `first`."""
+        """Yield the batches of a shard, from number `first` on. A batch maps column names to arrays."""
         lender = Lender(self._access, self._blocks.find_region)
         for batch in self._read(shard, first):
             yield {
@@ -104,10 +105,10 @@ class Examples:
             }
 
     def _read(self, shard: Shard, first: int) -> Iterator[dict[str, Column]]:
-        """The same, as they lie: arrays that can be written to have memory of their own."""
+        """Yield the batches before access is applied. Writable arrays have memory of their own."""
         window = self.plan.window
-        loaded: tuple[int, list[pa.RecordBatch]] | None = None  # the block that was read last
-        opened: tuple[int, dict[str, Column], Any] | None = None  # a window, and the order of its rows
+        loaded: tuple[int, list[pa.RecordBatch]] | None = None  # number and batches of the block that was read last
+        opened: tuple[int, dict[str, Column], Any] | None = None  # number, columns and row order of the current window
 
         def load(start: int, stop: int) -> dict[str, Column]:
             nonlocal loaded
@@ -125,14 +126,14 @@ class Examples:
                 continue
             number = start // window
             if opened is None or opened[0] != number:
-                opened = None  # its memory first
+                opened = None  # frees the memory of the last window before the next is loaded
                 begin, end = number * window, min((number + 1) * window, shard.rows)
                 opened = number, load(begin, end), shard.order(number, end - begin)
             _, columns, order = opened
             yield take(columns, order[start - number * window : stop - number * window])
 
     def describe(self) -> dict[str, Any]:
-        """What must be the same for positions to mean the same rows."""
+        """Return the properties that must be equal for two positions to refer to the same rows."""
         plan, info = self.plan, self.dataset.info
         return {
             "dataset": info.name,
@@ -150,7 +151,7 @@ class Examples:
 
 @dataclass
 class Position:
-    """Which batch comes next: number `step` of an epoch. It can be saved, and another process goes on from it."""
+    """The next batch to read, number `step` of an epoch. It can be saved, and resumed in another process."""
 
     examples: Examples
     shards: int
@@ -159,25 +160,25 @@ class Position:
     _resumed: bool = field(default=False, repr=False)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next epoch to be read, from its beginning; where a state of that epoch was loaded, from there."""
+        """Set the next epoch. It is read from its beginning, unless a state of this epoch was loaded just before."""
         if not _is_count(epoch):
             raise OptionError(f"an epoch is a number, 0 or more, not {epoch!r}")
         if not (self._resumed and epoch == self.epoch):
             self.epoch, self.step, self._resumed = epoch, 0, False
 
     def begin(self) -> int:
-        """An epoch is read now. Returns the number of its first batch."""
+        """Begin to read the epoch. Return the number of the first batch to read."""
         if not self._resumed:
             self.step = 0
         self._resumed = False
         return self.step
 
     def state_dict(self) -> dict[str, Any]:
-        """Texts and numbers, as JSON has them."""
+        """Return the position as a dict of strings, numbers and booleans, which can be written as JSON."""
         return {"epoch": self.epoch, "step": self.step, "shards": self.shards, **self.examples.describe()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. Raises OptionError where the state is of something else."""
+        """Continue from a saved position. Raise OptionError if the state is invalid or refers to other rows."""
         for name, expected in self.state_dict().items():
             if name not in state:
                 raise OptionError(f"this is no state of such batches: it does not say {name!r}")
@@ -193,13 +194,17 @@ class Position:
 
 @dataclass(kw_only=True, eq=False)
 class Batches(Sampling):
-    """Batches of a dataset: of each column a NumPy array, by name. Each `for` is an epoch.
+    """Batches of a dataset for training. Each batch maps column names to NumPy arrays; each `for` loop is an epoch.
 
-    `dataset`, a handle, comes first, by position. The others are those of `Sampling`.
+    `dataset`, a dataset handle, is the only positional argument. The other arguments are the fields of `Sampling`. All
+    epochs read the version of the dataset that the handle refers to. Without `set_epoch`, the epoch after the last
+    complete one is read next.
 
-    What is read is the version that the handle stands for, from its first row to its last. `set_epoch` tells the next
-    epoch; else it is the one after the last that was read to its end. Raises WrongKind for columns that are no numbers,
-    ColumnNotFound, OptionError, and what reading raises.
+    Raises:
+        WrongKind: if a column does not hold numbers, and is not in `as_arrow`.
+        ColumnNotFound: if the dataset lacks one of the columns.
+        OptionError: if an option is invalid.
+        DissociatedError: further errors of reading.
     """
 
     dataset: DatasetHandle = field(kw_only=False, repr=False)
@@ -212,7 +217,7 @@ class Batches(Sampling):
         self._position = Position(self._examples, world_size)
 
     def __len__(self) -> int:
-        """How many batches an epoch has."""
+        """Return the number of batches of the current epoch."""
         return len(self._shard())
 
     def __iter__(self) -> Iterator[dict[str, Column]]:
@@ -228,15 +233,19 @@ class Batches(Sampling):
         return self._examples.plan.shard(self._rank, position.shards, position.epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch that the next `for` reads. Each has an order of its own."""
+        """Set the epoch that the next `for` loop reads. With `shuffle`, each epoch has an order of its own."""
         self._position.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Which batch comes next, as JSON has it; `load_state_dict` of as many parts goes on there, exactly."""
+        """Return the position of the next batch, which can be written as JSON. See `load_state_dict`."""
         return self._position.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next `for` goes on where that was. Raises OptionError where it was of other rows."""
+        """Continue with the next `for` loop from a saved position, with exactly the batch that was next.
+
+        Raises:
+            OptionError: if the state refers to other rows: to another version, other options or another `world_size`.
+        """
         self._position.load_state_dict(state)
 
 

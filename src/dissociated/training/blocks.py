@@ -1,4 +1,4 @@
-"""The rows of one version of a dataset, in blocks that can be read in any order."""
+"""Blocks of rows of one version of a dataset, which can be read in any order."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dissociated.memory.region import Region
 from dissociated.training.columns import row_width
 from dissociated.training.plan import Positions
 
-_BLOCK_BYTES = 1 << 20  # of small record batches that go together
-_BLOCKS = 256  # that there are at least, where there are as many record batches
+_BLOCK_BYTES = 1 << 20  # bytes of a block up to which small record batches are combined
+_BLOCKS = 256  # number of blocks below which record batches are not combined
 
 
 class _Block(NamedTuple):
-    """Record batches that follow each other in one part: their numbers are from `first` up to `stop`."""
+    """Consecutive record batches of one part, with the numbers from `first` up to, but not including, `stop`."""
 
     part: int
     first: int
@@ -30,11 +30,22 @@ class _Block(NamedTuple):
 
 
 class Blocks:
-    """A block is a record batch, or several small ones that follow each other: `size` rows of them go together.
+    """The blocks of a dataset. A block is a record batch, or several small record batches that follow one another.
 
-    Over shared memory everything is mapped once. Else the sizes of all batches are asked for, which moves no body, and
-    each block when it is read. It can be sent to other processes, each of which then reads by itself. Raises what
-    reading raises, and WrongKind for tensors. With `keep_files` what is mapped can be mapped once more.
+    Over shared memory, every part is mapped once. Over other transports, only the number of rows of each batch is read
+    at first, without bodies, and each block when it is needed. The object can be pickled; each process then maps and
+    reads by itself.
+
+    Args:
+        dataset: the dataset.
+        columns: the columns to read; None for all.
+        size: the number of rows up to which record batches are combined into a block.
+        keep_files: whether to keep the files of mapped regions, so that they can be mapped again privately.
+
+    Raises:
+        WrongKind: if the dataset holds tensors.
+        ColumnNotFound: if the dataset lacks one of the columns.
+        DissociatedError: further errors of reading.
     """
 
     def __init__(self, dataset: DatasetHandle, columns: Sequence[str] | None, size: int, keep_files: bool) -> None:
@@ -46,9 +57,9 @@ class Blocks:
         self.dataset = dataset
         self.schema = dataset.scanner(columns).projected_schema
         self._keep_files = keep_files
-        self._mapped: dict[int, list[pa.RecordBatch] | None] = {}  # parts; None for those that are not
-        self._regions: list[Region] = []  # of these, in the order of their addresses in this process
-        self._addresses: list[int] = []
+        self._mapped: dict[int, list[pa.RecordBatch] | None] = {}  # batches by part; None if it cannot be mapped
+        self._regions: list[Region] = []  # all mapped regions, sorted by their address in this process
+        self._addresses: list[int] = []  # the addresses of `_regions`
         lengths = [self._lengths(part) for part in range(len(dataset.info.endpoints))]
         together = min(_BLOCK_BYTES // row_width(self.schema), sum(map(sum, lengths)) // _BLOCKS)
         self._blocks = [
@@ -60,11 +71,11 @@ class Blocks:
 
     @property
     def rows(self) -> Positions:
-        """How many each block has."""
+        """The number of rows of each block."""
         return np.array([block.rows for block in self._blocks], np.int64)
 
     def read(self, number: int) -> list[pa.RecordBatch]:
-        """The record batches of a block. Raises SourceError where it is not what it was."""
+        """Return the record batches of a block. Raise SourceError if its number of rows has changed."""
         part, first, stop, rows = self._blocks[number]
         mapped = self._map(part)
         batches = self._fetch(part, first, stop) if mapped is None else mapped[first:stop]
@@ -80,7 +91,7 @@ class Blocks:
         return [batch.select(names) for batch in reader]
 
     def _map(self, part: int) -> list[pa.RecordBatch] | None:
-        """Where a part lies in shared memory, its batches there."""
+        """Return the batches of a part in shared memory, or None if the part cannot be mapped."""
         if part not in self._mapped:
             reader = self.dataset.map_part(part, self._keep_files)
             if reader is not None:
@@ -90,14 +101,14 @@ class Blocks:
         return self._mapped[part]
 
     def find_region(self, address: int) -> Region | None:
-        """What of the shared memory that was mapped has this address in this process, if any."""
+        """Return the mapped region that contains this address of this process, or None."""
         place = bisect_right(self._addresses, address) - 1
         if place < 0 or address >= self._addresses[place] + self._regions[place].size:
             return None
         return self._regions[place]
 
     def _lengths(self, part: int) -> list[int]:
-        """The rows of each record batch."""
+        """Return the number of rows of each record batch of a part."""
         mapped = self._map(part)
         counted = (
             self.dataset.read_part(part, lambda defaults: defaults.without_columns()) if mapped is None else mapped
@@ -106,7 +117,7 @@ class Blocks:
 
 
 def slice_pieces(batches: Sequence[pa.RecordBatch], start: int, stop: int) -> Iterator[pa.RecordBatch]:
-    """The rows from `start` up to `stop` of all together."""
+    """Yield slices of `batches` that together are the rows from `start` up to, but not including, `stop`."""
     for batch in batches:
         first, last = max(0, start), min(stop, batch.num_rows)
         if first < last:

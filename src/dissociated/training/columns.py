@@ -1,4 +1,4 @@
-"""Columns as NumPy sees them, in place where they can be."""
+"""Conversion of Arrow columns into NumPy arrays, without a copy if possible."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ from pyarrow import types
 from dissociated.errors import ColumnNotFound, OptionError, WrongKind
 
 Array: TypeAlias = "npt.NDArray[Any]"
-#: A column of a batch: an Array, or a pyarrow.Array where it was asked for so.
+#: A column of a batch: an Array, or a pyarrow.Array for a column in `as_arrow`.
 Column: TypeAlias = Any
 
-_INT64_DIGITS = 18  # of a decimal that fits into 64 bits
+_INT64_DIGITS = 18  # number of digits of every decimal that fits into 64 bits
 
 
 class ArrayColumns:
-    """Those of one schema, by name; `as_arrow` are given as they come, and the others must be numbers.
+    """The conversion of the columns of one schema.
 
-    Raises ColumnNotFound, WrongKind for a column that is none, and OptionError for two of one name.
+    Columns in `as_arrow` stay pyarrow Arrays; all others must hold numbers.
+
+    Raises:
+        ColumnNotFound: if `as_arrow` has a column that is not in the schema.
+        WrongKind: if another column does not hold numbers.
+        OptionError: if two columns have the same name.
     """
 
     def __init__(self, schema: pa.Schema, as_arrow: Sequence[str] = ()) -> None:
@@ -43,7 +48,13 @@ class ArrayColumns:
                 )
 
     def join(self, pieces: Sequence[pa.RecordBatch]) -> dict[str, Column]:
-        """One array of each column; where there is one piece, in place, and read-only. Raises OptionError for nulls."""
+        """Join record batches into one array for each column, by name.
+
+        A single batch is not copied, and its arrays are read-only.
+
+        Raises:
+            OptionError: if a column of numbers has nulls.
+        """
         return {name: self._join(name, [piece.column(name) for piece in pieces]) for name in self._types}
 
     def _join(self, name: str, pieces: list[pa.Array]) -> Column:
@@ -60,12 +71,12 @@ class ArrayColumns:
                 f"column {name!r} has nulls, which numbers cannot say: fill them where it is published, leave it out "
                 "by columns=, or name it in as_arrow= to get a pyarrow.Array"
             ) from None
-        values.flags.writeable = False  # some of libarrow's buffers say that they may be written to, whoever has them
+        values.flags.writeable = False  # libarrow marks some buffers as mutable even if others share them
         return values
 
 
 def take(columns: Mapping[str, Column], rows: Array) -> dict[str, Column]:
-    """The rows at these positions, in memory of their own."""
+    """Return copies of the rows at these positions."""
     return {
         name: column.take(pa.array(rows)) if isinstance(column, pa.Array) else column[rows]
         for name, column in columns.items()
@@ -73,13 +84,14 @@ def take(columns: Mapping[str, Column], rows: Array) -> dict[str, Column]:
 
 
 class _Nulls(Exception):
-    """There are nulls."""
+    """The error of an array with nulls."""
 
 
 def view(array: pa.Array) -> Array:
-    """The values in place, but for booleans. Lists of one size, and tensors of one shape, have more dimensions.
+    """Return the values of `array` as a NumPy array, without a copy except for booleans.
 
-    Decimals are whole numbers of their last digit; dates and times are counted in their unit since 1970.
+    Fixed-size lists and fixed-shape tensors become further dimensions: the shape is `(rows, ...)`. Decimals become
+    integers in units of their last digit; dates and times become integers in their own unit, since 1970 or midnight.
     """
     if array.null_count:
         raise _Nulls
@@ -95,12 +107,13 @@ def view(array: pa.Array) -> Array:
     if types.is_boolean(type_):
         return view(array.cast(pa.uint8())).view(np.bool_)
     kind = _kind(type_)
-    assert kind is not None, "the schema was looked at"
+    assert kind is not None, "the schema was looked at"  # ArrayColumns has checked the types
     if not len(array):
         return np.empty(0, kind)
     buffer = array.buffers()[1]
     if types.is_decimal128(type_):
-        return np.frombuffer(buffer, kind, 2 * len(array), 16 * array.offset)[::2]  # the upper half repeats the sign
+        # The lower half of each value is enough, since the upper half only repeats the sign.
+        return np.frombuffer(buffer, kind, 2 * len(array), 16 * array.offset)[::2]
     return np.frombuffer(buffer, kind, len(array), kind.itemsize * array.offset)
 
 
@@ -113,7 +126,7 @@ def _is_numeric(type_: pa.DataType) -> bool:
 
 
 def _kind(type_: pa.DataType) -> np.dtype[Any] | None:
-    """What NumPy has for values of a type where they lie."""
+    """Return the NumPy type that reads values of an Arrow type in place, or None if there is none."""
     if types.is_integer(type_) or types.is_floating(type_):
         kind: np.dtype[Any] = np.dtype(type_.to_pandas_dtype())
         return kind
@@ -130,7 +143,7 @@ def _kind(type_: pa.DataType) -> np.dtype[Any] | None:
 
 
 def row_width(schema: pa.Schema) -> int:
-    """Bytes of a row, about."""
+    """Return the approximate number of bytes of a row."""
     return sum(_width(type_) for type_ in schema.types) or 1
 
 
@@ -145,4 +158,4 @@ def _width(type_: pa.DataType) -> int:
         return _UNKNOWN_WIDTH
 
 
-_UNKNOWN_WIDTH = 32  # bytes of a text, or of what is nested
+_UNKNOWN_WIDTH = 32  # assumed bytes of a string or nested value

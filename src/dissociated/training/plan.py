@@ -1,4 +1,7 @@
-"""In which order rows are given, and to whom: arithmetic alone, which every shard does alike."""
+"""The plan of an epoch: the order of its rows, and their division into shards and batches.
+
+This is arithmetic alone. Every shard computes the same plan, so that shards need not communicate.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ Positions = npt.NDArray[np.int64]
 
 
 class Piece(NamedTuple):
-    """Some rows of a block: those from `start` up to `stop`."""
+    """Rows of a block, from `start` up to, but not including, `stop`."""
 
     block: int
     start: int
@@ -24,12 +27,15 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Every row once an epoch, over all shards together, in batches.
+    """A plan in which every epoch reads each row exactly once, over all shards together.
 
-    - `rows`: how many each block has.
-    - `window`: so many rows are shuffled together, a multiple of `batch_size`; 0: they keep their order in a block.
-    - `shuffle`: blocks come in an order of the epoch's own, which `seed` tells.
-    - `drop_last`: batches that are not full are left out, and all shards have as many.
+    - `rows`: the number of rows of each block.
+    - `batch_size`: the number of rows of a batch.
+    - `shuffle`: whether blocks are read in an order of the epoch's own, which follows from `seed`.
+    - `window`: the number of rows that are shuffled together, a multiple of `batch_size`. With 0, the rows of a block
+      keep their order.
+    - `seed`: determines the order of every epoch.
+    - `drop_last`: whether batches that are not full are left out. All shards then have the same number of batches.
     """
 
     rows: Positions
@@ -41,17 +47,17 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """All rows."""
+        """The total number of rows."""
         return int(self.rows.sum())
 
     def shard(self, number: int, count: int, epoch: int) -> Shard:
-        """What the shard `number` of `count` is given in an epoch."""
+        """Return shard `number` of `count` in an epoch."""
         return Shard(self, number, count, epoch)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of an epoch: rows that follow each other in its order of blocks. Shards differ by one row at most."""
+    """A part of an epoch: consecutive rows in the epoch's order of blocks. Shards differ by one row at most."""
 
     plan: Plan
     number: int
@@ -60,13 +66,13 @@ class Shard:
 
     @cached_property
     def _order(self) -> Positions:
-        """The blocks, as the epoch has them."""
+        """The numbers of the blocks, in the order of the epoch."""
         blocks = len(self.plan.rows)
         return _permutation(blocks, self.plan.seed, self.epoch, 1) if self.plan.shuffle else np.arange(blocks)
 
     @cached_property
     def _ends(self) -> Positions:
-        """Where each block ends in the epoch's order of rows."""
+        """The end position of each block in the epoch's order of rows."""
         return np.cumsum(self.plan.rows[self._order])
 
     @property
@@ -75,33 +81,33 @@ class Shard:
 
     @property
     def rows(self) -> int:
-        """How many it has, of which `drop_last` leaves some out."""
+        """The number of rows of the shard, including rows that `drop_last` leaves out."""
         return (self.number + 1) * self.plan.total // self.count - self._first
 
     @property
     def _full(self) -> int:
-        """How many batches its rows make."""
+        """The number of batches that the rows fill, the last of which may be incomplete."""
         return -(-self.rows // self.plan.batch_size)
 
     @property
     def _halved(self) -> bool:
-        """Whether its last batch is given as two, so that it has as many as a shard with one row more."""
+        """Whether the last batch is split in two, since shards with one more row have one more batch."""
         most = -(-self.plan.total // self.count)
         one_more = -(-most // self.plan.batch_size) > self._full
         return one_more and self.rows > 0 and self.plan.batch_size > 1
 
     def __len__(self) -> int:
-        """How many batches it has: as many as every other shard.
+        """Return the number of batches of the shard, which is the same for all shards.
 
-        But for this: where there are fewer rows than shards, or batches of one row, some have one less, unless the
-        last are dropped.
+        Without `drop_last`, there is an exception: if there are fewer rows than shards, or `batch_size` is 1, some
+        shards have one batch less.
         """
         if self.plan.drop_last:
             return self.plan.total // self.count // self.plan.batch_size
         return self._full + self._halved
 
     def extent(self, step: int) -> tuple[int, int]:
-        """Which of the shard's rows the batch number `step` has: from the first of these numbers up to the second."""
+        """Return the range of the shard's rows in batch number `step`, as its start and its exclusive end."""
         size = self.plan.batch_size
         if not self.plan.drop_last and self._halved and step >= self._full - 1:
             begin, end = (self._full - 1) * size, self.rows
@@ -110,7 +116,7 @@ class Shard:
         return step * size, min((step + 1) * size, self.rows)
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        """Where these of the shard's rows lie."""
+        """Yield the pieces of blocks that hold the shard's rows from `start` up to, but not including, `stop`."""
         at, stop = self._first + start, self._first + stop
         place = int(np.searchsorted(self._ends, at, side="right"))
         while at < stop:
@@ -122,14 +128,20 @@ class Shard:
             at, place = end, place + 1
 
     def order(self, window: int, rows: int) -> Positions:
-        """In which order the rows of a window are given, where they are shuffled."""
+        """Return the shuffled order of the `rows` rows of window number `window`, as positions within the window."""
         return _permutation(rows, self.plan.seed, self.epoch, 2, self._first, window)
 
 
 def turns(lengths: Sequence[int], given: int) -> list[tuple[int, int]]:
-    """Who gives the next batches of shards of these lengths, where each gives one in turn and `given` were given.
+    """Compute the order in which shards give their next batches, if each shard gives one batch in turn.
 
-    Each shard by its number, with the number of the batch that it gives next; those that have given all come last.
+    Args:
+        lengths: the number of batches of each shard.
+        given: the number of batches that all shards together have given already.
+
+    Returns:
+        A pair for each shard, in the order of their turns: the number of the shard, and the number of its next batch.
+        Shards that have given all of their batches come last.
     """
     count = len(lengths)
     rounds = min(given // count, *lengths)
@@ -147,9 +159,9 @@ def turns(lengths: Sequence[int], given: int) -> list[tuple[int, int]]:
 
 
 def _permutation(length: int, *seeds: int) -> Positions:
-    """Numbers below `length` in an order that the seeds tell, with every release of NumPy.
+    """Return a permutation of the numbers below `length` that follows from the seeds, in every release of NumPy.
 
-    It promises that for what a bit generator gives, and not for its own permutations.
+    NumPy guarantees the output of a bit generator across releases, but not the results of its own `permutation`.
     """
     keys = np.random.PCG64(np.random.SeedSequence(seeds)).random_raw(length)
     return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
