@@ -1,1 +1,1 @@
-"""Side-by-side measurements: `make bench`, or `python -m benchmarks --help`. Never part of the tests."""
+"""Benchmarks that compare this library with others, apart from the tests: see `python -m benchmarks --help`."""

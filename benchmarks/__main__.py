@@ -1,4 +1,4 @@
-"""`python -m benchmarks`, or `python -m benchmarks live`."""
+"""The command line of the benchmarks: `python -m benchmarks`, or for one part `python -m benchmarks live`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARTS = {
 
 
 def main() -> None:
-    """Measure what was asked for."""
+    """Run the benchmark that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Side-by-side measurements.")
     parser.add_argument(
         "part", nargs="?", choices=PARTS, default="transfer", help=" ".join(f"{k}: {v}" for k, v in PARTS.items())

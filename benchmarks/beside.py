@@ -1,8 +1,9 @@
-"""A medium beside the tool that comes with its library, tcp and Flight DoGet.
+"""Comparison of a medium with the benchmark tool of its own library, with tcp, and with Flight DoGet.
 
-Two things are timed. What users do: from the request until there is a Table, out of memory of its own into fresh
-memory, connecting included, which alone is the first row. And what the tools do, for the comparison with them: one
-batch that is sent again and again, from the first that arrived on, and nothing is kept, so that memory is used again.
+There are two measurements. The first is the use of a client: the time from the request until there is a Table, with
+connecting, and with all batches in memory of their own on both sides. The first row is connecting alone. The second
+measurement is comparable with the tools. It sends the same batch again and again, starts the clock when the first has
+arrived, and drops batches at once, so that their memory is reused.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ GOAL = 0.9
 
 
 class Way(NamedTuple):
-    """Which location is read, by what is in its URI and what is not; and the tool, if there is one, with its GB/s."""
+    """A location to read, chosen by substrings that its URI has and lacks, and a tool to compare it with, if any.
+
+    `measure` returns the GB/s of the tool.
+    """
 
     has: str
     lacks: str = "nothing"
@@ -34,7 +38,10 @@ class Way(NamedTuple):
 
 
 def shapes(gigabytes: float) -> list[Shape]:
-    """Bodies of 1, 16 and 64 MB in one piece and in ten; 1,000 rows of 4 columns; next to nothing, to connect."""
+    """Return the shapes: bodies of 1, 16 and 64 MB in 1 and in 10 buffers, 1,000 rows of 4 columns, and a single value.
+
+    The single value measures connecting.
+    """
     measured = []
     for columns, layout in ((1, "1 piece"), (10, "10 pieces")):
         for megabytes in (1, 16, 64):
@@ -46,7 +53,14 @@ def shapes(gigabytes: float) -> list[Shape]:
 
 
 def compare(listen: Sequence[str], ways: Mapping[str, Way], gigabytes: float, rounds: int) -> None:
-    """Measure and print."""
+    """Measure every way of reading, and print the table.
+
+    Args:
+        listen: URIs that the server listens at.
+        ways: the ways of reading, by name; tcp and Flight are added.
+        gigabytes: the size of each dataset.
+        rounds: how often each way is measured; medians are printed.
+    """
     measured = shapes(gigabytes)
     again = [shape._replace(name=_again(shape), one=True) for shape in measured]
     rows: list[tuple[str, ...]] = []
@@ -64,7 +78,7 @@ def compare(listen: Sequence[str], ways: Mapping[str, Way], gigabytes: float, ro
             calls["Flight"] = lambda name=shape.name: client.read(name, transport="grpc").read_all()  # type: ignore[misc]
             seconds = medians(calls, rounds)
             rates: dict[str, float] = {}
-            if shape.batches > 1:  # else there is nothing but connecting
+            if shape.batches > 1:  # a shape of one batch measures connecting alone
                 flows = {name: partial(_flow, *place(_again(shape), way)) for name, way in ways.items()}
                 tools = {f"{name}, tool": partial(way.measure, shape) for name, way in ways.items()}
                 rates = in_turns({**flows, **tools}, rounds)
@@ -91,7 +105,7 @@ def _read(uri: str, ticket: bytes) -> pa.Table:
 
 
 def _flow(uri: str, ticket: bytes) -> float:
-    """GB/s of what comes after the first batch."""
+    """Return the GB/s of all batches after the first."""
     with closing(dis.open_stream(uri, ticket, allow_rma="remote_handle" in uri)) as reader:
         next(reader)
         nbytes, started = 0, time.perf_counter()

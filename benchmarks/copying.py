@@ -1,4 +1,4 @@
-"""What one process copies out of another's memory by itself: the way of UCX's bodies with err_mode=none on one host."""
+"""The speed of process_vm_readv, by which UCX with err_mode=none copies bodies between processes of one host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.rounds import in_turns
 
 _CONTEXT = multiprocessing.get_context("spawn")
 _STEP = 1 << 20  # bytes
-_MANY = 256  # steps, more than the caches hold
+_MANY = 256  # steps, together larger than the processor's caches
 
 
 class _Iovec(ctypes.Structure):
@@ -20,7 +20,11 @@ class _Iovec(ctypes.Structure):
 
 
 def copying(rounds: int) -> dict[str, float]:
-    """GB/s of process_vm_readv, 1 MB at a time: of one MB into one, which stay in the caches, and of 256 into 256."""
+    """Measure the GB/s of process_vm_readv in calls of 1 MB.
+
+    Returns:
+        The median rate of copying the same MB again and again, which stays in the caches, and of copying 256 MB.
+    """
     ours, theirs = _CONTEXT.Pipe()
     owner = _CONTEXT.Process(target=_own, args=(theirs,), daemon=True)
     owner.start()
@@ -54,7 +58,7 @@ def copying(rounds: int) -> dict[str, float]:
 
 
 def _memory() -> mmap.mmap:
-    """Memory that was written to."""
+    """Return memory whose pages are all allocated, because they were written."""
     memory = mmap.mmap(-1, _MANY * _STEP)
     memory.write(b"\1" * len(memory))
     return memory

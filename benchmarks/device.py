@@ -1,9 +1,10 @@
-"""Onto a device, beside the bandwidth of pinned memory; and opening by handle what another process has there.
+"""Reading onto a device, compared with the bandwidth of pinned memory; and opening another process's device memory.
 
-Nobody has run this on a GPU yet. With `--device test:0` it runs everywhere, and its figures mean nothing.
+This was not yet run on a GPU. With `--device test:0` it runs on every machine, but its figures mean nothing.
 
-A segment is registered with the driver each time it is read. What that costs has a row of its own, and so has reading
-without it, where the driver copies by way of memory of its own: a GPU has to say which is faster.
+A segment is registered with the driver each time it is read. There is a row for registration alone, and a row for
+reading without it, in which the driver copies through a buffer of its own. Only a run on a GPU can tell which is
+faster.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from dissociated.memory.device.base import Device
 from dissociated.memory.device.registry import open_device
 
 _CONTEXT = multiprocessing.get_context("spawn")
-_SIXTEENTHS = (1, 4, 16)  # of the data, that are opened by handle: its time should not depend on them
-_GOAL = 0.9  # of the bandwidth of pinned memory, from shm
+_SIXTEENTHS = (1, 4, 16)  # sixteenths of the data that are opened by handle; the time should not depend on their number
+_GOAL = 0.9  # fraction of the bandwidth of pinned memory that reading over shm should reach
 
 
 def run(gigabytes: float, rounds: int, name: str) -> None:
-    """Measure and print. Raises DeviceNotFound."""
+    """Measure, and print the tables. Raise DeviceNotFound if this machine lacks the device."""
     device = open_device(name)
     shape = Shape("16 MB", max(16, round(gigabytes * 64)), 10, 209_715)
     with _serving(shape, name) as catalog, dis.connect(catalog) as client, tempfile.TemporaryDirectory() as scratch:
@@ -80,7 +81,7 @@ def _serving(shape: Shape, name: str) -> Iterator[str]:
     ours, theirs = _CONTEXT.Pipe()
     server = _CONTEXT.Process(target=_serve, args=(shape, name, theirs), daemon=True)
     server.start()
-    theirs.close()  # so that its death is told
+    theirs.close()  # so that `recv` fails if the server dies
     try:
         yield ours.recv()
         ours.send(None)
@@ -90,7 +91,7 @@ def _serving(shape: Shape, name: str) -> Iterator[str]:
 
 
 def _copies(client: dis.Client, device: Device, shape: Shape, scratch: Path) -> dict[str, Callable[[], Any]]:
-    """Each way of bringing all bytes there, to its end."""
+    """Return the ways of copying all bytes to the device. Each call returns when the copy is complete."""
     body = shape.nbytes // shape.batches
     stream = device.stream()
     source = device.ring.allocate(body)

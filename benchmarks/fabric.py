@@ -1,7 +1,7 @@
-"""libfabric, by messages and by reading the server's memory, and fi_pingpong and fi_rma_bw.
+"""Benchmarks of libfabric, by messages and by reading the server's memory, compared with fi_pingpong and fi_rma_bw.
 
-The two tools are used if they are installed. They have the provider of the run, and they spin. They use the system's
-library: DISSOCIATED_FABRIC_LIBRARY=libfabric.so.1 lets this library use it, too.
+The two tools are used if they are installed. They run with the same provider, and poll in a busy loop. They use the
+system's libfabric; with DISSOCIATED_FABRIC_LIBRARY=libfabric.so.1, this library uses it, too.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dissociated.transport.native.fabric.provider import PROVIDER
 
 LISTEN = ("fabric:", "fabric:?rma=allow", "tcp://127.0.0.1:0")
 _TRIES = 20
-#: Their arguments.
+#: The tools, with their arguments.
 TOOLS = {"fi_pingpong": ["-e", "rdm", "-m", "tagged"], "fi_rma_bw": ["-e", "rdm", "-o", "read"]}
 
 
 def run(gigabytes: float, rounds: int) -> None:
-    """Measure and print."""
+    """Measure, and print the table."""
     absent = [tool for tool in TOOLS if not shutil.which(tool)]
     print(f"libfabric {ofi().version}; not installed: {', '.join(absent) or 'nothing'}")
     ways = {
@@ -35,7 +35,7 @@ def run(gigabytes: float, rounds: int) -> None:
 
 
 def _tool(tool: str, shape: Shape) -> float:
-    """GB/s of one of libfabric's tools with bodies of this size; 0 where it does not run."""
+    """Return the GB/s of one of libfabric's tools with bodies of this size, or 0 if the tool does not run."""
     found = shutil.which(tool)
     if found is None:
         return 0.0
@@ -46,7 +46,7 @@ def _tool(tool: str, shape: Shape) -> float:
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen([*common, "-B", port], **quiet) as server:  # type: ignore[call-overload]
         try:
-            for _ in range(_TRIES):  # it does not say when it listens
+            for _ in range(_TRIES):  # the tool does not tell when it listens
                 done = subprocess.run([*common, "-P", port, "127.0.0.1"], capture_output=True, text=True, timeout=60)
                 if not done.returncode and done.stdout.strip():
                     return float(done.stdout.split()[-3]) / 1e3

@@ -1,7 +1,7 @@
-"""Our readers, writers, decoder and index beside pyarrow.ipc, on the same bytes; and what a served file costs.
+"""Benchmarks of `dissociated.ipc` and of the index, compared with pyarrow.ipc, and of the memory to serve a file.
 
-The data are 1 MB and 100 kB batches of 10 columns and 1,000-row batches of 4 columns, in tmpfs and in memory.
-
+The data are batches of 10 columns with 1 MB and with 100 kB, and batches of 4 columns with 1,000 rows, in tmpfs and in
+memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dissociated import ipc
 from dissociated.cli import text
 from dissociated.format.index import Index
 
-#: Which batches, what is measured, against what, at most so many times as long.
+#: Goals: the batches, a measurement, the measurement that it is compared with, and the largest ratio of their times.
 GOALS = [
     ("1 MB", "decode a file: StreamDecoder", "decode a file: pa.ipc.open_stream", 1.2),
     ("1 MB", "decode memory: StreamDecoder", "decode memory: pa.ipc.open_stream", 1.2),
@@ -32,13 +32,13 @@ GOALS = [
 
 
 class _Nothing(ipc.Listener):
-    """Takes batches and drops them."""
+    """A listener that drops all batches."""
 
     def on_record_batch_decoded(self, batch: pa.RecordBatch) -> None: ...
 
 
 class Case:
-    """Like batches, and a stream and a file of them in a directory."""
+    """Batches of one shape, and a stream and a file of them in a directory."""
 
     def __init__(self, name: str, directory: Path, columns: int, rows: int, batches: int) -> None:
         self.name = name
@@ -61,7 +61,7 @@ class Case:
 
 
 def run(gigabytes: float, rounds: int) -> None:
-    """Measure and print."""
+    """Measure, and print the tables."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         cases = [
             Case("1 MB", Path(directory), 10, 13_107, round(500 * gigabytes)),
@@ -96,7 +96,7 @@ def run(gigabytes: float, rounds: int) -> None:
 
 
 def _growth(case: Case, scheme: str) -> int:
-    """By how many bytes the resident memory of a server grows while a file is read from it, mapped pages included."""
+    """Return the growth, in bytes, of a server's resident memory while a file is read from it. Mapped pages count."""
     command = [sys.executable, "-m", "dissociated", "serve", str(case.file)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -111,7 +111,7 @@ def _growth(case: Case, scheme: str) -> int:
 
 
 def resident(pid: int) -> int:
-    """The resident memory of a process, in bytes."""
+    """Return the resident memory of a process, in bytes."""
     fields = dict(line.split(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(fields["VmRSS"].split()[0]) * 1024
 

@@ -1,10 +1,10 @@
-"""A live stream passes through shared memory that is far too small for it: memory on both sides, at intervals.
+"""Benchmarks of live streams: the memory of a long stream through little shared memory, and the rate of tiny batches.
 
-One process publishes the stream, others consume it together: one at first, one that joins when a part has passed, and
-one over tcp by option. Each touches every page of what it gets. What is printed is memory of each process's own,
-and the memory that the stream holds.
+In the first, a process publishes a stream that is far larger than its shared memory. Other processes consume it
+together: the first from the beginning, a second that joins later, and optionally a third over tcp. Each consumer
+touches every page that it receives. At intervals, the memory of each process and of the stream is printed.
 
-Then the smallest batches there are, one row each, as many as come: over shm and tcp, and over Flight's DoGet.
+The second measures batches of one row, over shm, over tcp and over Flight's DoGet.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from dissociated.cli import text
 
 _CONTEXT = multiprocessing.get_context("spawn")
 _BATCH = 16 << 20  # bytes
-_LINES = 12  # of the table that is printed
-_ROWS = 70_000  # batches of one row
+_LINES = 12  # number of rows of the printed table
+_ROWS = 70_000  # number of batches of one row
 
 
 def _publish(batches: int, limit: int, consumers: int, passed: Synchronized[int], pipe: Connection) -> None:
@@ -57,13 +57,13 @@ def _consume(uri: str, ticket: bytes, pipe: Connection) -> None:
 
 
 def _anonymous(pid: int | None) -> int:
-    """Resident memory of a process's own, in bytes."""
+    """Return the anonymous resident memory of a process, in bytes."""
     fields = dict(line.split(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) * 1024
 
 
 def _memfds(pid: int | None) -> int:
-    """What the live memory of a process holds, in bytes."""
+    """Return the bytes that a process's live memory holds."""
     held = {}
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -71,12 +71,18 @@ def _memfds(pid: int | None) -> int:
                 status = os.stat(entry)
                 held[status.st_ino] = status.st_blocks * 512
         except FileNotFoundError:
-            pass  # closed since
+            pass  # the descriptor was closed meanwhile
     return sum(held.values())
 
 
 def run(gigabytes: float, limit: int, tcp: bool) -> None:
-    """Measure and print."""
+    """Measure the memory of a long stream, and print the table.
+
+    Args:
+        gigabytes: the size of the stream.
+        limit: the bytes of its shared memory.
+        tcp: whether there is a consumer over tcp, too.
+    """
     batches = max(2, round(gigabytes * 1e9 / _BATCH))
     total = batches * _BATCH
     passed = _CONTEXT.Value("q", 0)
@@ -122,7 +128,7 @@ def run(gigabytes: float, limit: int, tcp: bool) -> None:
 
 
 def _serve_rows(pipe: Connection) -> None:
-    """Serve batches of one row: over Flight to whoever asks, and as a live stream anew for each word that comes."""
+    """Serve batches of one row over Flight, and as a live stream that is published anew for each message of `pipe`."""
     import pyarrow.flight as flight
 
     whole = pa.record_batch({"t": np.arange(_ROWS), "v": np.random.default_rng(1).random(_ROWS)})
@@ -143,7 +149,7 @@ def _serve_rows(pipe: Connection) -> None:
 
 
 def run_rows(rounds: int) -> None:
-    """Measure and print: seconds for all batches of one row, medians."""
+    """Measure how long it takes to read all batches of one row, and print the medians."""
     import pyarrow.flight as flight
 
     ours, theirs = _CONTEXT.Pipe()

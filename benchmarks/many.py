@@ -1,11 +1,11 @@
-"""Very many small datasets: what a commit costs, by how many there are already; and the calls that follow.
+"""Benchmarks of very many small datasets: the cost of a commit by the number of datasets, and of other calls.
 
-A writer in this process commits one row under one new name after the other: to a node that keeps files, to one that
-keeps memfds, and to one that has a catalog above it. What is printed is processor time of the node, and of that
-catalog, and time that passed, for each commit of a block. Then all are listed, some are described, read, replaced and
-dropped, and the node is started again; one that has a catalog tells that everything when it starts.
+A writer in this process commits datasets of one row under new names, to a node that keeps files, to a node that keeps
+memfds, and to a node with an upstream catalog. For each block of commits, the elapsed time and the processor time of
+the node and of the catalog are printed. Then all datasets are listed, and some are described, read, replaced and
+dropped. At last, the node is restarted; a node with an upstream then reports all of its datasets to it.
 
-To have many soon, the store can be filled before: then only what comes on top of that is committed.
+With `--filled`, the store is filled with datasets beforehand, and only the commits on top of these are measured.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ KINDS = ("files", "memfds", "upstream")
 _BLOCKS = 20
 _TABLE = pa.table({"n": [1]})
 _BEAT = 1.0  # seconds
-_CALLS = 1000  # of each that is tried when all are there
-_MORE = 2000  # commits to a node that has many already
-_PATIENCE = 600.0  # seconds, for the slowest call
-_SPARE = 256  # descriptors of a node beside its memfds
+_CALLS = 1000  # number of calls of each kind after all commits
+_MORE = 2000  # number of commits to a node whose store was filled beforehand
+_PATIENCE = 600.0  # seconds, the timeout of every call
+_SPARE = 256  # descriptors that a node needs besides those of its memfds
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class _Process:
-    """A node or a catalog, ended with the `with`."""
+    """A process of a node or a catalog, which ends with its `with` block."""
 
     def __init__(self, *command: str) -> None:
         arguments = [sys.executable, "-m", "dissociated", *command, "--log-level", "error"]
@@ -54,7 +54,7 @@ class _Process:
 
     @property
     def cpu(self) -> float:
-        """Seconds of processor that it has used."""
+        """The processor time that the process has used, in seconds."""
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / _TICKS
 
@@ -67,7 +67,7 @@ class _Process:
 
 
 def run(datasets: int, kinds: Sequence[str], filled: bool) -> None:
-    """Measure and print."""
+    """Measure each kind of node, and print the tables."""
     for kind in kinds:
         if kind == "memfds":
             _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -103,7 +103,7 @@ def _measure(kind: str, datasets: int, filled: bool) -> None:
 
 
 def _fill(directory: Path, datasets: int) -> None:
-    """Put so many where a store has them, without committing them: all have one file, under names of their own."""
+    """Fill a store with datasets that are all hard links of one file, without committing each of them."""
     with Store(directory) as store:
         with store.writer("one", _TABLE.schema) as writer:
             writer.write_batch(_TABLE.to_batches()[0])
@@ -142,7 +142,7 @@ def _commits(kind: str, processes: Sequence[_Process], numbers: range) -> None:
 
 
 def _handed_over(client: Client) -> Callable[[str], object]:
-    """Puts as memory is handed over."""
+    """Return a function that puts a dataset by handing its memory over to the node."""
     place = client.stage()
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, _TABLE.schema) as writer:

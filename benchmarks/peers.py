@@ -1,4 +1,4 @@
-"""What is measured against each other: our server with its Flight, a bare socket, a mapped file, and Ray."""
+"""The peers of the benchmarks: a server of this library with its Flight, a bare socket, a mapped file, and Ray."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ import dissociated as dis
 
 _CONTEXT = multiprocessing.get_context("spawn")
 
-#: How to read each shape, by its name.
+#: A function for each shape, by its name, that reads it.
 Readers: TypeAlias = Mapping[str, Callable[[], pa.Table]]
 
 
 class Shape(NamedTuple):
-    """A dataset: so many batches, each of so many float64 columns of so many rows; `one` batch again and again."""
+    """The shape of a dataset of float64 columns: its number of batches, and the columns and rows of each batch.
+
+    If `one` is set, all batches are the same object.
+    """
 
     name: str
     batches: int
@@ -37,7 +40,7 @@ class Shape(NamedTuple):
         return self.batches * self.columns * self.rows * 8
 
     def table(self) -> pa.Table:
-        """Batches with memory of their own each, so that nothing is measured out of a cache; unless it is `one`."""
+        """Build the dataset. Unless `one` is set, each batch has memory of its own, so that caches do not help."""
         random = np.random.default_rng(1)
         batches = [
             pa.record_batch({f"c{column}": random.random(self.rows) for column in range(self.columns)})
@@ -55,7 +58,7 @@ def _serve(shapes: list[Shape], listen: Sequence[str], pipe: Connection) -> None
 
 
 def _send_bare(shapes: list[Shape], pipe: Connection) -> None:
-    """For each connection: read the index of a shape, send as many bytes as it has from buffers of its size."""
+    """Serve bare sockets: read the index of a shape, and send its number of bytes from buffers of its batch size."""
     listener = socket.create_server(("127.0.0.1", 0))
     pipe.send(listener.getsockname()[1])
     bodies = [
@@ -74,7 +77,7 @@ def _send_bare(shapes: list[Shape], pipe: Connection) -> None:
 
 
 class Peers(NamedTuple):
-    """Where they listen."""
+    """The addresses of the peers: the URI of the catalog, and the port of the bare socket."""
 
     catalog: str
     bare_port: int
@@ -82,7 +85,7 @@ class Peers(NamedTuple):
 
 @contextmanager
 def running(shapes: list[Shape], listen: Sequence[str] = ("shm:", "tcp://127.0.0.1:0")) -> Iterator[Peers]:
-    """Both processes, until the end of the `with`."""
+    """Run a server and a bare socket in processes of their own while the context is open."""
     ours, theirs = _CONTEXT.Pipe()
     bare_ours, bare_theirs = _CONTEXT.Pipe()
     server = _CONTEXT.Process(target=_serve, args=(shapes, listen, theirs), daemon=True)
@@ -102,7 +105,7 @@ def running(shapes: list[Shape], listen: Sequence[str] = ("shm:", "tcp://127.0.0
 
 
 def receive_bare(port: int, index: int, shape: Shape) -> list[pa.Buffer]:
-    """What a bare Python socket needs to receive the same bytes, each batch into freshly allocated memory."""
+    """Receive the same bytes over a bare Python socket, each batch into newly allocated memory."""
     received = []
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(bytes([index]))
@@ -117,7 +120,7 @@ def receive_bare(port: int, index: int, shape: Shape) -> list[pa.Buffer]:
 
 @contextmanager
 def in_files(shapes: Sequence[Shape]) -> Iterator[Readers]:
-    """Arrow IPC streams in shared memory, written by another process; whoever reads maps them by hand."""
+    """Write Arrow IPC streams to shared memory in another process, and yield functions that map them by hand."""
     with TemporaryDirectory(dir="/dev/shm") as directory:
         paths = {shape.name: Path(directory, str(number)) for number, shape in enumerate(shapes)}
         writer = _CONTEXT.Process(target=_write, args=(shapes, [*paths.values()]))
@@ -139,7 +142,7 @@ def _map(path: Path) -> pa.Table:
 
 @contextmanager
 def in_ray(shapes: Sequence[Shape]) -> Iterator[Readers]:
-    """Objects of Ray, made by a task. None where Ray is not installed (pip install ray)."""
+    """Put the shapes into Ray's object store, and yield functions that get them. Yield none if Ray is not installed."""
     try:
         import ray
     except ImportError:

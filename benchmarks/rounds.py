@@ -1,4 +1,4 @@
-"""How everything here is timed."""
+"""Timing of calls, in rounds."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 
 def medians(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """The median of each call's seconds, see `in_turns`."""
+    """Return the median of each call's seconds. See `in_turns`."""
     return in_turns({name: partial(_seconds, call) for name, call in calls.items()}, rounds)
 
 
 def in_turns(calls: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """The median of what each call gives.
+    """Return the median of each call's results.
 
-    The calls take turns in each round, so that what disturbs the machine disturbs all of them; a first round is for
-    warming up.
+    The calls take turns in each round, so that other work on the machine disturbs all of them alike. A first round
+    warms up, and does not count.
     """
     given: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 1):

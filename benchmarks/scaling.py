@@ -1,8 +1,9 @@
-"""What opening costs by how much there is: batches, columns, bytes, datasets, consumers, versions.
+"""Benchmarks of the cost of opening, by the number of batches, columns, bytes, datasets, consumers or versions.
 
-Each curve grows one of them and keeps the others. For each point: processor time of client and server together, the
-least of some readings, so that other work on the machine disturbs little; and what client and server grew by. The slope
-is that of the logarithms from the point before: 0 costs the same, 1 is linear. What is above that is a mistake.
+Each curve grows a single number and keeps the others fixed. A point has the processor time of client and server
+together, and the memory by which each has grown. The time is the least of several readings, so that other work on the
+machine disturbs it little. The slope between two points is that of the logarithms: 0 is constant cost, 1 is linear
+cost. A larger slope is a mistake in this library.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from dissociated.store.store import Store
 
 _CONTEXT = multiprocessing.get_context("spawn")
 _LISTEN = ("shm:", "tcp://127.0.0.1:0")
-_RETAIN = 3600.0  # seconds, that a version stays
+_RETAIN = 3600.0  # seconds for which a replaced version stays
 _READINGS = 5
-_LINEAR = 1.15  # the slope that noise alone may have
-_SHOWN = 2e-3  # seconds, below which a slope says nothing
+_LINEAR = 1.15  # largest slope that counts as linear, with allowance for noise
+_SHOWN = 2e-3  # seconds below which a slope is noise
 
 
 class Point(NamedTuple):
-    """What opening costs where there are so many: seconds of processor, and bytes that both sides grew by."""
+    """The cost of opening at a number: processor seconds, and the bytes by which client and server have grown."""
 
     number: int
     seconds: float
@@ -46,7 +47,7 @@ class Point(NamedTuple):
 @contextmanager
 def _server() -> Iterator[dis.Server]:
     with dis.Server(_LISTEN, max_connections=2000, retain=_RETAIN) as server:
-        server.publish("first", pa.table({"n": [1]}))  # for which much is loaded
+        server.publish("first", pa.table({"n": [1]}))  # loads modules before memory is measured
         yield server
 
 
@@ -57,13 +58,13 @@ def _node() -> Iterator[Node]:
 
 
 class Curve(NamedTuple):
-    """How to make so many of something at a server or a node, in a process of its own, and what is opened then."""
+    """A curve: the numbers to measure, a function that creates as many things in a server, and how to read then."""
 
     counts: Sequence[int]
     make: Callable[[Any, int], None]
     transport: str | None = None
     open_server: Callable[[], AbstractContextManager[dis.Server | Node]] = _server
-    together: bool = False  # whether as many are opened, and held, as there are
+    together: bool = False  # whether the dataset is opened `number` times, and all readings are held
 
 
 def _batches(server: dis.Server, count: int) -> None:
@@ -117,7 +118,13 @@ CURVES = {
 
 
 def run(most: int, into: Path, names: Sequence[str]) -> None:
-    """Measure these curves up to so many of each, print them, and draw them as files of that directory."""
+    """Measure curves, print them, and draw them.
+
+    Args:
+        most: the largest number to measure.
+        into: the directory for the drawings, SVG files.
+        names: the curves; empty for all.
+    """
     for name in names or CURVES:
         points = [*_measure(CURVES[name], most)]
         print(text.table((name.upper(), "MS", "CLIENT", "SERVER", "SLOPE", ""), _rows(points), right=(0, 1, 2, 3, 4)))
@@ -176,7 +183,7 @@ def _point(curve: Curve, count: int, pipe: Connection) -> Point:
         return float(used), int(grown)
 
     with dis.connect(pipe.recv()) as client:
-        client.read("t", transport=curve.transport).read_all()  # what is made once is made
+        client.read("t", transport=curve.transport).read_all()  # warms caches and loads modules
         readings = []
         grown = 0
         for _ in range(_READINGS):
@@ -197,7 +204,7 @@ def _processor() -> float:
 
 
 def _resident() -> int:
-    """Bytes of memory that are of this process alone."""
+    """Return the anonymous resident memory of this process, in bytes."""
     fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) * 1024
 
@@ -206,7 +213,7 @@ _WIDTH, _HEIGHT, _MARGIN = 480, 320, 48
 
 
 def _drawing(name: str, points: Sequence[Point]) -> str:
-    """The curve, both axes logarithmic, beside a dashed line that is linear."""
+    """Draw the curve as SVG, with logarithmic axes and a dashed line of linear cost."""
     across = [math.log10(point.number) for point in points]
     up = [math.log10(point.seconds * 1e3) for point in points]
     left, right, bottom, top = across[0], across[-1], math.floor(min(up)), math.ceil(max(up))

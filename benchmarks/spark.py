@@ -1,11 +1,13 @@
-"""Publishing from Spark and reading into it, beside the ways that Spark has itself, on lineitem and on narrow rows.
+"""Benchmarks of publishing from Spark and reading into Spark, compared with Spark's own ways.
 
-All start from a cached DataFrame. The floor is a `mapInArrow` that counts: Spark hands every row to Python as Arrow,
-and nothing is done with it. The no-op sink of the JVM does nothing with its rows. A node in a process of its own
-serves; another process, which is connected to the catalog, opens what was published: it asks the catalog, connects to
-the node, is told of all batches, maps them, and holds a Table. Most of that does not depend on how large the dataset
-is: the row for one row tells how much. What was replaced is not kept for its tickets: its pages are written
-over by what comes within a minute.
+The data are TPC-H's lineitem, and a table of narrow rows. All ways of publishing start from a cached DataFrame. The
+floor is a `mapInArrow` that only counts rows: Spark converts every row to Arrow and passes it to Python. The no-op sink
+of the JVM drops all rows.
+
+A node in a process of its own serves. Another process, which is connected to the catalog already, opens the published
+dataset: it asks the catalog, connects to the node, receives the addresses of all batches, maps them, and holds a Table.
+Most of this time does not depend on the size of the dataset; the measurement of a dataset with one row shows how much.
+The node runs with `--retain 0`: replaced versions are not kept, and their pages are reused within a minute.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ if TYPE_CHECKING:
 
 _CONTEXT = multiprocessing.get_context("spawn")
 _NARROW_ROWS = 10_000_000  # at scale 1
-_HEAP = 4  # GiB for Java, and as many more for each unit of the scale: what is cached, and what toArrow collects
-#: What reading is measured by: the tables that each uses, and their columns; all of them where there is no query.
+_HEAP = 4  # GiB of Java's heap, plus as many for each unit of scale, for cached DataFrames and the rows of toArrow
+#: The queries that measure reading: the tables of each, and their columns; None for all columns.
 _QUERIES: dict[str, dict[str, list[str] | None]] = {
     "q1": {
         "lineitem": [
@@ -58,10 +60,10 @@ _QUERIES: dict[str, dict[str, list[str] | None]] = {
 }
 _TABLES = ("lineitem", "orders", "customer")
 _MEMORY_ROUNDS = 5
-_MORE_ROUNDS = 3  # times as many for what takes no longer than it varies: narrow rows, and queries in the JVM
-_PANDAS = 1  # the largest scale at which toPandas is measured: its decimals are Python objects
+_MORE_ROUNDS = 3  # factor for the rounds of short measurements, which vary most: narrow rows, and queries in the JVM
+_PANDAS = 1  # largest scale at which toPandas is measured, since it makes each decimal a Python object
 
-#: What is measured, against what, at most so many times as long.
+#: Goals: a measurement, the measurement that it is compared with, and the largest ratio of their times.
 GOALS = [
     ("publish", "floor: mapInArrow", 0.5),
     ("publish", "no-op sink", 2),
@@ -71,7 +73,7 @@ GOALS = [
 
 
 def run(scale: float, rounds: int) -> None:
-    """Measure and print."""
+    """Measure, and print the tables."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as scratch, _node() as catalog, _reader(catalog) as reader:
         directory = Path(scratch)
         spark = session(
@@ -151,14 +153,15 @@ def _compare(
 
 
 def _query(spark: SparkSession, tables: Mapping[str, DataFrame], catalog: str, directory: Path, rounds: int) -> None:
-    """Queries of TPC-H over Parquet, cached DataFrames, and what was published: in Spark's JVM, and in Python.
+    """Measure queries of TPC-H over Parquet, cached DataFrames, and published datasets.
 
-    Python is told the columns that a query uses.
+    Published datasets are read by the data source for the JVM, and by that in Python, which is given the columns that
+    a query uses.
     """
     for name, frame in tables.items():
         publish(frame, name, catalog)
         frame.write.mode("overwrite").parquet(str(directory / f"{name}.parquet"))
-        frame.cache().count()  # what is read from there alone: the files that were written are not cached
+        frame.cache().count()  # only the DataFrames are cached, not the files that were written from them
     calls: dict[str, Callable[[], Any]] = {}
     for query, used in _QUERIES.items():
         sources: dict[str, Callable[[str], DataFrame]] = {
@@ -183,7 +186,7 @@ def _query(spark: SparkSession, tables: Mapping[str, DataFrame], catalog: str, d
 
 
 def _asked(spark: SparkSession, query: str, source: str, frames: Mapping[str, DataFrame]) -> Callable[[], Any]:
-    """The query over these tables; all of the only one into the no-op sink, where there is no query."""
+    """Return a function that runs the query over `frames`, or sends the only frame to the no-op sink if it is "all"."""
     if query not in QUERIES:
         return partial(_consume, *frames.values())
     asked = QUERIES[query]
@@ -200,7 +203,7 @@ def _read_in_python(spark: SparkSession, used: Mapping[str, list[str] | None], c
 
 
 def _hold(spark: SparkSession, frame: DataFrame, catalog: str) -> None:
-    """Tell what Java holds before and after more rounds of publishing and reading."""
+    """Print Java's memory before and after several rounds of publishing and reading."""
     frame.cache().count()
     before = _java_memory(spark)
     for _ in range(_MEMORY_ROUNDS):
@@ -219,7 +222,7 @@ def _hold(spark: SparkSession, frame: DataFrame, catalog: str) -> None:
 
 
 def _java_memory(spark: SparkSession) -> dict[str, int]:
-    """Bytes: used on the heap after a collection, used for classes and code, and of all memory that is not of files."""
+    """Return Java's memory, in bytes: heap after a garbage collection, classes and code, and all anonymous memory."""
     jvm: Any = spark._jvm
     jvm.java.lang.System.gc()
     factory = jvm.java.lang.management.ManagementFactory
@@ -240,7 +243,7 @@ def _collect(spark: SparkSession, query: str) -> None:
 
 @contextmanager
 def _in_python(spark: SparkSession) -> Iterator[None]:
-    """The data source in Python reads what is loaded here."""
+    """Use the data source in Python, instead of that for the JVM, while the context is open."""
     spark.conf.set("spark.dissociated.jvm", "false")
     try:
         yield
@@ -256,7 +259,10 @@ def _floor(frame: DataFrame) -> None:
 
 
 def _publish_in_python(frame: DataFrame, name: str, catalog: str) -> None:
-    """Under another name, which goes again: who opens `name` is to find what Spark's JVM has written."""
+    """Publish by the data source in Python, under another name, and drop it again.
+
+    The dataset `name` stays as Spark's JVM has written it, for the measurements of reading.
+    """
     with _in_python(frame.sparkSession):
         publish(frame, f"{name}, in Python", catalog)
     with dis.connect(catalog) as client:
@@ -277,9 +283,10 @@ def _consume(frame: DataFrame) -> None:
 
 
 def _growth(call: Callable[[], Any]) -> int:
-    """By how much this process is larger, with what the call gives, than before; or what Arrow holds, if that is more.
+    """Return the bytes by which this process grows while it holds the result of `call`.
 
-    What Arrow holds may lie in memory that this process had already.
+    If Arrow's own count of allocated bytes has grown by more, return that, since Arrow may reuse free memory of the
+    process.
     """
     pa.default_memory_pool().release_unused()
     resident, allocated = own_memory(), pa.total_allocated_bytes()
@@ -291,7 +298,7 @@ def _growth(call: Callable[[], Any]) -> int:
 
 @contextmanager
 def _node() -> Iterator[str]:
-    """The URI of a node with an empty store in shared memory, which goes with it."""
+    """Run a node with an empty store in shared memory, and yield its URI. The store is deleted afterwards."""
     store = Path(tempfile.mkdtemp(prefix="benchmark-", dir="/dev/shm"))
     command = [sys.executable, "-m", "dissociated", "node", "--store", str(store / "store")]
     command += ["--listen", "shm:", "--listen", "tcp://127.0.0.1:0", "--retain", "0"]
@@ -308,7 +315,7 @@ def _node() -> Iterator[str]:
 
 @contextmanager
 def _reader(catalog: str) -> Iterator[Connection]:
-    """A process that opens datasets: it is sent a name, and tells the rows when it holds the Table."""
+    """Run a process that opens datasets. It receives a name, and sends the number of rows when it holds the Table."""
     ours, theirs = _CONTEXT.Pipe()
     process = _CONTEXT.Process(target=_open, args=(catalog, theirs), daemon=True)
     process.start()

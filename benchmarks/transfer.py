@@ -1,8 +1,9 @@
-"""shm, tcp, Flight DoGet and a bare socket, moving the same bytes between the same two processes.
+"""Benchmarks of shm, tcp, Flight DoGet and a bare socket, which move the same bytes between the same two processes.
 
-What is timed is from the request until there is a Table; for the bare socket until the bytes are in memory. Beside
-shm, an Arrow IPC stream in shared memory is mapped by hand, and Ray's `get` is called, if Ray is installed. The peers
-take turns in each round, so that what disturbs the machine disturbs all of them; medians are compared.
+The time is that from the request until there is a Table, or for the bare socket until the bytes are in memory. For
+comparison with shm, an Arrow IPC stream in shared memory is mapped by hand, and Ray's `get` is called if Ray is
+installed. The peers take turns in each round, so that other work on the machine disturbs all of them alike. Medians are
+compared.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from benchmarks.peers import Peers, Readers, Shape, in_files, in_ray, receive_ba
 from benchmarks.rounds import medians
 from dissociated.cli import text
 
-#: What is aimed at, as in the README: shape, what is measured, against what, at least so many times as fast.
+#: The goals in the README: the shape, a measurement, the measurement that it is compared with, and the least speed-up.
 PROMISES = [
     ("16 MB", "shm", "Flight", 100.0),
     ("1 MB", "shm", "Flight", 100.0),
@@ -33,7 +34,7 @@ PROMISES = [
 
 
 def shapes(gigabytes: float) -> list[Shape]:
-    """10 columns in batches of 1 MB and of 16 MB, and 1,000 rows of 4 columns."""
+    """Return the shapes: batches of 16 MB and of 1 MB in 10 columns, and batches of 1,000 rows in 4 columns."""
     return [
         Shape("16 MB", max(2, round(gigabytes * 64)), 10, 209_715),
         Shape("1 MB", max(16, round(gigabytes * 1000)), 10, 13_107),
@@ -42,7 +43,7 @@ def shapes(gigabytes: float) -> list[Shape]:
 
 
 def run(gigabytes: float, rounds: int) -> None:
-    """Measure and print."""
+    """Measure, and print the tables."""
     measured = shapes(gigabytes)
     with ExitStack() as opened:
         peers = opened.enter_context(running(measured))
@@ -109,6 +110,6 @@ def _growth(client: dis.Client, shape: Shape) -> str:
 
 
 def _resident() -> tuple[int, int]:
-    """Anonymous and shared resident memory of this process, in bytes."""
+    """Return the anonymous and the shared resident memory of this process, in bytes."""
     fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return tuple(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))  # type: ignore[return-value]

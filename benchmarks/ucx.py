@@ -1,6 +1,6 @@
-"""UCX with error handling (tcp lanes) and without (shared memory lanes), and ucx_perftest.
+"""Benchmarks of UCX with error handling (tcp lanes) and without (shared memory lanes), compared with ucx_perftest.
 
-That has the same lanes and the same layout of bodies, and sleeps while it waits, as we do.
+ucx_perftest runs with the same lanes and the same layout of bodies. It sleeps while it waits, like this library.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from benchmarks.peers import Shape
 
 LISTEN = ("ucx:", "ucx:?err_mode=none", "tcp://127.0.0.1:0")
 _TRIES = 20
-#: What our contexts have, so that ucx_perftest has the same lanes.
+#: The settings of this library's UCX contexts, which give ucx_perftest the same lanes.
 SETTINGS = {"UCX_NET_DEVICES": "lo", "UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
 
 
 def run(gigabytes: float, rounds: int) -> None:
-    """Measure and print."""
+    """Measure, and print the table."""
     ways = {
         "ucx": Way("ucx:", "err_mode", "ucx_perftest", partial(_perftest, "-e")),
         "ucx, err_mode=none": Way("err_mode=none", tool="ucx_perftest", measure=partial(_perftest, "")),
@@ -35,7 +35,7 @@ def run(gigabytes: float, rounds: int) -> None:
 
 
 def _perftest(error_handling: str, shape: Shape) -> float:
-    """GB/s of tagged messages with the layout of this shape's bodies; 0 where it does not run."""
+    """Return the GB/s of tagged messages in the layout of this shape's bodies, or 0 if ucx_perftest does not run."""
     found = find_spec("libucx")
     if found is None or not found.submodule_search_locations:
         return 0.0
@@ -50,7 +50,7 @@ def _perftest(error_handling: str, shape: Shape) -> float:
     client = [*common[:1], "127.0.0.1", *common[1:], *test]
     with subprocess.Popen(common, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
-            for _ in range(_TRIES):  # it does not say when it listens
+            for _ in range(_TRIES):  # the tool does not tell when it listens
                 done = subprocess.run(client, env=environment, capture_output=True, text=True, timeout=60)
                 if not done.returncode:
                     return float(done.stdout.split()[-3]) * (1 << 20) / 1e9
