@@ -1,1 +1,1 @@
-"""Programs that show the whole way of data. Each has a folder and says at its top how it is run."""
+"""Example programs that publish and read data. Each has a folder, whose first docstring tells how to run it."""

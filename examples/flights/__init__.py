@@ -1,1 +1,1 @@
-"""A year of real flights: Spark joins them, another process reads them over every transport."""
+"""An example with a year of real flights. Spark joins them, and another process reads them over every transport."""

@@ -1,8 +1,8 @@
-"""One number per column that Spark and a reader of Arrow both compute, each in its own way.
+"""Checksums of columns, which Spark and a reader of Arrow compute independently.
 
-It is the sum of 32 bits of a hash of every value that is not null, so the order of rows does not matter
-and every bit of every value does. Numbers, booleans and timestamps are hashed by XXH64 of their 64 bits
-(Spark has it built in, `xxhash64` below is the same in numpy); strings by CRC-32 of their UTF-8.
+A checksum is the sum of 32 bits of a hash of every non-null value. It depends on every bit of every value, but not on
+the order of rows. Numbers, booleans and timestamps are hashed by XXH64 of their 64 bits, which is built into Spark and
+implemented in NumPy by `xxhash64` below. Strings are hashed by CRC-32 of their UTF-8.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PRIME_1, PRIME_2, PRIME_3, PRIME_4, PRIME_5 = map(
 
 
 def in_spark(field: StructField) -> Column:
-    """The aggregate that computes the checksum of a column inside Spark."""
+    """Return the aggregate that computes the checksum of a column in Spark."""
     from pyspark.sql import functions as F
     from pyspark.sql.types import FractionalType, StringType, TimestampType
 
@@ -53,7 +53,7 @@ def in_spark(field: StructField) -> Column:
 
 
 def in_arrow(column: pa.ChunkedArray) -> int:
-    """The same checksum of a column as it arrived."""
+    """Compute the checksum of an Arrow column."""
     column = column.drop_null()
     if pa.types.is_string(column.type):
         counted = pc.value_counts(column)
@@ -68,7 +68,7 @@ def in_arrow(column: pa.ChunkedArray) -> int:
 
 
 def xxhash64(values: npt.NDArray[np.uint64]) -> npt.NDArray[Any]:
-    """XXH64 of each value as 8 bytes."""
+    """Return XXH64 of each value, taken as 8 bytes."""
     rounds = _rotate(values * PRIME_2, 31) * PRIME_1
     hashed = _rotate((SEED + PRIME_5 + U64(8)) ^ rounds, 27) * PRIME_1 + PRIME_4
     hashed = (hashed ^ (hashed >> U64(33))) * PRIME_2

@@ -1,4 +1,4 @@
-"""The consumer: another process, without Spark, that finds the flights through Arrow Flight and opens them.
+"""The consumer: a process without Spark that finds the flights through Arrow Flight and opens them.
 
 python -m examples.flights.consumer --catalog URI --expect spark.json --report consumer.json
 """
@@ -28,16 +28,16 @@ EXPECTED = (dis.DissociatedError, pa.ArrowException, duckdb.Error, pl.exceptions
 
 
 class Timing(NamedTuple):
-    """What one way to the data costs: medians, in seconds."""
+    """The cost of a way to read the data: medians, in seconds."""
 
     rows: int
     nbytes: int
-    opened: float  # until there is a Table
-    touched: float  # until every byte of it has been read once as well
+    opened: float  # from the request until there is a Table
+    touched: float  # from the request until every byte of the Table has been read once, too
 
 
 def verify(table: pa.Table, expected: dict[str, Any], transport: str) -> None:
-    """Compare a table with what Spark computed, or end the program with the first difference."""
+    """Compare a table with Spark's report. End the program at the first difference."""
 
     def equal(what: str, here: object, spark: object) -> None:
         if here != spark:
@@ -51,7 +51,7 @@ def verify(table: pa.Table, expected: dict[str, Any], transport: str) -> None:
 
 
 def ask_duckdb(reader: pa.RecordBatchReader) -> str:
-    """How much later flights leave when one cannot see the end of the runway."""
+    """Ask DuckDB how much later flights leave when visibility is low, and return a sentence with the answer."""
     with duckdb.connect() as database:
         late = database.from_arrow(reader).aggregate(
             "avg(dep_delay) FILTER (visib < 2) AS murky, avg(dep_delay) FILTER (visib >= 10) AS clear"
@@ -61,14 +61,14 @@ def ask_duckdb(reader: pa.RecordBatchReader) -> str:
 
 
 def ask_polars(reader: pa.RecordBatchReader) -> str:
-    """How delays travel: what is left of an aircraft's delay on its next flight."""
+    """Ask Polars how late an aircraft leaves after it arrived late, and return a sentence with the answer."""
     flights = pl.DataFrame(reader).lazy().filter(pl.col("plane_last_delay") > 60)
     answer = flights.select(pl.len().alias("flights"), pl.col("dep_delay").mean().alias("delay")).collect()
     return f"after coming in over an hour late: {answer['delay'][0]:.0f} minutes late again"
 
 
 def measure(open_reader: Callable[[], pa.RecordBatchReader], times: int) -> Timing:
-    """Time a way to the data, `times` over, letting go of the data in between."""
+    """Time a way to read the data, several times. The data are freed after each reading."""
     opened, touched = [], []
     for _ in range(times):
         start = time.perf_counter()
@@ -82,7 +82,7 @@ def measure(open_reader: Callable[[], pa.RecordBatchReader], times: int) -> Timi
 
 
 def touch(table: pa.Table) -> None:
-    """Read every byte once, at the speed of memory."""
+    """Read every byte of a table once, at the speed of memory."""
     for column in table.columns:
         for chunk in column.chunks:
             for buffer in filter(None, chunk.buffers()):
@@ -90,13 +90,13 @@ def touch(table: pa.Table) -> None:
 
 
 def do_get(catalog: pyarrow.flight.FlightClient, name: str) -> pa.RecordBatchReader:
-    """Plain Arrow Flight, as any of its clients does it: batches over gRPC."""
+    """Read the dataset with pyarrow's own Flight client: batches over gRPC."""
     info = catalog.get_flight_info(pyarrow.flight.FlightDescriptor.for_path(name))
     return catalog.do_get(info.endpoints[0].ticket).to_reader()
 
 
 def run(catalog: str, name: str, transports: Sequence[str], expected: dict[str, Any], times: int) -> dict[str, Timing]:
-    """Find, check, query, measure."""
+    """Find the dataset, compare it with Spark's report, query it, and time every way to read it."""
     start = time.perf_counter()
     with dis.connect(catalog) as client, pyarrow.flight.connect(catalog) as flight:
         client.describe(name)

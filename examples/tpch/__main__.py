@@ -1,10 +1,10 @@
-"""The demo: Spark answers queries of TPC-H and publishes them with lineitem; three processes go on with them at once.
+"""The demo: Spark answers queries of TPC-H, and publishes the answers with lineitem; three other processes use these.
 
     pip install '.[demo]'
     python -m examples.tpch [--scale 1] [--transport ucx|fabric] [--device cuda:0] [--plot tpch.png]
 
-This process serves. What Spark's tasks have written into shared memory Polars, DuckDB and a batch loader open in
-place, all at the same time, compute by themselves, and compare with what Spark has computed.
+This process serves the datasets, which Spark's tasks write into shared memory. Polars, DuckDB and a batch loader open
+lineitem in place, all at the same time. Each computes answers of its own, and compares them with Spark's.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ STEPS = {"spark": 2 + len(QUERIES), "polars": 6, "duckdb": 6, "loader": 6}
 
 
 class Failed(Exception):
-    """A part of the demo ended with an error, and said why."""
+    """The error of a part of the demo, with the reason that it printed."""
 
 
 class Running:
-    """A part of the demo, as a process of its own, which is told to end when the `with` does."""
+    """A part of the demo in a process of its own, which is terminated at the end of the `with` block."""
 
     def __init__(self, lane: Lane, module: str, *arguments: str, log: Path) -> None:
         self._lane = lane
         self._log = log
-        with log.open("wb") as errors:  # Spark is chatty
+        with log.open("wb") as errors:  # Spark prints much to stderr
             command = [sys.executable, "-m", f"examples.tpch.{module}", *arguments]
             self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True)
 
     def steps(self) -> list[Step]:
-        """Show what the process does until it ends, and return it. Raises Failed."""
+        """Show the steps of the process until it ends, and return them. Raise Failed if it fails."""
         assert self._process.stdout is not None
         steps, why = [], ""
         for line in self._process.stdout:
@@ -82,7 +82,11 @@ class Running:
 def run(
     scale: float, transports: list[str], device: str | None, scratch: Path, console: Console
 ) -> dict[str, list[Step]]:
-    """Everything, one after the other; the consumers at once."""
+    """Run all parts of the demo in order, with the consumers at the same time, and print the tables.
+
+    Returns:
+        The steps of each part, by its name.
+    """
     steps: dict[str, list[Step]] = {}
     with dis.Server([f"{transport}:" for transport in transports]) as server, Screen(console) as screen:
         catalog = server.catalog_uri
@@ -113,7 +117,7 @@ def run(
 
 
 def make(scale: float, directory: Path, lane: Lane) -> Step:
-    """Have the data generated, at full speed by all cores."""
+    """Generate the data on all cores."""
     lane.begins("generate")
     made = Step("generate", time.time())
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The consumers, each a process without Spark: find what was published, open it in place, work, compare with Spark.
+"""The consumers: processes without Spark that open published datasets in place, query them, and compare the answers.
 
 python -m examples.tpch.consumers polars --catalog URI
 """
@@ -28,18 +28,21 @@ from examples.tpch.steps import fail, step
 
 Ask = Callable[[str], pa.Table]
 
-BATCH = 4096  # rows that the loader gives at once
+BATCH = 4096  # rows of a batch of the loader
 LINEITEM_QUERIES = ("q1", "q6")
 
 
 class Differs(Exception):
-    """A consumer got another answer than Spark."""
+    """The error of a consumer whose answer differs from Spark's."""
 
 
 def in_polars(lineitem: pa.Table) -> tuple[Ask, pa.Table]:
-    """What answers SQL over the table, and the table as Polars holds it.
+    """Load the table into Polars.
 
-    It makes views of strings, and copies decimals that do not lie at multiples of 16 bytes: Java's do at those of 8.
+    Polars converts strings to views, and copies decimals that are not aligned to 16 bytes. Java aligns them to 8.
+
+    Returns:
+        A function that answers SQL over the table, and the table as Polars holds it.
     """
     frame = pl.from_arrow(lineitem, rechunk=False)
     assert isinstance(frame, pl.DataFrame)
@@ -48,7 +51,11 @@ def in_polars(lineitem: pa.Table) -> tuple[Ask, pa.Table]:
 
 
 def in_duckdb(lineitem: pa.Table) -> tuple[Ask, pa.Table]:
-    """What answers SQL over the table, and the table as DuckDB holds it: as it is."""
+    """Register the table with DuckDB.
+
+    Returns:
+        A function that answers SQL over the table, and the table itself, which DuckDB uses without a copy.
+    """
     database = duckdb.connect()
     database.register("lineitem", lineitem)
     return lambda sql: database.sql(sql).to_arrow_table(), lineitem
@@ -58,8 +65,12 @@ ENGINES = {"polars": in_polars, "duckdb": in_duckdb}
 
 
 def opened(client: dis.Client) -> tuple[pa.Table, int]:
-    """lineitem, and how much memory of its own this process had before."""
-    client.read("q6").read_all()  # connects, and loads what reading needs
+    """Open lineitem.
+
+    Returns:
+        The table, and the private memory of this process before, in bytes.
+    """
+    client.read("q6").read_all()  # connects, and loads the modules that reading needs
     before = own_memory()
     with step("open") as current:
         table = client.read("lineitem").read_all()
@@ -69,7 +80,7 @@ def opened(client: dis.Client) -> tuple[pa.Table, int]:
 
 
 def query(client: dis.Client, engine: Callable[[pa.Table], tuple[Ask, pa.Table]]) -> None:
-    """Let an engine answer over the published lineitem what Spark has answered over Parquet."""
+    """Have an engine answer Spark's queries over the published lineitem, and compare the answers."""
     lineitem, before = opened(client)
     with step("adopt") as current:
         ask, held = engine(lineitem)
@@ -83,10 +94,10 @@ def query(client: dis.Client, engine: Callable[[pa.Table], tuple[Ask, pa.Table]]
 
 
 def load(client: dis.Client, device: str | None = None) -> None:
-    """Two epochs over lineitem, in an order each of its own, in batches that are views; each gives Q6.
+    """Read two epochs of lineitem in batches, compute Q6 from each epoch, and compare the answers.
 
-    Where PyTorch is installed the epochs are of tensors, whose rows are shuffled, and so copied. With a device, its
-    columns go there once, and give Q6 too.
+    Each epoch has an order of its own. The batches are views of shared memory; if PyTorch is installed, they are
+    tensors whose rows are shuffled, and therefore copied. With a device, Q6 is computed once from columns on it, too.
     """
     columns = ["l_shipdate", "l_discount", "l_quantity", "l_extendedprice"]
     client.read("q6").read_all()
@@ -113,32 +124,36 @@ def load(client: dis.Client, device: str | None = None) -> None:
 
 
 def in_place(batch: dict[str, Any]) -> float:
-    """How many of the arrays lie where the server has them: those that span two of its record batches do not."""
+    """Return the fraction of the arrays that lie in shared memory.
+
+    An array whose rows come from two record batches is a copy, and does not.
+    """
     mapped = Mapped()
     return sum(mapped.holds(*extent(array)) for array in batch.values()) / len(batch)
 
 
 def extent(array: np.ndarray[Any, Any]) -> tuple[int, int]:
-    """The address of an array, and how many bytes it spans."""
+    """Return the address of an array, and the number of bytes that it spans."""
     return array.ctypes.data, (len(array) - 1) * array.strides[0] + array.itemsize
 
 
 def q6(batch: dict[str, Any]) -> int:
-    """The revenue that Q6 finds in a batch, in hundredths of cents: the same for arrays and for tensors."""
+    """Compute the revenue of Q6 in a batch of arrays or tensors, in hundredths of cents."""
     shipped, discount, quantity = batch["l_shipdate"], batch["l_discount"], batch["l_quantity"]
     wanted = (shipped >= days(1994)) & (shipped < days(1995)) & (discount >= 5) & (discount <= 7) & (quantity < 2400)
     return int((batch["l_extendedprice"][wanted] * discount[wanted]).sum())
 
 
 def days(year: int) -> int:
-    """The first of January of a year, as Arrow counts."""
+    """Return the first of January of a year in days since 1970."""
     return (datetime.date(year, 1, 1) - datetime.date(1970, 1, 1)).days
 
 
 def compare(client: dis.Client, name: str, answer: list[list[Any]]) -> None:
-    """Compare columns with what Spark has published: equal, and averages to the six digits that Spark gives.
+    """Compare the columns of an answer with Spark's published answer. Averages are compared to Spark's six digits.
 
-    Raises Differs with the first difference.
+    Raises:
+        Differs: at the first difference.
     """
     with step(f"check {name}") as current:
         published = client.read(name).read_all()
@@ -155,14 +170,14 @@ def compare(client: dis.Client, name: str, answer: list[list[Any]]) -> None:
 
 
 def same(mine: Any, its: Any) -> bool:
-    """Whether two values are one; Spark's averages of decimals end after six digits, others are floats."""
+    """Return whether two values are equal. Floats are averages, which Spark rounds to six digits as decimals."""
     if isinstance(mine, float):
         return math.isclose(mine, its, rel_tol=1e-12, abs_tol=1e-6)
     return bool(mine == its)
 
 
 def read_by(client: dis.Client, transports: list[str]) -> None:
-    """Open lineitem by every way there is, and compare each with what lies in shared memory."""
+    """Open lineitem over each transport, and compare the tables with the one in shared memory."""
     in_place = client.read("lineitem", transport="shm").read_all()
     for transport in transports:
         with step(transport) as current:

@@ -1,4 +1,4 @@
-"""The tables of TPC-H, made by tpchgen-cli as Parquet: at scale 1 about 6 million rows of lineitem, 1 GB as Arrow."""
+"""The tables of TPC-H, generated as Parquet by tpchgen-cli. At scale 1, lineitem has 6 million rows, 1 GB as Arrow."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ TABLES = ("region", "nation", "supplier", "customer", "part", "partsupp", "order
 
 
 def generator() -> str | None:
-    """The program of the package tpchgen-cli, wherever pip has put it."""
+    """Return the path of the program tpchgen-cli, or None if it is not installed."""
     return shutil.which("tpchgen-cli", path=os.pathsep.join((sysconfig.get_path("scripts"), os.environ["PATH"])))
 
 
 def generate(scale: float, directory: Path, tables: Sequence[str] = TABLES, parts: int = 8) -> None:
     """Write each table as Parquet files into a directory of its name.
 
-    Raises OSError where the generator is missing, or says why it cannot.
+    Raises:
+        OSError: if the generator is not installed, or fails.
     """
     program = generator()
     if program is None:

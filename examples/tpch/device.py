@@ -1,4 +1,4 @@
-"""Q6 over lineitem on a device: the loader's columns go there, and are asked for there where CuPy is installed."""
+"""Q6 over columns of lineitem on a device, computed there if CuPy is installed, and otherwise from copies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Arrays = dict[str, Any]
 
 
 def q6_on_device(client: dis.Client, columns: list[str], device: str, q6: Callable[[Arrays], int]) -> int:
-    """What `q6` finds in all batches of these columns, which have been read onto the device."""
+    """Read these columns of lineitem onto the device, and return the sum of `q6` over all batches."""
     with step("to device") as current:
         with client.read("lineitem", columns=columns, device=device) as reader:
             batches = [*reader]
@@ -34,14 +34,14 @@ def q6_on_device(client: dis.Client, columns: list[str], device: str, q6: Callab
 
 
 def in_cupy(batch: DeviceBatch, columns: list[str]) -> Arrays:
-    """Arrays where the columns lie."""
+    """Return CuPy arrays over the device's memory."""
     import cupy
 
     return {name: _lowest(cupy.asarray(batch[name])) for name in columns}
 
 
 def in_numpy(batch: DeviceBatch, columns: list[str]) -> Arrays:
-    """Arrays of a copy on the host."""
+    """Return NumPy arrays of a copy on the host."""
     copy = batch.to_host()
     return {name: _lowest(_numbers(copy[name])) for name in columns}
 
@@ -53,5 +53,5 @@ def _numbers(column: pa.Array) -> np.ndarray[Any, Any]:
 
 
 def _lowest(numbers: Any) -> Any:
-    """Of decimals of 128 bits the lower 64, which these fit into."""
+    """Return the lower 64 bits of 128-bit decimals, which hold all values of TPC-H. Other numbers are unchanged."""
     return numbers[:, 0] if numbers.ndim == 2 else numbers

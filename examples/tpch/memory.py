@@ -1,4 +1,4 @@
-"""Where arrays lie: in memory that is mapped and shared, or in memory of this process's own."""
+"""Measurement of memory: whether arrays lie in shared mappings, and how much private memory a process has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pyarrow as pa
 
 
 class Mapped:
-    """The shared mappings that this process has now, as the kernel tells."""
+    """The shared mappings of this process at the time of the call, from `/proc/self/maps`."""
 
     def __init__(self) -> None:
         ranges = []
@@ -21,12 +21,12 @@ class Mapped:
         self._ranges = sorted(ranges)
 
     def holds(self, address: int, size: int) -> bool:
-        """Whether all these bytes lie in one shared mapping."""
+        """Return whether all of these bytes lie in a single shared mapping."""
         at = bisect_right(self._ranges, (address, 1 << 64)) - 1
         return at >= 0 and address + size <= self._ranges[at][1]
 
     def share(self, table: pa.Table) -> float:
-        """How much of a table's memory, from 0 to 1, lies in shared mappings."""
+        """Return the fraction of a table's memory, from 0 to 1, that lies in shared mappings."""
         buffers = {
             (buffer.address, buffer.size)
             for column in table.columns
@@ -39,6 +39,6 @@ class Mapped:
 
 
 def own_memory() -> int:
-    """The resident memory of this process that it shares with nobody, in bytes."""
+    """Return the anonymous resident memory of this process, in bytes."""
     fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) * 1024

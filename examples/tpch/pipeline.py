@@ -1,4 +1,4 @@
-"""The pipeline, in Spark: reads Parquet, answers queries, publishes the answers and lineitem.
+"""The pipeline: Spark reads Parquet, answers queries, and publishes the answers and lineitem.
 
 python -m examples.tpch.pipeline --data DIRECTORY --catalog URI
 """
@@ -20,12 +20,12 @@ from examples.tpch.data import TABLES
 from examples.tpch.queries import QUERIES
 from examples.tpch.steps import fail, step, tell
 
-_INTERVAL = 0.1  # seconds between two looks at Spark's tasks
+_INTERVAL = 0.1  # seconds between two polls of the progress of Spark's tasks
 
 
 @contextmanager
 def watched(context: SparkContext) -> Iterator[None]:
-    """Tell how many of Spark's tasks are done, as long as this lasts."""
+    """Report the fraction of Spark's tasks that are complete, while the context is open."""
     over = threading.Event()
 
     def watch() -> None:
@@ -46,7 +46,7 @@ def watched(context: SparkContext) -> Iterator[None]:
 
 
 def run(data: Path, catalog: str) -> None:
-    """Answer every query and publish what it gives under its name; publish lineitem, whole."""
+    """Answer every query, publish each answer under the name of its query, and publish the whole of lineitem."""
     with step("start") as current:
         spark = session("tpch", **{"spark.log.level": "ERROR", "spark.sql.shuffle.partitions": "8"})
         for table in TABLES:

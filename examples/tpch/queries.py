@@ -1,4 +1,4 @@
-"""Queries of the TPC-H benchmark, in SQL that Spark, DuckDB and Polars all understand; parameters as for validation."""
+"""Queries of TPC-H with the parameters of its validation, in SQL that Spark, DuckDB and Polars all understand."""
 
 QUERIES = {
     "q1": """

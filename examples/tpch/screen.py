@@ -1,4 +1,4 @@
-"""How the demo looks while it runs: a line for each step that is done, and below, in a terminal, bars that move."""
+"""The output of the demo while it runs: a line for each completed step, and progress bars in a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from examples.tpch.steps import Step
 
 
 class Screen:
-    """Where output is no terminal, only the lines are written. Use it as a context manager."""
+    """The output of all processes. Progress bars are shown only in a terminal. Use it as a context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -26,7 +26,7 @@ class Screen:
         )
 
     def process(self, name: str, steps: int) -> Lane:
-        """A bar for a process that has so many steps to do."""
+        """Add a progress bar for a process with this number of steps."""
         return Lane(self._console, self._bars, name, self._bars.add_task("", process=name, total=steps))
 
     def __enter__(self) -> Screen:
@@ -40,7 +40,7 @@ class Screen:
 
 
 class Lane:
-    """What one process has to show."""
+    """The output of a process: its progress bar, and its lines."""
 
     def __init__(self, console: Console, bars: Progress, name: str, bar: TaskID) -> None:
         self._console = console

@@ -1,4 +1,4 @@
-"""What the processes of the demo tell: each step that they do, one line of JSON on standard output."""
+"""The events that the processes of the demo report, each a line of JSON on standard output."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any, NoReturn
 
 @dataclass
 class Step:
-    """Something that a process does: when, in seconds since the epoch, how long, and what came of it."""
+    """A step of a process: its start in seconds since the epoch, its duration in seconds, and its results."""
 
     name: str
     begun: float
     seconds: float = 0.0
-    says: str = ""  # for people
-    facts: dict[str, Any] = field(default_factory=dict)  # for the summary
+    says: str = ""  # the result, for people
+    facts: dict[str, Any] = field(default_factory=dict)  # numbers, for the summary
 
 
 @contextmanager
 def step(name: str) -> Iterator[Step]:
-    """Do something, and tell it before and after."""
+    """Report a step at its begin and its end, with its duration."""
     begun, clock = time.time(), time.perf_counter()
     current = Step(name, begun)
     tell(begins=name)
@@ -34,13 +34,19 @@ def step(name: str) -> Iterator[Step]:
 
 
 def tell(**event: Any) -> None:
-    """`begins`: a step; `share`: how much of it is done, from 0 to 1; `done`: all of it; `failed`: why."""
+    """Report an event.
+
+    Args:
+        **event: a single key and its value: `begins`, the name of a step; `share`, its progress from 0 to 1; `done`,
+            the fields of the completed step; or `failed`, the reason of a failure.
+    """
     print(json.dumps(event), flush=True)
 
 
 def fail(error: Exception) -> NoReturn:
-    """Tell why this process ends."""
+    """Report the reason of a failure, and end the process."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
-    ours = [line for line in lines if line.startswith("dissociated.errors.")]  # Spark brings a traceback along
+    # The text of Spark's errors has a traceback, in which the error of this library is the reason.
+    ours = [line for line in lines if line.startswith("dissociated.errors.")]
     tell(failed=ours[-1].partition(": ")[2] if ours else lines[0])
     sys.exit(1)

@@ -1,4 +1,4 @@
-"""What came of it: two tables and a plot."""
+"""The summary of the demo: three tables and a plot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONSUMERS = ("polars", "duckdb", "loader")
 
 
 def print_tables(console: Console, steps: Steps, published: Sequence[dis.DatasetInfo]) -> None:
-    """What Spark published, and what each consumer did with lineitem."""
+    """Print the datasets that Spark published, the work of each consumer, and the time to open lineitem."""
     seconds = {step.name: step.seconds for step in steps["spark"]}
     spark = _table("Spark published", "dataset", "rows", "bytes", "seconds")
     for info in published:
@@ -62,12 +62,12 @@ def _of(steps: Sequence[Step], name: str) -> Step:
 
 
 def _rate(step: Step) -> str:
-    """GB/s, where bytes have moved."""
+    """Return the GB/s of a step as text; empty for shm, over which no bytes move."""
     return "" if step.name == "shm" else f"{step.facts['nbytes'] / step.seconds / 1e9:.2f}"
 
 
 def plot(path: Path, steps: Steps, scale: float) -> None:
-    """Draw when each process did what, the consumers once more by themselves, and how long opening lineitem took."""
+    """Plot the steps of all processes over time, those of the consumers in detail, and the time to open lineitem."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -100,7 +100,7 @@ def plot(path: Path, steps: Steps, scale: float) -> None:
 
 
 def _draw_steps(axes: Axes, steps: Steps, per_second: float) -> None:
-    """One row for each process, one bar for each of its steps; a name stands upright where its bar is narrow."""
+    """Draw a row for each process, with a bar for each of its steps. Names on narrow bars are turned upright."""
     origin = min(step.begun for lane in steps.values() for step in lane)
     span = max(step.begun + step.seconds for lane in steps.values() for step in lane) - origin
     for row, (name, lane) in enumerate(steps.items()):
