@@ -29,8 +29,7 @@ from support.injection import arm_from_environment
 _LOADED = (
     "dissociated.catalog.flight",
     "dissociated.client.client",
-    "dissociated.cli.catalog",
-    "dissociated.cli.node",
+    "dissociated.cli.serving",
     "dissociated.client.open",
     "dissociated.ipc",
     "dissociated.node.node",

@@ -23,7 +23,7 @@ import dissociated as dis
 from arrow_cases import corrupt_parquet
 from dissociated.catalog import service, upstream
 from dissociated.catalog.local import LocalCatalog
-from dissociated.catalog.peer import Peer
+from dissociated.catalog.members import Peer
 from dissociated.catalog.service import CatalogService
 from dissociated.cli import main
 from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded, OptionError, SourceError

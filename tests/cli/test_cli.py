@@ -30,7 +30,7 @@ import pytest
 import dissociated as dis
 import processes
 from dissociated.cli import COMMANDS, main, text
-from dissociated.cli.plain import plain_rows
+from dissociated.cli.rows import plain_rows
 from dissociated.errors import SourceError
 from dissociated.node.launch import running
 from dissociated.store.segment import Segment, SegmentWriter

@@ -24,8 +24,8 @@ from arrow_cases import corrupt_parquet
 from dissociated.base.buffers import Buffer
 from dissociated.cli import reading
 from dissociated.cli.formats import FILE_FORMATS
-from dissociated.cli.node import stop_with_starter
-from dissociated.cli.stop import StopSignal
+from dissociated.cli.serving import stop_with_starter
+from dissociated.cli.signals import StopSignal
 from dissociated.node.launch import running
 from dissociated.node.node import Node
 from dissociated.store.store import Store

@@ -14,7 +14,7 @@ from helpers import PATIENCE
 AT_EACH_LINE = textwrap.dedent(
     """
     import os, signal, sys
-    from dissociated.cli.stop import StopSignal
+    from dissociated.cli.signals import StopSignal
 
     def child(number):
         lines = 0
@@ -60,7 +60,7 @@ def test_a_signal_at_any_line_of_waiting_for_it_is_seen() -> None:
 def test_a_thread_ends_it_as_a_signal_does(when: str) -> None:
     script = f"""
 import threading
-from dissociated.cli.stop import StopSignal
+from dissociated.cli.signals import StopSignal
 stop = StopSignal()
 assert not stop.wait(0.0)
 coming = threading.Thread(target=stop.set)

@@ -1,7 +1,7 @@
 """Where writers on a host put segments, and what becomes of them there: the part of a catalog that keeps bytes.
 
-There are three: a stage, whose segments live as long as the server (`stage_backend`); a store, whose versions outlive
-it (`store_backend`); and none, for a catalog that only knows what its nodes have.
+There are three: a stage, whose segments live as long as the server (`StageBackend`); a store, whose versions outlive it
+(`store_backend`); and none, for a catalog that only knows what its nodes have.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import pyarrow as pa
 from dissociated.base.buffers import MAX_METADATA
 from dissociated.codec.options import WriteOptions
 from dissociated.datasets.base import Dataset
+from dissociated.datasets.static import SegmentsDataset
 from dissociated.errors import CatalogError, StoreError
 from dissociated.store.directory import SetAside, Version
 from dissociated.store.numbers import Removed
 from dissociated.store.places import Usage
-from dissociated.store.segment import SegmentWriter
+from dissociated.store.segment import Segment, SegmentWriter
+from dissociated.store.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -208,3 +210,43 @@ class NoBackend(Backend):
     def sweep(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+class StageBackend(Backend):
+    """Segments in memory alone: gone with the server, however it ends."""
+
+    def __init__(self) -> None:
+        self._stage = Stage()
+        self.id = self._stage.id
+
+    @property
+    def directory(self) -> Path:
+        return self._stage.directory
+
+    def writer(self, name: str, schema: pa.Schema, options: WriteOptions | None = None) -> SegmentWriter:
+        return SegmentWriter(self._stage.path(name), schema, options)
+
+    def prepare(self, request: CommitRequest) -> Prepared:
+        previous = request.previous.appendable() if request.append and request.previous is not None else ()
+        segments = [*previous, *self._stage.take([*request.staged], self.max_metadata)]
+        if not segments:
+            segments = [Segment.in_memory(request.name, request.schema.empty_table().to_reader())]
+        return Prepared(secrets.token_hex(8), SegmentsDataset(request.name, segments))
+
+    def staged(self) -> list[str]:
+        return self._stage.names()
+
+    def discard(self, names: Iterable[str]) -> None:
+        self._stage.discard([*names])
+
+    def remove(self, ids: Iterable[str]) -> None:
+        pass  # nothing has a name here: it goes with its dataset
+
+    def confirm(self, published: Mapping[str, bool], numbers: Mapping[str, int] | None = None) -> None:
+        pass  # nothing here outlives the catalog's knowledge of it
+
+    def sweep(self) -> None:
+        pass  # what is written here has no name before it is whole
+
+    def close(self) -> None:
+        self._stage.close()

@@ -1,25 +1,55 @@
-"""The nodes that belong to a catalog, and what the catalog calls them for."""
+"""The nodes that belong to a catalog, and how catalogs and nodes call each other."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.flight as flight
 
 from dissociated.base.access import Security
 from dissociated.catalog.database import Database
-from dissociated.catalog.peer import Peer
+from dissociated.client.calls import CatalogClient
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, Validator, batches
 from dissociated.control.flight_streams import upload
 from dissociated.control.records import NodeRecord, ReplicatedPart
 from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded, DissociatedError
 
+T = TypeVar("T")
+
+PEER_TIMEOUT = 60.0  # seconds, for a peer to answer
 _ANSWER_TIMEOUT = 2.0  # seconds, for a node that is there to say so
+
+
+class Peer(CatalogClient):
+    """Another catalog, or a node of this one, as a catalog speaks with it.
+
+    Calls the catalog at `uri`, which answers within `timeout` seconds, proving itself as `security` says.
+    """
+
+    def __init__(self, uri: str, security: Security, timeout: float = PEER_TIMEOUT) -> None:
+        unlimited = sys.maxsize  # what is relayed, whoever reads it limits
+        super().__init__(uri, timeout, security.peer, security.roots, max_metadata=unlimited)
+
+    def forward(self, call: Callable[[flight.FlightClient], T]) -> T:
+        """What that one answers."""
+        return self._calls.call(call)
+
+    def forward_action(self, action: str, body: bytes) -> bytes:
+        """The answer to an action whose body is not JSON."""
+        (result,) = self.forward(lambda client: [*client.do_action(flight.Action(action, body))])
+        return bytes(result.body.to_pybytes())
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Members:

@@ -18,7 +18,7 @@ from dissociated.base.access import Security
 from dissociated.catalog.backend import Prepared
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.holdings import Holdings
-from dissociated.catalog.peer import PEER_TIMEOUT, Peer
+from dissociated.catalog.members import PEER_TIMEOUT, Peer
 from dissociated.control.descriptors import parse_get
 from dissociated.control.messages import announced_to_json, node_to_json
 from dissociated.control.records import NodeRecord

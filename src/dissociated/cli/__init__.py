@@ -11,24 +11,25 @@ from importlib import import_module
 
 from dissociated.cli import terminal
 
-#: What each command is for. It has a module of its name, which is loaded for that command alone.
+#: The module of each command, and what the command is for. The module is loaded for that command alone; its function
+#: `add_NAME` gives the command's parser a description, options, and the function `run`.
 COMMANDS = {
-    "ls": "list datasets",
-    "describe": "show the columns of a dataset, and where it is",
-    "versions": "list the versions of a dataset that can be read",
-    "head": "show the first rows of a dataset",
-    "cat": "write a dataset to the standard output",
-    "sql": "ask a question of datasets, by DuckDB",
-    "get": "copy a dataset into a file",
-    "put": "publish files as a dataset of a node",
-    "drop": "make a dataset unavailable",
-    "serve": "publish Arrow IPC and Parquet files",
-    "node": "serve a store of segments, one for each host",
-    "catalog": "run a catalog for the nodes of many hosts",
-    "status": "show what a server is doing",
-    "completion": "let a shell complete commands, options and names",
-    "inspect": "show what lies where in an Arrow IPC file",
-    "spark-jar": "print the path of the jar for Spark",
+    "ls": ("datasets", "list datasets"),
+    "describe": ("datasets", "show the columns of a dataset, and where it is"),
+    "versions": ("datasets", "list the versions of a dataset that can be read"),
+    "head": ("reading", "show the first rows of a dataset"),
+    "cat": ("reading", "write a dataset to the standard output"),
+    "sql": ("reading", "ask a question of datasets, by DuckDB"),
+    "get": ("reading", "copy a dataset into a file"),
+    "put": ("put", "publish files as a dataset of a node"),
+    "drop": ("datasets", "make a dataset unavailable"),
+    "serve": ("serving", "publish Arrow IPC and Parquet files"),
+    "node": ("serving", "serve a store of segments, one for each host"),
+    "catalog": ("serving", "run a catalog for the nodes of many hosts"),
+    "status": ("status", "show what a server is doing"),
+    "completion": ("integrations", "let a shell complete commands, options and names"),
+    "inspect": ("inspect", "show what lies where in an Arrow IPC file"),
+    "spark-jar": ("integrations", "print the path of the jar for Spark"),
 }
 
 #: What the library says of its own parameters, in the command line's words. Options are found by their names.
@@ -74,19 +75,11 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"dissociated {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND")
-    for name, summary in COMMANDS.items():
-        if name not in arguments:
-            commands.add_parser(name, help=summary)
-            continue
-        command = import_module(f"dissociated.cli.{name.replace('-', '_')}")
-        sub = commands.add_parser(
-            name,
-            help=summary,
-            description=command.DESCRIPTION,
-            formatter_class=_Help,
-        )
-        command.add_arguments(sub)
-        sub.set_defaults(run=command.run)
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, formatter_class=_Help)
+        if name in arguments:
+            add = getattr(import_module(f"dissociated.cli.{module}"), f"add_{name.replace('-', '_')}")
+            add(command)
     return top
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
 
-from dissociated.cli.plain import plain_rows
+from dissociated.cli.rows import plain_rows
 from dissociated.errors import OptionError
 
 #: Opens a file for batches of a schema. Where the `with` is left by an exception, no program takes it for all there is.

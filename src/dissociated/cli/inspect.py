@@ -17,10 +17,9 @@ from dissociated.format.index import Entry, Index
 from dissociated.format.message import HeaderType, buffer_extents
 from dissociated.memory.shared import map_read_only
 
-DESCRIPTION = """\
+_INSPECT = """\
 Show what lies where in an Arrow IPC stream or file: its columns, and for each message its type, where it begins, and
 how long its metadata and its body are, in bytes. No body is read, however large the file is."""
-
 _DEFAULT_LIMIT = 20  # messages, unless all are asked for
 _NAMES = {
     HeaderType.SCHEMA: "schema",
@@ -31,12 +30,14 @@ _NAMES = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `inspect`."""
+def add_inspect(parser: argparse.ArgumentParser) -> None:
+    """Add the description, the options and the function of `inspect` to its parser."""
+    parser.description = _INSPECT
     parser.add_argument("file", type=Path, metavar="FILE", help="an Arrow IPC stream or file")
     parser.add_argument("--all", action="store_true", help=f"every message, not the first {_DEFAULT_LIMIT}")
     parser.add_argument("--buffers", action="store_true", help="where the buffers of each message lie, too")
     parser.add_argument("--json", action="store_true", help="print JSON, for other programs: every message and buffer")
+    parser.set_defaults(run=_run_inspect)
 
 
 class _Message(NamedTuple):
@@ -46,7 +47,7 @@ class _Message(NamedTuple):
     buffers: list[tuple[int, int]]
 
 
-def run(arguments: argparse.Namespace) -> None:
+def _run_inspect(arguments: argparse.Namespace) -> None:
     """Print what there is."""
     path: Path = arguments.file
     if path.is_dir():

@@ -11,9 +11,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from dissociated.cli import access, target, text
-from dissociated.cli.describe import tags
+from dissociated.cli.datasets import tags
 from dissociated.cli.inputs import open_input
-from dissociated.cli.progress import progress
+from dissociated.cli.terminal import progress
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import values_size
 from dissociated.codec.difference import schema_difference
@@ -21,7 +21,7 @@ from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.datasets.base import Dataset
 from dissociated.errors import SourceError
 
-DESCRIPTION = """\
+_PUT = """\
 Publish files of one schema as one dataset, whole and at once. The node keeps a copy: the dataset stays when this
 command has ended, and when the files are gone.
 
@@ -35,8 +35,9 @@ command has ended, and when the files are gone.
 A name without a URI is one at your node on this host, which is started where there is none."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `put`."""
+def add_put(parser: argparse.ArgumentParser) -> None:
+    """Add the description, the options and the function of `put` to its parser."""
+    parser.description = _PUT
     parser.add_argument(
         "file", nargs="+", type=Path, metavar="FILE", help='a file or a directory, "-" for standard input'
     )
@@ -46,9 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tag", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
     parser.add_argument("--ttl", type=float, metavar="SECONDS", help="after which the dataset is gone")
     target.add_options(parser)
+    parser.set_defaults(run=_run_put)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def _run_put(arguments: argparse.Namespace) -> None:
     """Publish, and say on stderr what was."""
     from dissociated.control.commit import Publication
 

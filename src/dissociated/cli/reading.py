@@ -1,26 +1,236 @@
-"""What the commands that read a dataset have in common: of which rows and columns, and how these are written."""
+"""The commands that read a dataset: head, cat, get and sql; of which rows and columns, and how these are written."""
 
 from __future__ import annotations
 
 import argparse
 import io
+import os
 import re
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
-from dissociated.cli import access, target
+from dissociated.cli import access, formats, target, text
 from dissociated.cli.condition import parse_condition
-from dissociated.cli.ending import EndingSignals
-from dissociated.cli.formats import FileFormat
-from dissociated.cli.progress import Advance
+from dissociated.cli.formats import FILE_FORMATS, FileFormat
+from dissociated.cli.signals import EndingSignals
+from dissociated.cli.terminal import Advance, progress
 from dissociated.codec.columns import values_size
 from dissociated.codec.split import Validator, batches
 from dissociated.control.locations import DatasetInfo
-from dissociated.errors import OptionError, WrongKind
+from dissociated.errors import CatalogError, DatasetNotFound, OptionError, WrongKind
+from dissociated.store.files import NewFile
+
+if TYPE_CHECKING:
+    import duckdb
+
+    from dissociated.client.client import Client
+
+
+_HEAD = """\
+Show the first rows of a dataset, as a table or as --format says. No more is read than that takes.
+In a terminal the table has the columns that fit: --columns chooses others."""
+
+
+def add_head(parser: argparse.ArgumentParser) -> None:
+    """Add the description, the options and the function of `head` to its parser."""
+    parser.description = _HEAD
+    add_arguments(parser)
+    parser.add_argument(
+        "-n", "--rows", type=_row_count, default=10, metavar="N", help="how many (default: %(default)s)"
+    )
+    add_format_argument(parser, FILE_FORMATS, "table")
+    parser.set_defaults(run=_run_head)
+
+
+def _row_count(written: str) -> int:
+    if not written.isdecimal():
+        raise argparse.ArgumentTypeError(f"{written!r} is no number of rows")
+    return int(written)
+
+
+def _run_head(arguments: argparse.Namespace) -> None:
+    """Show the rows."""
+    with opened(arguments, limit=arguments.rows) as found:
+        to_stdout(found.reader, FILE_FORMATS[arguments.format or "table"])
+
+
+_CAT = """\
+Write the rows of a dataset to the standard output: as a table for people, or as --format says for programs.
+In a terminal the table has the columns that fit; elsewhere it has them all."""
+
+
+def add_cat(parser: argparse.ArgumentParser) -> None:
+    """Add the description, the options and the function of `cat` to its parser."""
+    parser.description = _CAT
+    add_arguments(parser)
+    add_rows_argument(parser)
+    add_format_argument(parser, FILE_FORMATS, "table")
+    parser.set_defaults(run=_run_cat)
+
+
+def _run_cat(arguments: argparse.Namespace) -> None:
+    """Write the rows."""
+    with opened(arguments, arguments.rows) as found:
+        to_stdout(found.reader, FILE_FORMATS[arguments.format or "table"])
+
+
+_GET = """\
+Copy a dataset into a file, in the format that --format or the file's ending says:
+
+  arrow    .arrow .feather  Arrow IPC file
+  arrows   .arrows          Arrow IPC stream
+  parquet  .parquet         Parquet
+  csv      .csv             CSV
+  jsonl    .jsonl .ndjson   JSON, an object a line
+
+The file appears when it is whole; a device or a FIFO is written to as it is. "-" writes to the standard output, an
+Arrow IPC stream if --format says nothing."""
+
+
+def add_get(parser: argparse.ArgumentParser) -> None:
+    """Add the description, the options and the function of `get` to its parser."""
+    parser.description = _GET
+    add_arguments(parser)
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help='where to write, "-" for standard output')
+    add_rows_argument(parser)
+    add_format_argument(parser, [name for name in FILE_FORMATS if name != "table"], "what the ending of FILE says")
+    parser.set_defaults(run=_run_get)
+
+
+def _run_get(arguments: argparse.Namespace) -> None:
+    """Copy the rows, and say on stderr what was copied how fast."""
+    path = None if arguments.output == "-" else Path(arguments.output)
+    if path is not None and not path.parent.is_dir():
+        raise OptionError(f"there is no directory {path.parent}")
+    if path is not None and path.is_dir():
+        raise OptionError(f"{path} is a directory: give a file in it")
+    if arguments.format:
+        written = FILE_FORMATS[arguments.format]
+    else:
+        written = FILE_FORMATS["arrows"] if path is None else formats.of_file(path)
+    started = time.perf_counter()
+    with opened(arguments, arguments.rows) as found, progress(found.info.name, found.rows) as advance:
+        if path is None:
+            rows, nbytes = to_stdout(found.reader, written, advance)
+        elif _stays(path):
+            with path.open("ab") as sink:
+                rows, nbytes = write_away(found.reader, sink, written, advance)
+        else:
+            with _atomic_file(Path(os.path.realpath(path))) as sink:
+                rows, nbytes = write_batches(found.reader, sink, written, advance)
+    seconds = time.perf_counter() - started
+    rate = text.size(nbytes / seconds)
+    print(
+        f"{found.info.name}: {text.plural(rows, 'row')}, {text.size(nbytes)} in {seconds:.2f} s, {rate}/s",
+        file=sys.stderr,
+    )
+
+
+def _stays(path: Path) -> bool:
+    """Whether what is there is not to be replaced: a device, a FIFO, what this process has open (/dev/stdout)."""
+    if path.exists() and not path.is_file():
+        return True
+    parent = path.parent.resolve()
+    return path.is_symlink() and (parent == Path("/dev") or parent.is_relative_to("/proc"))
+
+
+@contextmanager
+def _atomic_file(path: Path) -> Iterator[Any]:
+    """A file for `path`, which it replaces when it is whole. Before, it has no name: who is killed leaves nothing."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    with EndingSignals() as signals:  # for a moment, or always, it does have a name
+        try:
+            file = NewFile(part)
+            if not part.exists():  # it ends with the process, which may then be ended at once
+                signals.release()
+            try:
+                os.fchmod(file.descriptor, 0o666 & ~_umask())
+                with pa.OSFile(f"/proc/self/fd/{file.descriptor}", "wb") as sink:
+                    yield sink
+            except BaseException:
+                file.abort()
+                raise
+            signals.catch()
+            file.commit(0)
+            part.replace(path)
+        except FileExistsError:  # it is another's
+            raise
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+_MISSING = re.compile("Table with name (.+) does not exist!")
+_SQL = """\
+Ask a question in SQL, which DuckDB answers (pip install duckdb). Tables are the datasets of the catalog, by their
+names; a name that is not of letters and digits is written in double quotes. Only the columns and rows that the question
+needs are read. What is no dataset is looked up by DuckDB, so 'other.parquet' is a file.
+
+    dissociated sql "SELECT dest, count(*) FROM flights GROUP BY dest"
+    dissociated sql -f csv < question.sql > answer.csv"""
+
+
+def add_sql(parser: argparse.ArgumentParser) -> None:
+    """Add the description, the options and the function of `sql` to its parser."""
+    parser.description = _SQL
+    parser.add_argument("query", nargs="?", default="-", metavar="QUERY", help="left out or -: from standard input")
+    add_format_argument(parser, FILE_FORMATS, "table")
+    target.add_options(parser)
+    parser.set_defaults(uri="", run=_run_sql)
+
+
+def _run_sql(arguments: argparse.Namespace) -> None:
+    """Answer the question."""
+    try:
+        import duckdb
+    except ImportError:
+        raise OptionError("sql needs DuckDB: pip install duckdb") from None
+    if arguments.query == "-" and sys.stdin.isatty():
+        raise OptionError('there is no question: dissociated sql "SELECT ...", or one on standard input')
+    query = sys.stdin.read() if arguments.query == "-" else arguments.query
+    with access.client(target.find(arguments).catalog, arguments) as client, duckdb.connect() as connection:
+        connection.execute("SET python_enable_replacements = false")  # a name is no variable of this program
+        try:
+            for statement in connection.extract_statements(query):
+                answer = _answer(connection, client, statement.query)
+                if answer is not None:
+                    to_stdout(answer.to_arrow_reader(), FILE_FORMATS[arguments.format or "table"])
+        except duckdb.Error as error:
+            raise OptionError(str(error).strip()) from None
+
+
+def _answer(connection: duckdb.DuckDBPyConnection, client: Client, statement: str) -> duckdb.DuckDBPyRelation | None:
+    """What DuckDB says; None of a statement that is no question. It is told of each dataset that it does not find."""
+    import duckdb
+
+    known: set[str] = set()
+    while True:
+        try:
+            return connection.sql(statement)
+        except duckdb.CatalogException as error:
+            missing = _MISSING.search(str(error))
+            if missing is None or missing[1] in known:
+                raise
+            known.add(missing[1])
+            try:
+                found = client.dataset(missing[1])
+            except DatasetNotFound as unknown:
+                raise CatalogError(f"{unknown}, and DuckDB has no table of that name") from None
+            check_rows(found.info)
+            connection.register(missing[1], found)
+
 
 _ROWS = re.compile(r"(\d*):(\d*)")
 _NO_END = 2**62  # more rows than there are

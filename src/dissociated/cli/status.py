@@ -15,24 +15,25 @@ from dissociated.cli import access, target, text
 from dissociated.errors import DissociatedError
 from dissociated.monitoring.status import ConsumerStatus, DatasetStatus, ServerStatus
 
-DESCRIPTION = """\
+_STATUS = """\
 Show what a server, a node or a catalog publishes, who reads it, what readers hold and how fast they are.
 
 In a terminal the view is renewed until Ctrl-C; elsewhere, and with --once or --json, it is shown once. Rates are those
 since the last look; at the first look those of the connections that are open, and of the server since it began."""
-
 _CLEAR = "\x1b[H\x1b[J"
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # the other screen, without a cursor
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `status`."""
+def add_status(parser: argparse.ArgumentParser) -> None:
+    """Add the description, the options and the function of `status` to its parser."""
+    parser.description = _STATUS
     target.add_arguments(parser, "URI", optional=True)
     parser.add_argument("--once", action="store_true", help="show it once, also in a terminal")
     parser.add_argument("--json", action="store_true", help="print JSON once, for other programs")
     parser.add_argument(
         "--interval", type=_seconds, default=1.0, metavar="S", help="seconds between two looks (default: 1)"
     )
+    parser.set_defaults(run=_run_status)
 
 
 def _seconds(value: str) -> float:
@@ -42,7 +43,7 @@ def _seconds(value: str) -> float:
     raise argparse.ArgumentTypeError(f"from 0.1 to 3600 seconds, not {value!r}")
 
 
-def run(arguments: argparse.Namespace) -> None:
+def _run_status(arguments: argparse.Namespace) -> None:
     """Print it, once or again and again."""
     catalog, _ = target.find(arguments)
     with access.client(catalog, arguments) as client:

@@ -15,7 +15,7 @@ from dissociated.datasets.static import StaticDataset
 from dissociated.datasets.tensor_info import TensorInfo, tensors_schema
 from dissociated.errors import FormatError, SourceError
 from dissociated.protocol.request import Selection
-from dissociated.store.tensors import TensorSegment
+from dissociated.store.segment import TensorSegment
 
 
 def as_tensors(source: Source) -> Sequence[Tensor] | None:

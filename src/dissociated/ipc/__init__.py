@@ -9,8 +9,8 @@ from dissociated.codec.reader import StreamReader
 from dissociated.codec.stats import ReadStats, WriteStats
 from dissociated.codec.writer import DissociatedWriter, FileWriter, RecordBatchWriter, StreamWriter
 from dissociated.ipc.decoder import DissociatedDecoder, StreamDecoder
+from dissociated.ipc.decoding import CollectListener, Listener
 from dissociated.ipc.files import FileReader, open_file, open_stream
-from dissociated.ipc.listener import CollectListener, Listener
 from dissociated.ipc.tensors import read_tensor, write_tensor
 
 if TYPE_CHECKING:

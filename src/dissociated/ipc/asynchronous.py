@@ -28,9 +28,9 @@ from dissociated.ipc.readahead import (
     AsyncBatches,
     ReadAheadOptions,
     ReadStep,
+    Threads,
 )
-from dissociated.ipc.spans import ByteRange, joins
-from dissociated.ipc.threads import Threads
+from dissociated.ipc.source import ByteRange, joins
 
 _THREADS = 4  # that read one file
 

@@ -16,8 +16,7 @@ from dissociated.codec.attach import attach
 from dissociated.codec.options import ReadOptions
 from dissociated.codec.reader import PeerReader, StreamReader
 from dissociated.errors import FormatError, OptionError, RemoteProtocolError
-from dissociated.ipc.decoding import Decoder
-from dissociated.ipc.listener import Listener
+from dissociated.ipc.decoding import Decoder, Listener
 from dissociated.ipc.parser import END, InputChunk, StreamParser, as_bytes
 from dissociated.memory.leases import AddressSink, leased_buffer
 from dissociated.memory.region import AddressSpace

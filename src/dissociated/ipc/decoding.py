@@ -1,4 +1,4 @@
-"""What decoders do with messages that are whole: libarrow decodes them, and a listener is told.
+"""What decoders do with messages that are whole: libarrow decodes them, and a `Listener` is told.
 
 libarrow is only asked for a batch when the message of one is there, so it never waits: messages lie in a queue until
 then, dictionaries before their batch.
@@ -23,7 +23,6 @@ from dissociated.errors import DissociatedError, FormatError, RemoteProtocolErro
 from dissociated.format.encapsulated import encapsulate
 from dissociated.format.layout import dictionary_of
 from dissociated.format.message import HeaderType
-from dissociated.ipc.listener import Listener
 
 _NOTHING_READ = ReadStats(0, 0, 0, 0, 0)
 _REENTERED = "a listener cannot feed the decoder that has called it"
@@ -210,3 +209,60 @@ class Decoder(ABC):
             self._clear()
             raise
         self._refusal = None
+
+
+class Listener:
+    """What a decoder calls. Override the methods that are of interest. What they raise comes out of the decoder.
+
+    A method may call `reset` of the decoder; what is fed after that is another stream. It must not feed it.
+    """
+
+    def on_schema_decoded(self, schema: pa.Schema, filtered_schema: pa.Schema) -> None:
+        """The schema, and the one that the batches have: only of the fields that are included."""
+
+    def on_record_batch_decoded(self, batch: pa.RecordBatch) -> None:
+        """A record batch, if `on_record_batch_with_metadata_decoded` is not overridden. One of them must be.
+
+        Raises NotImplementedError.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no on_record_batch_decoded")
+
+    def on_record_batch_with_metadata_decoded(
+        self, batch: pa.RecordBatch, custom_metadata: pa.KeyValueMetadata | None
+    ) -> None:
+        """A record batch and its custom metadata; None where it has none."""
+        self.on_record_batch_decoded(batch)
+
+    def on_eos(self) -> None:
+        """The end of the stream."""
+
+
+class CollectListener(Listener):
+    """Keeps everything that was decoded."""
+
+    def __init__(self) -> None:
+        #: The schema of the stream; None until it is decoded.
+        self.schema: pa.Schema | None = None
+        #: The schema that the batches have: only the fields that are included.
+        self.filtered_schema: pa.Schema | None = None
+        #: The record batches, in order.
+        self.batches: list[pa.RecordBatch] = []
+        #: The metadata of each batch; None where it has none.
+        self.custom_metadata: list[pa.KeyValueMetadata | None] = []
+        #: Whether the stream has ended.
+        self.ended = False
+
+    def on_schema_decoded(self, schema: pa.Schema, filtered_schema: pa.Schema) -> None:
+        """Keep both schemas."""
+        self.schema, self.filtered_schema = schema, filtered_schema
+
+    def on_record_batch_with_metadata_decoded(
+        self, batch: pa.RecordBatch, custom_metadata: pa.KeyValueMetadata | None
+    ) -> None:
+        """Keep the batch and its metadata."""
+        self.batches.append(batch)
+        self.custom_metadata.append(custom_metadata)
+
+    def on_eos(self) -> None:
+        """Remember that the stream has ended."""
+        self.ended = True

@@ -24,8 +24,7 @@ from dissociated.format.footer import Footer, parse_footer
 from dissociated.format.message import HeaderType, parse_header, row_count
 from dissociated.ipc.opening import random_access, sequential
 from dissociated.ipc.raw_files import file_errors
-from dissociated.ipc.source import RandomAccess
-from dissociated.ipc.spans import ByteRange, coalesced
+from dissociated.ipc.source import ByteRange, RandomAccess, coalesced
 
 
 class FileReader:

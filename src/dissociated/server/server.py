@@ -83,8 +83,8 @@ class Server(ProcessBound):
             for text in options.listen:
                 self._listeners.append(open_listener(Uri.parse(text), guarded.certificate, options.allow_rma))
             if options.catalog is not None:
+                from dissociated.catalog.backend import StageBackend
                 from dissociated.catalog.service import CatalogService
-                from dissociated.catalog.stage_backend import StageBackend
 
                 self._catalog = CatalogService(
                     options.catalog,

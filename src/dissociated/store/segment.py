@@ -1,7 +1,7 @@
 """Segments: Arrow IPC streams or files that are mapped once and served from where they lie.
 
 An address is an offset into the segment plus its base, so its metadata goes out as it was written, and any
-Arrow tool can read the same file.
+Arrow tool can read the same file. Tensors have a segment of their own kind, in memory alone.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from dissociated.base.oserrors import store_errors
 from dissociated.codec.options import WriteOptions, check_options
 from dissociated.codec.reader import StreamReader, arrow_errors, read_schema
 from dissociated.codec.sink import DescriptorSink, Sink
-from dissociated.codec.split import BatchAndMetadata, Metadata, OnceValidator, Splitter, batches
+from dissociated.codec.split import BatchAndMetadata, Metadata, OnceValidator, SplitMessage, Splitter, batches
 from dissociated.codec.statistics import Statistics, StatisticsCollector, read_statistics
 from dissociated.codec.writer import EncapsulatedWriter
 from dissociated.errors import FormatError, RemoteProtocolError, SourceError, StoreError, StoreFull
-from dissociated.format.encapsulated import FILE_MAGIC, Encapsulated, end_of_stream
+from dissociated.format.encapsulated import FILE_MAGIC, Encapsulated, encapsulate, end_of_stream
 from dissociated.format.index import Index
 from dissociated.format.message import HeaderType, buffer_extents, row_count
+from dissociated.format.tensor import ALIGNMENT
 from dissociated.memory.region import Region
 from dissociated.memory.shared import (
     Backing,
@@ -37,6 +38,7 @@ from dissociated.memory.shared import (
     map_read_only,
     reopen_read_only,
     seal,
+    sealed_memfd,
     write_parts,
 )
 from dissociated.store.files import NewFile, Reserve, StagedFile, open_regular
@@ -278,3 +280,37 @@ class MemfdSink(DescriptorSink, ProcessBound):
             readable = reopen_read_only(self.descriptor)
         self._finished(Segment(readable, self._name, Backing.SEALED))
         super().close()
+
+
+class TensorSegment:
+    """A copy of these messages, as `write_tensor` writes them, in a sealed memfd, every buffer aligned to 64 bytes.
+
+    Its read-only `descriptor` is closed when nobody uses the segment any more. Raises StoreError where there is no
+    memory for it.
+    """
+
+    backing = Backing.SEALED
+
+    def __init__(self, name: str, messages: Sequence[SplitMessage]) -> None:
+        parts, bodies, end = [], [], 0
+        for message in messages:
+            head = encapsulate(message.header)  # which is a multiple of 64 long
+            parts += [bytes(-end % ALIGNMENT), head, *(message.body or ())]
+            bodies.append(end + -end % ALIGNMENT + len(head))
+            end = bodies[-1] + message.parsed.body_length
+        self.descriptor = sealed_memfd(name, lambda writable: write_parts(writable, parts, 0))
+        weakref.finalize(self, os.close, self.descriptor)
+        memory = map_read_only(self.descriptor, end)
+        # Its own addresses, since peers that fetch over a network know no others.
+        self.region = Region(memory.address, memory)
+        #: Address and length of each buffer of each message.
+        self.addresses = [
+            [
+                (self.region.base + body_at + offset, length)
+                for offset, length in zip(*buffer_extents(message.header, message.parsed), strict=True)
+            ]
+            for message, body_at in zip(messages, bodies, strict=True)
+        ]
+
+    def wait(self, until: int) -> None:
+        """Nothing is waited for: see `SharedSegment.wait`. All of it is written."""

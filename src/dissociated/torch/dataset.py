@@ -14,8 +14,8 @@ from torch.utils.data import IterableDataset as TorchIterableDataset
 
 from dissociated.client.dataset import DatasetHandle
 from dissociated.errors import OptionError
-from dissociated.training.access import Access
 from dissociated.training.batches import Examples, Position, Sampling
+from dissociated.training.columns import Access
 from dissociated.training.plan import Shard, turns
 
 #: Options of a DataLoader that would change the order of the batches.

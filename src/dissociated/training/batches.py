@@ -11,9 +11,8 @@ import pyarrow as pa
 
 from dissociated.client.dataset import DatasetHandle
 from dissociated.errors import OptionError
-from dissociated.training.access import Access, Lender
 from dissociated.training.blocks import Blocks, slice_pieces
-from dissociated.training.columns import ArrayColumns, Column, row_width, take
+from dissociated.training.columns import Access, ArrayColumns, Column, Lender, row_width, take
 from dissociated.training.plan import Plan, Shard
 
 _WINDOW_ROWS = 1 << 16

@@ -1,4 +1,4 @@
-"""dissociated node: serve what is committed in a store."""
+"""The commands that serve until a signal comes: serve, node and catalog."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import os
 import resource
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dissociated.cli import access, text
-from dissociated.cli.stop import StopSignal
+from dissociated.cli.signals import StopSignal
+from dissociated.errors import SourceError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,25 +22,115 @@ if TYPE_CHECKING:
     from dissociated.node.node import Node
     from dissociated.store.directory import Version
 
-DESCRIPTION = """\
+
+_SERVE = """\
+Publish files under their names without ending, until interrupted (Ctrl-C or SIGTERM).
+
+Arrow IPC streams and files are mapped and served from where they lie; Parquet files are read anew by each client.
+A directory stands for the files in it that end in .arrow, .arrows, .feather or .parquet."""
+_ENDINGS = {".arrow", ".arrows", ".feather", ".parquet"}
+
+
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    """Add the description, the options and the function of `serve` to its parser."""
+    parser.description = _SERVE
+    parser.add_argument("path", nargs="+", type=Path, metavar="PATH", help="a file, or a directory of files")
+    parser.add_argument(
+        "--listen",
+        action="append",
+        metavar="URI",
+        help="where to serve, may be repeated (default: shm: and tcp://127.0.0.1:0, or tls: with a certificate); "
+        "shm:///PATH?allow=USER,... serves other users of this host, too",
+    )
+    parser.add_argument(
+        "--catalog",
+        metavar="URI",
+        help="where the catalog, Arrow Flight, answers: grpc+unix: is for this user alone (default: "
+        "grpc://127.0.0.1:0, or grpc+tls: with a certificate; port 0 is one that is free)",
+    )
+    parser.add_argument(
+        "--retain",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="how long the tickets of a replaced version stay good (default: %(default)g)",
+    )
+    access.add_serving_arguments(parser)
+    parser.set_defaults(run=_run_serve)
+
+
+def _run_serve(arguments: argparse.Namespace) -> None:
+    """Serve until a signal comes."""
+    from dissociated.server.server import Server
+
+    _take_descriptors()
+    sources = _sources(arguments.path)
+    stop = StopSignal()
+    listen, catalog = access.serving_uris(arguments)
+    with Server(
+        arguments.listen or listen,
+        catalog=arguments.catalog or f"{catalog}:0",
+        retain=arguments.retain,
+        metrics=arguments.metrics,
+        http=arguments.http,
+        **access.serving(arguments),
+    ) as server:
+        for name, path in sources.items():
+            server.publish(name, path)
+        rows = [
+            (name, text.count(found.rows), text.size(found.nbytes), text.count(len(found.schema)), str(path))
+            for name, path in sources.items()
+            for found in (server.dataset(name),)
+        ]
+        print(text.table(("NAME", "ROWS", "SIZE", "COLUMNS", "FILE"), rows, right=(1, 2, 3)))
+        print(f"\nmetrics  {server.metrics_uri}" if arguments.metrics else "")
+        if arguments.http:
+            print(f"page     {server.http_uri}")
+        access.print_catalog(server.catalog_uri, server.security)
+        stop.wait()
+
+
+def _take_descriptors() -> None:
+    """Let this process have as many descriptors as it may: each file and each client needs some."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _sources(paths: list[Path]) -> dict[str, Path]:
+    from dissociated.cli.inputs import check_arrow
+
+    sources: dict[str, Path] = {}
+    for path in paths:
+        files = sorted(f for f in path.iterdir() if f.suffix in _ENDINGS) if path.is_dir() else [path]
+        if not files:
+            raise SourceError(f"there are no files to serve in {path}: they end in {', '.join(sorted(_ENDINGS))}")
+        for file in files:
+            check_arrow(file, "dissociated put takes CSV and JSON lines, and keeps a copy")
+            if file.stem in sources:
+                raise SourceError(f"{file} and {sources[file.stem]} would have the same name, {file.stem}")
+            sources[file.stem] = file
+    return sources
+
+
+_NODE = """\
 Serve whatever is committed in a store, a directory in memory or on disk, until SIGTERM or Ctrl-C. Data in it outlives
 whoever wrote it, and the node: killed and started again, it serves the same datasets under the same tickets.
 
 When the store reaches its limit, the policy says what happens: whoever writes is told (refuse), the oldest datasets
 that nobody reads are removed (evict), or the oldest move to a directory on disk and are served from there (spill)."""
-
 _IDLE_CHECK_INTERVAL = 0.5  # seconds between looks at whether anybody is there
 _MAX_TOLD = 10  # streams in progress that are named
 _IDLE_CHECKS = 3  # looks after which a node that was started for nothing ends
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `node`."""
+def add_node(parser: argparse.ArgumentParser) -> None:
+    """Add the description, the options and the function of `node` to its parser."""
     from dissociated.node.launch import default_store
     from dissociated.node.node import RETAIN
     from dissociated.store.eviction import Policy
     from dissociated.store.store import FORGOTTEN
 
+    parser.description = _NODE
     parser.add_argument(
         "--store", type=Path, default=default_store(), metavar="DIR", help="where segments lie (default: %(default)s)"
     )
@@ -98,6 +189,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--beat", type=float, default=5.0, metavar="SECONDS", help=argparse.SUPPRESS)
     parser.add_argument("--ready-fd", type=int, metavar="N", help=argparse.SUPPRESS)
     parser.add_argument("--starter-fd", type=int, metavar="N", help=argparse.SUPPRESS)
+    parser.set_defaults(run=_run_node)
 
 
 def _size(written: str) -> int:
@@ -107,14 +199,13 @@ def _size(written: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def run(arguments: argparse.Namespace) -> None:
+def _run_node(arguments: argparse.Namespace) -> None:
     """Serve until a signal comes."""
     from dissociated.node.node import Node
     from dissociated.store.eviction import Policy
     from dissociated.store.store import Store
 
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _take_descriptors()
     stop = StopSignal()
     listen, flight = access.serving_uris(arguments)
     options = access.serving(arguments, peers=True)
@@ -182,3 +273,65 @@ def stop_with_starter(starter: int, node: Node, before: list[Version], stop: Sto
             return
         idle = idle + 1 if node.idle else 0
     stop.set()
+
+
+_CATALOG = """\
+Run a catalog, Arrow Flight, that holds no data itself: nodes register at it, dissociated node --catalog URI. It runs
+until SIGTERM or Ctrl-C; what it knows is in the database, and is there again when it starts again."""
+
+
+def add_catalog(parser: argparse.ArgumentParser) -> None:
+    """Add the description, the options and the function of `catalog` to its parser."""
+    parser.description = _CATALOG
+    parser.add_argument("--db", required=True, metavar="FILE", help="its SQLite database, made where there is none")
+    parser.add_argument(
+        "--listen",
+        metavar="URI",
+        help="where it answers: grpc+unix:///PATH.sock is for this user alone (default: grpc://127.0.0.1:8815, or "
+        "grpc+tls: with a certificate)",
+    )
+    parser.add_argument(
+        "--advertise", metavar="HOST", help="the name of this host for others, if it listens on all interfaces"
+    )
+    parser.add_argument(
+        "--retain",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="how long the tickets of a replaced version stay good (default: %(default)g)",
+    )
+    access.add_serving_arguments(parser, peers=True)
+    parser.set_defaults(run=_run_catalog)
+
+
+def _run_catalog(arguments: argparse.Namespace) -> None:
+    """Answer until a signal comes."""
+    from dissociated.base.access import security
+    from dissociated.catalog.database import Database
+    from dissociated.catalog.service import CatalogService
+
+    stop = StopSignal()
+    guarded = security(**access.serving(arguments, peers=True), peers=True)
+    _, flight = access.serving_uris(arguments)
+    service = CatalogService(
+        arguments.listen or f"{flight}:8815",
+        database=Database(arguments.db),
+        retain=arguments.retain,
+        advertise=arguments.advertise,
+        security=guarded,
+    )
+    with ExitStack() as owned:
+        owned.enter_context(closing(service))
+        if arguments.metrics is not None:
+            from dissociated.monitoring.metrics import PATH, metrics_service
+
+            metrics = owned.enter_context(closing(metrics_service(arguments.metrics, service.status)))
+            print(f"metrics  {metrics.uri}{PATH}")
+        if arguments.http is not None:
+            from dissociated.monitoring.dashboard import Dashboard
+
+            page = Dashboard(arguments.http, service.status, service.catalog.holdings.activity, guarded)
+            owned.enter_context(closing(page))
+            print(f"page     {page.uri}")
+        access.print_catalog(service.uri, guarded)
+        stop.wait()

@@ -1,12 +1,40 @@
-"""Ctrl-C, SIGTERM and SIGHUP as exceptions, where something is to be done before the process ends."""
+"""The signals that end a command: waited for, or as exceptions."""
 
 from __future__ import annotations
 
+import os
+import select
 import signal
 import sys
 from typing import Self
 
-_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopSignal:
+    """Comes once, and stays. Made by the main thread, before there are others; it waits without using the processor.
+
+    It is a pipe that the kernel's signal handler itself writes into. A `threading.Event` that a handler sets would
+    not do: set while the main thread is about to wait for it, it waits for that thread, which is itself; and a signal
+    just before the main thread sleeps is seen when something else wakes it, if ever.
+    """
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+
+    def set(self) -> None:
+        """As if a signal had come."""
+        os.write(self._write, b"\0")
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether it has come, within so many seconds."""
+        waiting = select.poll()
+        waiting.register(self._read, select.POLLIN)
+        return bool(waiting.poll(None if timeout is None else timeout * 1000))
 
 
 class EndingSignals:
@@ -18,7 +46,7 @@ class EndingSignals:
     """
 
     def __init__(self) -> None:
-        found = {number: signal.getsignal(number) for number in _NUMBERS}
+        found = {number: signal.getsignal(number) for number in _ENDING}
         self._before = {number: one for number, one in found.items() if one not in (None, signal.SIG_IGN)}
         self._came: int | None = None  # the first of them
 

@@ -1,0 +1,217 @@
+"""The commands that show which datasets a catalog has, and drop one: ls, describe, versions and drop."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from dissociated.cli import access, target, terminal, text
+from dissociated.control.locations import DatasetInfo, Endpoint
+from dissociated.errors import DatasetNotFound, OptionError
+
+_LS = """\
+List the datasets of a catalog: all, one, or those whose names begin alike, as in "team/*"."""
+
+
+def add_ls(parser: argparse.ArgumentParser) -> None:
+    """Add the description, the options and the function of `ls` to its parser."""
+    parser.description = _LS
+    target.add_arguments(parser, "[URI/][NAME]", optional=True)
+    parser.add_argument("-l", "--long", action="store_true", help="show when they were made and where they are, too")
+    parser.add_argument("--tag", action="append", default=[], metavar="KEY=VALUE", help="only those that have this tag")
+    parser.add_argument("--json", action="store_true", help="print JSON, for other programs")
+    parser.set_defaults(run=_run_ls)
+
+
+def _run_ls(arguments: argparse.Namespace) -> None:
+    """Print the list of datasets."""
+    catalog, name = target.find(arguments)
+    wanted_tags = tags(arguments.tag)
+    with access.client(catalog, arguments) as client:
+        if name and not name.endswith("*"):
+            found = [one for one in [client.describe(name)] if wanted_tags.items() <= one.tags.items()]
+        else:
+            found = list(client.list(name.removesuffix("*"), wanted_tags))
+    if arguments.json:
+        print(json.dumps([_plain_info(info) for info in found], indent=2))
+    elif found:
+        _print_list(found, arguments.long)
+    else:
+        print("no datasets")
+
+
+def _print_list(found: list[DatasetInfo], long: bool) -> None:
+    """A column for what any of them has."""
+    columns = [
+        ("NAME", [info.name for info in found]),
+        ("ROWS", [text.count(info.rows) for info in found]),
+        ("SIZE", [text.size(info.nbytes) for info in found]),
+        ("COLUMNS", [_column_count(info) for info in found]),
+        ("VERSION", [str(info.version) if info.version else "-" for info in found]),
+    ]
+    if long:
+        columns.append(("CREATED", [text.local_time(info.created) if info.created else "-" for info in found]))
+    if long or any(info.expires for info in found):
+        columns.append(("EXPIRES", [text.until(info.expires) for info in found]))
+    if long:
+        columns.append(("HOSTS", [" ".join(sorted({h for e in info.endpoints for h in e.hosts})) for info in found]))
+        columns.append(("TRANSPORTS", [_transports(info.endpoints) for info in found]))
+    if long or any(info.tags for info in found):
+        columns.append(("TAGS", [" ".join(f"{key}={value}" for key, value in info.tags.items()) for info in found]))
+    heads = [head for head, _ in columns]
+    terminal.print_table(heads, zip(*(cells for _, cells in columns), strict=True), right=(1, 2, 3, 4))
+
+
+_DESCRIBE = "Show the columns of a dataset, its version and tags, and where its parts are."
+
+
+def add_describe(parser: argparse.ArgumentParser) -> None:
+    """Add the description, the options and the function of `describe` to its parser."""
+    parser.description = _DESCRIBE
+    target.add_arguments(parser)
+    parser.add_argument("--version", type=int, metavar="N", help="a version that was replaced and is still kept")
+    parser.add_argument("-l", "--long", action="store_true", help="show the URIs that it can be read at, too")
+    parser.add_argument("--json", action="store_true", help="print JSON, for other programs")
+    parser.set_defaults(run=_run_describe)
+
+
+def _run_describe(arguments: argparse.Namespace) -> None:
+    """Print what the catalog knows of it."""
+    catalog, name = target.find_dataset(arguments)
+    with access.client(catalog, arguments) as client:
+        info = client.describe(name, arguments.version)
+    if arguments.json:
+        print(json.dumps(_plain_info(info), indent=2))
+        return
+    _print_facts(info)
+    _print_schema(info)
+    parts = [
+        (
+            str(number),
+            text.count(one.rows),
+            " ".join(one.hosts) or "-",
+            _transports([one]) or "none: is its node alive?",
+        )
+        for number, one in enumerate(info.endpoints)
+    ]
+    print()
+    terminal.print_table(("PART", "ROWS", "HOSTS", "TRANSPORTS"), parts, right=(0, 1))
+    if arguments.long:
+        for endpoint in info.endpoints:
+            print("\n" + "\n".join(endpoint.locations))
+
+
+def _print_facts(info: DatasetInfo) -> None:
+    of = text.plural(info.rows, "row") if info.tensors is None else text.plural(info.tensors.number, "tensor")
+    print(f"{text.printable(info.name)}: {of}, {text.size(info.nbytes)}")
+    facts = []
+    if info.version:
+        facts.append(f"version {info.version} of {text.local_time(info.created)}")
+    if info.expires is not None:
+        facts.append(f"expires {text.until(info.expires)}")
+    facts += [f"{key}={value}" for key, value in info.tags.items()]
+    if facts:
+        print(text.printable(", ".join(facts)))
+
+
+def _print_schema(info: DatasetInfo) -> None:
+    tensors = info.tensors
+    print()
+    if tensors is None:
+        fields = [(field.name, str(field.type), "" if field.nullable else "not null") for field in info.schema]
+        terminal.print_table(("COLUMN", "TYPE", ""), fields)
+        return
+    rows = [(one.format, one.type, " x ".join(map(str, one.shape)), ", ".join(one.names)) for one in tensors.first]
+    terminal.print_table(("TENSOR", "TYPE", "SHAPE", ""), rows)
+    if len(rows) < tensors.number:
+        print(f"and {text.count(tensors.number - len(rows))} more")
+
+
+def _column_count(info: DatasetInfo) -> str:
+    """How many columns it has, or tensors."""
+    tensors = info.tensors
+    return text.count(len(info.schema)) if tensors is None else text.plural(tensors.number, "tensor")
+
+
+def _transports(endpoints: Sequence[Endpoint]) -> str:
+    """The schemes by which these can be read."""
+    return " ".join(sorted({scheme for endpoint in endpoints for scheme in endpoint.schemes}))
+
+
+def tags(written: Sequence[str]) -> dict[str, str]:
+    """What KEY=VALUE, again and again, says. Raises OptionError where a value is missing."""
+    for one in written:
+        if "=" not in one:
+            raise OptionError(f"--tag {one} gives it no value: KEY=VALUE")
+    return dict(one.partition("=")[::2] for one in written)
+
+
+def _plain_info(info: DatasetInfo) -> dict[str, Any]:
+    """The same for other programs."""
+    return {
+        "name": info.name,
+        "rows": info.rows,
+        "bytes": info.nbytes,
+        "version": info.version or None,
+        "created": text.utc(info.created) if info.created else None,
+        "expires": None if info.expires is None else text.utc(info.expires),
+        "tags": dict(info.tags),
+        "schema": [{"name": f.name, "type": str(f.type), "nullable": f.nullable} for f in info.schema],
+        "tensors": None if info.tensors is None else [one._asdict() for one in info.tensors.first],
+        "hosts": sorted({host for endpoint in info.endpoints for host in endpoint.hosts}),
+        "locations": [one for endpoint in info.endpoints for one in endpoint.locations],
+    }
+
+
+_VERSIONS = """\
+List the versions of a dataset that can be read, the oldest first: the current one, and those that were replaced and
+are kept for a while. dissociated cat --version N reads one."""
+
+
+def add_versions(parser: argparse.ArgumentParser) -> None:
+    """Add the description, the options and the function of `versions` to its parser."""
+    parser.description = _VERSIONS
+    target.add_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON, for other programs")
+    parser.set_defaults(run=_run_versions)
+
+
+def _run_versions(arguments: argparse.Namespace) -> None:
+    """Print the versions."""
+    catalog, name = target.find_dataset(arguments)
+    with access.client(catalog, arguments) as client:
+        found = client.versions(name)
+    if not found:
+        raise DatasetNotFound(f"no dataset {name!r} is published at {catalog}")
+    if arguments.json:
+        print(json.dumps([{**one, "created": text.utc(one["created"])} for one in found], indent=2))
+        return
+    rows = [
+        (
+            str(one["version"]),
+            text.count(one["rows"]),
+            text.local_time(one["created"]),
+            "current" if one["current"] else "replaced",
+        )
+        for one in found
+    ]
+    terminal.print_table(("VERSION", "ROWS", "CREATED", "STATE"), rows, right=(0, 1))
+
+
+_DROP = "Make a dataset unavailable. Readers that have begun go on; then a node removes the segments."
+
+
+def add_drop(parser: argparse.ArgumentParser) -> None:
+    """Add the description, the options and the function of `drop` to its parser."""
+    parser.description = _DROP
+    target.add_arguments(parser)
+    parser.set_defaults(run=_run_drop)
+
+
+def _run_drop(arguments: argparse.Namespace) -> None:
+    """Drop the dataset."""
+    catalog, name = target.find_dataset(arguments)
+    with access.client(catalog, arguments) as client:
+        client.drop(name)
