@@ -59,7 +59,7 @@ class Table(NamedTuple):
         return cls(header, at, fields(header, at, count))
 
     def scalar(self, number: int, code: str, default: int = 0) -> int:
-        """Return a number, which `code` describes in the notation of `struct`, or `default` if the field is left out."""
+        """Return a number, which `code` describes in the notation of `struct`; `default` if the field is left out."""
         field = self.fields[number]
         return int(struct.unpack_from(f"<{code}", self.header, self.at + field)[0]) if field else default
 
@@ -164,7 +164,7 @@ class Builder:
         return [at + place for place in places]
 
     def vector(self, reference: int, count: int, elements: bytes) -> int:
-        """Write a vector of `count` elements to which the offset at `reference` refers. Return the elements' position."""
+        """Write a vector of `count` elements to which the offset at `reference` refers. Return their position."""
         self._align(8, 4)
         self._refer(reference)
         self._data += struct.pack("<I", count) + elements

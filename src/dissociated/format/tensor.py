@@ -84,7 +84,7 @@ def value_width(type_: str) -> int:
 
 
 def row_major(shape: Sequence[int], type_: str) -> tuple[int, ...]:
-    """Return the strides of a row-major array. For an array without values, return the strides that libarrow computes."""
+    """Return the strides of a row-major array, as libarrow computes them. An array without values has strides, too."""
     if 0 in shape:
         return (value_width(type_),) * len(shape)
     return tuple(size_in_bytes(shape[axis + 1 :], type_) for axis in range(len(shape)))
@@ -125,7 +125,7 @@ def parse_tensor(header: bytes) -> TensorHeader:
 
 
 def sparse_buffers(header: bytes, table: int) -> Extents:
-    """Return offsets and lengths, in bytes and in order of the body, of the buffers of the `SparseTensor` at `table`."""
+    """Return offsets and lengths, in bytes and in the body's order, of the buffers of the `SparseTensor` at `table`."""
     found = _sparse(Table.read(header, table, 7))
     return found.offsets, found.lengths
 
