@@ -302,7 +302,7 @@ class Receiver:
         return Delivery(sequence, header, parsed, body, addresses)
 
     def _check_buffers(self, header: bytes, parsed: Header, sequence: int) -> None:
-        """Check that the next message has exactly the buffers that the schema needs: libarrow ignores surplus buffers."""
+        """Check that the next message has as many buffers as the schema needs. libarrow ignores surplus buffers."""
         if parsed.type is HeaderType.SCHEMA:
             self._layout = layout_of(header)
         elif self._layout is not None and not parsed.is_tensor:

@@ -13,6 +13,6 @@ _HALF = 1 << 31
 
 
 def unwrap(sequence: int, near: int) -> int:
-    """Return the count closest to `near` whose low 32 bits are `sequence`. It is negative if it lies before the start."""
+    """Return the count closest to `near` whose low 32 bits are `sequence`. It may be negative."""
     ahead = (sequence - near) & SEQUENCE_MASK
     return near + ahead if ahead < _HALF else near + ahead - (SEQUENCE_MASK + 1)
