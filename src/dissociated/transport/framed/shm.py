@@ -116,7 +116,7 @@ class ShmConnection(SocketConnection):
 
     def after_fork_in_child(self) -> None:
         if self.address_space.live and self._socket.fileno() >= 0:
-            # The child's arrays refer to this copy. The server does not reuse their memory while its descriptor is open.
+            # The child's arrays refer to this copy. While its descriptor is open, the server does not reuse the memory.
             weakref.finalize(self, os.close, self._socket.detach()).atexit = False
         super().after_fork_in_child()
 
