@@ -1,4 +1,4 @@
-"""This machine: the id of its boot, its name, and its memory."""
+"""Facts about this machine: the id of its boot, its name, and its memory."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class Client(CatalogClient):
                 of which must be true. Conditions have the semantics of Spark: NaN equals itself, and is the largest
                 number. Columns that only the filter uses are not in the result. The filter applies to the selected
                 `rows`.
-            limit: Read only the first so many of these rows.
+            limit: Number of these rows to read, from the first on. None: all.
             options: Options of decoding.
             max_body: Largest body that is accepted, in bytes. See `open_stream`. Over grpc, the size of a decoded batch
                 with its dictionaries is checked, after libarrow has allocated it.

@@ -37,7 +37,7 @@ _IGNORED_OPTIONS = {
     "memory_pool",
 }
 
-_UNREADABLE_SIZE = 1 << 20  # bytes; pyarrow would refuse a file that is too small before it reads any
+_UNREADABLE_SIZE = 1 << 20  # bytes: large enough for pyarrow to try a read, which raises a helpful error
 
 
 class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no type hints

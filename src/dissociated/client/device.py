@@ -63,9 +63,8 @@ class Landing:
         self._deliveries = deliveries
         self._bodies = bodies
         self._device = device
-        self._decoded_here: list[
-            Delivery
-        ] = []  # the first message to decode on the host, and the dictionaries before it
+        # The first message to decode on the host, preceded by its dictionaries.
+        self._decoded_here: list[Delivery] = []
 
     def messages(self) -> Generator[DeviceMessage, None, None]:
         """Yield these messages.

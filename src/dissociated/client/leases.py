@@ -121,7 +121,7 @@ class ClientLeases(ProcessBound):
                     body = encode_free(addresses[first : first + _MAX_FREES])
                     self._connection.send([Message(self._free_data, (body,))], self._timeout)
             except DissociatedError as error:
-                # A server that is gone has nothing to take back; what is mapped stays readable without it.
+                # A server that is gone needs no frees. Mapped memory stays readable without it.
                 _log.debug("%r: %s", self._connection, error)
                 listening = False
         if not self._stopped.is_set():

@@ -97,7 +97,7 @@ def open_stream(
         filter: Read only rows for which this is true: an expression of pyarrow, a condition `[column, operator,
             value]`, a list of conditions, all of which must be true, or a list of such lists. `Client.read` reads only
             the columns that the filter needs. Here the schema is not known in advance, so all columns are read.
-        limit: Read only the first so many rows.
+        limit: Number of rows to read, from the first on. None: all.
         options: Options of decoding.
         timeout: Seconds for which the server may be silent.
         max_body: Largest body that is accepted, in bytes. Bodies of this total size may wait for their metadata, and of

@@ -146,7 +146,7 @@ class Builder:
                 `reference`.
         """
         places = [0] * len(fields)
-        end = 4  # of the table so far, which begins with the offset of its vtable
+        end = 4  # size of the table so far; it begins with the offset of its vtable
         for index, field in enumerate(fields):
             if field is not None:
                 size = struct.calcsize(field[0])

@@ -15,7 +15,7 @@ from dissociated.base.exit import keep_at_exit
 
 _MAX_MAPPINGS = 64  # mappings at once, because each takes a descriptor
 _KEPT_PART = 4  # files are kept open only on the first quarter of the descriptors that the process may have
-_MAX_CLAIMED = 1 << 25  # bytes of one mapping; this process's own memory grows by as many if all are written to
+_MAX_CLAIMED = 1 << 25  # claimed bytes of one mapping, all of which this process may write to, and so copy
 _mappings: weakref.WeakSet[PrivateMapping] = weakref.WeakSet()
 
 

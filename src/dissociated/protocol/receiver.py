@@ -32,14 +32,13 @@ class Receiver:
     """A receiver of one stream: it takes messages in any order and delivers them in order of their sequence numbers.
 
     A stream is either a schema with its record batches and dictionaries, or tensors alone, which have no schema. The
-    content of packed bodies is not read: only their length, and the content of address lists, is checked.
+    content of packed bodies is not read: only their length, and the content of address lists, is checked. A peer that
+    exceeds a limit breaks the protocol.
 
     Args:
         max_metadata: Most bytes of the metadata of one message.
         max_waiting_bytes: Most bytes of bodies that wait for their turn, however many messages that are.
         max_waiting_metadata: Most bytes of metadata that wait for their turn.
-
-    A peer that exceeds a limit breaks the protocol.
     """
 
     def __init__(
@@ -71,9 +70,9 @@ class Receiver:
         """Return a receiver of a stream that was requested already.
 
         Args:
-            max_metadata: Most bytes of the metadata of one message. Waiting metadata may have this many bytes, too, and
-                never less than MAX_WAITING_METADATA.
-            max_body: Bytes of bodies that may wait for their turn, and never fewer than MAX_WAITING_BYTES.
+            max_metadata: Most bytes of the metadata of one message. Also the most bytes of metadata that wait for their
+                turn, but at least MAX_WAITING_METADATA.
+            max_body: Most bytes of bodies that wait for their turn, but at least MAX_WAITING_BYTES.
         """
         receiver = cls(max_metadata, max(MAX_WAITING_BYTES, max_body), max(MAX_WAITING_METADATA, max_metadata))
         receiver._machine.move(Step.WANT, LocalProtocolError)

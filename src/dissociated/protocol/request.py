@@ -6,8 +6,8 @@ requests some of its top-level columns or record batches, from servers whose URI
     8 bytes  "DISSCOL" and 1, the version
     4 bytes  length of the ticket, little-endian
     the ticket
-    JSON     {"columns": [names]} or {"fields": [indices]}, and optionally or instead {"batches": [first, stop]},
-    {"rows": ROWS}
+    JSON     one object with any of {"columns": [names]} or {"fields": [indices]}, {"batches": [first, stop]},
+             and {"rows": ROWS}
 
 ROWS needs a server whose URI also has `filter=1`. It is {"filter": F, "limit": N, "exact": true}. It selects the rows
 for which the filter F, a Substrait expression in base64, is true, and of these the first N. Both F and N may be left

@@ -92,7 +92,7 @@ def _shared(
     if max(int(part.max(initial=0)) for part in (body_length, buffers, lists)) >= _MAX_ADDRESS:
         return None
     present = lengths > 0
-    if addresses[~present].any():  # such addresses must be given back, too, which the Receiver does message by message
+    if addresses[~present].any():  # empty buffers with addresses, which the Receiver handles message by message
         return None
     body_at = np.where(present, addresses - offsets, 0).max(axis=1, initial=0)
     agrees = (

@@ -151,7 +151,7 @@ class Connection(ProcessBound, ABC):
 
     @property
     def encoding(self) -> Hashable:
-        """Return a key of the encoding of `prepare`. Its results suit every connection with an equal key."""
+        """Return a key of this connection's encoding. Results of `prepare` suit every connection with an equal key."""
         return type(self), self.takes_runs
 
     def prepare(self, messages: Sequence[Message | Run]) -> Any:
@@ -187,7 +187,7 @@ class Connection(ProcessBound, ABC):
         return True
 
     def wait(self, timeout: float) -> None:
-        """Wait until a message has `arrived`, until `wake`, or for `timeout` seconds.
+        """Wait until a message has `arrived`, `wake` is called, or `timeout` seconds have passed.
 
         A `wake` since the last wait counts, too.
         """

@@ -20,8 +20,8 @@ import pyarrow as pa
 from dissociated.errors import DeviceError
 from dissociated.memory.device.ring import MemoryRing
 
-#: Most bytes of pinned host memory for each device, which reads onto it from anything but shared memory need; and most
-#: bytes of a device's own memory for each reader if the network writes there.
+#: Most bytes of pinned host memory for each device, which is used by reads onto it from anything but shared memory.
+#: Also the most bytes of device memory for each reader, if a network writes to it.
 _MAX_PINNED = _MAX_RECEIVED = 1 << 28
 #: Smallest block of received memory in bytes, the least that a driver allocates.
 _RECEIVED_BLOCK = 1 << 21

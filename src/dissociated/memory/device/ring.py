@@ -17,7 +17,7 @@ class MemoryRing:
     Blocks have sizes that are powers of 2. They stay allocated until the ring is collected.
 
     Args:
-        get: Allocates a block of so many bytes. The block exists for as long as it is referred to.
+        get: Allocates a block, given its size in bytes. The block exists for as long as it is referred to.
         limit: Most bytes of all blocks together.
         smallest: Size of the smallest block, in bytes.
     """
