@@ -1,1 +1,1 @@
-"""Buffers, forks, the host, errors of the system and access: what every other room stands on."""
+"""Foundations of every other room: buffers, forks, the host, system errors, and access."""

@@ -1,17 +1,19 @@
-"""Who may have what: tickets that are signed and expire, and bearer tokens.
+"""Access control: tickets that are signed and expire, and bearer tokens.
 
-A random ticket is the identifier of one publication: it is good until that is replaced or dropped. A signed one says
-which publication, which part of it and until when, and proves by a MAC that the server said so:
+A random ticket is the identifier of one publication. It is valid until the publication is replaced or dropped. A signed
+ticket names a publication, a selection of its columns, and a time of expiry, and proves by a MAC that the server issued
+it:
 
     32 bytes  HMAC-SHA256 of all that follows
-     8 bytes  when it expires: milliseconds since 1970
+     8 bytes  time of expiry: milliseconds since 1970
      2 bytes  length of the identifier of the publication
     the identifier
-    the selection: the names of its columns that may be read, as a JSON list; empty for all there are
+    the selection: the names of the columns that may be read, as a JSON list; empty for all columns
 
-Integers are little-endian. Nothing here reads a clock.
+Integers are little-endian. Nothing in this file reads a clock.
 
-A catalog and its nodes share one secret: all of them sign with it, and know each other by a token that is made of it.
+A catalog and its nodes share one secret. All of them sign with it, and authenticate each other by a token that is
+derived from it.
 """
 
 from __future__ import annotations
@@ -32,41 +34,44 @@ from typing import NamedTuple, TypeAlias
 from dissociated.base.roles import DEFAULT_ROLE, TOKEN_ROLES, Identity, Role
 from dissociated.errors import AccessDenied, OptionError
 
-#: Given a bearer token, says whose it is: a name and a role, or a name or just True, which may read; or nothing, false.
+#: Decides about a bearer token. It returns the owner's name and role, or a name or True, which may read; or a false
+#: value to refuse the token.
 Authorize: TypeAlias = Callable[[str], object]
 
-#: Whose a token is: a name, which may read, or a name and the role.
+#: Owner of a token: a name, which may read, or a name and a role.
 Owner: TypeAlias = str | tuple[str, Role | str]
 
 _log = logging.getLogger(__name__)
 
 _MAC = hashlib.sha256().digest_size
 _ticket_header = struct.Struct("<QH")
-_EXPIRY_STEPS = 8  # in a lifetime
+_EXPIRY_STEPS = 8  # possible times of expiry in a lifetime
 
 _FOREIGN = "this ticket was not made by this server, or was altered: look the dataset up again"
 _EXPIRED = "this ticket has expired: look the dataset up again"
 
 
 class Ticket(NamedTuple):
-    """What a client asks with, and when that ends: seconds since 1970, None for never."""
+    """The bytes with which a client requests a dataset, and their expiry in seconds since 1970, or None for never."""
 
     data: bytes
     expires: float | None
 
 
 class Grant(NamedTuple):
-    """What a signed ticket is good for: a publication, or some columns of it."""
+    """The rights that a signed ticket gives: to read a publication, or some of its columns."""
 
     identifier: bytes
     columns: tuple[str, ...] | None = None
 
 
 class Signer:
-    """Makes tickets that are good for at most `lifetime` seconds, and checks them.
+    """A maker and checker of tickets that are valid for at most `lifetime` seconds.
 
-    The end is rounded down to an eighth of the lifetime, so that a client that asks twice gets the same ticket. Raises
-    OptionError for a lifetime that is not positive, and for a secret of fewer than 16 bytes.
+    The expiry is rounded down to an eighth of the lifetime, so that a client that asks twice gets the same ticket.
+
+    Raises:
+        OptionError: The lifetime is not positive, or the secret has fewer than 16 bytes.
     """
 
     def __init__(self, secret: bytes, lifetime: float) -> None:
@@ -77,7 +82,7 @@ class Signer:
         self._lifetime = max(_EXPIRY_STEPS, round(min(lifetime, 1e9) * 1000))  # milliseconds
 
     def sign(self, grant: Grant, now: float) -> Ticket:
-        """A ticket for what is granted."""
+        """Return a ticket for `grant`. `now` is in seconds since 1970."""
         identifier, columns = grant
         selection = b"" if columns is None else json.dumps(columns).encode()
         step = self._lifetime // _EXPIRY_STEPS
@@ -86,7 +91,11 @@ class Signer:
         return Ticket(self._mac(content) + content, expires / 1000)
 
     def check(self, ticket: bytes, now: float) -> Grant:
-        """What `ticket` is good for. Raises AccessDenied where it is foreign, altered or expired."""
+        """Return the rights that `ticket` gives. `now` is in seconds since 1970.
+
+        Raises:
+            AccessDenied: The ticket is not this server's, was altered, or has expired.
+        """
         mac, content = ticket[:_MAC], ticket[_MAC:]
         if len(content) < _ticket_header.size or not hmac.compare_digest(mac, self._mac(content)):
             raise AccessDenied(_FOREIGN)
@@ -98,7 +107,10 @@ class Signer:
         return Grant(content[_ticket_header.size : end], columns)
 
     def fingerprint(self) -> str:
-        """A text that differs for every secret and reveals nothing of it. Equal ones accept each other's tickets."""
+        """Return a text that differs for every secret and reveals nothing of it.
+
+        Servers with equal fingerprints accept each other's tickets.
+        """
         return self._mac(b"a mark").hex()[:16]
 
     def _mac(self, content: bytes) -> bytes:
@@ -106,36 +118,40 @@ class Signer:
 
 
 class Unsigned:
-    """Tickets that are the identifiers themselves: good for as long as the publication is there."""
+    """Tickets that equal the identifier of a publication. They are valid for as long as the publication exists."""
 
     def sign(self, grant: Grant, now: float) -> Ticket:
-        """A ticket for what is granted. Raises OptionError where that is some columns alone."""
+        """Return a ticket for `grant`.
+
+        Raises:
+            OptionError: The grant is for some columns only.
+        """
         if grant.columns is not None:
             raise OptionError("only signed tickets can be for some columns: give the server a ticket_lifetime")
         return Ticket(grant.identifier, None)
 
     def check(self, ticket: bytes, now: float) -> Grant:
-        """What `ticket` is good for, if there is such a publication."""
+        """Return the rights that `ticket` gives if its publication exists."""
         return Grant(ticket)
 
     def fingerprint(self) -> str:
-        """See `Signer.fingerprint`."""
+        """Return an empty text. See `Signer.fingerprint`."""
         return ""
 
 
 @dataclass(frozen=True)
 class Security:
-    """How a server, a node or a catalog is guarded. `security` makes it."""
+    """The access control of a server, node or catalog. `security` makes it."""
 
     #: Makes and checks tickets.
     tickets: Signer | Unsigned = field(default_factory=Unsigned)
-    #: Says whose a bearer token is; None where nobody is asked for one.
+    #: Decides about bearer tokens; None if clients need none.
     authorize: Authorize | None = None
     #: Paths of the PEM files of the certificate and its key; None without TLS.
     certificate: tuple[str, str] | None = None
     #: Path of the PEM file of the certificates to trust in peers; None for the system's.
     roots: str | None = None
-    #: The token by which catalogs and nodes know each other; None without a common secret.
+    #: Token by which catalogs and nodes authenticate each other; None without a common secret.
     peer: str | None = field(default=None, repr=False)
 
 
@@ -149,10 +165,19 @@ def security(
     tls_roots: str | os.PathLike[str] | None = None,
     peers: bool = False,
 ) -> Security:
-    """What these options mean; most are those of `Server`. Raises OptionError where they make no sense.
+    """Return the access control that these options describe. Most options are those of `Server`.
 
-    With `peers`, catalogs and nodes that have the same `secret` know each other by it, and nobody else is one of them.
-    `tls_roots` are the certificates that they trust in each other, in place of the system's.
+    Args:
+        ticket_lifetime: Seconds for which tickets are valid; None for unsigned tickets.
+        secret: Secret that signs tickets, and by which peers authenticate each other.
+        authorize: Callable that decides about bearer tokens, or the tokens.
+        tls_cert: PEM file of the certificate.
+        tls_key: PEM file of the certificate's key.
+        tls_roots: PEM file of the certificates to trust in peers, in place of the system's.
+        peers: Whether catalogs and nodes with the same `secret` accept each other, and no others, as peers.
+
+    Raises:
+        OptionError: The options contradict each other, or are invalid.
     """
     if secret is not None and ticket_lifetime is None and not peers:
         raise OptionError("a secret signs tickets, which needs a ticket_lifetime")
@@ -170,10 +195,12 @@ def security(
 
 
 class Tokens:
-    """Bearer tokens, the names of those they belong to, and their roles. Only digests of the tokens are kept.
+    """Bearer tokens with the names of their owners and their roles. Only digests of the tokens are kept.
 
-    A token that is given without a role may read. Raises OptionError if there is no token, or one that no header can
-    carry.
+    A token without a role may read.
+
+    Raises:
+        OptionError: There is no token, or a token is invalid in a header.
     """
 
     def __init__(self, tokens: Iterable[str] | Mapping[str, Owner]) -> None:
@@ -190,9 +217,10 @@ class Tokens:
 
     @classmethod
     def read(cls, path: str | Path) -> Tokens:
-        """Return the tokens in a file, one a line: TOKEN, NAME TOKEN or NAME TOKEN ROLE. `#` begins a comment.
+        """Read tokens from a file, one a line: TOKEN, NAME TOKEN or NAME TOKEN ROLE. `#` begins a comment.
 
-        Raises OptionError if the file cannot be read, or has other lines.
+        Raises:
+            OptionError: The file cannot be read, has other lines, or repeats a token.
         """
         lines = _lines(path)
         found = {line.token: (line.name or f"token {n}", line.role) for n, line in enumerate(lines, 1)}
@@ -201,19 +229,27 @@ class Tokens:
         return cls(found)
 
     def __call__(self, token: str) -> Identity | None:
-        """Return whose token it is, and its role; None if it is nobody's."""
+        """Return the owner of a token and its role; None if the token is unknown."""
         return self._owners.get(_digest(token))
 
 
 def read_token(path: str | Path) -> str:
-    """The first token in a file such as `Tokens.read` reads. Raises OptionError where there is none."""
+    """Return the first token in a file of the format that `Tokens.read` reads.
+
+    Raises:
+        OptionError: There is no token, or the file cannot be read.
+    """
     for line in _lines(path):
         return check_token(line.token)
     raise OptionError(f"there is no token in {path}")
 
 
 def read_secret(path: str | os.PathLike[str]) -> bytes:
-    """The secret in a file: all of it, but for white space around it. Raises OptionError."""
+    """Return the secret in a file: its whole content without surrounding white space.
+
+    Raises:
+        OptionError: The file cannot be read, or the secret is too short.
+    """
     try:
         secret = Path(path).read_bytes().strip()
         _warn_if_readable(path)
@@ -224,28 +260,33 @@ def read_secret(path: str | os.PathLike[str]) -> bytes:
 
 
 def check_token(token: str) -> str:
-    """The token itself. Raises OptionError, which does not quote it, where no header can carry it."""
+    """Return the token.
+
+    Raises:
+        OptionError: The token is invalid in a header. The message does not quote it.
+    """
     if not (token and token.isascii() and token.isprintable() and " " not in token):
         raise OptionError("a token consists of printable ASCII characters and has no spaces")
     return token
 
 
 def authorizer(authorize: Authorize | Iterable[str] | Mapping[str, Owner]) -> Authorize:
-    """Return what decides about tokens: the callable itself, or one made of the tokens that are given."""
+    """Return `authorize` if it is callable, or else a callable that decides by these tokens."""
     return authorize if callable(authorize) else Tokens(authorize)
 
 
 def identify(authorize: Authorize, token: str) -> Identity | None:
-    """Return whose token it is, and its role; None if it is not accepted.
+    """Return the owner of a token and its role; None if the token is not accepted.
 
-    Raises what the operator's `authorize` raises, and OptionError for a role that does not exist.
+    Raises:
+        OptionError: The role does not exist. Errors of the operator's `authorize` are passed on.
     """
     owner = authorize(token)
     return _identity(owner) if owner else None
 
 
 def _identity(owner: object) -> Identity:
-    """Return an owner as `authorize` may say it, with its role."""
+    """Return the name and the role in a result of `authorize`."""
     if not isinstance(owner, tuple):
         return Identity(owner if isinstance(owner, str) else "", DEFAULT_ROLE)
     name, role = owner
@@ -277,7 +318,7 @@ def _lines(path: str | Path) -> list[_Line]:
 
 
 def _line(path: str | Path, number: int, words: list[str]) -> _Line:
-    """Return what a line says. An error does not quote it: any word may be a token."""
+    """Parse a line. An error does not quote the line, because any of its words may be a token."""
     match words:
         case [token] if token not in TOKEN_ROLES:
             return _Line(None, token, DEFAULT_ROLE)
@@ -290,7 +331,10 @@ def _line(path: str | Path, number: int, words: list[str]) -> _Line:
 
 
 def _warn_if_readable(path: str | os.PathLike[str]) -> None:
-    """Say so where other users of this host can read a file. No error: that is how containers mount secrets."""
+    """Log a warning if other users of this host can read a file.
+
+    This is no error, because containers mount secrets that way.
+    """
     mode = os.stat(path).st_mode
     if stat.S_ISREG(mode) and mode & (stat.S_IRGRP | stat.S_IROTH):
         _log.warning("other users of this host may read %s: chmod 600 %s", path, path)

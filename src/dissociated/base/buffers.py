@@ -1,4 +1,4 @@
-"""Buffers: what they are here, how large they may be, and cutting what lies in several."""
+"""Buffers: their type, their limits, and slices across several of them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, TypeAlias
 
 #: Anything with the buffer protocol, C-contiguous: bytes, memoryview, pyarrow.Buffer. (PEP 688 needs Python 3.12.)
 Buffer: TypeAlias = Any
-#: The largest body that is taken, in bytes, unless somebody says otherwise.
+#: Default limit of a body that is received, in bytes.
 MAX_BODY = 1 << 34
-#: The longest metadata of one message, in bytes, that is sent and taken, unless somebody says otherwise.
+#: Default limit of the metadata of a message that is sent or received, in bytes.
 MAX_METADATA = 1 << 28
 
 
 def metadata_too_long(what: str, length: int, limit: int) -> str | None:
-    """Why metadata of so many bytes cannot be sent; None where it can."""
+    """Return the reason why metadata of `length` bytes cannot be sent; None if it can."""
     if length <= limit:
         return None
     return (
@@ -26,9 +26,9 @@ def metadata_too_long(what: str, length: int, limit: int) -> str | None:
 
 
 def slicer(parts: Sequence[Buffer]) -> Callable[[int, int], list[Buffer]]:
-    """A function that gives the bytes from a first position up to a second one of `parts`, laid one after the other.
+    """Return a function that slices the concatenation of `parts`.
 
-    It gives them in pieces, by reference.
+    The function takes a begin and an end, in bytes, and returns the slice in pieces, by reference.
     """
     ends = [*accumulate(map(len, parts))]
 

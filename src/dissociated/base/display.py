@@ -1,4 +1,4 @@
-"""How numbers and tables are shown to people, as text and as HTML."""
+"""Formatting of numbers and tables for people, as text and as HTML."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def size(nbytes: float | None) -> str:
-    """Bytes with three digits and a decimal unit: 1.23 GB."""
+    """Format a number of bytes with three digits and a decimal unit: 1.23 GB."""
     if nbytes is None:
         return "-"
     unit = 0
@@ -20,17 +20,17 @@ def size(nbytes: float | None) -> str:
 
 
 def count(number: int | None) -> str:
-    """A whole number with its thousands apart: 336,776."""
+    """Format a whole number with thousands separators: 336,776."""
     return "-" if number is None else f"{number:,}"
 
 
 def plural(number: int | None, what: str) -> str:
-    """A number of things: 1 row, 336,776 rows."""
+    """Format a count with its noun: 1 row, 336,776 rows."""
     return f"{count(number)} {what}{'' if number == 1 else 's'}"
 
 
 def plain_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Columns below their heads, those numbered in `right` flush right."""
+    """Format a table as text. The columns whose indices are in `right` are aligned to the right."""
     lines = [list(head), *map(list, rows)]
     widths = [max(len(line[index]) for line in lines) for index in range(len(head))]
     return "\n".join(
@@ -43,13 +43,13 @@ def plain_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Seque
 
 
 def shorten(text: str, width: int) -> str:
-    """The text on one line, cut to `width` characters; nothing in it tells a terminal what to do."""
+    """Return the text on one line, cut to `width` characters, without control characters for a terminal."""
     line = "".join(one if one.isprintable() else "�" for one in " ".join(text.split()))
     return line if len(line) <= width else f"{line[: width - 1]}…"
 
 
 def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """The same as `plain_table`, in HTML for a notebook."""
+    """Format a table like `plain_table`, as HTML for a notebook."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         sides = ["right" if index in right else "left" for index in range(len(cells))]
@@ -63,6 +63,6 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequen
 
 
 def html(title: str, lines: Iterable[str], *tables: str) -> str:
-    """A thing for a notebook: its name, a few lines of text, and tables, which are HTML already."""
+    """Format an object for a notebook: its name, lines of text, and tables that are HTML already."""
     text = "".join(f"<div>{escape(one)}</div>" for one in lines)
     return f"<div><div><b>{escape(title)}</b></div>{text}{''.join(tables)}</div>"

@@ -1,9 +1,9 @@
-"""The exit of the interpreter, and the threads that are still reading then.
+"""The exit of the interpreter, and threads that are still reading at that time.
 
-Before Python 3.14, a daemon thread that asks for the GIL while the interpreter is finalizing is ended wherever it is.
-Below a frame of libarrow's that ends the process: its destructors run without the GIL, and abort. So this module acts
-before finalization. It stops the threads of this library and waits for them. The user's own threads are held where they
-read: they wait for a lock that nobody releases, and never ask for the GIL again.
+Before Python 3.14, a daemon thread that requests the GIL while the interpreter is finalizing is ended wherever it is.
+Below a frame of libarrow, that ends the process: libarrow's destructors run without the GIL, and abort. So this module
+acts before finalization. It stops the threads of this library and waits for them. It holds the user's own threads where
+they read: they wait for a lock that is never released, and never request the GIL again.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _kept: list[object] = []
 _keepable: weakref.WeakSet[Any] = weakref.WeakSet()
 _stoppable: weakref.WeakSet[Stoppable] = weakref.WeakSet()
 _sections: set[CodeType] = set()
-_lock = threading.Lock()  # of the two sets of weak references
+_lock = threading.Lock()  # guards the two sets of weak references
 _never_released = threading.Lock()
 _never_released.acquire()
 
 
 class Stoppable(Protocol):
-    """An object that another thread may be blocked in."""
+    """An object in which another thread may be blocked."""
 
     def stop(self) -> None:
         """Make that thread return. Called from another thread."""
 
 
 class StreamThread(threading.Thread):
-    """A thread of a stream, which is stopped and waited for at the exit of the interpreter."""
+    """A thread of a stream. At the exit of the interpreter, it is stopped and joined."""
 
     def __init__(self, owner: Stoppable, run: Callable[..., None], arguments: tuple[Any, ...], name: str) -> None:
         super().__init__(target=run, args=arguments, name=name, daemon=True)
@@ -52,14 +52,18 @@ class StreamThread(threading.Thread):
         self._owner = weakref.ref(owner)
 
     def start(self) -> None:
-        """Start it. Raises TransportError if the system has no more threads."""
+        """Start the thread.
+
+        Raises:
+            TransportError: The system has no more threads.
+        """
         try:
             super().start()
         except RuntimeError as error:
             raise TransportError(f"to {self.name} takes a thread: {error}") from None
 
     def stop(self) -> None:
-        """Have the owner stop it, if the owner still exists."""
+        """Stop the thread through its owner, if the owner still exists."""
         owner = self._owner()
         if owner is not None:
             owner.stop()
@@ -67,13 +71,13 @@ class StreamThread(threading.Thread):
 
 @once
 def act_at_exit() -> None:
-    """Have this module act at exit: after whatever is registered with `atexit` from now on, as servers are."""
+    """Register this module's action at exit. It runs after actions that are registered with `atexit` later."""
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
     atexit.register(_exit)
 
 
 def stop_at_exit(stoppable: Stoppable) -> None:
-    """Stop `stoppable` at exit, so that a thread which is blocked in it can be held."""
+    """Stop `stoppable` at exit, so that a thread that is blocked in it can be held."""
     act_at_exit()
     with _lock:
         _stoppable.add(stoppable)
@@ -87,16 +91,19 @@ def keep_at_exit(value: Any) -> None:
 
 
 def section(function: F) -> F:
-    """Mark a function, or generator, that libarrow calls or that calls libarrow. At exit, no thread may be within it.
+    """Mark a function or generator that libarrow calls, or that calls libarrow. At exit, no thread may be in it.
 
-    It must call `hold_at_exit` wherever it begins, or has waited.
+    The function must call `hold_at_exit` at its beginning and after each wait.
     """
     _sections.add(cast("Any", function).__code__)
     return function
 
 
 def hold_at_exit() -> None:
-    """Hold this thread for ever if the interpreter is exiting, unless it is the one that exits, or of this library."""
+    """Hold this thread for ever if the interpreter is exiting.
+
+    The thread that exits, and threads of this library, are not held.
+    """
     if _exiting_thread is None or _exiting_thread == threading.get_ident():
         return
     if not isinstance(threading.current_thread(), StreamThread):
@@ -108,7 +115,7 @@ def _hold() -> None:
 
 
 def _is_held(frame: FrameType) -> bool:
-    """Whether a thread with this innermost frame waits in `_hold`. On the line of `def` it may not have begun to."""
+    """Return whether a thread with this innermost frame waits in `_hold`. On the line of `def`, it may not wait yet."""
     return frame.f_code is _hold.__code__ and frame.f_lineno > _hold.__code__.co_firstlineno
 
 
@@ -139,7 +146,8 @@ def _exit() -> None:
             stoppables = [*_stoppable]
         for stoppable in stoppables:
             stoppable.stop()
-        time.sleep(_POLL_INTERVAL)  # also a thread that unmaps memory now, which no frame shows, has then done so
+        # The pause also lets a thread finish that is unmapping memory, which no frame shows.
+        time.sleep(_POLL_INTERVAL)
         frames = [frame for thread, frame in sys._current_frames().items() if thread not in own]
         if time.monotonic() > deadline or all(_is_held(frame) or not _in_section(frame) for frame in frames):
             break
@@ -147,5 +155,5 @@ def _exit() -> None:
     for thread in threads:
         thread.stop()
     for thread in threads:
-        if thread.ident is not None:  # another thread may have been about to start it
+        if thread.ident is not None:  # another thread may be about to start it
             thread.join(max(0.0, deadline - time.monotonic()))

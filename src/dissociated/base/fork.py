@@ -1,11 +1,10 @@
-"""Servers, clients and connections in a process that is forked: they stay with the process that made them.
+"""Servers, clients and connections in a process that forks. They stay with the process that made them.
 
-A child has copies of all objects and none of the threads that work for them; its descriptors are the parent's, locks
-may be held by threads that it does not have, and gRPC does not work in it any more. So a resource of one process is a
-`ProcessBound`. As soon as a child begins, before anything else runs there, its copy is marked as inherited, and closes
-the child's descriptors, without a word to the peer. The methods by which users use or end the resource look at that
-mark first: in the child they raise ForkedError, or do nothing if they only end it. Memory that is mapped stays
-readable.
+A child has copies of all objects, but none of the threads that work for them. Its descriptors are the parent's, its
+locks may be held by threads that it lacks, and gRPC does not work in it. So a resource of one process is a
+`ProcessBound`. When a child begins, before any other code runs in it, its copy of the resource is marked as inherited
+and closes the child's descriptors, without a message to the peer. Methods that use or end the resource check that mark:
+in the child they raise ForkedError, or do nothing if they only end it. Mapped memory stays readable.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from dissociated.errors import ForkedError
 class ProcessBound:
     """A resource of the process that made it."""
 
-    #: Whether this is a child's copy of a resource of its parent. No id of a process tells: ids are used again.
+    #: Whether this is a child's copy of a resource of its parent. Process ids cannot tell, because they are reused.
     is_inherited = False
 
     def bind_to_process(self) -> None:
-        """Make this a resource of the current process, and its copy in a child that is forked an inherited one."""
+        """Bind this resource to the current process. Its copy in a forked child is then marked as inherited."""
         global _watching
         with _lock:
             if not _watching:
@@ -35,9 +34,9 @@ class ProcessBound:
             _bound_objects.add(self)
 
     def after_fork_in_child(self) -> None:
-        """Give back what a child's copy holds, such as its descriptors.
+        """Release what a child's copy holds, such as descriptors.
 
-        Called once, in the child, with no other thread running: it takes no lock, and never raises.
+        It is called once, in the child, while no other thread runs. It takes no lock, and never raises.
         """
 
     def check_process(self) -> None:
@@ -50,7 +49,7 @@ class ProcessBound:
 
 _bound_objects: weakref.WeakSet[ProcessBound] = weakref.WeakSet()
 _watching = False
-_lock = threading.Lock()  # of these; held throughout a fork
+_lock = threading.Lock()  # guards both; held throughout a fork
 _grpc: int | None = None  # the process that began to use gRPC
 
 
@@ -60,14 +59,14 @@ def _begin_child() -> None:
     _lock.release()
     for bound in inherited:
         bound.is_inherited = True
-        with suppress(AttributeError):  # one that another thread was just making
+        with suppress(AttributeError):  # another thread had not finished making the object
             bound.after_fork_in_child()
 
 
 def leak(bound: object) -> None:
-    """See to it that nothing finalizes `bound` in this process, at its exit neither.
+    """Prevent finalization of `bound` in this process, also at its exit.
 
-    That would wait for threads of the parent's, or change what the parent uses.
+    A finalizer would wait for threads of the parent, or change what the parent uses.
     """
     for reference in weakref.getweakrefs(bound):
         if isinstance(reference.__callback__, weakref.finalize):
@@ -76,7 +75,11 @@ def leak(bound: object) -> None:
 
 
 def use_grpc() -> None:
-    """gRPC is used from now on. Raises ForkedError where a parent of this process used it: here, it would hang."""
+    """Record that this process uses gRPC.
+
+    Raises:
+        ForkedError: A parent of this process used gRPC, which would hang in this process.
+    """
     global _grpc
     if _grpc is None:
         _grpc = os.getpid()

@@ -1,4 +1,4 @@
-"""This machine: which boot of which host, its name, its memory."""
+"""Facts about this machine: the id of its boot, its name, and its memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def boot_id() -> str:
-    """Tells this boot of this host from every other: two processes with the same one can share memory.
+    """Return a text that identifies this boot of this host. Two processes with the same one can share memory.
 
-    Where DISSOCIATED_HOST names the host, its name is part of that: so one machine can be several hosts.
+    If DISSOCIATED_HOST names the host, that name is part of the text. So one machine can act as several hosts.
     """
     named = os.environ.get(_HOST)
     return f"{_booted()}/{named}" if named else _booted()
@@ -29,29 +29,29 @@ def _booted() -> str:
 
 
 def host_name() -> str:
-    """The name of this host, for people and for other hosts: DISSOCIATED_HOST, or what the machine calls itself."""
+    """Return the name of this host, for people and for other hosts: DISSOCIATED_HOST, or else the machine's name."""
     return os.environ.get(_HOST) or socket.gethostname()
 
 
 def directory_id(path: str | os.PathLike[str] | int) -> str:
-    """Tell a directory, by its path or descriptor, from every other of this boot.
+    """Return a text that identifies a directory, given by path or descriptor, within this boot.
 
-    In another container, its path may be another directory's.
+    In another container, the same path may lead to another directory.
     """
     status = os.stat(path)
     return f"{status.st_dev}:{status.st_ino}"
 
 
 def machine_memory() -> int:
-    """The bytes of memory that this machine has."""
+    """Return the size of this machine's memory, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def available_memory() -> int:
-    """The bytes that may still be taken, of the machine's memory and of what this control group is limited to."""
+    """Return the available memory in bytes, within the machine's memory and the limit of this control group."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
-    with suppress(OSError, ValueError):  # "max", where there is no limit
+    with suppress(OSError, ValueError):  # the file reads "max" if there is no limit
         limit, used = (int((_CONTROL_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         available = min(available, limit - used)
     return available

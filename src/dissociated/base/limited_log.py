@@ -1,4 +1,4 @@
-"""A log of what peers do, which they cannot fill."""
+"""A log of peers' actions that peers cannot flood."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ _Key: TypeAlias = tuple[str, str]  # an event and a peer
 
 @dataclass
 class _Bucket:
-    """The lines that one event may still have for one peer."""
+    """A token bucket: the lines that one event may still have for one peer."""
 
     tokens: float
     filled: float  # by the clock
     suppressed: int = 0
     level: int = 0
-    last_line: str = ""  # of those that were suppressed
+    last_line: str = ""  # the last line that was suppressed
 
 
 class LimitedLog(ProcessBound):
-    """Writes `burst` lines of one event and peer to `logger`, and then one in `interval` seconds.
+    """A log that writes at most `burst` lines of one event and peer to `logger`, and then one in `interval` seconds.
 
-    The next line that is written says in its field `suppressed` how many were not. If none comes, another line says so
-    later, or `close` does. A peer that comes with another port or process is the same peer. `clock` gives seconds.
+    The next line that is written has the number of suppressed lines in its field `suppressed`. If no line follows, a
+    later report, or `close`, has it. Connections from one host or user count as one peer, whatever their port or
+    process. `clock` returns seconds.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class LimitedLog(ProcessBound):
         self._report(idle)
 
     def close(self) -> None:
-        """Say how many lines were suppressed that no other line has told of."""
+        """Report the suppressed lines that no other line has reported."""
         with self._lock:
             buckets = [*self._buckets.items()]
             self._buckets.clear()
@@ -105,7 +106,7 @@ class LimitedLog(ProcessBound):
         return bucket
 
     def _remove_idle(self, now: float) -> list[tuple[_Key, _Bucket]]:
-        """Remove and return the buckets that are full by now, and the least recently used of too many."""
+        """Remove and return the buckets that are full by now, and the least recently used if there are too many."""
         removed = []
         while self._buckets:
             key, bucket = next(iter(self._buckets.items()))

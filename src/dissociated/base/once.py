@@ -1,4 +1,4 @@
-"""What is made on first use, and then shared by every thread of the process."""
+"""Values that are made on first use and then shared by every thread of the process."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ T = TypeVar("T")
 
 
 class once(Generic[T]):  # noqa: N801  # a decorator
-    """Make something for each tuple of arguments once, whoever asks; those who ask meanwhile wait for it.
+    """A decorator that calls a function once for each tuple of arguments. Other threads wait for the first call.
 
-    `functools.cache` lets all in who ask before the first is done, and each gets a thing of its own. What raises is
-    not remembered. A process that is forked while another thread makes something does not wait for that thread.
+    With `functools.cache`, threads that call before the first call returns would each get a value of their own. An
+    exception is not remembered. A process that is forked while another thread makes a value does not wait for that
+    thread.
     """
 
     def __init__(self, make: Callable[..., T]) -> None:
         update_wrapper(self, make)
         self._make = make
         self._made: dict[tuple[Hashable, ...], T] = {}
-        self._locks: dict[int, threading.RLock] = {}  # by process
+        self._locks: dict[int, threading.RLock] = {}  # by process id
 
     def __call__(self, *arguments: Hashable) -> T:
         try:
@@ -35,5 +36,5 @@ class once(Generic[T]):  # noqa: N801  # a decorator
             return self._made[arguments]
 
     def cache_clear(self) -> None:
-        """Forget what was made."""
+        """Discard all values."""
         self._made.clear()

@@ -1,4 +1,4 @@
-"""What the operating system refuses, as errors that tell the user what to do."""
+"""Errors of the operating system, turned into errors with advice for the user."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dissociated.errors import DissociatedError, StoreError
 
 @contextmanager
 def store_errors(what: str) -> Iterator[None]:
-    """Turn what a file raises into a StoreError that says what to do: the system's refusals, or that it is closed."""
+    """Turn a file's OSError or ValueError (a closed file) into a StoreError that tells the user how to go on."""
     try:
         yield
-    except DissociatedError:  # some are such, too
+    except DissociatedError:  # some of these are OSErrors, too
         raise
     except ValueError as error:
         raise StoreError(f"{what}: {error}") from error

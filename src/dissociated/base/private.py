@@ -1,9 +1,9 @@
 """Directories and files that belong to one user alone.
 
-Their owner, mode and type are checked on open descriptors, before anything in them is believed, written or removed: a
-path may lead elsewhere a moment later, and an open descriptor does not. A symbolic link is refused, except above the
-last part of a path. To use a directory that others could replace meanwhile, name its entries by its descriptor
-(`within`), or below `/proc/self/fd/DESCRIPTOR`.
+Their owner, mode and type are checked on open descriptors, before their content is trusted, written or removed: a path
+may lead elsewhere a moment later, and an open descriptor does not. A symbolic link is refused, except above the last
+part of a path. To use a directory that others could replace meanwhile, name its entries by its descriptor (`within`),
+or below `/proc/self/fd/DESCRIPTOR`.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ def open_private_directory(
     """Open a directory that belongs to this user and is closed to all others.
 
     Args:
-        path: Its path, or its name in the directory that `within` has open.
-        within: The descriptor of the directory that `path` is relative to.
-        create: Make it, and each directory above it that is missing, with mode 0700.
-        owners: Users, by id, who may own it instead of this one.
-        readable: Whether others may read it. Nobody else may write to it in any case.
+        path: Path of the directory, or its name in the directory that `within` has open.
+        within: Descriptor of the directory that `path` is relative to.
+        create: Create the directory, and each missing directory above it, with mode 0700.
+        owners: Ids of users who may own it instead of this one.
+        readable: Whether others may read it. In no case may others write to it.
 
     Returns:
         A descriptor, which the caller owns.
 
     Raises:
-        NotPrivate: It is a symbolic link, no directory, another user's, or open to others.
-        OSError: It does not exist, or cannot be opened.
+        NotPrivate: The path is a symbolic link, not a directory, another user's, or open to others.
+        OSError: The directory does not exist, or cannot be opened.
     """
     name = os.fspath(Path(path))  # without a last slash, which would follow a symbolic link
     if create:
@@ -75,7 +75,7 @@ def _make(name: str, within: int | None) -> None:
 
 
 def _check_directory(descriptor: int, path: _Name, *, owners: Collection[int] = (), readable: bool = False) -> None:
-    """Raise NotPrivate, which calls it `path`, unless an open directory is as `open_private_directory` demands."""
+    """Raise NotPrivate unless an open directory is as `open_private_directory` demands. `path` is for the message."""
     status = os.fstat(descriptor)
     if not stat.S_ISDIR(status.st_mode):
         raise NotPrivate(_type_error(path, status.st_mode, "directory"))
@@ -92,22 +92,22 @@ def _check_directory(descriptor: int, path: _Name, *, owners: Collection[int] = 
 
 
 def open_private_file(path: _Name, flags: int = os.O_RDONLY, *, within: int | None = None) -> int:
-    """Open a regular file that belongs to this user, or to root, and that nobody else can write to.
+    """Open a regular file that belongs to this user or to root, and that no other user can write to.
 
-    It is truncated only after these checks. A new file has mode 0600, and this user's file gets that mode if it is
-    opened for writing.
+    The file is truncated only after these checks. A new file has mode 0600, and this user's file gets that mode if it
+    is opened for writing.
 
     Args:
-        path: Its path, or its name in the directory that `within` has open.
-        flags: The flags of `os.open`.
-        within: The descriptor of the directory that `path` is relative to.
+        path: Path of the file, or its name in the directory that `within` has open.
+        flags: Flags of `os.open`.
+        within: Descriptor of the directory that `path` is relative to.
 
     Returns:
         A descriptor, which the caller owns.
 
     Raises:
-        NotPrivate: It is a symbolic link, no regular file, another user's, or writable by others.
-        OSError: It does not exist, or cannot be opened.
+        NotPrivate: The path is a symbolic link, not a regular file, another user's, or writable by others.
+        OSError: The file does not exist, or cannot be opened.
     """
     if flags & os.O_CREAT:
         try:
@@ -125,8 +125,8 @@ def open_private_file(path: _Name, flags: int = os.O_RDONLY, *, within: int | No
 def claim_private_file(path: _Name, *, create: bool = False) -> None:
     """Check a file as `open_private_file` does for writing, or create an empty one, without opening it.
 
-    SQLite needs this: a process that opens and closes a database a second time loses its locks on it. Raises as
-    `open_private_file` does.
+    SQLite needs this: a process that opens and closes a database a second time loses its locks on it. Errors are those
+    of `open_private_file`.
     """
     if create:
         with suppress(FileExistsError):
@@ -135,8 +135,8 @@ def claim_private_file(path: _Name, *, create: bool = False) -> None:
 
 
 def _find_file(path: _Name, within: int | None, close: bool) -> int:
-    """Return a descriptor of a file that was checked, and which it does not open. `close` it to other users."""
-    # To open a FIFO could take for ever, and to open a device do anything.
+    """Return a descriptor (O_PATH) of a checked file. `close` removes other users' rights."""
+    # Opening a FIFO could block for ever, and opening a device could have any effect.
     place = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=within)
     try:
         status = os.fstat(place)
@@ -165,16 +165,19 @@ def _check_file(status: os.stat_result, path: _Name) -> None:
 
 
 def read_private_file(path: _Name, *, within: int | None = None) -> bytes:
-    """Return the content of such a file as `open_private_file` opens. Raises as that does."""
+    """Return the content of a file that `open_private_file` accepts. Errors are those of `open_private_file`."""
     with os.fdopen(open_private_file(path, within=within), "rb") as file:
         return file.read()
 
 
 def write_private_file(path: _Name, content: bytes, *, within: int | None = None) -> None:
-    """Write a file of mode 0600, which appears as a whole or not at all. It replaces the file that had its name.
+    """Write a file of mode 0600 atomically: readers see the previous file or all of the new one.
 
-    It is there after a loss of power, too, if the caller syncs its directory. Of several callers, all but one may fail.
-    Raises NotPrivate and OSError.
+    The file survives a loss of power if the caller syncs its directory. If several callers write at once, all but one
+    may fail.
+
+    Raises:
+        NotPrivate, OSError: See `open_private_file`.
     """
     draft = f"{os.fspath(path)}.draft"
     descriptor = open_private_file(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, within=within)

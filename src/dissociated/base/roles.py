@@ -1,6 +1,6 @@
 """The roles of tokens, and the role that each call needs.
 
-Each role may do what those before it may. A call that is not in these tables is refused.
+A role may do everything that the roles before it may. A call that is missing in these tables is refused.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class Role(IntEnum):
 
     #: List, describe and read datasets.
     READ = 1
-    #: Publish, overwrite, append to and drop datasets, too.
+    #: Also publish, overwrite, append to and drop datasets.
     WRITE = 2
-    #: See who reads what, and from where, too.
+    #: Also see the readers, their datasets and their addresses.
     ADMIN = 3
-    #: Be a catalog or a node, which prove it by the secret that they share. No token has this role.
+    #: Act as a catalog or node, which is proved by the shared secret. No token has this role.
     PEER = 4
 
     def __str__(self) -> str:
@@ -29,7 +29,11 @@ class Role(IntEnum):
 
     @classmethod
     def parse(cls, text: object) -> Role:
-        """Return the role of this name, which a token may have. Raises OptionError, which does not quote the name."""
+        """Return the role with this name.
+
+        Raises:
+            OptionError: No token can have such a role. The message does not quote the name.
+        """
         try:
             return TOKEN_ROLES[str(text)]
         except KeyError:
@@ -39,12 +43,12 @@ class Role(IntEnum):
 #: The roles that a token may have, by name.
 TOKEN_ROLES: Mapping[str, Role] = {str(role): role for role in (Role.READ, Role.WRITE, Role.ADMIN)}
 
-#: The role of a token that none was given for.
+#: Role of a token for which no role is named.
 DEFAULT_ROLE = Role.READ
 
 
 class Identity(NamedTuple):
-    """The name of the owner of a token, and its role."""
+    """The name of a token's owner, and the token's role."""
 
     name: str
     role: Role = DEFAULT_ROLE
@@ -84,7 +88,7 @@ ACTIONS: Mapping[str, Role] = {
     "leave": Role.PEER,
 }
 
-#: The pages that a server answers over HTTP. None: they need no token.
+#: The pages that a server provides over HTTP. None means that a page needs no token.
 PAGES: Mapping[str, Role | None] = {
     "/healthz": None,
     "/metrics": Role.READ,

@@ -1,4 +1,4 @@
-"""JSON that came from outside: values that every part of this library can store, count with and print."""
+"""Strict parsing of JSON from outside: every part of this library can store, compute with and print the values."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import json
 from typing import Any, NoReturn
 
 _INTEGERS = range(-(1 << 63), 1 << 63)
-_MAX_DIGITS = 20  # of an integer, with its sign
+_MAX_DIGITS = 20  # digits of an integer, sign included
 _MAX_NESTING = 50
 
 
 def loads(content: bytes) -> Any:
     """Parse JSON in UTF-8.
 
-    Raises ValueError for invalid JSON, and for values that Python's parser accepts and others do not: integers of more
-    than 64 bits, infinite numbers and NaN, halves of surrogate pairs, and deep nesting.
+    Raises:
+        ValueError: The JSON is invalid, or has values that Python's parser accepts and others do not: integers of more
+            than 64 bits, infinite numbers and NaN, halves of surrogate pairs, or deep nesting.
     """
     text = str(content, "utf-8")
     try:

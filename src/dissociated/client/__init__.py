@@ -1,1 +1,1 @@
-"""Reading: `open_stream`, and the stream, the leases and the threads behind it."""
+"""The client: `connect` and `open_stream`, and the streams, leases and threads behind them."""

@@ -1,4 +1,4 @@
-"""Messages as they arrive over one connection or two."""
+"""The arrival of messages over one connection or two."""
 
 from __future__ import annotations
 
@@ -14,14 +14,25 @@ from dissociated.protocol.message import Incoming, Run
 from dissociated.transport.base import Allocate, Connection
 from dissociated.transport.mailbox import Mailbox
 
-_MAX_AHEAD = 1 << 26  # bytes that one of two connections may be ahead of the other
+_MAX_AHEAD = 1 << 26  # bytes by which one connection may be ahead of the other
 #: Receives from the stream of bodies, or of metadata; None at the end of its connection.
 _ReceiveFrom: TypeAlias = Callable[[bool], Incoming | Run | None]
 
 
 @contextmanager
 def receiving(connections: Sequence[Connection], allocate: Allocate, timeout: float) -> Iterator[_ReceiveFrom]:
-    """A function that receives from one connection, or from two, each of which then has a thread of its own."""
+    """Provide a function that receives messages.
+
+    If there are two connections, a thread receives from each of them.
+
+    Args:
+        connections: A connection for both streams, or one for metadata and one for bodies.
+        allocate: Supplies the memory of bodies.
+        timeout: Seconds for which the server may be silent.
+
+    Returns:
+        A function that takes True to receive from the stream of bodies, or False for that of metadata.
+    """
     if len(connections) == 1:
         (connection,) = connections
         yield lambda bodies: connection.receive(timeout, allocate)
@@ -29,7 +40,7 @@ def receiving(connections: Sequence[Connection], allocate: Allocate, timeout: fl
     receivers: list[ReceiveThread] = []
 
     def on_misrouted(error: DissociatedError) -> None:
-        for pump in receivers:  # whichever of them is waited for
+        for pump in receivers:  # the reader may wait for either of them
             pump.inbox.close(error)
 
     for bodies, connection in enumerate(connections):
@@ -44,7 +55,7 @@ def receiving(connections: Sequence[Connection], allocate: Allocate, timeout: fl
 
 
 class ReceiveThread(ProcessBound):
-    """A thread that receives from one of two connections, so that neither can hold up the other."""
+    """A thread that receives from one of two connections, so that neither connection can block the other."""
 
     def __init__(
         self,
@@ -54,7 +65,15 @@ class ReceiveThread(ProcessBound):
         timeout: float,
         on_misrouted: Callable[[DissociatedError], None],
     ) -> None:
-        """`on_misrouted` is told where what arrives belongs to the other connection."""
+        """Start the thread.
+
+        Args:
+            connection: The connection.
+            bodies: Whether the connection carries bodies. If not, it carries metadata.
+            allocate: Supplies the memory of bodies.
+            timeout: Seconds for which the server may be silent.
+            on_misrouted: Is called with the error if a message belongs to the other connection.
+        """
         self.inbox: Mailbox[Incoming] = Mailbox(_MAX_AHEAD)
         self._connection = connection
         self._bodies = bodies
@@ -95,8 +114,8 @@ class ReceiveThread(ProcessBound):
         self._connection.stop_receiving()
 
     def join(self) -> None:
-        """Wait until the thread has ended, unless it is this one."""
+        """Wait until the thread has ended, unless it is the current one."""
         if self.is_inherited:
             return
-        if self._thread is not threading.current_thread():  # as where the reader is collected in that thread
+        if self._thread is not threading.current_thread():  # the reader may be collected in that very thread
             self._thread.join()

@@ -1,4 +1,4 @@
-"""`async for` over whatever a blocking function opens."""
+"""Asynchronous variants of functions that open a reader."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ P = ParamSpec("P")
 def asynchronous(
     open_reader: Callable[P, pa.RecordBatchReader | DeviceReader],
 ) -> Callable[P, Coroutine[Any, Any, AsyncStreamReader]]:
-    """The same function for `async for`: it blocks a thread in place of the loop."""
+    """Return the variant of `open_reader` for `async for`. It blocks a thread in place of the event loop."""
 
     @wraps(open_reader)
     async def opened(*args: P.args, **kwargs: P.kwargs) -> AsyncStreamReader:
-        # on first use: asyncio takes as long to import as all of this library
+        # Imported on first use, because asyncio takes as long to import as all of this library.
         from dissociated.ipc.asynchronous import open_reader_async
 
         return await open_reader_async(open_reader, *args, **kwargs)

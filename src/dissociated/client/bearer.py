@@ -14,7 +14,7 @@ _RECONNECT = {"grpc.initial_reconnect_backoff_ms": 100, "grpc.max_reconnect_back
 
 
 class Bearer(flight.ClientMiddlewareFactory):  # type: ignore[misc]  # pyarrow has no type hints
-    """Sends a token with each call of a client."""
+    """A middleware factory that sends a token with each call of a client."""
 
     def __init__(self, token: str) -> None:
         self._headers = {"authorization": f"Bearer {token}"}
@@ -35,7 +35,8 @@ class _BearerHeaders(flight.ClientMiddleware):  # type: ignore[misc]  # pyarrow 
 def client_options(token: str | None, tls_roots: str | None) -> dict[str, Any]:
     """Return the options of a Flight client that sends `token` and trusts only the certificates in `tls_roots`.
 
-    Raises OptionError if the file `tls_roots` cannot be read.
+    Raises:
+        OptionError: The file `tls_roots` cannot be read.
     """
     options: dict[str, Any] = {"generic_options": [*_RECONNECT.items()]}
     if token is not None:

@@ -1,4 +1,4 @@
-"""Where the bodies of a stream come to lie: in memory of this process, or mapped, in the server's."""
+"""The memory of a stream's bodies: allocated in this process, or mapped from the server."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from dissociated.memory.remote import fetch_ranges
 from dissociated.protocol.delivery import Delivery
 from dissociated.transport.base import Connection
 
-#: Bytes of a body from which on memory of a device is allocated for it. Media have smaller ones here before anybody
-#: asks for them.
+#: Least size, in bytes, of a body that is received into memory of a device. A medium may have received a smaller body
+#: in this process before memory is allocated for it.
 _WORTH_A_BLOCK = 1 << 18
 
 
 class Bodies:
-    """Allocates memory for bodies that are sent, and finds, maps or fetches those that come by address."""
+    """An allocator for bodies that are sent, which also maps or fetches the bodies that come by address."""
 
     def __init__(self, connection: Connection, leases: ClientLeases, request: ReadRequest) -> None:
         self.address_space = connection.address_space
@@ -38,19 +38,20 @@ class Bodies:
         self._onto: tuple[Device, MemoryRing] | None = None
 
     def receive_onto(self, device: Device | None) -> None:
-        """Let `allocate_on_device` give memory of this device from now on; None ends that, and gives back what is left.
+        """Let `allocate_on_device` return memory of this device from now on. None ends that and releases unused memory.
 
-        Raises DeviceError.
+        Raises:
+            DeviceError: The device fails.
         """
         self._onto = None if device is None else (device, device.receive_ring())
 
     def wants_device(self, length: int) -> bool:
-        """Whether `allocate_on_device` is worth a try for so many bytes."""
+        """Return whether a body of `length` bytes should be allocated with `allocate_on_device`."""
         return self._onto is not None and length >= _WORTH_A_BLOCK
 
     def allocate_on_device(self, length: int) -> DeviceBuffer | None:
-        """Memory of a device for a body; None where none is to be had now."""
-        onto = self._onto  # which another thread may end
+        """Return memory of the device for a body, or None if there is none at present."""
+        onto = self._onto  # read once, because another thread may reset it
         if onto is None:
             return None
         device, ring = onto
@@ -60,13 +61,17 @@ class Bodies:
         return None
 
     def attach(self, delivery: Delivery) -> tuple[bytes, Buffer | None]:
-        """Flatbuffer and body of a message, as libarrow shall read them."""
+        """Return the flatbuffer and the body of a message, ready for libarrow."""
         if self._connection.supports_rma and delivery.addresses is not None and not delivery.addresses.is_empty:
             return delivery.header, self._fetch(delivery)
         return attach(delivery, self.address_space, self._leases, self.allocate)
 
     def buffers(self, delivery: Delivery) -> list[pa.Buffer]:
-        """The buffers of a message, each by itself, where they lie. Raises FormatError for one that leaves its body."""
+        """Return the buffers of a message one by one, without copying mapped memory.
+
+        Raises:
+            FormatError: A buffer leaves its body.
+        """
         _, header, parsed, body, placed = delivery
         if placed is None:
             return slice_buffers(header, parsed, body or b"")
@@ -81,15 +86,19 @@ class Bodies:
         return [whole.slice(offset, length) for offset, length in zip(located.offsets, placed.lengths, strict=True)]
 
     def lease(self, memory: pa.Buffer, addresses: Sequence[int], device: Device | None = None) -> pa.Buffer:
-        """Memory that is mapped, or on a `device`, as a buffer, at whose end `addresses`, once delivered, go back."""
+        """Return mapped memory, or memory on a `device`, as a buffer. When it is collected, `addresses` are freed."""
         return self._leases.lease(memory, addresses, device)
 
     def free(self, addresses: Sequence[int]) -> None:
-        """Give back addresses of a message that no array uses."""
+        """Free addresses of a message that no array uses."""
         self._leases.free(addresses)
 
     def allocate(self, length: int) -> pa.Buffer:
-        """Memory for a body. Raises TransportError where there is none."""
+        """Allocate memory for a body.
+
+        Raises:
+            TransportError: There is not enough memory.
+        """
         pinned = None if self._ring is None else self._ring.allocate(length)
         if pinned is not None:
             return pinned
@@ -101,7 +110,7 @@ class Bodies:
             ) from None
 
     def _fetch(self, delivery: Delivery) -> pa.Buffer:
-        """The body, fetched from where it lies, which is then given back."""
+        """Fetch the body from the server's memory, and free its addresses."""
         self._leases.check_process()
         assert delivery.addresses is not None
         body_length = delivery.parsed.body_length

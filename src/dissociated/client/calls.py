@@ -1,4 +1,4 @@
-"""What a catalog answers: the calls of its clients."""
+"""The calls of a catalog's clients."""
 
 from __future__ import annotations
 
@@ -47,10 +47,12 @@ T = TypeVar("T")
 
 
 class CatalogClient:
-    """The calls that a catalog answers. Raises CatalogError where it cannot be reached or refuses.
+    """A client of a catalog. `connect` describes the parameters and further errors.
 
-    `connect` says what the parameters mean and what else is raised. A client that is unpickled connects anew with the
-    same parameters: the token is in the pickle.
+    A client that is unpickled connects anew with the same parameters. The pickle contains the token.
+
+    Raises:
+        CatalogError: The catalog cannot be reached, or refuses a call.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class CatalogClient:
         self._parameters = uri, timeout, token, tls_roots, tuple(trusted_users), max_metadata, trusted_files
         self._calls = CatalogConnection(uri, timeout, token, tls_roots)
         self._lookup = Lookup(self._calls)
-        #: The request of a read for which nothing else is said.
+        #: Default request of a read.
         self.defaults = ReadRequest(timeout=timeout, max_metadata=max_metadata)
         self.uri = uri
         self._trust = {
@@ -78,7 +80,7 @@ class CatalogClient:
 
     @property
     def endpoints(self) -> EndpointReader:
-        """What opens the endpoints of this catalog's datasets."""
+        """Return the reader that opens the endpoints of this catalog's datasets."""
         return EndpointReader(partial(open_flight, self._calls), self._trust)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -88,7 +90,7 @@ class CatalogClient:
         return f"<{type(self).__name__} of {self.uri}>"
 
     def _repr_html_(self) -> str:
-        """For a notebook: what there is, as far as the catalog says so now."""
+        """Return the catalog's datasets as HTML for a notebook, or the error if the catalog fails."""
         try:
             found = self.list()
         except DissociatedError as error:
@@ -96,23 +98,36 @@ class CatalogClient:
         return html(f"{type(self).__name__} of {self.uri}", [], found._repr_html_())
 
     def list(self, prefix: str = "", tags: Mapping[str, str] | None = None) -> DatasetList:
-        """Every dataset whose name begins with `prefix` and that has all of `tags`, in the order of names.
+        """List the datasets, in the order of their names.
 
-        Raises CatalogError, also where a server of somebody else's does not list.
+        Args:
+            prefix: List only names that begin with it.
+            tags: List only datasets that have all of these tags.
+
+        Raises:
+            CatalogError: The catalog fails, or the server is not of this library and does not list datasets.
         """
         return self._lookup.list(prefix, dict(tags or {}))
 
     def describe(self, name: str, version: int | None = None) -> DatasetInfo:
-        """What the catalog says of the dataset `name`, or of a `version` of it that was replaced and is still there.
+        """Describe a dataset.
 
-        Raises DatasetNotFound, and CatalogError for a version at a server of somebody else's.
+        Args:
+            name: Its name.
+            version: A version that was replaced and can still be read; None for the current one.
+
+        Raises:
+            DatasetNotFound: There is no such dataset or version.
+            CatalogError: The catalog fails, or `version` is given and the server is not of this library.
         """
         return self._lookup.describe(name, version)
 
     def describe_version(self, name: str, version: int, lineage_id: str) -> DatasetInfo:
-        """Describe a version once more.
+        """Describe a version again.
 
-        Raises DatasetNotFound if it is gone, also if another catalog there has a version of that number.
+        Raises:
+            DatasetNotFound: The version is gone, or another catalog at the same URI has a different version of that
+                number.
         """
         with suppress(DatasetNotFound):
             current = self.describe(name, version)
@@ -124,27 +139,34 @@ class CatalogClient:
         )
 
     def versions(self, name: str) -> Sequence[dict[str, Any]]:
-        """The versions of a dataset that can still be read, the oldest first.
+        """List the versions of a dataset that can still be read, the oldest first.
 
-        Each has `version`, its number; `created`, in seconds since the epoch; `rows`, None where they are not known;
-        and `current`, whether it is the one that `name` alone stands for.
+        Returns:
+            For each version: `version`, its number; `created`, in seconds since the epoch; `rows`, or None if they are
+                not known; and `current`, whether a read without a version reads this one.
         """
         return self._ask_list("versions", {"name": name}, VERSION_FIELDS, "created")
 
     def nodes(self) -> Sequence[dict[str, Any]]:
-        """The nodes that have ever registered at the catalog.
+        """List the nodes that have ever registered at the catalog.
 
-        Each has `id`, `host`, `boot_id` (of the kernel that it runs on), `flight` (the URI where it answers),
-        `locations` (URIs of its transports), `alive`, and `seen`: its last heartbeat, in seconds since the epoch.
+        Returns:
+            For each node: `id`, `host`, `boot_id` (of its kernel), `flight` (its Flight URI), `locations` (URIs of its
+                transports), `alive`, and `seen`, its last heartbeat in seconds since the epoch.
         """
         return self._ask_list("nodes", {}, NODE_FIELDS, "seen")
 
     def do_get(self, ticket: bytes, options: ReadOptions | None = None) -> pa.RecordBatchReader:
-        """A reader over all that `ticket` stands for, by Flight's DoGet: slower than any transport, and always there.
+        """Read the dataset of `ticket` over Flight's DoGet. It is slower than any transport, and always available.
 
-        Of `options` count those that libarrow applies, and the limit of depth. Raises CatalogError, AccessDenied,
-        DatasetNotFound and FormatError, OptionError for a memory_pool, which Flight does not know, and
-        RemoteProtocolError for metadata above the client's `max_metadata`.
+        Args:
+            ticket: The ticket.
+            options: Options of decoding. Options that libarrow applies, and the limit of depth, have an effect.
+
+        Raises:
+            OptionError: `options` has a memory_pool, which Flight does not support.
+            RemoteProtocolError: Metadata exceeds the client's `max_metadata`.
+            CatalogError, AccessDenied, DatasetNotFound, FormatError: The server refuses, or its answer is invalid.
         """
         request = replace(self.defaults, options=check_options(options, ReadOptions))
         return read_flight(self._calls, ticket, request)
@@ -161,23 +183,31 @@ class CatalogClient:
         transport: str | None = None,
         progress: Progress | None = None,
     ) -> int:
-        """Publish everything that `source` gives under `name`, whole and at once. Returns the number of rows.
+        """Publish all data of `source` under `name`, atomically.
 
-        - `source`: whatever `Server.publish` takes, but for tensors.
-        - `schema`: of an iterator or a list of record batches, which may then be empty.
-        - `mode`: "overwrite" or "append".
-        - `tags`: kept with the dataset; `list` can ask for them.
-        - `ttl`: after so many seconds, 1e10 at most, the dataset is gone. None: it stays.
-        - `transport`: "shm", through the memory of a node on this host, or "grpc", by Flight's DoPut. Left out: the
-          first where it can be.
-        - `progress`: called after each batch with the rows and the bytes so far, and with the number of all rows, or
-          None where that is not known. What it raises ends the put.
+        If this fails or is interrupted, also by the end of this process, the previous dataset of that name stays. If
+        the catalog stops answering while it publishes, the outcome is unknown, and the error says so. An interrupt does
+        not undo a publication that the catalog has begun.
 
-        Where this fails or is interrupted, also by the end of this process, what had that name stays as it was. Where
-        the catalog stops answering while it publishes, nobody knows, and the error says so. What it has begun to
-        publish, an interrupt does not undo.
+        Args:
+            name: Name of the dataset.
+            source: Anything that `Server.publish` takes, except tensors.
+            schema: Schema of an iterator or list of record batches, which may then be empty.
+            mode: "overwrite" or "append".
+            tags: Tags of the dataset, which `list` can filter by.
+            ttl: Seconds after which the dataset is deleted, at most 1e10. None: never.
+            transport: "shm", through the memory of a node on this host, or "grpc", by Flight's DoPut. None: shm if
+                possible.
+            progress: Is called after each batch with the rows and bytes so far, and with the total number of rows, or
+                None if it is unknown. An exception of it ends the put.
 
-        Raises SourceError where the source cannot be read, also for tensors, OptionError for what makes no sense.
+        Returns:
+            The number of rows.
+
+        Raises:
+            SourceError: The source cannot be read, or has tensors.
+            OptionError: An argument is invalid.
+            CatalogError: The catalog refuses, or cannot be reached.
         """
         if transport not in (None, "shm", "grpc"):
             raise OptionError(f'transport is "shm" or "grpc" for a put, not {transport!r}')
@@ -199,7 +229,7 @@ class CatalogClient:
             raise
 
     def _require_catalog(self, key: str) -> None:
-        """Raise CatalogError where a put with this `key` would come to a server of somebody else's."""
+        """Raise CatalogError if the server is not a catalog of this library, by a call with this `key`."""
         try:
             self.committed(key)
         except CatalogUnreachable:
@@ -211,13 +241,13 @@ class CatalogClient:
             ) from None
 
     def _stage_here(self) -> StagePlace | None:
-        """The stage of a node that this process can write to."""
+        """Return the stage of a node that this process can write to, or None."""
         try:
             place = self.stage()
         except CatalogUnreachable:
             raise
         except CatalogError:
-            return None  # it has none, or is somebody else's and knows no such action
+            return None  # the server has no stage, or is not of this library
         return place if place.here else None
 
     def _put_into(self, place: StagePlace, put: Put, key: str) -> int:
@@ -242,11 +272,11 @@ class CatalogClient:
         return rows
 
     def _was_published(self, put: Put, key: str, error: BaseException) -> bool:
-        """Whether what `error` ended was published all the same. If it was not, it never will be.
+        """Return whether a put that ended with `error` was published. If False, it never will be.
 
-        Raises an error like that one, which says more, where the catalog does not answer.
+        If the catalog does not answer, raise an error of the same type that adds this uncertainty.
         """
-        failed = put.complete and isinstance(error, DissociatedError)  # and was neither interrupted nor cut short
+        failed = put.complete and isinstance(error, DissociatedError)  # neither interrupted nor incomplete
         try:
             self.abort(key)
             return failed and self.committed(key)
@@ -257,25 +287,33 @@ class CatalogClient:
                     "look at its versions before you put it again"
                 ) from error
         except DissociatedError:
-            pass  # it is somebody else's, and knows no such action
+            pass  # the server is not of this library, and does not know the action
         return False
 
     def stage(self) -> StagePlace:
-        """Where writers put segments: on this host, if there is a node."""
+        """Return the place for a writer's segments, on this host if there is a node."""
         return StagePlace.parse(self.do_action("stage", caller_identity()))
 
     def reserve(self, segment: str, size: int, wish: int) -> int:
-        """Reserve room for a segment: see `Store.reserve`. Writers in a limited stage call it before they write."""
+        """Reserve room for a segment, as `Store.reserve` does. Writers in a limited stage call it before they write."""
         return self._ask("reserve", {"segment": segment, "size": size, "wish": wish}, "size", int)
 
     def hand_over(self, descriptor: int) -> dict[str, str]:
-        """Give this host's node a sealed memfd, which holds an Arrow IPC stream or file, to be served where it lies.
+        """Give this host's node a sealed memfd with an Arrow IPC stream or file. The node serves it without a copy.
 
-        Returns what `commit` takes as a segment. The descriptor stays yours: close it when you like. The memfd must be
-        sealed against writing, shrinking and growing. It counts against the node's limit, and goes when the node ends.
+        The memfd must be sealed against writing, shrinking and growing. It counts against the node's limit, and is
+        released when the node ends.
 
-        Raises StoreError where the node refuses it, CatalogError where there is none on this host, AccessDenied,
-        TransportError and DeadlineExceeded.
+        Args:
+            descriptor: The memfd. The caller keeps it, and may close it at any time after the call.
+
+        Returns:
+            A segment for `commit`.
+
+        Raises:
+            StoreError: The node refuses the memfd.
+            CatalogError: There is no node on this host.
+            AccessDenied, TransportError, DeadlineExceeded: The catalog or the node cannot be reached.
         """
         stage = self.stage()
         if not stage.handover or stage.boot_id != boot_id():
@@ -295,17 +333,20 @@ class CatalogClient:
         tags: Mapping[str, str] | None = None,
         ttl: float | None = None,
     ) -> None:
-        """Publish segments in the stage under `name`, in this order, whole and at once. A repeated call does nothing.
+        """Publish segments of the stage under `name`, in this order, atomically. A repeated call does nothing.
 
-        - `segments`: names of segments. One that is on another node than the catalog's own is `{"node": ..., "segment":
-          ...}`, as `hand_over` returns it.
-        - `mode`: "overwrite" or "append".
-        - `schema`: that of all segments. It is the dataset's schema also where there is no segment.
-        - `key`: tells this commit from every other. Left out, the segments do.
-        - `tags`, `ttl`: as for `put`.
+        Segments whose names begin with `key` and "-", and that are not among `segments`, are removed. Failed or
+        superfluous attempts have left them.
 
-        Segments whose names begin with the key and "-", and that are not among these, are removed: attempts that failed
-        or were not needed have left them.
+        Args:
+            name: Name of the dataset.
+            segments: Names of segments. A segment on another node than the catalog's own is `{"node": ..., "segment":
+                ...}`, as `hand_over` returns it.
+            mode: "overwrite" or "append".
+            schema: Schema of all segments, and of the dataset if there is no segment.
+            key: Identifies this commit. None: the segments do.
+            tags: Tags of the dataset. See `put`.
+            ttl: Seconds after which the dataset is deleted. See `put`.
         """
         publication = Publication(name, mode, tags or {}, ttl)
         body = {
@@ -318,38 +359,50 @@ class CatalogClient:
         self.do_action("commit", body)
 
     def committed(self, key: str) -> bool:
-        """Whether there was a commit with this `key`. After thirty days nobody knows any more."""
+        """Return whether a commit with this `key` was made. The catalog remembers keys for thirty days."""
         return self._ask("committed", {"key": key}, "committed", bool)
 
     def discard(self, segments: Sequence[str]) -> None:
-        """Remove these segments from the stage of the catalog's own node, as far as they exist."""
+        """Remove these segments from the stage of the catalog's own node. Missing segments are ignored."""
         self.do_action("discard", {"segments": [*segments]})
 
     def abort(self, key: str) -> None:
-        """There shall be no commit with this `key`, unless there was one; what was written for it is removed.
+        """Forbid a commit with this `key`, unless it was made already, and remove the segments written for it.
 
-        That is every segment, on any node, whose name begins with the key and "-", also while it is written. The
-        catalog's own node removes them at once, others with their next heartbeat.
+        These are all segments, on any node, whose names begin with the key and "-", also unfinished ones. The catalog's
+        own node removes them at once, other nodes with their next heartbeat.
         """
         self.do_action("abort", {"key": key})
 
     def drop(self, name: str) -> None:
-        """Make the dataset `name` unavailable. Whoever reads it reads on. Raises DatasetNotFound."""
+        """Drop the dataset `name`. Readers that have opened it can read to its end.
+
+        Raises:
+            DatasetNotFound: There is no such dataset.
+        """
         self.do_action("drop", {"name": name})
 
     def status(self) -> ServerStatus:
-        """What the catalog's server publishes, who reads it, and what it has sent. Raises CatalogError."""
+        """Return the status of the catalog's server: its datasets, its readers, and the bytes that it has sent.
+
+        Raises:
+            CatalogError: The catalog fails, or its answer is invalid.
+        """
         try:
             return ServerStatus.parse(self.do_action("status", {}))
         except FormatError as error:
             raise CatalogError(f"the catalog at {self.uri} answered with what cannot be read: {error}") from None
 
     def close(self) -> None:
-        """Close the connection to the catalog. Streams that were opened go on."""
+        """Close the connection to the catalog. Streams that are open stay open."""
         self._calls.close()
 
     def do_action(self, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Call an action of the catalog: see `dissociated.catalog.service`. Raises CatalogError."""
+        """Call an action of the catalog. `dissociated.catalog.service` describes the actions.
+
+        Raises:
+            CatalogError: The catalog fails, or its answer is invalid.
+        """
         message = self._calls.flight.Action(action, json.dumps(body).encode())
         options = self._calls.options()
         results = self._calls.call(lambda client: [*client.do_action(message, options)])
@@ -367,7 +420,7 @@ class CatalogClient:
         return found
 
     def _ask(self, action: str, body: Mapping[str, Any], key: str, kind: type[T]) -> T:
-        """What an action answers under `key`."""
+        """Return the value under `key` in the answer to an action."""
         found = self.do_action(action, body).get(key)
         if not isinstance(found, kind):
             raise CatalogError(f"the server at {self.uri} answers to {action!r} without {key!r}, so it is no catalog")

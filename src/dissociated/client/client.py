@@ -1,4 +1,4 @@
-"""`connect`, and the client that users have: datasets by name, whatever they are read over."""
+"""`connect`, and the client for users: datasets by name, over any transport."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Client(CatalogClient):
-    """Reads datasets by name. Use it as a context manager, or `close` it."""
+    """A reader of datasets by name. Use it as a context manager, or `close` it."""
 
     @overload
     def read(
@@ -82,28 +82,39 @@ class Client(CatalogClient):
         device: object = None,
         decompress: bool = True,
     ) -> pa.RecordBatchReader | DeviceReader:
-        """A reader over the dataset `name`, through `transport`, or the nearest one that reaches it. It is read once:
-        what `dataset` gives can be read again and again.
+        """Read the dataset `name` through `transport`, or through the nearest transport that reaches it.
 
-        - `transport`: a scheme: "shm", "tcp", or "grpc" for Flight's own DoGet, which is taken by itself where nothing
-          else leads there, as to a Flight server of somebody else's.
-        - `columns`: read only these top-level columns, in the order of the schema.
-        - `version`: one that was replaced and is still there.
-        - `rows`: those that are wanted, as in `range(10, 20)`. Parts of the dataset that have none of them are not
-          opened.
-        - `filter`: of these the rows for which this is true. It is an expression of pyarrow, as `pc.field("n") > 5`,
-          or a condition `("n", ">", 5)`, a list of conditions, which must all be true, or a list of such lists, of
-          which one must be. Conditions mean what they mean in Spark: NaN equals itself, and is the largest number.
-          Columns that are only filtered by are not given.
-        - `limit`: so many rows, the first of those.
-        - `options`: how batches are decoded.
-        - `max_body`, `allow_rma`: as for `open_stream`. Over grpc the size of a decoded batch with its dictionaries is
-          looked at, after libarrow has allocated it.
-        - `device`: where batches are to lie, as "cuda:0": then this gives a `DeviceReader`. See docs/device.md.
-        - `decompress`: False refuses bodies that come compressed for a `device`. They are decompressed on the host.
+        The result can be read once. `dataset` returns a handle that can be read repeatedly.
 
-        Raises DatasetNotFound, ColumnNotFound, and what `open_stream` raises; with a `device`, DeviceNotFound,
-        DeviceFull and DeviceError, too.
+        Args:
+            name: Name of the dataset.
+            transport: A scheme: "shm", "tcp", or "grpc" for Flight's DoGet. DoGet is the default if no other transport
+                reaches the dataset, for instance at a Flight server that is not of this library.
+            columns: Read only these top-level columns, in the order of the schema.
+            version: A version that was replaced and can still be read. None: the current one.
+            rows: Read only these rows, such as `range(10, 20)`. Parts of the dataset without any of them are not
+                opened.
+            filter: Read only rows for which this is true: an expression of pyarrow, such as `pc.field("n") > 5`; a
+                condition `("n", ">", 5)`; a list of conditions, all of which must be true; or a list of such lists, one
+                of which must be true. Conditions have the semantics of Spark: NaN equals itself, and is the largest
+                number. Columns that only the filter uses are not in the result. The filter applies to the selected
+                `rows`.
+            limit: Number of these rows to read, from the first on. None: all.
+            options: Options of decoding.
+            max_body: Largest body that is accepted, in bytes. See `open_stream`. Over grpc, the size of a decoded batch
+                with its dictionaries is checked, after libarrow has allocated it.
+            allow_rma: Allow fetching from the server's memory. See `open_stream`.
+            device: Device for the batches, such as "cuda:0". The result is then a `DeviceReader`. See docs/device.md.
+            decompress: With a `device`, bodies that come compressed are decompressed on the host. False refuses them.
+
+        Returns:
+            A reader of record batches.
+
+        Raises:
+            DatasetNotFound: There is no such dataset or version.
+            ColumnNotFound: A column does not exist.
+            DeviceNotFound, DeviceFull, DeviceError: The `device` does not exist, is full, or fails. Errors of
+                `open_stream` are raised, too.
         """
         request = replace(
             self.defaults,
@@ -123,35 +134,47 @@ class Client(CatalogClient):
         return self.endpoints.read(describe, transport, request)
 
     read_async = asynchronous(read)
-    """`read` for `async for`: awaited, it gives an `AsyncStreamReader`.
+    """Open an `AsyncStreamReader` for `async for`. Arguments and errors are those of `read`.
 
-    It takes and raises the same, and blocks a thread in place of the event loop.
+    The call blocks a thread in place of the event loop.
     """
 
     def dataset(self, name: str, version: int | None = None, *, transport: str | None = None) -> DatasetHandle:
-        """A handle on the dataset `name`, as it is now or as that `version`, which can be read again and again.
+        """Return a handle on the dataset `name`, which can be read repeatedly.
 
-        Whatever takes a pyarrow.dataset.Dataset takes it. It is read through `transport`, or the nearest one. Raises
-        DatasetNotFound.
+        The handle is accepted wherever a pyarrow.dataset.Dataset is.
+
+        Args:
+            name: Name of the dataset.
+            version: Version to read. None: the current one.
+            transport: Transport to read through. None: the nearest one.
+
+        Raises:
+            DatasetNotFound: There is no such dataset or version.
         """
-        from dissociated.client.dataset import DatasetHandle  # on first use: pyarrow.dataset takes long to import
+        from dissociated.client.dataset import DatasetHandle  # on first use: pyarrow.dataset is slow to import
 
         return DatasetHandle(self, self.describe(name, version), transport)
 
     def scan(self, name: str, version: int | None = None, *, transport: str | None = None) -> pl.LazyFrame:
-        """A LazyFrame of Polars over the dataset `name`, or over that `version` of it.
+        """Return a LazyFrame of Polars over the dataset `name`. It reads only the columns and rows that its plan needs.
 
-        It reads the columns and rows that its plan needs, through `transport`, or the nearest one. Raises
-        DatasetNotFound.
+        Args:
+            name: Name of the dataset.
+            version: Version to read. None: the current one.
+            transport: Transport to read through. None: the nearest one.
+
+        Raises:
+            DatasetNotFound: There is no such dataset or version.
         """
         return self.dataset(name, version, transport=transport).scan()
 
     def __getitem__(self, name: str) -> DatasetHandle:
-        """A handle on the dataset `name` as it is now: see `dataset`."""
+        """Return a handle on the current version of the dataset `name`. See `dataset`."""
         return self.dataset(name)
 
     def __contains__(self, name: object) -> bool:
-        """Whether there is a dataset of that name."""
+        """Return whether a dataset of that name exists."""
         if not isinstance(name, str):
             return False
         try:
@@ -161,7 +184,7 @@ class Client(CatalogClient):
         return True
 
     def __iter__(self) -> Iterator[str]:
-        """The names of all datasets."""
+        """Iterate over the names of all datasets."""
         return (info.name for info in self.list())
 
     def read_endpoint(
@@ -178,9 +201,22 @@ class Client(CatalogClient):
         max_body: int = MAX_BODY,
         allow_rma: bool = False,
     ) -> pa.RecordBatchReader:
-        """A reader over one endpoint of what `describe` gave, or over its `batches`, as `open_stream` takes them.
+        """Read one endpoint of a dataset.
 
-        It takes and raises what `read` does; and RemoteError where the endpoint's ticket is good no more.
+        Args:
+            info: Result of `describe`.
+            endpoint: An endpoint of `info`.
+            transport: See `read`.
+            columns: See `read`.
+            batches: First record batch, and the batch after the last. See `open_stream`.
+            filter: See `read`.
+            limit: See `read`.
+            options: See `read`.
+            max_body: See `read`.
+            allow_rma: See `read`.
+
+        Raises:
+            RemoteError: The endpoint's ticket is no longer valid. Errors of `read` are raised, too.
         """
         request = replace(
             self.defaults,
@@ -197,7 +233,7 @@ class Client(CatalogClient):
     def open_endpoint(
         self, info: DatasetInfo, endpoint: Endpoint, transport: str | None, request: ReadRequest
     ) -> pa.RecordBatchReader:
-        """What `request` wants of one endpoint. Raises as `read_endpoint` does."""
+        """Read the part of one endpoint that `request` selects. Errors are those of `read_endpoint`."""
         return self.endpoints.open(info, endpoint, transport, request)
 
     def read_tensors(
@@ -209,10 +245,19 @@ class Client(CatalogClient):
         max_body: int = MAX_BODY,
         allow_rma: bool = False,
     ) -> Iterator[Tensor]:
-        """The tensors of the dataset `name`, through `transport`, or the nearest one that reaches it.
+        """Read the tensors of the dataset `name`.
 
-        `transport` is a scheme: "shm" or "tcp"; Flight has no messages for tensors. `allow_rma` as for `open_stream`.
-        Raises DatasetNotFound, WrongKind where the dataset holds record batches, and what `open_tensors` raises.
+        Args:
+            name: Name of the dataset.
+            transport: A scheme: "shm" or "tcp", but not "grpc", because Flight has no messages for tensors. None: the
+                nearest transport.
+            version: Version to read. None: the current one.
+            max_body: Largest body that is accepted, in bytes.
+            allow_rma: Allow fetching from the server's memory. See `open_stream`.
+
+        Raises:
+            DatasetNotFound: There is no such dataset or version.
+            WrongKind: The dataset has record batches. Errors of `open_tensors` are raised, too.
         """
         if transport == "grpc":
             raise WrongKind("Flight has no messages for tensors: read them over shm or tcp, or name no transport")
@@ -238,21 +283,23 @@ def connect(
     max_metadata: int = MAX_METADATA,
     trusted_files: bool = False,
 ) -> Client:
-    """A client of the catalog at `catalog_uri`: grpc://HOST:PORT, or grpc+tls://HOST:PORT for TLS.
+    """Return a client of the catalog at `catalog_uri`. The first call of the client opens the connection.
 
-    - `timeout`: how many seconds the catalog, or a server, may be silent. What is read over grpc is waited for without
-      an end: nobody sees there whether a batch is on its way.
-    - `token`: sent with each call.
-    - `tls_roots`: a PEM file with the certificates to trust, for the catalog and for data over tls:. Left out: the
-      system's.
-    - `trusted_users`: names or numbers of users whose servers' memory is mapped over shm, beside this user's and
-      root's.
-    - `trusted_files`: map their files, too. They could cut a file short under this process. Without it, what lies in
-      such files comes another way.
-    - `max_metadata`: as for `open_stream`. Over grpc the schema, and what comes beside a batch, are looked at after
-      they have come.
+    Args:
+        catalog_uri: grpc://HOST:PORT, or grpc+tls://HOST:PORT for TLS.
+        timeout: Seconds for which the catalog, or a server, may be silent. Reading over grpc has no time limit, because
+            the arrival of a partial batch cannot be observed there.
+        token: Bearer token that is sent with each call.
+        tls_roots: PEM file with the certificates to trust, for the catalog and for data over tls. None: the system's.
+        trusted_users: Names or ids of users whose servers' memory is mapped over shm, in addition to this user and
+            root.
+        trusted_files: Also map files of these users, who could truncate a file that this process reads. If False, the
+            data in such files comes over another transport.
+        max_metadata: Largest metadata of a message, in bytes. See `open_stream`. Over grpc, the schema and the metadata
+            of batches are checked after they have arrived.
 
-    Nothing is called yet. Raises UriError and OptionError. The client's calls raise CatalogError, AccessDenied and
-    DeadlineExceeded.
+    Raises:
+        UriError: The URI is invalid.
+        OptionError: An argument is invalid. The client's calls raise CatalogError, AccessDenied and DeadlineExceeded.
     """
     return Client(catalog_uri, timeout, token, tls_roots, trusted_users, max_metadata, trusted_files)

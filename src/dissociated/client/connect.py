@@ -1,4 +1,4 @@
-"""Reaches the server of a stream, and asks for it ("Client Sequence")."""
+"""The request of a stream: connects to its server and sends want_data ("Client Sequence")."""
 
 from __future__ import annotations
 
@@ -19,27 +19,31 @@ from dissociated.transport.registry import transport
 from dissociated.transport.trace import traced
 from dissociated.uri import DEVICE, Uri
 
-#: What a stream's connections carry, where it has one, and where it has two.
+#: The streams that each connection carries, by the number of connections.
 _STREAMS = {1: (Streams.BOTH,), 2: (Streams.METADATA, Streams.BODIES)}
 
 
 def supports_selection(uri: Uri) -> bool:
-    """Whether the server at `uri` chooses columns itself."""
+    """Return whether the server at `uri` can select columns."""
     return uri.parameters.get(SELECT_PARAMETER[0]) == SELECT_PARAMETER[1]
 
 
 def supports_filter(uri: Uri) -> bool:
-    """Whether the server at `uri` chooses rows itself."""
+    """Return whether the server at `uri` can select rows."""
     return supports_selection(uri) and uri.parameters.get(FILTER_PARAMETER[0]) == FILTER_PARAMETER[1]
 
 
 def shares_memory(uri: Uri) -> bool:
-    """Whether bodies from `uri` stay where they are, or are fetched: then whole batches cost next to nothing."""
+    """Return whether bodies from `uri` are mapped or fetched. Superfluous batches then cost nearly nothing."""
     return transport(uri.scheme).shares_memory or uri.remote_handle is not None
 
 
 def parse_uris(uri: str | Sequence[str]) -> list[Uri]:
-    """One URI, or one for metadata and one for bodies. Raises UriError."""
+    """Parse one URI, or a URI for metadata and a URI for bodies.
+
+    Raises:
+        UriError: A URI is invalid, or their number or order is wrong.
+    """
     uris = [Uri.parse(uri)] if isinstance(uri, str) else [Uri.parse(one) for one in uri]
     if len(uris) not in (1, 2):
         raise UriError(f"a stream has one URI, or one for metadata and one for bodies, not {len(uris)}")
@@ -49,9 +53,10 @@ def parse_uris(uri: str | Sequence[str]) -> list[Uri]:
 
 
 def request_stream(uris: Sequence[Uri], identifier: bytes, request: ReadRequest) -> ClientStream:
-    """Connect to the URI, or to both, and ask for the stream `identifier`. Raises as `open_stream` does.
+    """Connect to the URI, or to both URIs, and request the stream `identifier`. Errors are those of `open_stream`.
 
-    Where another user's server shares what is not safe to map, it is asked for packed bodies, if it has said how.
+    If another user's server shares memory that is not safe to map, request packed bodies, provided that the URI offers
+    them.
     """
     while True:
         try:
@@ -89,7 +94,7 @@ def _open_session(uris: Sequence[Uri], identifier: bytes, request: ReadRequest) 
             try:
                 connection.send([Message(tag, (identifier,))], timeout)
             except ConnectionClosed:
-                connection.receive(timeout, _refuse_body)  # the server may have said why: RemoteError
+                connection.receive(timeout, _refuse_body)  # raises RemoteError if the server has sent a reason
                 raise
         session = ClientSession(opened, uris[-1].free_data, request)
         connections.pop_all()  # the session owns them now

@@ -1,6 +1,6 @@
-"""A handle on one version of a dataset, which every tool takes that takes a dataset of pyarrow.
+"""A handle on one version of a dataset, for all tools that take a dataset of pyarrow.
 
-Importing this imports pyarrow.dataset.
+Importing this module imports pyarrow.dataset.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import polars as pl
 
-#: What pyarrow's own scanners take beside these, and what has no meaning here.
+#: Options of pyarrow's own scanners that have no effect here.
 _IGNORED_OPTIONS = {
     "batch_readahead",
     "fragment_readahead",
@@ -37,24 +37,25 @@ _IGNORED_OPTIONS = {
     "memory_pool",
 }
 
-_UNREADABLE_SIZE = 1 << 20  # bytes; with fewer than a file has, pyarrow would not try to read it
+_UNREADABLE_SIZE = 1 << 20  # bytes: large enough for pyarrow to try a read, which raises a helpful error
 
 
 class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no type hints
-    """One version of a dataset, as `Client.dataset` gives it. It can be read again and again.
+    """A version of a dataset, from `Client.dataset`. It can be read repeatedly.
 
-    What it reads is that version, or DatasetNotFound where that is gone; `refresh` gives a handle on what is there
-    now. Columns, filters and limits are those of `Client.read`, but columns come in the order in which they are named.
-    Whoever scans it as a dataset of pyarrow (DuckDB, Polars) asks for its columns and rows alone.
+    A handle reads its version, or raises DatasetNotFound if that is gone; `refresh` returns a handle on the current
+    version. Columns, filters and limits are those of `Client.read`, but columns are in the order in which they are
+    named. Tools that scan the handle as a dataset of pyarrow (DuckDB, Polars) read only the columns and rows that they
+    need.
 
-    Every method that reads raises what `Client.read` raises.
+    Every method that reads raises the errors of `Client.read`.
     """
 
     def __init__(self, client: CatalogClient, info: DatasetInfo, transport: str | None = None) -> None:
         super().__init__(info.schema, [_unreadable_dataset(info.schema)])
         self._client = client
         self._reader = VersionReader(client, info, transport)
-        #: What the catalog says of it.
+        #: Description of the version by the catalog.
         self.info = info
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -62,50 +63,54 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
 
     @property
     def name(self) -> str:
-        """The name of the dataset."""
+        """Return the name of the dataset."""
         return self.info.name
 
     @property
     def schema(self) -> pa.Schema:
-        """The schema of all its columns."""
+        """Return the schema of all columns."""
         return self.info.schema
 
     @property
     def num_rows(self) -> int | None:
-        """How many rows the version has; None where the catalog does not know. `count_rows` finds out."""
+        """Return the number of rows of the version; None if the catalog does not know it. `count_rows` counts them."""
         return self.info.rows
 
     @property
     def nbytes(self) -> int | None:
-        """Bytes of its bodies; None where the catalog does not know."""
+        """Return the total size of the bodies in bytes, or None if the catalog does not know it."""
         return self.info.nbytes
 
     @property
     def version(self) -> int:
-        """The number of the version; 0 where the catalog has none."""
+        """Return the number of the version, or 0 if the catalog has no versions."""
         return self.info.version
 
     @property
     def created(self) -> datetime | None:
-        """When it was published; None where the catalog does not say."""
+        """Return the time of publication, or None if the catalog does not tell it."""
         return datetime.fromtimestamp(self.info.created, UTC) if self.info.created else None
 
     @property
     def tags(self) -> Mapping[str, str]:
-        """The tags that were given to `Client.put`."""
+        """Return the tags that `Client.put` was given."""
         return self.info.tags
 
     @property
     def children(self) -> list[Any]:
-        """Always empty: a handle stands for one dataset, and not for a union of some."""
+        """Return an empty list: a handle stands for one dataset, not for a union."""
         return []
 
     def versions(self) -> Sequence[dict[str, Any]]:
-        """All versions of the dataset that can still be read, as `Client.versions` gives them."""
+        """List all versions of the dataset that can still be read. See `Client.versions`."""
         return self._client.versions(self.name)
 
     def refresh(self) -> Self:
-        """A handle on the version that is there now. Raises DatasetNotFound."""
+        """Return a handle on the current version.
+
+        Raises:
+            DatasetNotFound: The dataset does not exist any more.
+        """
         return type(self)(self._client, self._client.describe(self.name), self._reader.transport)
 
     def scanner(
@@ -119,17 +124,21 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
         decompress: bool = True,
         **tuning: Any,
     ) -> Scanner:
-        """Some columns and rows, to be read again and again.
+        """Return a selection of columns and rows, which can be read repeatedly.
 
-        - `columns`: in this order; or expressions of pyarrow by name.
-        - `filter`, `limit`: as for `Client.read`.
-        - `batch_size`: rows of a batch, at most.
-        - `device`: where batches are to lie, as for `Client.read`: `to_reader` then gives a DeviceReader, and
-          `to_batches` its batches. Whatever gives a Table, or counts, does not go by it.
-        - `decompress`: False refuses bodies that come compressed for a `device`, as for `Client.read`.
+        Args:
+            columns: Names of columns, which determine the order; or expressions of pyarrow by name.
+            filter: See `Client.read`.
+            limit: See `Client.read`.
+            batch_size: Most rows of a batch.
+            device: Device for the batches, as in `Client.read`: `to_reader` then returns a DeviceReader, and
+                `to_batches` yields its batches. Methods that return a Table or a count ignore it.
+            decompress: With a `device`, bodies that come compressed are decompressed on the host. False refuses them.
+            tuning: Further options of pyarrow's scanners, which are accepted and ignored.
 
-        What pyarrow's own scanners take beside these is taken, and means nothing here. Raises OptionError for anything
-        else, and DeviceNotFound where there is no such device.
+        Raises:
+            OptionError: An option is unknown or invalid.
+            DeviceNotFound: The device does not exist.
         """
         if unknown := tuning.keys() - _IGNORED_OPTIONS:
             raise OptionError(
@@ -141,51 +150,54 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
         return Scanner(self._reader, columns, filter, limit, batch_size, opened, decompress)
 
     def filter(self, expression: Any) -> ds.Dataset:
-        """Raises OptionError: a handle has no filter of its own. Give `filter` to what reads."""
+        """Raise OptionError: a handle has no filter of its own. Pass `filter` to the methods that read."""
         raise OptionError("a handle has no filter of its own: give filter= to to_table, to_reader or scanner")
 
     def to_table(self, columns: Any = None, filter: Any = None, **options: Any) -> pa.Table:
-        """A table of all rows and columns, or of those that `columns`, `filter` and the options of `scanner` choose."""
+        """Read all rows and columns, or those that `columns`, `filter` and options of `scanner` select, as a table."""
         return self.scanner(columns, filter, **options).to_table()
 
     def to_batches(self, columns: Any = None, filter: Any = None, **options: Any) -> Iterator[pa.RecordBatch]:
-        """The record batches of what is chosen, one by one, as they arrive."""
+        """Yield the record batches of the selection, one by one, as they arrive."""
         return self.scanner(columns, filter, **options).to_batches()
 
     def to_reader(self, columns: Any = None, filter: Any = None, **options: Any) -> pa.RecordBatchReader:
-        """A reader over what is chosen, which is read once."""
+        """Return a reader over the selection, which can be read once."""
         return self.scanner(columns, filter, **options).to_reader()
 
     def open_reader(self) -> pa.RecordBatchReader:
-        """A reader over all of it, for who publishes it."""
+        """Return a reader over all data. `publish` calls this."""
         return self.scanner().open_reader()
 
     def to_pandas(self, columns: Any = None, filter: Any = None, **options: Any) -> pd.DataFrame:
-        """What is chosen, as a DataFrame of pandas. `to_table().to_pandas(...)` takes options of pyarrow."""
+        """Read the selection as a DataFrame of pandas. `to_table().to_pandas(...)` takes options of pyarrow."""
         return self.to_table(columns, filter, **options).to_pandas()
 
     def to_polars(self, columns: Any = None, filter: Any = None, **options: Any) -> pl.DataFrame:
-        """What is chosen, as a DataFrame of Polars. Over shared memory nothing is copied."""
+        """Read the selection as a DataFrame of Polars. Over shared memory, no data is copied."""
         import polars
 
         return polars.from_arrow(self.to_table(columns, filter, **options), rechunk=False)  # type: ignore[return-value]
 
     def scan(self) -> pl.LazyFrame:
-        """A LazyFrame of Polars, which reads the columns and rows that its plan needs."""
+        """Return a LazyFrame of Polars, which reads only the columns and rows that its plan needs."""
         from dissociated.client.lazy import scan
 
         return scan(self.schema, self.to_reader)
 
     def head(self, num_rows: int = 10, columns: Any = None, filter: Any = None, **options: Any) -> pa.Table:
-        """A table of the first `num_rows` of the rows that are chosen."""
+        """Read the first `num_rows` rows of the selection, as a table."""
         return self.scanner(columns, filter, **options).head(num_rows)
 
     def take(self, indices: Any, columns: Any = None, filter: Any = None, **options: Any) -> pa.Table:
-        """A table of the rows at these positions, counted from 0 among those that are chosen. Reads all of these."""
+        """Read the rows at these positions, counted from 0 in the selection, as a table.
+
+        This reads the whole selection.
+        """
         return self.scanner(columns, filter, **options).take(indices)
 
     def count_rows(self, filter: Any = None, **options: Any) -> int:
-        """How many rows the version has, or how many of them pass `filter`."""
+        """Return the number of rows of the version, or of the rows that pass `filter`."""
         return self.scanner(filter=filter, **options).count_rows()
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> Any:
@@ -206,13 +218,13 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
         return self.info._repr_html_()
 
     def read_part(self, number: int, request: Callable[[ReadRequest], ReadRequest]) -> pa.RecordBatchReader:
-        """Open a reader over one endpoint; `request` makes the request out of the client's defaults."""
+        """Open a reader over one endpoint; `request` derives the request from the client's defaults."""
         return self._reader.read_part(number, request(self._client.defaults))
 
     def map_part(self, number: int, keep_files: bool) -> MappedReader | None:
-        """All of one of its endpoints, where that lies in shared memory, and reading it takes no other; else None.
+        """Return a reader over a whole endpoint if it lies in shared memory and can be read without a copy; else None.
 
-        With `keep_files` its regions can be mapped once more.
+        With `keep_files`, its regions can be mapped again.
         """
         if not self._reader.is_mapped(number):
             return None
@@ -221,10 +233,10 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
 
 
 class _UnreadableFile(io.RawIOBase):
-    """What pyarrow's own code would read. It gives nothing, so that nobody takes that for the data.
+    """The file that pyarrow's own code would read. It has no data, so that none can be mistaken for the dataset's.
 
-    It can be measured, which pyarrow does at once: an error then would be kept for as long as the handle, and with it
-    every frame that was running, and what those had.
+    pyarrow asks for its size at once, so that must work: pyarrow would keep an error for as long as the handle, and
+    with the error all frames of its traceback and their objects.
     """
 
     def seekable(self) -> bool:
@@ -247,6 +259,6 @@ class _UnreadableFile(io.RawIOBase):
 
 
 def _unreadable_dataset(schema: pa.Schema) -> ds.Dataset:
-    """A dataset of pyarrow that cannot be read."""
+    """Return a dataset of pyarrow that cannot be read."""
     fragment = ds.IpcFileFormat().make_fragment(pa.PythonFile(_UnreadableFile(), mode="r"))
     return ds.FileSystemDataset([fragment], schema, ds.IpcFileFormat())

@@ -1,4 +1,4 @@
-"""Bodies that come to lie on a device, or lie there already, in the server's memory."""
+"""Bodies on a device: copied there, received there, or in the server's own device memory."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ from dissociated.protocol.delivery import Delivery
 
 
 def place_on_device(delivery: Delivery, bodies: Bodies, mover: Mover) -> DeviceMessage:
-    """The message with its body on the device of `mover`: where the server has it, or else copied there.
+    """Return the message with its body on the device of `mover`. The body is used in place or copied there.
 
-    Raises RemoteProtocolError for what libarrow would have to look into, DeviceError for what has to be computed.
+    Raises:
+        RemoteProtocolError: libarrow would have to read the body, because null counts are missing; or its address is
+            invalid.
+        DeviceError: The body would have to be converted, because it is compressed or has the other byte order.
     """
     _, header, parsed, body, placed = delivery
     if parsed.type is HeaderType.SCHEMA:
@@ -51,21 +54,26 @@ def place_on_device(delivery: Delivery, bodies: Bodies, mover: Mover) -> DeviceM
 
 
 class Landing:
-    """The messages of a stream on a device as they come, up to the first that has to be decoded here before.
+    """The messages of a stream that is received onto a device, up to the first that must be decoded on the host.
 
-    Owns `deliveries`.
+    It owns `deliveries`.
     """
 
     def __init__(self, deliveries: Generator[Delivery, None, None], bodies: Bodies, device: Device) -> None:
         self._deliveries = deliveries
         self._bodies = bodies
         self._device = device
-        self._decoded_here: list[Delivery] = []  # the first of these, with the dictionaries that came just before
+        # The first message to decode on the host, preceded by its dictionaries.
+        self._decoded_here: list[Delivery] = []
 
     def messages(self) -> Generator[DeviceMessage, None, None]:
-        """Those messages. libarrow wants all dictionaries with the first batch: so they go with the one they precede.
+        """Yield these messages.
 
-        Raises DeviceFull and DeviceError.
+        libarrow requires all dictionaries with the first batch. So dictionaries are held back until the batch that
+        follows.
+
+        Raises:
+            DeviceFull, DeviceError: The device is full, or fails.
         """
         together: list[Delivery] = []
         try:
@@ -76,7 +84,7 @@ class Landing:
                         self._decoded_here = together
                         return
                     ready = delivery.parsed.type is not HeaderType.DICTIONARY_BATCH
-                    del delivery  # it holds a body
+                    del delivery  # do not keep its body while this generator is suspended
                     while ready and together:
                         yield self._moved(together.pop(0), mover)
         finally:
@@ -90,13 +98,13 @@ class Landing:
         received = delivery.body.take()
         with suppress(DeviceFull):
             return _move(delivery, received, mover)
-        self._bodies.receive_onto(None)  # what was received into may be what is missing
+        self._bodies.receive_onto(None)  # the memory for receiving may be exactly the memory that is lacking
         received = copy_to_host(self._device, received)
         mover.settle()
         return _move(delivery, received, mover)
 
     def rest(self, begin: Messages) -> Messages | None:
-        """The others, for libarrow to decode, after what the stream `begin` with; None where there are none."""
+        """Return the remaining messages for libarrow to decode, preceded by `begin`; None if there are none."""
         return self._rest(begin) if self._decoded_here else None
 
     def _rest(self, begin: Messages) -> Messages:
@@ -113,13 +121,13 @@ class Landing:
 
 
 def is_movable(header: bytes, parsed: Header) -> bool:
-    """Whether the buffers of this message can go to a device as they are: libarrow need not look into them first."""
+    """Return whether the buffers of this message can be moved to a device unchanged, without libarrow reading them."""
     if parsed.type not in (HeaderType.RECORD_BATCH, HeaderType.DICTIONARY_BATCH):
         return parsed.type is HeaderType.SCHEMA
     if is_compressed(header) or not nulls_are_counted(header):
         return False
     if parsed.type is HeaderType.DICTIONARY_BATCH and dictionary_of(header)[1]:
-        return False  # it grows, and would have to be put together
+        return False  # a delta would have to be joined with the dictionary
     _, lengths = buffer_extents(header, parsed)
     return all(length >= 0 for length in lengths) and sum(lengths) <= parsed.body_length
 
@@ -129,7 +137,7 @@ def _arrived_movable(delivery: Delivery) -> bool:
 
 
 def _move(delivery: Delivery, body: Buffer | None, mover: Mover) -> DeviceMessage:
-    """The message with this body, copied to the device of `mover`, its buffers laid as `LAYOUT` has them."""
+    """Copy a body to the device of `mover`, with its buffers aligned as in `LAYOUT`, and return the message."""
     header, parsed = delivery.header, delivery.parsed
     if parsed.type is HeaderType.SCHEMA:
         return DeviceMessage(header, parsed, None)
@@ -141,14 +149,14 @@ def _move(delivery: Delivery, body: Buffer | None, mover: Mover) -> DeviceMessag
 
 
 def _packed(delivery: Delivery, body: object) -> tuple[list[int], object]:
-    """Where the buffers of a packed body lie, and what keeps them there."""
+    """Return the addresses of the buffers of a packed body, and the object that keeps them allocated."""
     whole = pa.py_buffer(b"" if body is None else body)
     offsets, _ = extents_within(delivery.header, delivery.parsed, whole.size)
     return [whole.address + offset for offset in offsets], whole
 
 
 def _in_place(delivery: Delivery, located: Located, whole: pa.Buffer) -> DeviceMessage:
-    """The message around its buffers where they lie: the body is what reaches from the first to the last of them."""
+    """Return the message with its buffers in place: the body reaches from the first buffer to the last."""
     _, lengths = buffer_extents(delivery.header, delivery.parsed)
     extents = [(offset, length) for offset, length in zip(located.offsets, lengths, strict=True) if length]
     first = min(offset for offset, _ in extents)

@@ -1,4 +1,4 @@
-"""The endpoints of a dataset, opened where they are nearest, and read as one."""
+"""The endpoints of a dataset: each is opened at its nearest location, and all are read as one stream."""
 
 from __future__ import annotations
 
@@ -43,17 +43,19 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Looks a dataset up, now or once more.
+#: Looks a dataset up. It may be called several times.
 Describe: TypeAlias = Callable[[], DatasetInfo]
 
-_CLIENT_PARAMETERS = ("roots", "allow", "files")  # parameters of locations that only the one who connects may give
-_MAX_RETRIES = 10  # times that a dataset may be replaced between looking it up and asking for it
+_CLIENT_PARAMETERS = ("roots", "allow", "files")  # parameters of locations that only the connecting side may set
+_MAX_RETRIES = 10  # number of times that a dataset may be replaced between its look-up and its request
 
 
 class EndpointReader:
-    """Opens endpoints of datasets. `open_flight` opens one of them over Flight, with a ticket.
+    """An opener of endpoints.
 
-    `trust` has the parameters of locations that only whoever connects may give, by scheme.
+    Args:
+        open_flight: Opens an endpoint over Flight, with a ticket.
+        trust: By scheme, the parameters of locations that only the connecting side may set.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class EndpointReader:
         self._trust = trust
 
     def read(self, describe: Describe, transport: str | None, request: ReadRequest) -> pa.RecordBatchReader:
-        """What `request` wants of a dataset: of each endpoint its rows, in order. `describe` looks it up."""
+        """Read the rows of all endpoints, in order, that `request` selects. `describe` looks the dataset up."""
 
         def open_all(info: DatasetInfo) -> list[pa.RecordBatchReader]:
             return [
@@ -81,7 +83,7 @@ class EndpointReader:
     def read_on_device(
         self, describe: Describe, transport: str | None, request: ReadRequest, device: Device
     ) -> DeviceReader:
-        """The same on a device: where it lies there, or copied there, after rows have been chosen."""
+        """Read a dataset onto a device: in place if it lies there, else copied there, after rows have been selected."""
 
         def open_all(info: DatasetInfo) -> list[DeviceReader]:
             return [self._open_on_device(info, part, transport, request, device) for part in info.endpoints]
@@ -107,7 +109,7 @@ class EndpointReader:
         return self._open_nearest(routes, endpoint, request, copy_stream)
 
     def read_tensors(self, describe: Describe, transport: str | None, request: ReadRequest) -> Iterator[Tensor]:
-        """The tensors of a dataset."""
+        """Read the tensors of a dataset."""
 
         def open_all(info: DatasetInfo) -> list[Iterator[Tensor]]:
             routes = [_routes(info, part, transport, request) for part in info.endpoints]
@@ -124,7 +126,7 @@ class EndpointReader:
     def open(
         self, info: DatasetInfo, endpoint: Endpoint, transport: str | None, request: ReadRequest
     ) -> pa.RecordBatchReader:
-        """What `request` wants of one endpoint. Raises as `Client.read_endpoint` does."""
+        """Read the part of one endpoint that `request` selects. Errors are those of `Client.read_endpoint`."""
         request = replace(request, schema=info.schema)
         routes = _routes(info, endpoint, transport, request)
         if not routes:
@@ -134,22 +136,22 @@ class EndpointReader:
         return self._open_nearest(routes, endpoint, request, read_stream)
 
     def _open_all(self, describe: Describe, open_all: Callable[[DatasetInfo], list[T]]) -> tuple[DatasetInfo, list[T]]:
-        """What `describe` gives, and its endpoints, opened."""
+        """Return the description of a dataset and its opened endpoints. Retry if the dataset is replaced meanwhile."""
         info = describe()
         for _ in range(_MAX_RETRIES):
             try:
                 return info, open_all(info)
-            except (RemoteError, DatasetNotFound):  # of a transport, or of Flight
+            except (RemoteError, DatasetNotFound):  # raised by a transport, or by Flight
                 current = describe()
                 if current.endpoints == info.endpoints:
                     raise
-                info = current  # it was replaced after we had looked it up
+                info = current  # it was replaced after the look-up
         return info, open_all(info)
 
     def _select_batches(
         self, info: DatasetInfo, endpoint: Endpoint, transport: str | None, request: ReadRequest
     ) -> ReadRequest:
-        """The same rows, of the batches that have them: where bodies travel, those of other batches do not."""
+        """Limit a request of rows to the batches that have them, if bodies travel, so that no other bodies are sent."""
         rows = request.rows
         if rows is None or not rows.start:
             return request
@@ -172,7 +174,7 @@ class EndpointReader:
         request: ReadRequest,
         open_at: Callable[[Sequence[str], bytes, ReadRequest], T],
     ) -> T:
-        """The endpoint, opened by the first of these `routes` that leads there."""
+        """Open the endpoint by the first of these `routes` that works."""
         while True:
             nearest = [str(self._with_trust(uri)) for uri in routes.pop(0)]
             try:
@@ -182,19 +184,19 @@ class EndpointReader:
                     raise
 
     def _with_trust(self, uri: Uri) -> Uri:
-        """The location, with what this client trusts, and not what the catalog may say about that."""
+        """Return the location with this client's parameters of trust. Parameters of the catalog's are removed."""
         parameters = {name: value for name, value in uri.parameters.items() if name not in _CLIENT_PARAMETERS}
         return replace(uri, parameters={**parameters, **self._trust.get(uri.scheme, {})})
 
     def _do_get(self, info: DatasetInfo, endpoint: Endpoint, request: ReadRequest) -> pa.RecordBatchReader:
-        """The stream over Flight; only what is wanted of it from a server that takes selections elsewhere too."""
+        """Read an endpoint over Flight. A server that supports selections elsewhere also gets a selection here."""
         uris = [uri for route in locations(endpoint) for uri in route] if endpoint.hosts else []
         if request.chooses_rows:
             network = [uri for uri in uris if not shares_memory(uri)]
             return read_filtered(request, network[:1], lambda inner: self._do_get(info, endpoint, inner))
         selection, identifier = request.selection, endpoint.ticket
         if selection is not None:
-            selection.indices(info.schema.names)  # are they all there?
+            selection.indices(info.schema.names)  # raises an error if a column does not exist
             if any(map(supports_selection, uris)):
                 identifier = selection.identifier(endpoint.ticket)
         if request.rows_at_server is not None and identifier == endpoint.ticket:
@@ -208,7 +210,7 @@ class EndpointReader:
 
 
 def _routes(info: DatasetInfo, endpoint: Endpoint, transport: str | None, request: ReadRequest) -> list[list[Uri]]:
-    """The ways to an endpoint; none where Flight is asked for, or nothing else leads there. Raises CatalogError."""
+    """Return the routes to an endpoint; none for "grpc", or if only Flight reaches it. Raise CatalogError."""
     return [] if transport == "grpc" else reachable(info.name, endpoint, transport, request.allow_rma)
 
 
@@ -226,7 +228,7 @@ def _chain(info: DatasetInfo, readers: Sequence[pa.RecordBatchReader], request: 
 
 
 def _endpoints_with_rows(info: DatasetInfo, request: ReadRequest) -> Iterator[tuple[Endpoint, ReadRequest]]:
-    """The endpoints that have some of the rows, and the request of each, by its own positions."""
+    """Yield the endpoints that have some of the rows, each with its request, in its own positions."""
     if request.filter is None and request.limit is not None and all(one.rows is not None for one in info.endpoints):
         first = 0 if request.rows is None else request.rows.start
         stop = sys.maxsize if request.rows is None else request.rows.stop
@@ -243,6 +245,6 @@ def _endpoints_with_rows(info: DatasetInfo, request: ReadRequest) -> Iterator[tu
             yield endpoint, replace(request, rows=None)
         elif first < end and (first or request.filter is not None):
             yield endpoint, replace(request, rows=range(first, end))
-        elif first < end:  # which a server may do, too
+        elif first < end:  # a limit, because servers can apply it
             yield endpoint, replace(request, rows=None, limit=end)
         at += endpoint.rows

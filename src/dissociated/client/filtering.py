@@ -1,4 +1,4 @@
-"""Reads of which only some rows are wanted: by their server, as far as it can, and else here."""
+"""Reads of selected rows: the server selects as far as it can, and the client does the rest."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ _OpenRequest = Callable[[ReadRequest], pa.RecordBatchReader]
 
 
 def read_filtered(request: ReadRequest, uris: Sequence[Uri], open_request: _OpenRequest) -> pa.RecordBatchReader:
-    """The rows that `request` wants, of what `open_request` reads at `uris`.
+    """Return the rows that `request` selects from the stream that `open_request` reads at `uris`.
 
-    Where bodies travel, a server that can sends these rows alone. Where they stay, it leaves out batches that have none
-    of them, and the rest is done here. Raises what `RowFilter.bind` and `open_request` raise.
+    If bodies travel, a capable server sends these rows alone. If bodies are shared or fetched, the server leaves out
+    batches without matching rows, and this process filters the rest. Errors are those of `RowFilter.bind` and
+    `open_request`.
     """
     inner = replace(request, filter=None, limit=None)
     capable = bool(uris) and all(map(supports_filter, uris)) and request.rows is None
@@ -33,7 +34,7 @@ def read_filtered(request: ReadRequest, uris: Sequence[Uri], open_request: _Open
     if request.filter is None:
         reader = _open_selected(inner, RowSelection(None, request.limit), open_request) if exact else None
         return _filter(reader or open_request(inner), None, None, request.limit)
-    if request.schema is None:  # so it is not known which columns are needed
+    if request.schema is None:  # so the columns of the filter are unknown, and all columns are read
         reader = open_request(_with_fields(inner, None))
         rows, wanted = _bind(request, reader.schema)
         return _filter(reader, rows, wanted, request.limit)
@@ -60,7 +61,7 @@ def read_filtered(request: ReadRequest, uris: Sequence[Uri], open_request: _Open
 
 
 def _open_selected(request: ReadRequest, rows: RowSelection, open_request: _OpenRequest) -> pa.RecordBatchReader | None:
-    """What a server gives that is asked for these rows; None where it refuses."""
+    """Request these rows from the server. Return None if the server refuses the filter."""
     try:
         return open_request(replace(request, rows_at_server=rows))
     except DissociatedError as error:
@@ -77,15 +78,15 @@ def _filter(
 
 
 def _check_columns(reader: pa.RecordBatchReader, schema: pa.Schema, fields: Sequence[int]) -> pa.RecordBatchReader:
-    """The same. Raises RemoteProtocolError where it does not have these fields of the schema."""
+    """Return `reader`. Raise RemoteProtocolError if its columns are not these fields of the schema."""
     if reader.schema.names != [schema.names[index] for index in fields]:
         raise RemoteProtocolError("the stream has other columns than its dataset was said to have")
     return reader
 
 
 def _bind(request: ReadRequest, schema: pa.Schema, whole: bool = True) -> tuple[RowFilter, list[int]]:
-    """The filter, and the positions of the columns that are wanted, in the schema of the whole stream."""
-    from dissociated.codec.filter import RowFilter  # on first use: pyarrow.compute takes long to import
+    """Return the filter, and the positions of the requested columns in the schema of the whole stream."""
+    from dissociated.codec.filter import RowFilter  # on first use: pyarrow.compute is slow to import
 
     selection = request.selection if whole else None
     wanted = [*range(len(schema))] if selection is None else selection.indices(schema.names)
@@ -99,6 +100,6 @@ def _encode(rows: RowFilter, schema: pa.Schema) -> bytes | None:
 
 
 def _with_fields(request: ReadRequest, fields: list[int] | None) -> ReadRequest:
-    """The same with these fields, or with all."""
-    columns = () if fields == [] else None  # no included fields would be all of them
+    """Return the request with these fields, or with all if `fields` is None."""
+    columns = () if fields == [] else None  # an empty `included_fields` would mean all fields
     return replace(request, columns=columns, options=replace(request.options, included_fields=fields or ()))

@@ -1,4 +1,4 @@
-"""Calls over Flight to a catalog, whose failures come out as this library's errors."""
+"""A Flight connection to a catalog, whose errors are converted into those of this library."""
 
 from __future__ import annotations
 
@@ -30,18 +30,20 @@ T = TypeVar("T")
 
 _CONFIDENTIAL = ("grpc+tls:", "grpc+unix:")
 
-#: What gRPC says before it comes to why a server cannot be reached.
+#: The text that gRPC puts before the reason why a server cannot be reached.
 _UNREACHABLE = re.compile(
     "Flight returned unavailable error, with message: "
     "(failed to connect to all addresses; last error: [A-Z_]+: \\S+ (Failed to connect to remote host: )?)?"
 )
-_UNTRUSTED_SIGNS = ("certificate verify failed", "is not in peer certificate")  # how gRPC says it
+_UNTRUSTED_SIGNS = ("certificate verify failed", "is not in peer certificate")  # texts of gRPC
 
 
 class CatalogConnection(ProcessBound):
-    """A connection to the catalog at `uri`, made with the first call: a process that is forked before has its own.
+    """A connection to the catalog at `uri`. The first call opens it, so a process forked before that opens its own.
 
-    Raises UriError for what is no URI of a catalog, and OptionError for a token or a file that cannot be used.
+    Raises:
+        UriError: `uri` is not the URI of a catalog.
+        OptionError: The token or a file is invalid.
     """
 
     def __init__(self, uri: str, timeout: float, token: str | None, tls_roots: str | os.PathLike[str] | None) -> None:
@@ -62,28 +64,32 @@ class CatalogConnection(ProcessBound):
         self.bind_to_process()
 
     def call(self, call: Callable[[Any], T]) -> T:
-        """What `call` returns, which is given the connection. Raises CatalogError, AccessDenied, DeadlineExceeded."""
+        """Return the result of `call`, which gets the Flight client.
+
+        Raises:
+            CatalogError, AccessDenied, DeadlineExceeded: The call failed.
+        """
         with self.errors():
             return call(self._connected())
 
     def elsewhere(self, uri: str) -> CatalogConnection:
         """Return a connection to another server, which this one names.
 
-        A token that nobody could overhear, over TLS or a Unix socket, is not sent in the clear.
+        A token that was protected by TLS or a Unix socket is not sent in the clear.
         """
         secret = self.uri.startswith(_CONFIDENTIAL) and not uri.startswith(_CONFIDENTIAL)
         return CatalogConnection(uri, self.timeout, None if secret else self._token, self._tls_roots)
 
     def options(self) -> Any:
-        """The options of a call that must be answered within the timeout."""
+        """Return the options of a call that must be answered within the timeout."""
         return self.flight.FlightCallOptions(timeout=self.timeout)
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Turn what Flight raises into CatalogError or one of its kinds, AccessDenied and DeadlineExceeded."""
+        """Turn errors of Flight into CatalogError and its subclasses, AccessDenied and DeadlineExceeded."""
         try:
             yield
-        except DissociatedError:  # some are OSErrors, too: of a source that is put
+        except DissociatedError:  # for instance of a source in a put; some of these are OSErrors, too
             raise
         except self.flight.FlightUnavailableError as error:
             if error.extra_info == NO_ANSWER:
@@ -106,21 +112,21 @@ class CatalogConnection(ProcessBound):
             raise AccessDenied(_server_message(error)) from None
         except pa.ArrowKeyError as error:
             raise DatasetNotFound(_server_message(error)) from None
-        except (pa.ArrowException, ValueError, OSError) as error:  # of a stream, Flight's come out as OSError
+        except (pa.ArrowException, ValueError, OSError) as error:  # Flight raises OSError for errors within a stream
             raise CatalogError(f"the catalog at {self.uri} refused: {_server_message(error)}") from None
 
     def _passed_on(self, error: Exception) -> str:
         return f"the catalog at {self.uri} has no answer: {_server_message(error)}"
 
     def close(self) -> None:
-        """Close the connection. Streams that were opened go on."""
+        """Close the connection. Streams that are open stay open."""
         self._closed = True
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     def after_fork_in_child(self) -> None:
-        """See `dissociated.base.fork`. What needs no call to the catalog works in the child, too."""
+        """Leak the Flight client, as gRPC requires. Methods that do not call the catalog work in the child, too."""
         leak(self._connection)
         self._connection = None
 
@@ -159,7 +165,7 @@ class FlightBatches(ProcessBound):
 
 
 def _server_message(error: BaseException) -> str:
-    """What the other side said, without what gRPC and libarrow add to it."""
+    """Return the message of the server, without additions of gRPC and libarrow."""
     text = str(error).partition(". gRPC client debug context")[0].partition(". Client context")[0]
     text = _UNREACHABLE.sub("", text.partition(". Detail: ")[0].strip())
     return text[1:-1] if text[:1] == text[-1:] and text[:1] in ("'", '"') else text  # a KeyError prints its repr

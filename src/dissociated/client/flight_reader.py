@@ -1,4 +1,4 @@
-"""A stream of Flight's DoGet, from wherever it is answered, as a reader."""
+"""Reading of Flight streams (DoGet), from any location of an endpoint."""
 
 from __future__ import annotations
 
@@ -20,9 +20,13 @@ from dissociated.errors import CatalogUnreachable, OptionError, RemoteProtocolEr
 def open_flight(
     calls: CatalogConnection, endpoint: Endpoint, ticket: bytes, request: ReadRequest
 ) -> pa.RecordBatchReader:
-    """All that `ticket` stands for at an endpoint of which the server of these `calls` has told.
+    """Read the dataset of `ticket` over Flight, at the first location of the endpoint that answers.
 
-    It is asked for where Flight says: there, or at the first of its locations that answers.
+    Args:
+        calls: The server that described the endpoint, which is used if the endpoint has no Flight location.
+        endpoint: The endpoint.
+        ticket: The ticket.
+        request: The options and limits of the read.
     """
     uris = flight_uris(endpoint) or [None]
     while True:
@@ -35,9 +39,9 @@ def open_flight(
 
 
 def read_flight(calls: CatalogConnection, ticket: bytes, request: ReadRequest) -> pa.RecordBatchReader:
-    """All that the server of these `calls` gives for `ticket`. Of the request count the options and the limits.
+    """Read the dataset of `ticket` from the server of these `calls`. Only options and limits of `request` apply.
 
-    libarrow takes a batch before anybody is asked: its size is looked at before it is given to whoever reads.
+    libarrow receives a batch without asking. So the size of a batch is checked before it is passed on to the reader.
     """
     options = request.options
     if options.memory_pool is not None:
@@ -55,7 +59,7 @@ def read_flight(calls: CatalogConnection, ticket: bytes, request: ReadRequest) -
 
 
 def _limited(chunks: FlightBatches, request: ReadRequest) -> Iterator[Any]:
-    """The same. Raises RemoteProtocolError in place of what is larger than the `request` allows."""
+    """Yield the chunks. Raise RemoteProtocolError for a chunk that is larger than the `request` allows."""
     for chunk in chunks:
         if chunk.app_metadata is not None:
             _check_metadata(chunk.app_metadata.size, request)

@@ -1,4 +1,4 @@
-"""A dataset as a LazyFrame of Polars, whose plan asks for the columns and rows that it needs."""
+"""A dataset as a LazyFrame of Polars, which reads only the columns and rows that its plan needs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def scan(schema: pa.Schema, to_reader: Callable[..., pa.RecordBatchReader]) -> p
         remaining = rows
         for batch in reader:
             frame = pl.DataFrame(batch)
-            if predicate is not None:  # all of it: what was asked for is what of it could be said
+            if predicate is not None:  # the conditions may cover only a part of it, so apply it in full
                 frame = frame.filter(predicate)
             if remaining is not None:
                 frame = frame.head(remaining)
@@ -46,7 +46,7 @@ def scan(schema: pa.Schema, to_reader: Callable[..., pa.RecordBatchReader]) -> p
 
 
 def _conditions(predicate: pl.Expr, schema: pa.Schema) -> list[tuple[str, str, Any]]:
-    """Those parts of the predicate that can be said as conditions. Every row that passes it fulfils all of them."""
+    """Return the parts of the predicate that can be written as conditions. Each is necessary for the predicate."""
     try:
         tree = json.loads(predicate.meta.serialize(format="json"))
     except (pl.exceptions.PolarsError, ValueError):
@@ -79,7 +79,7 @@ def _conjuncts(tree: Any) -> Iterator[tuple[str, str, Any]]:
         }:
             yield name, "in", pa.ipc.open_stream(bytes(encoded)).read_all().column(0).to_pylist()
         case {"Function": {"input": [{"Column": str(name)}], "function": {"Boolean": "IsNull"}}}:
-            yield (name, "is null")  # type: ignore[misc]  # of these there are two
+            yield (name, "is null")  # type: ignore[misc]  # a tuple of two
         case {"Function": {"input": [{"Column": str(name)}], "function": {"Boolean": "IsNotNull"}}}:
             yield (name, "is not null")  # type: ignore[misc]
         case {
@@ -98,7 +98,7 @@ def _comparison(name: str, op: str, literal: Any) -> Iterator[tuple[str, str, An
 
 
 def _value(literal: Any) -> Any:
-    """The value of a literal as a condition has it; None where it is none of these."""
+    """Return the value of a literal as a condition uses it, or None if its type is not supported."""
     match literal:
         case {"Dyn": {"Int": int(value)}} | {"Dyn": {"Float": float(value)}}:
             return value
@@ -109,7 +109,7 @@ def _value(literal: Any) -> Any:
         case {"Scalar": {"Datetime": [int(ticks), "Microseconds", zone]}}:
             moment = _EPOCH + timedelta(microseconds=ticks)
             return moment if zone is None else moment.replace(tzinfo=UTC)
-        case {"Scalar": {"Float32": float(value)}}:  # the shortest text that stands for it
+        case {"Scalar": {"Float32": float(value)}}:  # serialized as the shortest decimal that stands for it
             return float(np.float32(value))
         case {"Scalar": dict(scalar)} if len(scalar) == 1:
             kind, plain = next(iter(scalar.items()))

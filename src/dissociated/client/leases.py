@@ -1,4 +1,4 @@
-"""What a client has of the server's memory, and its giving back."""
+"""The leases of a client in a server's memory, and the thread that frees them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _MAX_FREES = 1 << 12  # addresses in one free_data message
 
 
 class ClientLeases(ProcessBound):
-    """What this client holds of one server, and the thread that gives it back.
+    """The leases of this client at one server, and the thread that frees them.
 
-    It closes the connection when everything has been given back, and not before: to disconnect is to give everything
-    back, and then what is mapped may change.
+    It closes the connection when all addresses have been freed, and not before: disconnecting frees everything, and the
+    mapped memory may change after that.
     """
 
     def __init__(self, connection: Connection, free_data: int | None, timeout: float) -> None:
@@ -34,42 +34,47 @@ class ClientLeases(ProcessBound):
         self._free_data = free_data
         self._timeout = timeout
         self._returns = FreeQueue(connection)
-        self._expected = 0  # addresses that will come through `lease` or `free`
-        self._settled = False  # whether those that have not come by now never will
+        self._expected = 0  # number of addresses that must be passed to `lease` or `free`
+        self._settled = False  # whether addresses that were not passed by now never will be
         self._finished = False
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self.bind_to_process()
 
     def expect(self, count: int) -> None:
-        """So many addresses have been delivered. Each will come through `lease` or `free`, once.
+        """Record that `count` addresses were delivered. Each must be passed to `lease` or `free` once.
 
-        Raises TransportError where no thread is to be had that gives them back: then none of them will come.
+        Raises:
+            TransportError: There is no thread to free them. None of them may be passed on then.
         """
         if count and self._thread is None:
             self._start()
         self._expected += count
 
     def lease(self, memory: pa.Buffer, addresses: Sequence[int], device: Device | None = None) -> pa.Buffer:
-        """The memory, which may lie on a `device`, as a buffer. `addresses` are given back when nothing lies in it.
+        """Return `memory` as a buffer. When no array uses it any more, `addresses` are freed.
 
-        There it is in use until whatever was begun with it is done: its streams may go on when nobody refers to it.
+        Args:
+            memory: The memory.
+            addresses: The addresses in it.
+            device: The device of the memory. Its addresses are freed only when its streams have finished reading, even
+                if no array refers to the memory.
         """
         self.check_process()
         return self._returns.lease(memory, addresses, device)
 
     def free(self, addresses: Sequence[int]) -> None:
-        """These addresses are not needed."""
+        """Free addresses that are not needed."""
         self.check_process()
         self._returns.put(addresses)
 
     def settle(self) -> None:
-        """No more addresses will come through `lease` or `free`, although some were expected."""
+        """Record that no more addresses will be passed to `lease` or `free`, although more are expected."""
         self._settled = True
         self._returns.wake()
 
     def finish(self, stopped: bool) -> None:
-        """No more addresses will come; `stopped` if the server does not know that yet."""
+        """Record that no more addresses will be delivered. `stopped` if the server does not know that yet."""
         try:
             if stopped:
                 self._connection.stop_receiving()
@@ -86,7 +91,7 @@ class ClientLeases(ProcessBound):
             self._start()
 
     def stop(self) -> None:
-        """Make the thread end once what was let go of is given back: the process ends, and with it the connection."""
+        """Make the thread end after it has freed the queued addresses: the process ends, and its connection with it."""
         self._stopped.set()
         if not self._connection.shares_memory:
             self._connection.interrupt()
@@ -116,27 +121,28 @@ class ClientLeases(ProcessBound):
                     body = encode_free(addresses[first : first + _MAX_FREES])
                     self._connection.send([Message(self._free_data, (body,))], self._timeout)
             except DissociatedError as error:
-                # A server that is gone has nothing to take back; what is mapped stays readable without it.
+                # A server that is gone needs no frees. Mapped memory stays readable without it.
                 _log.debug("%r: %s", self._connection, error)
                 listening = False
         if not self._stopped.is_set():
             self._close_devices()
         if self._stopped.is_set() and self._connection.shares_memory:
-            _open_at_exit.append(self._connection)  # what is held until the very end stays as it is until then
+            _open_at_exit.append(self._connection)  # kept open, so that memory that is still held does not change
         elif held:
             self._connection.leave()
         else:
             self._connection.close()
 
     def _is_over(self, returned: int) -> bool:
-        """Whether all has come back, once so many addresses have.
+        """Return whether all addresses have come back, given the number that has.
 
-        What was settled is not counted: Ctrl-C may come before an address is leased, or freed, and it never is then.
+        After `settle`, addresses are not counted: Ctrl-C may come before an address is leased or freed, so that it
+        never comes back.
         """
         return self._finished and (returned == self._expected or (self._settled and self._returns.idle))
 
     def _close_devices(self) -> bool:
-        """Let go of the server's memory on devices, once nothing reads it. False if this was stopped before."""
+        """Release the server's memory on devices when nothing reads it any more. Return False if stopped before."""
         while not self._connection.address_space.close_devices():
             if self._stopped.wait(RETRY_INTERVAL):
                 return False

@@ -1,7 +1,7 @@
-"""Datasets as a Flight server tells of them: one of ours, or of somebody else's.
+"""Look-up of datasets at a Flight server, of this library or any other.
 
-Ours understand a command and criteria in JSON, and tell versions. Others may answer whatever they are asked, or refuse
-it in any way; their descriptors, criteria and `app_metadata` mean what they like.
+Servers of this library understand a JSON command and JSON criteria, and report versions. Others may answer or refuse
+anything in any way; their descriptors, criteria and `app_metadata` can have any meaning.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from dissociated.codec.reader import check_field_names
 from dissociated.control.locations import DatasetInfo, DatasetList, descriptor_name
 from dissociated.errors import CatalogError, CatalogUnreachable, DatasetNotFound
 
-_ESCAPED = re.compile(rb"\\x([0-9a-f]{2})")  # a byte, as `descriptor_name` writes what is no UTF-8
+_ESCAPED = re.compile(rb"\\x([0-9a-f]{2})")  # a byte that is not UTF-8, as `descriptor_name` escapes it
 _OUR_ACTION = "committed"
 
 
 class Lookup:
-    """Asks the server of these `calls` what it has. `CatalogClient` says what the parameters mean."""
+    """Queries for the datasets of the server of these `calls`. `CatalogClient` describes the parameters."""
 
     def __init__(self, calls: CatalogConnection) -> None:
         self._calls = calls
 
     def list(self, prefix: str, tags: Mapping[str, str]) -> DatasetList:
-        """See `CatalogClient.list`."""
+        """List datasets. See `CatalogClient.list`."""
         criteria = json.dumps({"prefix": prefix, "tags": tags, **caller_identity()}).encode()
         try:
             found = self._list_flights(criteria)
@@ -42,7 +42,8 @@ class Lookup:
             found = []
         if any(info.version for info in found) or (not found and (prefix or tags) and self._is_ours()):
             return DatasetList(found)
-        # Others may understand by criteria what they like. A catalog of ours comes here, too, where it has nothing.
+        # Other servers may interpret criteria in any way, so list everything. An empty catalog of this library also
+        # gets here.
         everything = sorted(self._list_flights(b""), key=lambda info: info.name)
         return DatasetList(
             info for info in everything if info.name.startswith(prefix) and tags.items() <= info.tags.items()
@@ -70,7 +71,7 @@ class Lookup:
         return any(action.type == _OUR_ACTION for action in actions)
 
     def describe(self, name: str, version: int | None) -> DatasetInfo:
-        """See `CatalogClient.describe`."""
+        """Describe a dataset. See `CatalogClient.describe`."""
         command = {"name": name, **caller_identity(), **({} if version is None else {"version": version})}
         descriptor = self._calls.flight.FlightDescriptor.for_command(json.dumps(command))
         try:
@@ -83,16 +84,19 @@ class Lookup:
             if info.version:
                 return info
             refused = DatasetNotFound(f"the server at {self._calls.uri} knows no dataset {name!r}")
-            if version is not None:  # what it has answered with is any version, or none
+            if version is not None:  # the answer may be for any version
                 raise CatalogError(f"the server at {self._calls.uri} knows no versions: leave out {version=}")
         if version is None:
             return self._describe_plainly(name, refused)
-        if boot_id() in str(refused):  # it repeats the command, which means nothing to it
+        if boot_id() in str(refused):  # the server quotes the JSON command as an unknown name
             raise type(refused)(f"the server at {self._calls.uri} knows no version {version} of {name!r}")
         raise refused
 
     def _describe_plainly(self, name: str, refused: CatalogError) -> DatasetInfo:
-        """What a server says that is asked as others ask. Raises DatasetNotFound, or what it was refused with."""
+        """Describe a dataset of a Flight server that is not of this library, by command and then by path.
+
+        Raise DatasetNotFound, or `refused`.
+        """
         unknown: DatasetNotFound | None = None
         for descriptor in _plain_descriptors(self._calls.flight.FlightDescriptor, name):
             try:
@@ -106,7 +110,7 @@ class Lookup:
             else:
                 if not info.version:
                     return info
-                raise refused  # by ours, which means another dataset by a name that is escaped, or is JSON
+                raise refused  # a server of this library: the plain descriptor stands for another dataset there
         if unknown is not None and name not in str(unknown):
             raise DatasetNotFound(f"the server at {self._calls.uri} knows no dataset {name!r} ({unknown})")
         raise unknown or refused
@@ -117,9 +121,9 @@ class Lookup:
         return self._parse(info, name, descriptor)
 
     def _parse(self, info: Any, name: str, descriptor: Any = None) -> DatasetInfo:
-        """What is told of the dataset `name`, which was asked for with this `descriptor`, if with any."""
+        """Parse a description of the dataset `name`. With the `descriptor`, a missing schema can be requested."""
         try:
-            schema = info.schema  # None where it is not told
+            schema = info.schema  # None if the server does not send it
             if schema is None and descriptor is None:
                 schema = pa.schema([])
             elif schema is None:
@@ -144,7 +148,7 @@ class Lookup:
 
 
 def _plain_descriptors(flight_descriptor: Any, name: str) -> Sequence[Any]:
-    """How a server that is not ours may know what `DatasetInfo.name`, or a user, calls so."""
+    """Return the descriptors by which a foreign server may know a dataset of this name."""
     try:
         content = name.encode()
     except UnicodeEncodeError:
@@ -157,5 +161,5 @@ def _plain_descriptors(flight_descriptor: Any, name: str) -> Sequence[Any]:
 
 
 def caller_identity() -> dict[str, str]:
-    """Who asks: a catalog then names the nearest first."""
+    """Return this host's identity, by which a catalog orders locations, the nearest first."""
     return {"host": host_name(), "boot_id": boot_id()}

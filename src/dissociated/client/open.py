@@ -1,4 +1,4 @@
-"""Reads datasets of record batches."""
+"""Opening of streams of record batches."""
 
 from __future__ import annotations
 
@@ -79,35 +79,49 @@ def open_stream(
     device: object = None,
     decompress: bool = True,
 ) -> pa.RecordBatchReader | DeviceReader:
-    """Request the stream `ticket` at `uri`, or at a metadata URI and a data URI, in any order of arrival.
+    """Request the stream `ticket` at `uri`, or at a metadata URI and a data URI. Messages may arrive in any order.
 
-    Batches are read as they are asked for. Where bodies come by address, arrays lie in the server's memory. That memory
-    is given back when the last of them is collected, and the connection stays open until then. Dropping the reader ends
-    the stream.
+    Batches are read as they are requested. If bodies come by address, arrays lie in the server's memory. That memory is
+    freed when the last array in it is collected, and the connection stays open until then. Dropping the reader ends the
+    stream.
 
-    - `columns`: read only these top-level columns, in the order of the schema. `included_fields` of `options` does the
-      same by position.
-    - `batches`: read the batches from the first number up to the second.
-    - `filter`: of these the rows for which this is true: an expression of pyarrow, or `[column, operator, value]`, a
-      list of such conditions, which must all be true, or a list of such lists. See `Client.read`, which reads the
-      columns that it needs: here nobody knows the schema before, so all columns are read.
-    - `limit`: so many rows, the first.
-    - `options`: how batches are decoded.
-    - `timeout`: how many seconds the server may be silent.
-    - `max_body`: the largest body that is taken, in bytes. As much may wait for its metadata; at least 4 GiB.
-    - `max_metadata`: the longest metadata of one message, in bytes. As much may wait for its body; at least 256 MiB.
-    - `allow_rma`: this process may fetch from the server's memory where a URI has a remote_handle. The server could
-      then write to ours.
-    - `device`, `decompress`: as for `Client.read`. Batches are copied onto the device, or stay where a URI says that
-      they lie on it.
+    If the URI does not offer the selection of columns and batches, the server sends everything, and this process
+    discards the rest.
 
-    A server whose URI does not say that it can choose columns and batches sends everything, and the rest is dropped
-    here.
+    Args:
+        uri: The URI, or one for metadata and one for bodies.
+        ticket: The ticket.
+        columns: Read only these top-level columns, in the order of the schema. `included_fields` of `options` selects
+            columns by position.
+        batches: Read the batches from the first number up to the second.
+        filter: Read only rows for which this is true: an expression of pyarrow, a condition `[column, operator,
+            value]`, a list of conditions, all of which must be true, or a list of such lists. `Client.read` reads only
+            the columns that the filter needs. Here the schema is not known in advance, so all columns are read.
+        limit: Number of rows to read, from the first on. None: all.
+        options: Options of decoding.
+        timeout: Seconds for which the server may be silent.
+        max_body: Largest body that is accepted, in bytes. Bodies of this total size may wait for their metadata, and of
+            at least 4 GiB.
+        max_metadata: Largest metadata of a message that is accepted, in bytes. Metadata of this total size may wait for
+            bodies, and of at least 256 MiB.
+        allow_rma: Allow this process to fetch from the server's memory if a URI has a remote_handle. The server could
+            then write to this process's memory.
+        device: Device for the batches, as in `Client.read`. Batches are copied to it, or stay on it if the URI says
+            that they are there.
+        decompress: With a `device`, bodies that come compressed are decompressed on the host. False refuses them.
 
-    Raises UriError, TransportError and DeadlineExceeded where the server cannot be reached, RemoteError where it
-    refuses, WrongKind where it holds tensors, ColumnNotFound, OptionError. Reading may raise these too,
-    RemoteProtocolError, and FormatError where the schema nests deeper than `options` allow. With a `device` it raises
-    DeviceNotFound, DeviceFull and DeviceError, too.
+    Returns:
+        A reader of record batches. Reading may raise the errors below, RemoteProtocolError, and FormatError if the
+            schema nests deeper than `options` allow.
+
+    Raises:
+        UriError: A URI is invalid.
+        TransportError, DeadlineExceeded: The server cannot be reached.
+        RemoteError: The server refuses.
+        WrongKind: The stream has tensors.
+        ColumnNotFound: A column does not exist.
+        OptionError: An argument is invalid.
+        DeviceNotFound, DeviceFull, DeviceError: The `device` does not exist, is full, or fails.
     """
     request = ReadRequest(
         columns=columns,
@@ -132,14 +146,14 @@ def open_stream(
 
 
 open_stream_async = asynchronous(open_stream)
-"""`open_stream` for `async for`: awaited, it gives an `AsyncStreamReader`.
+"""Open an `AsyncStreamReader` for `async for`. Arguments and errors are those of `open_stream`.
 
-It takes and raises the same, and blocks a thread in place of the event loop.
+The call blocks a thread in place of the event loop.
 """
 
 
 def read_stream(uri: str | Sequence[str], ticket: bytes, request: ReadRequest) -> pa.RecordBatchReader:
-    """A reader of the stream `ticket` at `uri` that gives what `request` wants. Raises as `open_stream` does."""
+    """Read the part of the stream `ticket` at `uri` that `request` selects. Errors are those of `open_stream`."""
     uris = parse_uris(uri)
     if request.chooses_rows:
         from dissociated.client.filtering import read_filtered
@@ -149,7 +163,7 @@ def read_stream(uri: str | Sequence[str], ticket: bytes, request: ReadRequest) -
 
 
 def copy_stream(uri: str | Sequence[str], ticket: bytes, request: ReadRequest) -> DeviceReader:
-    """The same on the device of `request`: received there as far as the connection can, and else copied."""
+    """Read a stream onto the device of `request`: received there if the connection can do that, else copied there."""
     assert request.device is not None
     if request.chooses_rows or request.rows is not None:
         return to_device(read_stream(uri, ticket, request), request.device)
@@ -158,7 +172,7 @@ def copy_stream(uri: str | Sequence[str], ticket: bytes, request: ReadRequest) -
 
 
 class _Requested(NamedTuple):
-    """A stream that a server has begun to send, what is to be kept of its fields, and whether the server chose them."""
+    """A stream that a server sends, the fields to keep of its schema, and whether the server has selected them."""
 
     stream: ClientStream
     fields: list[int] | None
@@ -168,14 +182,14 @@ class _Requested(NamedTuple):
         fields = self.fields
         with self._closed_on_error():
             reader = self.stream.batches(replace(request.options, included_fields=fields or ()))
-        if fields == []:  # libarrow takes no included fields to mean all of them
+        if fields == []:  # libarrow reads all fields if `included_fields` is empty
             reader = select_columns(reader, [])
         if request.batches is not None and not self.server_selects:
             reader = slice_batches(reader, *request.batches)
         return reader if request.rows is None else slice_rows(reader, request.rows)
 
     def onto_device(self, request: ReadRequest, device: Device) -> DeviceReader | None:
-        """None where something has to be chosen here, or the connection does not receive there."""
+        """Receive onto a device; return None if this process must select, or if the connection cannot do that."""
         if self.fields is not None or (request.batches is not None and not self.server_selects):
             return None
         with self._closed_on_error():
@@ -210,9 +224,10 @@ def _request(uris: Sequence[Uri], ticket: bytes, request: ReadRequest) -> _Reque
 
 
 def read_on_device(uri: str | Sequence[str], ticket: bytes, request: ReadRequest) -> DeviceReader:
-    """A reader of the columns and batches that `request` wants, on its device, where the server has them.
+    """Read the columns and batches that `request` selects in place, on the device on which the server has them.
 
-    Raises as `open_stream` does, and DeviceError where that cannot be.
+    Raises:
+        DeviceError: That is not possible. Errors of `open_stream` are raised, too.
     """
     assert request.device is not None
     uris = parse_uris(uri)
@@ -231,10 +246,10 @@ def read_on_device(uri: str | Sequence[str], ticket: bytes, request: ReadRequest
 
 
 def _fields_to_keep(header: bytes, selection: Selection, server_selects: bool) -> list[int] | None:
-    """Which fields are to be kept of the schema that has come, if those are not all.
+    """Return the positions of the fields to keep of the received schema; None for all of them.
 
-    Where `server_selects`, they were asked for, and the schema may have no others.
-    Raises ColumnNotFound and OptionError.
+    With `server_selects`, the fields were requested, and the schema may have no others. Raise ColumnNotFound or
+    OptionError for fields that do not exist.
     """
     names = read_schema(header, RemoteProtocolError).names
     if server_selects and selection.fields is not None and len(names) == len(set(selection.fields)):

@@ -1,4 +1,4 @@
-"""A put: what is read of a source, and the way that it takes to a node: shared memory on the same host, else DoPut."""
+"""A put: the reading of a source, and its transfer to a node, through shared memory on the same host or by DoPut."""
 
 from __future__ import annotations
 
@@ -21,13 +21,17 @@ from dissociated.errors import CatalogError
 from dissociated.store.files import Reserve
 from dissociated.store.segment import SegmentWriter
 
-#: Called with the rows and bytes so far, and with how many rows there will be, None where that is not known.
+#: Is called with the rows and bytes so far, and with the total number of rows, or None if it is unknown.
 Progress: TypeAlias = Callable[[int, int, int | None], object]
 
 
 @dataclass
 class Put:
-    """One reading of `source`, to be published as `publication` says. Raises SourceError where it cannot be read."""
+    """A reading of `source`, to be published as `publication` describes.
+
+    Raises:
+        SourceError: The source cannot be read.
+    """
 
     publication: Publication
     source: Dataset
@@ -35,26 +39,30 @@ class Put:
 
     def __post_init__(self) -> None:
         self._reader = self.source.open_reader()
-        #: How many rows were read so far.
+        #: Number of rows that were read so far.
         self.rows = 0
-        #: Whether everything was read: what was not is not published.
+        #: Whether all data was read. Incomplete data is not published.
         self.complete = False
-        #: Bytes of all bodies, or as many as are certain: a node makes room for so much at first, or for nothing.
+        #: Bytes of all bodies, or a lower bound, or None. A node first makes room for this many bytes.
         self.nbytes = self._measure() if self.source.repeatable else self.source.min_packed_size
 
     def _measure(self) -> int | None:
         with source_errors(self.publication.name):
             for _ in batches(self.source.open_reader()):
-                pass  # what is no valid data is refused before anything looks into it
+                pass  # refuse invalid data before its content is read
         return self.source.packed_size
 
     @property
     def schema(self) -> pa.Schema:
-        """The schema of what is published."""
+        """Return the schema of the published data."""
         return self._reader.schema
 
     def pairs(self) -> Iterator[BatchAndMetadata]:
-        """All batches and their metadata, once. Calls `progress`. Raises SourceError."""
+        """Yield all batches and their metadata, once, and call `progress` after each.
+
+        Raises:
+            SourceError: The source cannot be read.
+        """
         remaining = batches(self._reader)
         nbytes = 0
         while True:
@@ -70,7 +78,7 @@ class Put:
                 self.progress(self.rows, nbytes, self.source.rows)
 
     def by_flight(self, client: Any, key: str) -> int:
-        """Send it by DoPut of a Flight client, to be committed with this `key`. Returns the number of rows."""
+        """Send the data by DoPut of a Flight client, to be committed with this `key`. Return the number of rows."""
         from pyarrow.flight import FlightDescriptor
 
         command = {**asdict(self.publication), "key": key, "end": True, "nbytes": self.nbytes}
@@ -80,7 +88,7 @@ class Put:
         return int(answer["rows"])
 
     def write(self, place: StagePlace, segment: str, reserve: Reserve | None) -> int:
-        """Write it into the stage of a node on this host, as a segment. Returns the number of rows."""
+        """Write the data as a segment into the stage of a node on this host. Return the number of rows."""
         validator = Validator(self.schema)
         with ExitStack() as stack:
             path = stack.enter_context(place.open()) / segment
@@ -91,6 +99,6 @@ class Put:
         return writer.rows
 
     def _reserve_all(self, reserve: Reserve) -> Reserve:
-        """A `reserve` that asks at first for the room of all of it."""
+        """Return a `reserve` that first requests the room for all data."""
         whole = self.nbytes or 0
         return lambda name, size, wish: reserve(name, max(size, whole), max(wish, whole))

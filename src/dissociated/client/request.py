@@ -1,4 +1,4 @@
-"""What is read, how, and within which limits: one value from the public functions down to the connection."""
+"""The parameters of a read in one value, which is passed from the public functions down to the connection."""
 
 from __future__ import annotations
 
@@ -22,15 +22,22 @@ TIMEOUT = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class ReadRequest:
-    """The parameters of a read. `open_stream` says what each of them means.
+    """The parameters of a read. `open_stream` describes most of them.
 
-    `rows` are counted from the first of the `batches`, `filter` chooses among them, and `limit` counts what passes.
-    Where that need not be `exact`, rows that do not pass are left out only as far as that costs nothing here.
-    `schema` is that of the whole dataset, where it is known. `rows_at_server` is what a server is asked to choose.
-    `device` is where batches are to lie, if not in memory of this process; bodies that come compressed for it are
-    decompressed here first, or, without `decompress`, refused. `keep_files` keeps open what is mapped, so that it can
-    be mapped once more, and `spaces` is told of the address spaces that bodies may lie in.
-    Raises OptionError for values that make no sense, LocalProtocolError for such a timeout.
+    Attributes:
+        rows: Positions of rows, counted from the first of the `batches`. `filter` applies to these rows, and `limit` to
+            the rows that pass it.
+        exact: If False, rows that do not pass the filter are left out only as far as that costs this process nothing.
+        schema: Schema of the whole dataset, if it is known.
+        rows_at_server: Selection of rows that the server is asked for.
+        device: Device for the batches; None for memory of this process.
+        decompress: Whether compressed bodies for a device are decompressed in this process. If False, they are refused.
+        keep_files: Keep mapped files open, so that they can be mapped again.
+        spaces: Collects the address spaces in which bodies may lie.
+
+    Raises:
+        OptionError: A value is invalid.
+        LocalProtocolError: The timeout is invalid.
     """
 
     columns: Sequence[str] | None = None
@@ -71,12 +78,12 @@ class ReadRequest:
 
     @property
     def chooses_rows(self) -> bool:
-        """Whether rows are to be chosen by what they hold, or only the first of them."""
+        """Return whether a filter or a limit selects rows."""
         return self.filter is not None or self.limit is not None
 
     @property
     def selection(self) -> Selection | None:
-        """What a server is asked for: columns by name, by position, or all, and batches; None for everything."""
+        """Return the columns, batches and rows to request from a server; None for everything."""
         fields = tuple(self.options.included_fields) or None
         if self.columns is None and fields is None and self.batches is None and self.rows_at_server is None:
             return None
@@ -84,7 +91,7 @@ class ReadRequest:
         return Selection(columns, fields, self.batches, self.rows_at_server)
 
     def without_columns(self) -> ReadRequest:
-        """The same for all batches, of which only the metadata moves: they say how many rows there are."""
+        """Return a request of all batches without columns. Only metadata is sent, which has the number of rows."""
         options = replace(self.options, included_fields=())
         return replace(
             self, columns=(), batches=None, rows=None, filter=None, limit=None, rows_at_server=None, options=options
@@ -92,6 +99,6 @@ class ReadRequest:
 
 
 def check_decompress(decompress: object, device: Device | None) -> None:
-    """Raise OptionError for what `decompress` cannot be."""
+    """Raise OptionError if `decompress` is invalid."""
     if not isinstance(decompress, bool) or (not decompress and device is None):
         raise OptionError(f"decompress is True, or False with a device, not {decompress!r}")

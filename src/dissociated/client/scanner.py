@@ -1,6 +1,6 @@
-"""Some columns and rows of a dataset, to be read in any of the ways of pyarrow's Scanner.
+"""A selection of columns and rows of a dataset, with the methods of pyarrow's Scanner.
 
-Importing this imports pyarrow.dataset.
+Importing this module imports pyarrow.dataset.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from dissociated.memory.device.base import Device
 
 
 class Scanner:
-    """Some columns and rows of a handle, with the methods of pyarrow's Scanner. It can be read again and again.
+    """A selection of columns and rows of a handle, with the methods of pyarrow's Scanner. It can be read repeatedly.
 
-    `DatasetHandle.scanner` makes it, and says what the parameters mean. Raises OptionError for values that make no
-    sense. Every method that reads raises what `Client.read` raises.
+    `DatasetHandle.scanner` makes it, and describes the parameters. Every method that reads raises the errors of
+    `Client.read`.
+
+    Raises:
+        OptionError: An argument is invalid.
     """
 
     def __init__(
@@ -55,22 +58,22 @@ class Scanner:
 
     @property
     def dataset_schema(self) -> pa.Schema:
-        """The schema of the whole dataset."""
+        """Return the schema of the whole dataset."""
         return self._version.info.schema
 
     @property
     def projected_schema(self) -> pa.Schema:
-        """The schema of what is read: the chosen columns, in their order."""
+        """Return the schema of the result: the selected columns, in their order."""
         if self._expressions is not None:
             return self._project(pa.RecordBatchReader.from_batches(self.dataset_schema, []), self._expressions).schema
         return select_fields(self.dataset_schema, _positions(self.dataset_schema, self._names))
 
     def open_reader(self) -> pa.RecordBatchReader:
-        """A reader in memory of this process, whichever device was chosen; for who publishes what is chosen."""
+        """Return a reader in memory of this process, whichever device was chosen. `publish` calls this."""
         return self._to_reader()
 
     def to_reader(self) -> Any:
-        """A reader over what is chosen, which is read once: a RecordBatchReader, or on a device a DeviceReader."""
+        """Return a RecordBatchReader over the selection, or a DeviceReader if it has a device. It can be read once."""
         if self._device is None:
             return self._to_reader()
         return self._to_device_reader(self._device)
@@ -82,7 +85,7 @@ class Scanner:
         return self._version.read_on_device(self._request(self._names, device), device)
 
     def _to_reader(self, device: Device | None = None) -> pa.RecordBatchReader:
-        """In memory of this process, from where it goes to the `device`, if to any."""
+        """Return a reader in memory of this process. Its batches may go to `device` afterwards."""
         reader = self._read(self._names, device)
         if self._expressions is not None:
             return self._project(reader, self._expressions)
@@ -93,23 +96,23 @@ class Scanner:
         return BatchReader(select_fields(reader.schema, positions), pairs)
 
     def to_batches(self) -> Iterator[Any]:
-        """The record batches of `to_reader`, one by one."""
+        """Iterate over the record batches of `to_reader`."""
         return iter(self.to_reader())
 
     def to_table(self) -> pa.Table:
-        """A table of everything that is chosen."""
+        """Read the selection as a table."""
         return self._to_reader().read_all()
 
     def head(self, num_rows: int = 10) -> pa.Table:
-        """A table of the first `num_rows` rows."""
+        """Read the first `num_rows` rows, as a table."""
         return self._limited(num_rows).to_table()
 
     def take(self, indices: Any) -> pa.Table:
-        """A table of the rows at these positions, counted from 0. Reads all rows that are chosen."""
+        """Read the rows at these positions, counted from 0, as a table. This reads the whole selection."""
         return self.to_table().take(indices)
 
     def count_rows(self) -> int:
-        """How many rows there are."""
+        """Return the number of rows."""
         known = self._version.info.rows
         if self._filter is None and known is not None:
             return known if self._limit is None else min(known, self._limit)
@@ -139,11 +142,11 @@ class Scanner:
         )
 
     def _project(self, reader: pa.RecordBatchReader, expressions: dict[str, Any]) -> pa.RecordBatchReader:
-        """Expressions of the columns, as pyarrow computes them."""
+        """Compute expressions of the columns with pyarrow."""
         return ds.Scanner.from_batches(reader, columns=expressions, use_threads=False).to_reader()
 
     def _pieces(self, reader: pa.RecordBatchReader) -> Iterator[BatchAndMetadata]:
-        """Its batches, in pieces where there is a size for them. Each has the metadata of its batch."""
+        """Yield the batches, cut to the batch size if there is one, each with the metadata of its batch."""
         for batch, metadata in batches(reader):
             if self._batch_size is None:
                 yield batch, metadata
@@ -153,7 +156,7 @@ class Scanner:
 
 
 def _positions(schema: pa.Schema, columns: Sequence[str] | None) -> list[int]:
-    """Where the columns stand, in the order in which they are named. What is not there is an error of who reads."""
+    """Return the positions of the columns, in the order in which they are named. Reading reports missing columns."""
     if columns is None:
         return [*range(len(schema))]
     return [position for name in dict.fromkeys(columns) for position in schema.get_all_field_indices(name)]

@@ -1,4 +1,4 @@
-"""One request at a server: the messages that arrive, and the memory that goes back."""
+"""A request to a server: its connections, the messages that arrive, and the leases."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Deliveries: TypeAlias = Generator[Delivered, None, None]
 
 
 class ClientSession(ProcessBound):
-    """Owns the connections that a stream was requested over, and the leases that come with it.
+    """The owner of the connections of a requested stream, and of the stream's leases.
 
-    Whatever `deliveries` gives and holds addresses must go through `bodies`, once.
+    All addresses in `deliveries` must be passed to `bodies`, once.
     """
 
     def __init__(self, connections: Sequence[Connection], free_data: int | None, request: ReadRequest) -> None:
@@ -42,13 +42,13 @@ class ClientSession(ProcessBound):
         stop_at_exit(self)
 
     def stop(self) -> None:
-        """Make a thread that receives return. Called at the exit of the interpreter."""
+        """Make a receiving thread return. Called at the exit of the interpreter."""
         for connection in self._connections:
             connection.stop_receiving()
 
     @section
     def deliveries(self) -> Deliveries:
-        """Every message in order. Ends the stream when it is exhausted or closed."""
+        """Yield every message in order. The stream ends when this generator is exhausted or closed."""
         receiver = self._receiver
         stopped = True
         try:
@@ -81,13 +81,14 @@ class ClientSession(ProcessBound):
                 connection.close()
             if stopped and self.bodies.address_space.live and len(self._connections) == 1:
                 self._discard(self._connections[0])
-        finally:  # also after Ctrl-C: the thread that gives back ends by it
+        finally:  # also after Ctrl-C, because this ends the thread that frees leases
             self._leases.finish(stopped)
 
     def receive_onto(self, device: Device) -> bool:
-        """Receive bodies that can stay as they are into memory of this device from now on; False where that cannot be.
+        """Receive bodies that need no decoding into memory of this device, until `bodies` are told otherwise.
 
-        Until `bodies` are told otherwise.
+        Returns:
+            False if the connection cannot do that.
         """
         connection = self._connections[-1]
         if connection.supports_rma or not connection.receive_onto(device):
@@ -96,13 +97,13 @@ class ClientSession(ProcessBound):
         return True
 
     def settle(self) -> None:
-        """What was delivered and has not gone through `bodies` by now never will."""
+        """Record that addresses that were delivered and not passed to `bodies` by now never will be."""
         self._leases.settle()
 
     def _account(self, item: Delivered) -> Delivered:
-        """Take note of what `item` leases.
+        """Record the leases of `item`.
 
-        Raises RemoteProtocolError where a body is larger than is taken, DeviceError where one is refused.
+        Raise RemoteProtocolError for a body that is too large, DeviceError for one that is refused.
         """
         self.check_process()
         self._check_size(item.largest_body)
@@ -133,7 +134,7 @@ class ClientSession(ProcessBound):
         return None if known is None or not is_movable(*known) else self.bodies.allocate_on_device(length)
 
     def _discard(self, connection: Connection) -> None:
-        """Stop receiving, and give back what is on its way: the server waits for it, for the sake of others."""
+        """Stop receiving, and free the messages in transit: the server waits for them, for the sake of others."""
         connection.stop_receiving()
         with suppress(DissociatedError):
             while (arrived := connection.receive(self._timeout, self._allocate)) is not None:

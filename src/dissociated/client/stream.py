@@ -24,20 +24,20 @@ from dissociated.memory.device.segment import open_region
 from dissociated.memory.remote import Span
 from dissociated.protocol.delivery import Delivered, Delivery
 
-#: How many messages, or runs of them, are looked at before a dataset in shared memory is opened.
+#: Most messages, or runs of messages, that are examined before a dataset in shared memory is opened.
 _MAX_SEEN = 1 << 16
 
 
 class ClientStream:
-    """What a session delivers. It is read once, as batches or as tensors, or closed."""
+    """The stream of a session. It is read once, as batches or as tensors, or closed."""
 
     def __init__(self, session: ClientSession) -> None:
-        """Waits for the first message. Raises what `ClientSession.deliveries` raises."""
+        """Wait for the first message. Errors are those of `ClientSession.deliveries`."""
         self._session = session
         self._bodies = session.bodies
         self._rest = session.deliveries()
         try:
-            (first,) = next(self._rest).expand()  # no run begins a stream
+            (first,) = next(self._rest).expand()  # a stream never begins with a run
         except BaseException:
             self.close()
             raise
@@ -47,10 +47,10 @@ class ClientStream:
         self._seen: deque[Delivered] = deque([first])
 
     def batches(self, options: ReadOptions) -> StreamReader:
-        """A reader, which ends the stream where it is exhausted or dropped. Raises as `join_deliveries` does.
+        """Return a reader, which ends the stream when it is exhausted or dropped.
 
-        Bodies are mapped, fetched or taken as they were sent; a dataset that lies in shared memory just as an IPC
-        stream has it is read there by libarrow itself.
+        Errors are those of `join_deliveries`. Bodies are mapped, fetched, or used as they were sent. If a dataset lies
+        in shared memory exactly as in an IPC stream, libarrow reads it there directly.
         """
         reader = self._in_place(options) if self._bodies.address_space.static else None
         if reader is not None:
@@ -58,19 +58,27 @@ class ClientStream:
         return join_deliveries(self._deliveries(), self._bodies.attach, options, self._session.max_body)
 
     def on_device(self, device: Device, spans: Sequence[Span]) -> DeviceReader:
-        """A reader of batches on a device, where `spans` of the server's lie; it ends the stream as that of `batches`.
+        """Return a reader of batches in the server's memory on a device. It ends the stream like that of `batches`.
 
-        They are opened only now: the server keeps them since it has taken the request, and until the connection ends.
-        Raises DeviceError where they cannot be opened.
+        The spans are opened now. The server keeps them from its acceptance of the request until the connection ends.
+
+        Raises:
+            DeviceError: The spans cannot be opened.
         """
         for span in spans:
             self._bodies.address_space.add(open_region(device, span))
         return join_on_device(device, self._on_device(device))
 
     def onto_device(self, device: Device, options: ReadOptions) -> DeviceReader | None:
-        """A reader of batches whose bodies the connection receives into memory of a device; None where it cannot.
+        """Return a reader of batches whose bodies the connection receives into memory of a device.
 
-        What has to be decoded first, it receives here. Raises DeviceError.
+        Messages that need decoding are received in this process.
+
+        Returns:
+            The reader, or None if the connection cannot do that.
+
+        Raises:
+            DeviceError: The device fails.
         """
         if not is_little_endian(self.header) or sys.byteorder != "little" or not self._session.receive_onto(device):
             return None
@@ -93,22 +101,26 @@ class ClientStream:
                 yield place_on_device(delivery, self._bodies, mover)
 
     def tensors(self) -> Generator[Tensor, None, None]:
-        """The tensors, one after the other. Raises WrongKind for a stream of record batches."""
+        """Yield the tensors.
+
+        Raises:
+            WrongKind: The stream has record batches.
+        """
         with closing(self._deliveries()) as deliveries:
             for item in deliveries:
                 yield from map(self._tensor, item.expand())
 
     def close(self) -> None:
-        """End the stream. What has been read of it stays."""
+        """End the stream. Data that was read stays valid."""
         try:
             self._rest.close()
-        finally:  # also after Ctrl-C: else what was not looked at would hold the connection
+        finally:  # also after Ctrl-C: unread messages would otherwise keep the connection
             self._session.settle()
 
     def _in_place(self, options: ReadOptions) -> StreamReader | None:
-        """A reader over a dataset in shared memory that stays as it is, if all of it lies there in place.
+        """Return a reader over a static dataset in shared memory, if all of it lies there in place; else None.
 
-        That only shows at its end, which costs little: metadata and addresses are all that arrives.
+        That is known only at the end of the stream, which comes soon: only metadata and addresses arrive.
         """
         in_place = InPlace(self.header, self._bodies.address_space)
         for item in self._rest:
@@ -119,7 +131,7 @@ class ClientStream:
 
     @section
     def _deliveries(self) -> Deliveries:
-        """What has been looked at, and then the rest. Closes the stream at the end."""
+        """Yield the messages that were examined, and then the rest. Close the stream at the end."""
         with closing(self):
             while self._seen:
                 yield self._seen.popleft()
@@ -131,5 +143,5 @@ class ClientStream:
         try:
             return join_tensor(delivery.header, self._bodies.buffers(delivery))
         except FormatError as error:
-            why = str(error)  # and not the error: its frames hold what the peer leased to us
+            why = str(error)  # not the error itself, whose traceback would keep leased memory
         raise RemoteProtocolError(f"the peer sent a tensor that cannot be read: {why}")

@@ -1,4 +1,4 @@
-"""The reading of one version of a dataset."""
+"""Reading of one version of a dataset."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dissociated.memory.device.base import Device
 
 
 class VersionReader:
-    """Reads the version of a dataset that `info` describes, wherever that is now, through `transport`.
+    """A reader of the version of a dataset that `info` describes, at its current locations, through `transport`.
 
-    Every method that reads raises what `Client.read` raises, and DatasetNotFound if the version is gone.
+    Every method that reads raises the errors of `Client.read`, and DatasetNotFound if the version is gone.
     """
 
     def __init__(self, client: CatalogClient, info: DatasetInfo, transport: str | None) -> None:
@@ -56,6 +56,6 @@ class VersionReader:
 
     def _describe(self) -> DatasetInfo:
         info = self.info
-        if not info.version:  # the catalog is somebody else's: what it has given is all there is to know
+        if not info.version:  # not a catalog of this library: `info` is all that is known
             return info
         return self.client.describe_version(info.name, info.version, info.lineage_id)

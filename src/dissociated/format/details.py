@@ -1,4 +1,4 @@
-"""What a message's flatbuffer says beside what pairing needs, for people who look at it."""
+"""Details of a message's flatbuffer that people read, such as its version and codec. Pairing does not need them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,32 @@ _CODEC_NAMES = {0: "lz4", 1: "zstd"}
 
 
 class Details(NamedTuple):
-    """A message in the words of Message.fbs; None for what its type does not have."""
+    """Details of a message, in the terms of Message.fbs. A field that the message's type lacks is None."""
 
-    #: of the metadata: "V1" to "V5"
+    #: version of the metadata: "V1" to "V5"
     version: str
-    #: of a schema: "little" or "big"
+    #: byte order of a schema: "little" or "big"
     byte_order: str | None = None
-    #: of a record batch, or of the values of a dictionary
+    #: number of rows of a record batch, or of values of a dictionary
     rows: int | None = None
+    #: codec that compresses the buffers; None if they are not compressed
     codec: str | None = None
+    #: id of a dictionary
     dictionary: int | None = None
+    #: whether a dictionary batch appends to the dictionary
     is_delta: bool = False
 
 
 def details(header: bytes, parsed: Header) -> Details:
-    """Read them. Raises FormatError where the flatbuffer is damaged."""
+    """Read the details of a message.
+
+    Args:
+        header: The flatbuffer of the message.
+        parsed: Its positions, from `parse_header`.
+
+    Raises:
+        FormatError: The flatbuffer is damaged.
+    """
     try:
         message = Table.read(header, root(header), 3)
         version = f"V{message.scalar(0, 'h') + 1}"

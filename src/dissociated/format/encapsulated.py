@@ -1,11 +1,11 @@
 """Encapsulated messages: the format of IPC streams and files ("Encapsulated message format").
 
-    4 bytes  continuation marker, all ones; absent in what libraries before 0.15 wrote
-    4 bytes  length of the metadata, with padding; 0 ends the stream
+    4 bytes  continuation marker, all ones; libraries before 0.15 wrote none
+    4 bytes  length of the metadata, padding included; 0 ends the stream
     the flatbuffer, its padding, the body
 
-A file is such a stream between the magic `ARROW1` (padded to 8 bytes) and a footer, which ends in its own length
-and the magic again.
+A file is such a stream between the magic `ARROW1`, padded to 8 bytes, and a footer. The footer is followed by its own
+length and by the magic again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dissociated.format.message import Header, parse_header
 CONTINUATION = b"\xff\xff\xff\xff"
 END_OF_STREAM = CONTINUATION + b"\0\0\0\0"
 FILE_MAGIC = b"ARROW1"
-#: What follows the footer of a file: its length and the magic.
+#: Bytes after the footer of a file: its length and the magic.
 FOOTER_TAIL = 4 + len(FILE_MAGIC)
 
 _marker = struct.Struct("<I")
@@ -28,7 +28,7 @@ _length = struct.Struct("<i")
 
 
 class Encapsulated(NamedTuple):
-    """One message where it lies: its flatbuffer, and where its body begins."""
+    """A message in the memory of a stream or file: its flatbuffer, and the position of its body."""
 
     header: bytes
     parsed: Header
@@ -36,10 +36,13 @@ class Encapsulated(NamedTuple):
 
 
 def encapsulate(header: bytes, *, alignment: int = 8, legacy: bool = False, at: int = 0) -> bytes:
-    """The flatbuffer with everything that stands before the body.
+    """Return the bytes of an encapsulated message up to its body: marker, length, flatbuffer and padding.
 
-    It is padded so that the body is aligned to so many bytes, where the whole lies `at` that position. `legacy` is
-    what libraries before 0.15 wrote: no continuation marker.
+    Args:
+        header: The flatbuffer.
+        alignment: The body's position is padded to a multiple of this many bytes.
+        legacy: Leave out the continuation marker, as libraries before 0.15 do.
+        at: Position at which the message begins.
     """
     marker = b"" if legacy else CONTINUATION
     padding = -(at + len(marker) + _length.size + len(header)) % alignment
@@ -47,27 +50,35 @@ def encapsulate(header: bytes, *, alignment: int = 8, legacy: bool = False, at: 
 
 
 def end_of_stream(legacy: bool = False) -> bytes:
-    """What ends a stream: a message without metadata."""
+    """Return the end-of-stream marker, a message without metadata.
+
+    Args:
+        legacy: Leave out the continuation marker, as libraries before 0.15 do.
+    """
     return END_OF_STREAM[4:] if legacy else END_OF_STREAM
 
 
 def encode_magic(at: int = 0) -> bytes:
-    """What begins a file `at` this position: the magic, padded so that the first message is aligned to 8 bytes."""
+    """Return the magic of a file that begins `at` this position. Padding aligns the first message to 8 bytes."""
     return FILE_MAGIC + bytes(-(at + len(FILE_MAGIC)) % 8)
 
 
 def encode_footer(footer: bytes | bytearray) -> bytes:
-    """What ends a file: the flatbuffer of the footer, its length, the magic."""
+    """Return the end of a file: the flatbuffer of the footer, its length, and the magic."""
     return bytes(footer) + _length.pack(len(footer)) + FILE_MAGIC
 
 
 def first_message_at(memory: memoryview) -> int:
-    """Where the first message of an IPC stream or file begins: a file has its magic before it."""
+    """Return the position of the first message of an IPC stream or file. In a file, it follows the magic."""
     return 8 if bytes(memory[: len(FILE_MAGIC)]) == FILE_MAGIC else 0
 
 
 def footer_at(memory: memoryview) -> int:
-    """Where the footer of an IPC file begins. Raises FormatError for a file that is cut off."""
+    """Return the position of an IPC file's footer.
+
+    Raises:
+        FormatError: The file is cut off, or its footer lies outside it.
+    """
     tail = len(memory) - FOOTER_TAIL
     if tail < 8 or bytes(memory[-len(FILE_MAGIC) :]) != FILE_MAGIC:
         raise FormatError("the Arrow IPC file is cut off: it does not end with its magic")
@@ -78,9 +89,18 @@ def footer_at(memory: memoryview) -> int:
 
 
 def message_at(memory: memoryview, at: int, end: int) -> Encapsulated | None:
-    """The message that begins at byte `at` and must lie before `end`; None where the stream ends there.
+    """Read the message that begins at byte `at`, without touching its body.
 
-    Its body is not touched. Raises FormatError where there is no message, or a part of one.
+    Args:
+        memory: The stream or file.
+        at: Position of the message.
+        end: Position that the message, body included, must not exceed.
+
+    Returns:
+        The message, or None if the stream ends there.
+
+    Raises:
+        FormatError: There is no message, or only a part of one.
     """
     begin = at
     try:
@@ -104,9 +124,10 @@ def message_at(memory: memoryview, at: int, end: int) -> Encapsulated | None:
 
 
 def walk(memory: memoryview) -> Iterator[Encapsulated]:
-    """The messages of an IPC stream or file, in order of position. No body is touched.
+    """Yield the messages of an IPC stream or file, in order of position, without touching a body.
 
-    Raises FormatError for anything else, and for one that is cut off in the middle.
+    Raises:
+        FormatError: `memory` is neither a stream nor a file, or is cut off.
     """
     at = first_message_at(memory)
     end = footer_at(memory) if at else len(memory)

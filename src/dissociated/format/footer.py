@@ -1,6 +1,6 @@
-"""The footer of an Arrow IPC file (File.fbs): where its dictionaries and record batches lie.
+"""The footer of an Arrow IPC file (File.fbs), which lists the positions of its dictionaries and record batches.
 
-Schema and custom metadata of a footer are libarrow's to read. Every offset is checked before it is followed.
+libarrow reads the schema and the custom metadata of a footer. Every offset is checked before it is followed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dissociated.base.buffers import Buffer
 from dissociated.errors import FormatError
 from dissociated.format.flatbuffer import fields, follow
 
-#: struct Block { offset: long; metaDataLength: int; bodyLength: long; }: the metadata with its prefix and padding.
+#: struct Block { offset: long; metaDataLength: int; bodyLength: long; }
+#: The length of the metadata includes its prefix and padding.
 BLOCK = np.dtype(
     {
         "names": ["offset", "metadata_length", "body_length"],
@@ -24,30 +25,34 @@ BLOCK = np.dtype(
     }
 )
 
-#: A Message { version, header_type, header }: its root, its vtable, the table, padded to 32 bytes.
+#: A Message { version, header_type, header }: the offset of its root, its vtable, and the table, padded to 32 bytes.
 _MESSAGE = struct.Struct("<I HHHHHxx iIhB x4x")
-_SCHEMA_HEADER = 1  # of the union MessageHeader
+_SCHEMA_HEADER = 1  # in the union MessageHeader
 
 _u32 = struct.Struct("<I").unpack_from
 _i16 = struct.Struct("<h").unpack_from
-#: No file is larger. So ends can be added up without an overflow.
+#: No file is larger, so adding offsets and lengths below this limit cannot overflow.
 _MAX_FILE_SIZE = 1 << 60
 
 
 class Footer(NamedTuple):
     """The blocks of a file, in the order of the footer, as structured arrays of type BLOCK.
 
-    They are views of the bytes that were parsed, and may be written where those may.
+    The arrays are views of the parsed bytes. They are writable if those bytes are.
     """
 
     dictionaries: np.ndarray
     record_batches: np.ndarray
-    #: the enum MetadataVersion: 3 is V4, 4 is V5
+    #: value of the enum MetadataVersion: 3 is V4, 4 is V5
     version: int
 
 
 def parse_footer(footer: Buffer) -> Footer:
-    """Read the flatbuffer of a footer. Raises FormatError for anything that is not one."""
+    """Read the flatbuffer of a footer.
+
+    Raises:
+        FormatError: The bytes are not a valid footer.
+    """
     try:
         root = _u32(footer)[0]
         # Footer { version, schema, dictionaries: [Block], recordBatches: [Block], custom_metadata }
@@ -64,9 +69,13 @@ def parse_footer(footer: Buffer) -> Footer:
 
 
 def schema_message(footer: bytes) -> bytes:
-    """The flatbuffer of a message with the schema of this footer, which it holds whole: offsets in it are relative.
+    """Return the flatbuffer of a schema message that embeds this footer and refers to the schema in it.
 
-    For files whose schema lies nowhere else, as those of Polars 2. Raises FormatError where the footer is damaged.
+    The footer can be embedded whole because the offsets in a flatbuffer are relative. Some files, such as those of
+    Polars 2, have their schema in the footer only.
+
+    Raises:
+        FormatError: The footer is damaged.
     """
     version = parse_footer(footer).version
     root = _u32(footer)[0]

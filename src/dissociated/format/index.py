@@ -1,7 +1,7 @@
-"""Where the messages of an Arrow IPC stream or file lie. No body is touched to find out.
+"""Positions of the messages of an Arrow IPC stream or file, found without touching a body.
 
-A file tells by its footer. A stream is walked from message to message; where many alike ones follow each other, as
-in most streams, they are looked at together.
+The footer of a file lists them. A stream is walked from message to message. Most streams have many messages of equal
+size and layout in a row; such a run is checked as a whole with NumPy.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from dissociated.format.encapsulated import (
 from dissociated.format.footer import parse_footer, schema_message
 from dissociated.format.message import HeaderType, parse_header, varying_ranges
 
-#: How many messages are looked at together, at first and at most.
+#: Number of messages that are compared at once: at first, and at most.
 _MIN_RUN_LOOK, _MAX_RUN_LOOK = 16, 1 << 13
 
 
 class Entry(NamedTuple):
-    """A message: where it begins, how long its metadata is (prefix and padding included) and its body, in bytes."""
+    """A message: its position, the length of its metadata (prefix and padding included), and of its body, in bytes."""
 
     type: HeaderType
     offset: int
@@ -40,11 +40,14 @@ class Entry(NamedTuple):
 
 
 class Index:
-    """The messages of what `memory` holds, in the order in which a reader needs them.
+    """The messages of an IPC stream or file in `memory`, in the order in which a reader needs them.
 
-    That is the order of a stream. A file's are its schema, then all of its dictionaries, then its record batches, as
-    its footer lists them. Where a file does not begin with its schema, as those of Polars 2, that of the footer counts.
-    Raises FormatError for what is no IPC stream or file, or is cut off.
+    For a stream, that is the order of position. For a file, it is the schema, then all dictionaries, then the record
+    batches, as the footer lists them. If a file does not begin with its schema, as files of Polars 2, the schema is
+    read from the footer.
+
+    Raises:
+        FormatError: `memory` is neither a stream nor a file, or is cut off.
     """
 
     def __init__(self, memory: Buffer) -> None:
@@ -52,11 +55,11 @@ class Index:
         start = first_message_at(self._memory)
         self.is_file = start > 0
         self._end = footer_at(self._memory) if self.is_file else len(self._memory)
-        #: Whether there is an end-of-stream marker, or a footer: a writer that broke off has written none.
+        #: Whether there is an end-of-stream marker, or a footer. A writer that was interrupted leaves neither.
         self.is_ended = self.is_file
-        #: What follows the end-of-stream marker; of a file, what lies between its last message and its footer.
+        #: Bytes after the end-of-stream marker. In a file, the bytes between the last message and the footer.
         self.rest = self._memory[len(self._memory) :]
-        #: For each message: its type, where it begins, how long metadata and body are.
+        #: For each message: its type, its position, and the lengths of its metadata and body, in bytes.
         self.types: np.ndarray
         self.offsets: np.ndarray
         self.metadata_lengths: np.ndarray
@@ -81,11 +84,18 @@ class Index:
 
     @property
     def body_size(self) -> int:
-        """Bytes of all bodies together."""
+        """Return the size of all bodies together, in bytes."""
         return int(self.body_lengths.sum())
 
     def message(self, index: int) -> Encapsulated:
-        """The flatbuffer of a message, with what it says of its buffers. Raises FormatError."""
+        """Read a message.
+
+        Returns:
+            The flatbuffer of the message, parsed, and the position of its body.
+
+        Raises:
+            FormatError: The message is damaged, or differs from its entry in the footer.
+        """
         entry = self[index]
         if entry.offset == self._end:
             header = schema_message(bytes(self._footer()))
@@ -101,7 +111,7 @@ class Index:
         return found
 
     def _listed(self, start: int) -> tuple[np.ndarray, ...]:
-        """What the footer lists, after the schema."""
+        """Return the schema and the messages that the footer lists."""
         footer = parse_footer(self._footer())
         schema = self._first(start)
         blocks = np.concatenate([footer.dictionaries, footer.record_batches])
@@ -119,7 +129,7 @@ class Index:
         )
 
     def _first(self, start: int) -> Entry:
-        """The schema of a file: where it begins, or else in its footer."""
+        """Return the schema of a file: its first message, or else the schema in its footer."""
         with suppress(FormatError):
             found = message_at(self._memory, start, self._end)
             if found is not None and found.parsed.type is HeaderType.SCHEMA:
@@ -130,9 +140,9 @@ class Index:
         return self._memory[self._end : len(self._memory) - FOOTER_TAIL]
 
     def _walked(self) -> tuple[np.ndarray, ...]:
-        """What follows each other, up to the end of the stream."""
+        """Return the messages of a stream, up to its end."""
         entries: list[Entry] = []
-        runs: list[tuple[int, int]] = []  # which entry stands for how many that follow each other
+        runs: list[tuple[int, int]] = []  # index of an entry, and the number of consecutive messages it stands for
         at = 0
         look = _MIN_RUN_LOOK
         while at < self._end and (found := message_at(self._memory, at, self._end)) is not None:
@@ -154,16 +164,16 @@ class Index:
         return types, offsets + within * (metadata_lengths + body_lengths), metadata_lengths, body_lengths
 
     def _end_at(self, at: int) -> None:
-        """See whether the end of a stream, which lies there, is a marker, and what follows that."""
+        """Set `is_ended` and `rest` for a stream whose end lies at this position."""
         tail = self._memory[at : at + len(END_OF_STREAM)]
         if bytes(tail) == END_OF_STREAM:
             self.is_ended = True
             self.rest = self._memory[at + len(END_OF_STREAM) :]
-        else:  # the legacy one is zeros, as many follow in a file that was made longer before it was written
+        else:  # The legacy marker, 4 zero bytes, counts at the very end only: a preallocated file has more zeros.
             self.is_ended = bytes(tail) == end_of_stream(legacy=True)
 
     def _alike(self, first: Encapsulated, at: int, size: int, most: int) -> int:
-        """How many messages of one size and layout follow each other from the `first` on."""
+        """Return the number of consecutive messages of one size and layout, from `first` on, up to `most`."""
         spans = varying_ranges(first.header, first.parsed)
         count = min((self._end - at) // size, most)
         if not spans or count < 2:

@@ -1,7 +1,7 @@
-"""How many nodes and buffers the messages of a stream have, and how long these are, by its schema.
+"""The number of nodes and buffers that a stream's messages have by its schema, and the sizes of these buffers.
 
-libarrow takes from a message as many buffers as the schema needs, from the first on. Where there are others, they would
-be read as something else than they are: so the number must be the very same.
+libarrow takes as many buffers from a message as the schema needs, starting with the first. If the message has more,
+libarrow takes buffers for something that they are not. So the numbers must be equal.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from dissociated.format.flatbuffer import Table, root
 from dissociated.format.message import Header, HeaderType, buffer_extents
 from dissociated.format.shape import Shape, check_sizes, shape_of, shape_of_indices
 
-#: libarrow reads no schema that nests deeper; and a field takes so many bytes of a message at least.
+#: Deepest nesting that libarrow reads, and the least number of bytes that a field takes in a message.
 _MAX_DEPTH = 64
 _MIN_FIELD_SIZE = 8
-#: Schemas that are looked at again and again: how many are kept, and up to which size.
+#: Number of schemas whose layout is cached, and the size in bytes above which a schema is not cached.
 _MAX_CACHED_SCHEMAS, _MAX_CACHED_SIZE = 64, 1 << 16
 
 
 class Layout:
-    """How many nodes and buffers a field has, those of its children included, and which dictionaries it uses.
+    """The nodes and buffers of a field, its children included, and the ids of the dictionaries that it uses.
 
-    Each of its `views` has as many more buffers as the message says.
+    `views` counts the columns of views. Each of these has further buffers, whose number is in the message.
     """
 
     def __init__(self) -> None:
         self.nodes = self.buffers = self.views = 0
         self.dictionaries: set[int] = set()
-        #: Those of its nodes, in their order.
+        #: Shapes of the nodes, in order.
         self.shapes: list[Shape] = []
 
     def add(self, shape: Shape) -> None:
@@ -42,15 +42,16 @@ class Layout:
 
 
 class SchemaLayout:
-    """The layouts of the `fields` of a schema, and of what each dictionary holds, by its id.
+    """The layouts of the `fields` of a schema, and the layouts of dictionary values by id.
 
-    Raises FormatError for a schema that cannot be read.
+    Raises:
+        FormatError: The schema cannot be read.
     """
 
     def __init__(self, schema: bytes) -> None:
         self.fields: list[Layout] = []
         self.values: dict[int, Layout] = {}
-        # fields that it can have: tables may refer to each other in circles
+        # Upper bound of the number of fields. Without it, tables that refer to each other in a circle would never end.
         self._left = len(schema) // _MIN_FIELD_SIZE
         try:
             message = Table.read(schema, root(schema), 3)
@@ -64,7 +65,7 @@ class SchemaLayout:
         self._views = sum(field.views for field in self.fields)
 
     def _add(self, field: Table, top: Layout, into: Layout, depth: int) -> None:
-        """Count a field `into` a layout; what is encoded in a dictionary into that of its values."""
+        """Count a field in the layout `into`. The values of an encoded field count in the layout of its dictionary."""
         self._left -= 1
         if self._left < 0 or depth > _MAX_DEPTH:
             raise FormatError("a schema has fields without end")
@@ -79,9 +80,13 @@ class SchemaLayout:
             self._add(child, top, into, depth + 1)
 
     def buffers_of(self, header: bytes, parsed: Header) -> int | None:
-        """How many buffers the message of a batch or dictionary must have; None for a dictionary that is not known.
+        """Return the number of buffers that a record batch or dictionary batch must have.
 
-        Raises struct.error or IndexError for what is no message.
+        Returns:
+            The number, or None for a dictionary that the schema does not have.
+
+        Raises:
+            struct.error, IndexError: `header` is not a message.
         """
         buffers, views = self._buffers, self._views
         if parsed.type is HeaderType.DICTIONARY_BATCH:
@@ -94,10 +99,12 @@ class SchemaLayout:
         return buffers + sum(int(count) for (count,) in _batch(header).vector(4, "q"))
 
     def check_sizes(self, header: bytes, parsed: Header) -> None:
-        """Check that the buffers of a batch or dictionary, and the columns in it, are as long as its rows need.
+        """Check that the columns and buffers of a record batch or dictionary batch are long enough for its rows.
 
-        What lies in them is not looked at, so for data whose length offsets say that is unknown. Raises
-        RemoteProtocolError.
+        The content of buffers is not read. So the size of data that offsets delimit, such as strings, is not checked.
+
+        Raises:
+            RemoteProtocolError: A column or buffer is too short, or `header` does not fit the schema.
         """
         fields = self.fields
         if parsed.type is HeaderType.DICTIONARY_BATCH:
@@ -131,12 +138,16 @@ def _read(schema: bytes) -> SchemaLayout | None:
 
 
 def layout_of(schema: bytes) -> SchemaLayout | None:
-    """The layout of a schema; None for one that cannot be read, of which libarrow will say why."""
+    """Return the layout of a schema, or None if it cannot be read. libarrow reports the reason in that case."""
     return _cached(schema) if len(schema) <= _MAX_CACHED_SIZE else _read(schema)
 
 
 def dictionary_of(header: bytes) -> tuple[int, bool]:
-    """The id of a dictionary batch, and whether it is a delta. Raises RemoteProtocolError for what is no message."""
+    """Return the id of a dictionary batch, and whether it is a delta.
+
+    Raises:
+        RemoteProtocolError: `header` is not a message.
+    """
     try:
         batch = Table.read(header, root(header), 3).table(2, 3)
         return batch.scalar(0, "q"), bool(batch.scalar(2, "B"))
@@ -145,14 +156,18 @@ def dictionary_of(header: bytes) -> tuple[int, bool]:
 
 
 def _batch(header: bytes) -> Table:
-    """The RecordBatch of a message, or that of the dictionary which it has."""
+    """Return the RecordBatch table of a record batch or dictionary batch."""
     message = Table.read(header, root(header), 3)
     batch = message.table(2, 5)
     return batch.table(1, 5) if message.scalar(1, "B") == HeaderType.DICTIONARY_BATCH else batch
 
 
 def nulls_are_counted(header: bytes) -> bool:
-    """Whether a record batch or dictionary says of each column how many nulls it has. Raises RemoteProtocolError."""
+    """Return whether a record batch or dictionary batch has a null count for each of its columns.
+
+    Raises:
+        RemoteProtocolError: `header` is not a message.
+    """
     try:
         return all(nulls >= 0 for _, nulls in _batch(header).vector(1, "qq"))
     except (struct.error, IndexError) as error:
@@ -160,7 +175,11 @@ def nulls_are_counted(header: bytes) -> bool:
 
 
 def is_little_endian(schema: bytes) -> bool:
-    """Whether the bodies of a stream with this schema are. Raises RemoteProtocolError for what is no message."""
+    """Return whether the bodies of a stream with this schema are little-endian.
+
+    Raises:
+        RemoteProtocolError: `schema` is not a message.
+    """
     try:
         return Table.read(schema, root(schema), 3).table(2, 4).scalar(0, "h") == 0
     except (struct.error, IndexError) as error:

@@ -1,8 +1,8 @@
-"""What pairing needs from the flatbuffer of an Arrow IPC `Message` (Message.fbs), and nothing more.
+"""The fields of an Arrow IPC `Message` (Message.fbs) that pairing metadata with bodies needs. libarrow reads the rest.
 
-libarrow reads the rest. Read here are the type of the message, the length of its body, and the table of its
-buffers; the last two are plain scalars and structs, so that `relocate` can overwrite them in a copy.
-Every offset comes from a peer and is checked before it is followed.
+These are the type of the message, the length of its body, and the table of its buffers. The length and the table are
+plain scalars and structs, so that `relocate` can overwrite them in a copy. Every offset comes from a peer and is
+checked before it is followed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _u32 = struct.Struct("<I").unpack_from
 _i64 = struct.Struct("<q")
 _read_i64 = _i64.unpack_from
 
-#: How many buffers a message may have: far more than libarrow ever writes.
+#: Most buffers that a message may have, far more than libarrow ever writes.
 MAX_BUFFERS = 1 << 24
 
 _BUFFER_SIZE = 16  # struct Buffer { offset: long; length: long; }
@@ -40,37 +40,41 @@ class HeaderType(IntEnum):
 
 
 _TYPES = {int(type_): type_ for type_ in HeaderType}
-#: How Arrow 0.17 said that a body is compressed. libarrow still takes it.
+#: Key of custom metadata by which Arrow 0.17 marks a compressed body. libarrow still reads it.
 _OLD_COMPRESSION = b"ARROW:experimental_compression"
 
 
 class Header(NamedTuple):
-    """The parts of a message's flatbuffer, by their position in it."""
+    """The parsed fields of a message's flatbuffer, and their positions in it."""
 
     type: HeaderType
-    #: bytes, padding included
+    #: length of the body in bytes, padding included
     body_length: int
-    #: position of `Message.bodyLength`, -1 where the flatbuffer leaves it out (it is 0 then)
+    #: position of `Message.bodyLength`, -1 if the flatbuffer leaves it out because it is 0
     body_length_at: int
     #: position of the first `Buffer` struct
     buffers_at: int
     buffer_count: int
-    #: the offsets and the lengths of buffers that stand in no table, those of a sparse tensor; None for others
+    #: offsets and lengths of the buffers of a sparse tensor, which are not in one table; None for other messages
     sparse_extents: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     @property
     def is_tensor(self) -> bool:
-        """Whether the message is a tensor, dense or sparse, which belongs to no schema."""
+        """Return whether the message is a tensor, dense or sparse. Tensors belong to no schema."""
         return self.type is HeaderType.TENSOR or self.type is HeaderType.SPARSE_TENSOR
 
     @property
     def has_body(self) -> bool:
-        """Told by the type, not by the length: an empty batch still has a body message, of length 0."""
+        """Return whether the message has a body. The type decides: an empty batch still has a body, of length 0."""
         return self.type is not HeaderType.SCHEMA
 
 
 def parse_header(header: Buffer) -> Header:
-    """Read the flatbuffer of a `Message`. Raises RemoteProtocolError for anything that is not one."""
+    """Read the flatbuffer of a `Message`.
+
+    Raises:
+        RemoteProtocolError: The bytes are not a valid message.
+    """
     try:
         return _parse(header)
     except (struct.error, IndexError) as error:
@@ -78,7 +82,11 @@ def parse_header(header: Buffer) -> Header:
 
 
 def parse_envelope(header: Buffer) -> tuple[HeaderType, int]:
-    """The type of a `Message` and the length of its body alone, which is quicker. Raises RemoteProtocolError."""
+    """Read only the type of a `Message` and the length of its body in bytes, which is faster than `parse_header`.
+
+    Raises:
+        RemoteProtocolError: The bytes are not a valid message.
+    """
     try:
         return _envelope(header)[:2]
     except (struct.error, IndexError) as error:
@@ -128,7 +136,7 @@ def _parse(header: bytes) -> Header:
 
 
 def _buffers(header: bytes, table: int, type_: HeaderType) -> tuple[int, int]:
-    """Position and number of the buffer structs of this record batch or dense tensor."""
+    """Return the position and the number of the buffer structs of a record batch or dense tensor."""
     if type_ is HeaderType.TENSOR:  # Tensor { type_type, type, shape, strides, data: Buffer }
         at, count = table + fields(header, table, 5)[4], 1
         absent = at == table
@@ -144,7 +152,7 @@ def _buffers(header: bytes, table: int, type_: HeaderType) -> tuple[int, int]:
 
 
 def buffer_extents(header: bytes, parsed: Header) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The offsets and the lengths, in bytes, of the message's buffers within its packed body."""
+    """Return the offsets and the lengths, in bytes, of the message's buffers within its packed body."""
     if parsed.sparse_extents is not None:
         return parsed.sparse_extents
     flat = struct.unpack_from(f"<{2 * parsed.buffer_count}q", header, parsed.buffers_at)
@@ -152,7 +160,16 @@ def buffer_extents(header: bytes, parsed: Header) -> tuple[tuple[int, ...], tupl
 
 
 def extents_within(header: bytes, parsed: Header, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The same. Raises RemoteProtocolError where a buffer would leave a body of `size` bytes."""
+    """Return the offsets and the lengths of the message's buffers, after checking that they lie in its packed body.
+
+    Args:
+        header: The flatbuffer of the message.
+        parsed: Its positions.
+        size: Size of the body, in bytes.
+
+    Raises:
+        RemoteProtocolError: A buffer lies outside the body.
+    """
     offsets, lengths = buffer_extents(header, parsed)
     for offset, length in zip(offsets, lengths, strict=True):
         if length and not 0 <= offset <= size - length:
@@ -161,7 +178,7 @@ def extents_within(header: bytes, parsed: Header, size: int) -> tuple[tuple[int,
 
 
 def is_compressed(header: bytes) -> bool:
-    """Whether the message is a record batch, or a dictionary, whose buffers are compressed."""
+    """Return whether the message is a record batch or dictionary batch with compressed buffers."""
     try:
         root = _u32(header)[0]
         _, type_at, table_at = fields(header, root, 3)
@@ -177,9 +194,9 @@ def is_compressed(header: bytes) -> bool:
 
 
 def uncompressed_length(header: bytes, body: Buffer) -> int:
-    """How many bytes the buffers in a compressed `body` have when they are decompressed, as they announce it.
+    """Return the total size, in bytes, that the buffers of a compressed `body` announce for their decompressed content.
 
-    Each begins with that number; or with -1 if it is not compressed.
+    Each buffer begins with that size, or with -1 if it is not compressed.
     """
     parsed, memory, total = parse_header(header), memoryview(body), 0
     for offset, length in zip(*buffer_extents(header, parsed), strict=True):
@@ -192,12 +209,21 @@ def uncompressed_length(header: bytes, body: Buffer) -> int:
 def relocate(
     header: bytes, parsed: Header, offsets: Sequence[int], body_length: int, lengths: Sequence[int] | None = None
 ) -> bytes:
-    """A copy of the flatbuffer whose buffers lie at `offsets` within a body of `body_length` bytes.
+    """Return a copy of the flatbuffer in which the buffers lie at `offsets` within a body of `body_length` bytes.
 
-    Their lengths stay unless `lengths` are given. This is how bodies by reference reach libarrow: the body is then
-    the whole region. Where the flatbuffer leaves the body length out, as libarrow does for an empty batch, there is
-    nothing to relocate: RemoteProtocolError is raised if such a message has buffers.
-    Tensors are not relocated: their buffers are cut out of the region one by one.
+    This is how bodies by reference reach libarrow: the whole region serves as the body. Tensors are not relocated:
+    their buffers are sliced from the region individually.
+
+    Args:
+        header: The flatbuffer of the message.
+        parsed: Its positions.
+        offsets: New offset of each buffer, in bytes.
+        body_length: New length of the body, in bytes.
+        lengths: New length of each buffer; None keeps the lengths.
+
+    Raises:
+        RemoteProtocolError: The flatbuffer leaves out the body length, as libarrow does for an empty batch, but has
+            buffers with bytes.
     """
     if parsed.body_length_at < 0:
         if any(buffer_extents(header, parsed)[1]):
@@ -214,10 +240,10 @@ def relocate(
 
 
 def varying_ranges(header: bytes, parsed: Header) -> list[tuple[int, int]]:
-    """Which bytes (from, to) of a record batch's flatbuffer differ between batches of one layout.
+    """Return the byte ranges (begin, end) of a record batch's flatbuffer that differ between batches of one layout.
 
-    These are its row count, null counts, buffers and the length of its body. Empty for any other message, and
-    where a scalar is left out or these overlap.
+    These ranges hold the row count, the lengths and null counts of the columns, the buffers, and the body length. The
+    result is empty for other messages, and if a scalar is left out or ranges overlap.
     """
     if parsed.type is not HeaderType.RECORD_BATCH or parsed.body_length_at < 0:
         return []
@@ -242,7 +268,11 @@ def varying_ranges(header: bytes, parsed: Header) -> list[tuple[int, int]]:
 
 
 def row_count(header: bytes) -> int:
-    """The rows of a record batch message, 0 for any other. Raises RemoteProtocolError for what is no message."""
+    """Return the number of rows of a record batch message, 0 for other messages.
+
+    Raises:
+        RemoteProtocolError: `header` is not a message.
+    """
     try:
         root = _u32(header)[0]
         _, type_at, table_at = fields(header, root, 3)

@@ -1,8 +1,8 @@
-"""Some of the columns of a stream of IPC messages: their metadata written anew, their bodies chosen from what is there.
+"""Selection of columns from a stream of IPC messages: new metadata, and bodies made of slices of the old ones.
 
-A record batch lists its nodes and buffers by the order of its fields, and how many each has follows from its type. So
-those of other columns can be left out without looking at a body, whatever its compression or byte order. Dictionaries
-keep their ids: those that no chosen column uses are left out.
+A record batch lists its nodes and buffers in the order of its fields, and the type of a field determines how many it
+has. So the buffers of other columns can be left out without reading a body, whatever its compression or byte order.
+Dictionaries keep their ids; dictionaries that no selected column uses are left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dissociated.format.record_batch import encode_record_batch
 
 
 class BodySlice(NamedTuple):
-    """A piece of a body: `padding` zero bytes, then what lies from `begin` to `end` in the whole one."""
+    """A piece of a projected body: `padding` zero bytes, then the bytes from `begin` to `end` of the original body."""
 
     padding: int
     begin: int
@@ -31,8 +31,12 @@ class BodySlice(NamedTuple):
 class ProjectedMessage(NamedTuple):
     """A message of the projected stream.
 
-    `indices` say which of the buffers of the whole message it has. `cuts` are the pieces of the whole body of which
-    its own is made, which ends in `padding` zero bytes.
+    Attributes:
+        header: Its flatbuffer.
+        parsed: The positions in `header`.
+        indices: Indices of its buffers among those of the original message.
+        cuts: Pieces of the original body that make up its body.
+        padding: Number of zero bytes after the last piece.
     """
 
     header: bytes
@@ -42,16 +46,24 @@ class ProjectedMessage(NamedTuple):
     padding: int
 
     def body(self, parts: Sequence[Buffer]) -> list[Buffer]:
-        """Its body, by reference, given the parts of the whole one."""
+        """Return the body of this message.
+
+        Args:
+            parts: The parts of the original body.
+
+        Returns:
+            Slices of `parts`, by reference, and padding.
+        """
         cut = slicer(parts)
         pieces = [piece for padding, begin, end in self.cuts for piece in (bytes(padding), *cut(begin, end))]
         return [*pieces, bytes(self.padding)]
 
 
 class Projection:
-    """Some fields of the schema in a message. `header` is that message with these fields alone.
+    """A selection of a schema's top-level fields. `header` is the schema message with these fields alone.
 
-    Raises FormatError for a schema that cannot be read.
+    Raises:
+        FormatError: The schema cannot be read.
     """
 
     def __init__(self, schema: bytes, indices: Sequence[int]) -> None:
@@ -62,9 +74,13 @@ class Projection:
             self._dictionaries = {one for index in indices for one in self._layouts[index].dictionaries}
 
     def project(self, header: bytes, parsed: Header) -> ProjectedMessage | None:
-        """What remains of a record batch; None for a dictionary that is not needed.
+        """Project a message.
 
-        Raises FormatError for a message that does not fit the schema.
+        Returns:
+            The projected message, or None for a dictionary that no selected column uses.
+
+        Raises:
+            FormatError: The message does not fit the schema.
         """
         with _damaged():
             if parsed.type is HeaderType.DICTIONARY_BATCH:
@@ -103,7 +119,7 @@ class Projection:
 
 
 def _extents(header: bytes, parsed: Header) -> list[tuple[int, int]]:
-    """Offset and length of each buffer. Raises FormatError where one leaves the body."""
+    """Return offset and length of each buffer. Raise FormatError if a buffer lies outside the body."""
     extents = [*zip(*buffer_extents(header, parsed), strict=True)]
     if any(offset < 0 or length < 0 or offset + length > parsed.body_length for offset, length in extents):
         raise FormatError("a message has buffers outside its body")
@@ -111,9 +127,14 @@ def _extents(header: bytes, parsed: Header) -> list[tuple[int, int]]:
 
 
 def _packed(extents: Sequence[tuple[int, int]]) -> tuple[list[int], list[BodySlice], int, int]:
-    """Where these buffers lie one after the other, as aligned as they were, and of which pieces that body is made.
+    """Lay out buffers one after the other, with the alignment that they have.
 
-    Then its length, and how many zero bytes it ends in.
+    Args:
+        extents: Offset and length of each buffer in the original body.
+
+    Returns:
+        The new offset of each buffer, the pieces of the original body, the length of the new body, and the number of
+            zero bytes at its end.
     """
     alignment = 64 if all(offset % 64 == 0 for offset, _ in extents) else 8
     offsets: list[int] = []
@@ -124,7 +145,8 @@ def _packed(extents: Sequence[tuple[int, int]]) -> tuple[list[int], list[BodySli
         offsets.append(at)
         if not length:
             continue
-        if cuts and offset - cuts[-1].end == at - end:  # its padding included, it follows the one before
+        # The buffer and its padding follow the previous piece in the original body, too: extend that piece.
+        if cuts and offset - cuts[-1].end == at - end:
             cuts[-1] = cuts[-1]._replace(end=offset + length)
         else:
             cuts.append(BodySlice(at - end, offset, offset + length))
@@ -134,7 +156,7 @@ def _packed(extents: Sequence[tuple[int, int]]) -> tuple[list[int], list[BodySli
 
 
 def _with_fields(header: bytes, schema: Table, indices: Sequence[int]) -> bytes:
-    """The message of a schema with these of its fields: its vector of them is cut short, the rest stays as it is."""
+    """Return a schema message with only these fields: the vector of fields is shortened in place, all else stays."""
     if not schema.fields[1]:
         return header
     vector = follow(header, schema.at + schema.fields[1])
@@ -155,7 +177,7 @@ def _encode(
     variadic: Sequence[int],
     body_length: int,
 ) -> bytes:
-    """The message of a record batch anew, with these nodes and buffers; the rest is as in `batch` and `message`."""
+    """Encode a record batch with these nodes and buffers, and everything else as in `batch` and `message`."""
     compression = None
     if batch.fields[3]:
         encoding = batch.table(3, 2)
@@ -173,7 +195,7 @@ def _encode(
 
 
 def _text(pair: Table, field: int) -> bytes | None:
-    """Key or value of custom metadata; None where it is left out."""
+    """Return the key or value of custom metadata, or None if it is left out."""
     return pair.content(field) if pair.fields[field] else None
 
 

@@ -1,4 +1,4 @@
-"""Writes the metadata of record batches and dictionaries, whatever lies in their buffers."""
+"""Encoding of the metadata of record batches and dictionary batches. Bodies are not needed."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ def encode_record_batch(
     custom_metadata: Sequence[tuple[bytes | None, bytes | None]] = (),
     version: int = _V5,
 ) -> bytes:
-    """The flatbuffer of a record batch message, or of one with the values of a dictionary.
+    """Return the flatbuffer of a record batch message, or of a dictionary batch message.
 
-    - `nodes`: length and null count of each node.
-    - `buffers`: offset and length of each buffer, in bytes.
-    - `variadic`: how many data buffers each column of views has.
-    - `body_length`: bytes of the body, padding included.
-    - `dictionary`: the id of the dictionary, for such a message.
-    - `compression`: codec and method, as `BodyCompression` of Message.fbs numbers them. None: it is not compressed.
-    - `custom_metadata`: keys and values; None where a pair leaves one out.
-    - `version`: the MetadataVersion of Schema.fbs.
+    Args:
+        num_rows: Number of rows.
+        nodes: Length and null count of each node.
+        buffers: Offset and length of each buffer, in bytes.
+        variadic: Number of data buffers of each column of views.
+        body_length: Length of the body in bytes, padding included.
+        dictionary: Id of the dictionary; None for a record batch.
+        compression: Codec and method, as `BodyCompression` of Message.fbs numbers them; None for an uncompressed body.
+        custom_metadata: Keys and values; None for a key or value that its pair leaves out.
+        version: MetadataVersion of Schema.fbs.
     """
     builder = Builder()
     type_ = HeaderType.RECORD_BATCH if dictionary is None else HeaderType.DICTIONARY_BATCH
@@ -67,7 +69,7 @@ def encode_record_batch(
 
 
 def _add_custom_metadata(builder: Builder, reference: int, pairs: Sequence[tuple[bytes | None, bytes | None]]) -> None:
-    """Write the vector of `KeyValue` tables that the offset at `reference` refers to."""
+    """Write a vector of `KeyValue` tables to which the offset at `reference` refers."""
     at = builder.vector(reference, len(pairs), bytes(4 * len(pairs)))
     for number, pair in enumerate(pairs):
         places = builder.table(at + 4 * number, [None if text is None else _REFERENCE for text in pair])

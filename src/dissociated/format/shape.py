@@ -1,4 +1,4 @@
-"""How long the buffers of an array are, by its type: by the field of a schema, and by the values that there are."""
+"""The sizes of an array's buffers, which follow from its type (a field of a schema) and from its number of values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from dissociated.format.flatbuffer import Table
 _V5 = 4
 _NULL, _STRUCT, _UNION, _FIXED_SIZE_LIST, _RUN_END_ENCODED = 1, 13, 14, 16, 22
 _VIEWS = (23, 24)
-#: Bits for each value, and whether there is one more than values, as of offsets. Nothing says how long data is.
+#: A buffer: bits for each value, and whether it has an extra element, as offsets have. The metadata does not give the
+#: size of data that offsets delimit, so that counts as 0 bits.
 _BITMAP, _DATA = (1, False), (0, False)
 _Buffer = tuple[int, bool]
 
@@ -34,8 +35,8 @@ def _are(*buffers: _Buffer) -> Callable[[Table], tuple[_Buffer, ...]]:
     return lambda type_: buffers
 
 
-#: The buffers of a type beside its validity bitmap, by its number in the union `Type` of Schema.fbs. Defaults are those
-#: of the fields there.
+#: The buffers of a type except its validity bitmap, by the type's number in the union `Type` of Schema.fbs. Defaults
+#: are those of Schema.fbs.
 _BUFFERS: dict[int, Callable[[Table], tuple[_Buffer, ...]]] = {
     _NULL: _are(),
     2: _fixed(lambda int_: int_.scalar(0, "i")),
@@ -59,7 +60,7 @@ _BUFFERS: dict[int, Callable[[Table], tuple[_Buffer, ...]]] = {
     20: _are((64, True), _DATA),  # LargeUtf8
     21: _are((64, True)),  # LargeList
     _RUN_END_ENCODED: _are(),
-    23: _are((128, False)),  # BinaryView, and as many as the message says
+    23: _are((128, False)),  # BinaryView, without its data buffers, whose number is in the message
     24: _are((128, False)),  # Utf8View
     25: _are((32, False), (32, False)),  # ListView
     26: _are((64, False), (64, False)),  # LargeListView
@@ -67,14 +68,14 @@ _BUFFERS: dict[int, Callable[[Table], tuple[_Buffer, ...]]] = {
 
 
 class Shape(NamedTuple):
-    """The buffers of one node, and how many nodes follow as its children."""
+    """The buffers of one node, and the number of nodes that follow as its children."""
 
     validity: bool
     buffers: tuple[_Buffer, ...]
-    #: Whether there are others, as many as the message says.
+    #: Whether there are further buffers, whose number is in the message.
     views: bool
     children: int
-    #: How many values each child has at least for each of its own.
+    #: Least number of values that each child has for each value of this node.
     items: int
 
     @property
@@ -83,7 +84,11 @@ class Shape(NamedTuple):
 
 
 def shape_of(field: Table, version: int) -> Shape:
-    """That of a field, whatever it is encoded in. Raises FormatError for an unknown type."""
+    """Return the shape of a field's values, also if the field is dictionary-encoded.
+
+    Raises:
+        FormatError: The type is unknown.
+    """
     type_ = field.scalar(2, "B")
     if type_ not in _BUFFERS:
         raise FormatError(f"a schema has a field of the unknown type {type_}")
@@ -99,7 +104,7 @@ def shape_of(field: Table, version: int) -> Shape:
 
 
 def shape_of_indices(encoding: Table) -> Shape:
-    """That of a field which is encoded in a dictionary."""
+    """Return the shape of a dictionary-encoded field, which is that of its indices."""
     width = encoding.table(1, 1).scalar(0, "i") if encoding.fields[1] else 32
     return Shape(True, ((width, False),), False, 0, 0)
 
@@ -111,9 +116,18 @@ def check_sizes(
     views: Iterator[int],
     least: int,
 ) -> None:
-    """Check that the next node has `least` values, and its buffers and children what they need.
+    """Check that the next node has at least `least` values and large enough buffers, and check its children likewise.
 
-    Raises RemoteProtocolError, and StopIteration where there is less of anything than of shapes.
+    Args:
+        shapes: Shapes of the remaining nodes.
+        nodes: Length and null count of each remaining node.
+        lengths: Lengths of the remaining buffers, in bytes.
+        views: Number of data buffers of each remaining column of views.
+        least: Least number of values of the next node.
+
+    Raises:
+        RemoteProtocolError: The node has too few values, or a buffer is too short.
+        StopIteration: There are fewer nodes, buffers or counts than the shapes need.
     """
     shape = next(shapes)
     count, nulls = next(nodes)
@@ -123,7 +137,7 @@ def check_sizes(
     needed += [(count + more) * bits for bits, more in shape.buffers]
     for bits in needed:
         length = next(lengths)
-        if 8 * length < bits and (count or length):  # of no values, offsets may be left out
+        if 8 * length < bits and (count or length):  # without values, offsets may be left out
             raise RemoteProtocolError(
                 f"the peer sent a buffer of {length} bytes for {count} values, which take {-(-bits // 8)}"
             )

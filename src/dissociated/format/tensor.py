@@ -1,15 +1,15 @@
-"""The flatbuffers of tensors (Tensor.fbs, SparseTensor.fbs): what shape they have, and where their buffers lie.
+"""The flatbuffers of tensors (Tensor.fbs, SparseTensor.fbs): shape, type, and the positions of their buffers.
 
 A body holds the buffers of the index, if there is one, and then the values:
 
     dense  values
     COO    coordinates, a matrix with a row for each value; values
-    CSR    where each row begins among the values (indptr); the column of each value (indices); values
-    CSC    the same by columns
+    CSR    for each row, the position of its first value (indptr); the column of each value (indices); values
+    CSC    the same for columns
     CSF    indptr of each level but the last; indices of each level; values
 
-libarrow gives the lengths of CSF's index buffers in elements, of all others in bytes. Both are read here, in CSF;
-written is what libarrow reads.
+libarrow gives the lengths of CSF's index buffers in elements, and all other lengths in bytes. For CSF, both units are
+read here, and elements are written, because libarrow reads those.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 from dissociated.errors import FormatError
 from dissociated.format.flatbuffer import Table, follow
 
-#: More dimensions than any version of NumPy takes are refused.
+#: Most dimensions of a tensor: the least that any supported version of NumPy allows.
 MAX_DIMENSIONS = 32
-#: "align [...] to be multiples of 64 bytes": metadata, body, and each buffer in it
+#: Alignment of metadata, body, and each buffer in the body: "align [...] to be multiples of 64 bytes"
 ALIGNMENT = 64
 
 _MAX_TENSOR_SIZE = 1 << 63
@@ -39,7 +39,7 @@ Extents = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class TensorFormat(Enum):
-    """How the values of a tensor are found."""
+    """The layout of a tensor's values."""
 
     DENSE = "dense"
     COO = "COO"
@@ -49,49 +49,49 @@ class TensorFormat(Enum):
 
 
 class TensorHeader(NamedTuple):
-    """What the flatbuffer of a tensor says. Types are NumPy's names for them, lengths and strides are in bytes."""
+    """The content of a tensor's flatbuffer. Types are named as in NumPy; lengths and strides are in bytes."""
 
     format: TensorFormat
     type: str
     shape: tuple[int, ...]
-    #: of the dimensions, all empty where they have none
+    #: name of each dimension, empty if it has none
     names: tuple[str, ...]
-    #: of each buffer of the body, in order
+    #: offset and length of each buffer of the body, in order
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
-    #: of dense values, or of COO's coordinates
+    #: strides of dense values, or of COO's coordinates
     strides: tuple[int, ...] = ()
-    #: of a sparse tensor: how many values there are
+    #: number of values of a sparse tensor
     non_zero: int = 0
-    #: of CSR, CSC and CSF
+    #: type of `indptr`, which CSR, CSC and CSF have
     indptr_type: str = "<i8"
-    #: of a sparse tensor
+    #: type of the indices of a sparse tensor
     indices_type: str = "<i8"
-    #: of CSF: which dimension each level is
+    #: for CSF, the dimension of each level
     axis_order: tuple[int, ...] = ()
-    #: of COO: whether the coordinates are in order, each there once
+    #: for COO, whether the coordinates are sorted and unique
     canonical: bool = False
 
 
 def size_in_bytes(shape: Sequence[int], type_: str) -> int:
-    """What so many values take, stored densely."""
+    """Return the size, in bytes, of a dense array of this shape and type."""
     return math.prod(shape) * value_width(type_)
 
 
 def value_width(type_: str) -> int:
-    """How many bytes a value has."""
+    """Return the size of a value, in bytes."""
     return int(type_[2:])
 
 
 def row_major(shape: Sequence[int], type_: str) -> tuple[int, ...]:
-    """The strides of an array that lies row by row; where there are no values, those that libarrow computes."""
+    """Return the strides of a row-major array, as libarrow computes them. An array without values has strides, too."""
     if 0 in shape:
         return (value_width(type_),) * len(shape)
     return tuple(size_in_bytes(shape[axis + 1 :], type_) for axis in range(len(shape)))
 
 
 def spanned(shape: Sequence[int], strides: Sequence[int], type_: str) -> int:
-    """How many bytes an array reaches across."""
+    """Return the number of bytes from the first byte of a strided array to its last."""
     if 0 in shape:
         return 0
     return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + value_width(type_)
@@ -101,9 +101,13 @@ def spanned(shape: Sequence[int], strides: Sequence[int], type_: str) -> int:
 
 
 def parse_tensor(header: bytes) -> TensorHeader:
-    """Read the flatbuffer of a `Message` that holds a tensor. Raises FormatError for anything else.
+    """Read the flatbuffer of a `Message` that holds a tensor.
 
-    What it says then agrees with itself: every buffer is as long as the shape needs it.
+    Returns:
+        A consistent header: every buffer is long enough for the shape.
+
+    Raises:
+        FormatError: The message is damaged or inconsistent, or holds no tensor.
     """
     try:
         message = Table.read(header, follow(header, 0), 3)
@@ -121,7 +125,7 @@ def parse_tensor(header: bytes) -> TensorHeader:
 
 
 def sparse_buffers(header: bytes, table: int) -> Extents:
-    """Offsets and lengths, in bytes, of the buffers of the `SparseTensor` at this position, in order of the body."""
+    """Return offsets and lengths, in bytes and in the body's order, of the buffers of the `SparseTensor` at `table`."""
     found = _sparse(Table.read(header, table, 7))
     return found.offsets, found.lengths
 
@@ -181,7 +185,7 @@ def _type_and_shape(tensor: Table) -> tuple[str, tuple[int, ...], tuple[str, ...
     if len(dimensions) > MAX_DIMENSIONS:
         raise FormatError(f"a tensor of {len(dimensions)} dimensions; at most {MAX_DIMENSIONS} are taken")
     shape = tuple(dimension.scalar(0, "q") for dimension in dimensions)
-    # Beside empty dimensions, too, the others must be such that strides can be computed.
+    # Strides must be computable from the other dimensions also if some dimensions are empty.
     if min(shape, default=0) < 0 or size_in_bytes([size or 1 for size in shape], type_) >= _MAX_TENSOR_SIZE:
         raise FormatError(f"a tensor of the impossible shape {shape}")
     return type_, shape, tuple(dimension.text(1) for dimension in dimensions)
@@ -195,7 +199,7 @@ def _int(table: Table) -> str:
 
 
 def _csf_buffers(index: Table, count: int, types: tuple[str, str], levels: int) -> list[tuple[int, int]]:
-    """Its index buffers, their lengths in bytes, whichever unit they came in."""
+    """Return offset and length of each index buffer. Lengths are in bytes, whichever unit the flatbuffer has."""
     indptr, indices = index.vector(1, _BUFFER_FORMAT), index.vector(3, _BUFFER_FORMAT)
     if levels < 2 or len(indices) != levels or len(indptr) != levels - 1:
         raise FormatError(f"a CSF index of {len(indptr)} and {len(indices)} buffers for {levels} dimensions")
@@ -214,7 +218,7 @@ def _csf_buffers(index: Table, count: int, types: tuple[str, str], levels: int) 
 
 
 def _check(found: TensorHeader) -> None:
-    """Whether its buffers are as long as they must be, and lie where they can."""
+    """Raise FormatError if a buffer is too short for the shape or has an impossible position."""
     shape, count, lengths = found.shape, found.non_zero, found.lengths
     if any(offset < 0 or length < 0 for offset, length in zip(found.offsets, lengths, strict=True)):
         raise FormatError("a tensor with a buffer at no possible place")
@@ -234,7 +238,7 @@ def _check(found: TensorHeader) -> None:
     elif found.format is TensorFormat.CSF:
         if sorted(found.axis_order) != [*range(len(shape))]:
             raise FormatError(f"a CSF index whose levels are the dimensions {found.axis_order}")
-        needed[:0] = lengths[:-1]  # by which the sizes of its levels are known
+        needed[:0] = lengths[:-1]  # `_csf_buffers` has checked these
     for length, least in zip(lengths, needed, strict=True):
         if length < least:
             raise FormatError(f"a tensor with a buffer of {length} bytes where {least} are needed")
@@ -243,7 +247,7 @@ def _check(found: TensorHeader) -> None:
 def _strided(shape: tuple[int, ...], strides: tuple[int, ...], type_: str) -> int:
     if len(strides) != len(shape) or min(strides, default=0) < 0:
         raise FormatError(f"a tensor of the shape {shape} with the strides {strides}")
-    # Not fewer than its values take, so that no few bytes pass for terabytes by strides of 0.
+    # At least the size of the values: with strides of 0, a buffer of a few bytes could claim terabytes.
     return max(spanned(shape, strides, type_), size_in_bytes(shape, type_))
 
 
@@ -251,7 +255,13 @@ def _strided(shape: tuple[int, ...], strides: tuple[int, ...], type_: str) -> in
 
 
 def encode_tensor(tensor: TensorHeader, body_length: int, version: int) -> bytes:
-    """The flatbuffer of a `Message` that holds this tensor; `version` is a MetadataVersion of Schema.fbs."""
+    """Return the flatbuffer of a `Message` that holds this tensor.
+
+    Args:
+        tensor: The tensor.
+        body_length: Length of the body, in bytes.
+        version: MetadataVersion of Schema.fbs.
+    """
     builder = _builder()
     kind, header = (_TENSOR, _put_dense) if tensor.format is TensorFormat.DENSE else (_SPARSE_TENSOR, _put_sparse)
     at = header(builder, tensor)
@@ -265,7 +275,7 @@ def encode_tensor(tensor: TensorHeader, body_length: int, version: int) -> bytes
 
 
 def _builder() -> Any:
-    import flatbuffers  # on first use: who never writes a tensor needs none
+    import flatbuffers  # on first use: only writers of tensors need it
 
     return flatbuffers.Builder(1024)
 

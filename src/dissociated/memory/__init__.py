@@ -1,1 +1,1 @@
-"""Memory that peers can address, and who still holds which part of it."""
+"""Memory that peers can address, and the leases that keep it."""

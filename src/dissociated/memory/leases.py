@@ -1,8 +1,8 @@
-"""Who still holds which address.
+"""Leases: the account of addresses that a peer holds.
 
-The server counts sends: an address sent twice must come back twice. The client holds a lease for each message
-and gives it back when the last array that lies in the message's body is collected; a segment that libarrow reads in
-place is one lease.
+The server counts sends: an address that was sent twice must be freed twice. The client has a lease for each message,
+and frees the message's addresses when the last array in its body is collected. A segment that libarrow reads in place
+has one lease.
 """
 
 from __future__ import annotations
@@ -23,34 +23,42 @@ from dissociated.memory.device.base import Device
 
 
 class Ledger:
-    """The server's account of what one connection holds. Not thread-safe: a connection has one thread."""
+    """The server's account of the addresses that the client of one connection holds.
+
+    It is not thread-safe: a connection has one thread.
+    """
 
     def __init__(self) -> None:
         self._held: Counter[int] = Counter()
-        self._sends = 0  # of the addresses that are held, each as often as it was sent
-        self._empty = 0  # buffers without bytes that were sent, and that the client may give back, too
+        self._sends = 0  # number of sends that the client has not freed
+        self._empty = 0  # number of buffers without bytes that the client may free, too
 
     def __len__(self) -> int:
-        """How many addresses are held."""
+        """Return the number of addresses that are held."""
         return len(self._held)
 
     @property
     def max_freed(self) -> int:
-        """How many addresses the client may still free: that many may be in one message."""
+        """Return the largest number of addresses that the client may still free, for instance in one message."""
         return self._sends + self._empty
 
     def hold(self, addresses: Collection[int], empty: int = 0) -> None:
-        """Account for `addresses` that are being sent, each once more, beside so many `empty` buffers."""
+        """Count one more send of each of `addresses`, and of `empty` buffers without bytes, which may be freed, too."""
         self._held.update(addresses)
         self._sends += len(addresses)
         self._empty += empty
 
     def release(self, addresses: Sequence[int]) -> list[int]:
-        """The peer freed these. Returns those that nobody holds any more.
+        """Record that the client freed `addresses`.
 
-        0 is passed over: it is the address of a buffer without bytes, and some give that back, too.
-        Raises RemoteProtocolError for an address that the peer does not hold (unknown, or freed already); what
-        stands before it in `addresses` has then been released.
+        An address of 0 belongs to a buffer without bytes. It is skipped; some clients send it.
+
+        Returns:
+            The addresses that the client no longer holds.
+
+        Raises:
+            RemoteProtocolError: The client does not hold an address, which is unknown or freed already. The addresses
+                before it in `addresses` have been released.
         """
         counts = self._held
         released = []
@@ -71,21 +79,21 @@ class Ledger:
         return released
 
     def release_all(self) -> list[int]:
-        """The peer is gone: everything it held is free."""
+        """Release and return all addresses, after the client has disconnected."""
         released = list(self._held)
         self._held.clear()
         self._sends = self._empty = 0
         return released
 
 
-#: What comes back of an address that is still in use: a forked process maps it, and nobody can tell for how long. No
-#: buffer has this address.
+#: Value that stands for an address that a forked process still maps, for an unknown time. No buffer has this address.
 STILL_HELD = 0
 
-#: Seconds after which a device is asked again that could not tell what is used: each time breaks off a capture there.
+#: Seconds until a device that could not tell which memory it reads is asked again. Each query breaks off a capture of a
+#: graph on that device, so there must be few.
 RETRY_INTERVAL = 5.0
 
-_forks = 0  # how often this process has begun, or ended, to fork
+_forks = 0  # counts the beginnings and ends of forks, in the parent and in the child
 
 
 @once
@@ -98,7 +106,7 @@ def _count_forks() -> None:
 
 
 class _Lease:
-    """What a buffer refers to that lies in leased memory: the memory, which stays mapped, and its owner."""
+    """The owner of a buffer in leased memory. It keeps the memory mapped, and keeps `owner`."""
 
     __slots__ = ("__weakref__", "_memory", "_owner")
 
@@ -108,9 +116,10 @@ class _Lease:
 
 
 class _Ended(weakref.ref[_Lease]):
-    """That a lease has ended: `callback` is then called with this, which must be kept until then.
+    """A weak reference that calls `callback` with itself when its lease has ended. It must be kept until then.
 
-    A `__del__` would be Python's code, where a signal may be handled: Ctrl-C would be lost there, and the lease too.
+    A `__del__` method would be Python code, in which a signal may be handled: Ctrl-C would be lost there, and the lease
+    with it.
     """
 
     __slots__ = ("_addresses", "_device", "_forks", "_memory")
@@ -127,14 +136,17 @@ class _Ended(weakref.ref[_Lease]):
         device: Device | None,
     ) -> None:
         self._addresses = addresses
-        self._memory = None if device is None else memory  # which streams may read for longer
+        self._memory = None if device is None else memory  # kept because streams may still read it
         self._device = device
         self._forks = _forks
 
     def addresses(self) -> Sequence[int]:
-        """What may be given back, once nothing reads it any more on a device: that is waited for.
+        """Return the addresses to free, after waiting for the device to finish reading the memory.
 
-        Raises DeviceError where nobody can tell.
+        If the process has forked meanwhile, return STILL_HELD in place of each address.
+
+        Raises:
+            DeviceError: The device cannot tell whether it still reads the memory.
         """
         if self._forks != _forks:
             return (STILL_HELD,) * len(self._addresses)
@@ -144,52 +156,61 @@ class _Ended(weakref.ref[_Lease]):
 
 
 class FreeQueue:
-    """A client's leases, and what of them has ended: that is only queued then, and a connection's thread takes it.
+    """The leases of a client. A lease that ends only queues its addresses; the thread of a connection takes them.
 
-    What was leased before this process forked is held by the child too, which says nothing when it lets go: such
-    addresses come back as STILL_HELD. The child's leases keep `owner`, and so its copy of the connection: while that
-    is open the server gives nothing of it to others.
+    A child process holds the leases that existed when it was forked, and does not report their end. The addresses of
+    such leases come back as STILL_HELD. The child's leases keep `owner`, and so its copy of the connection. While that
+    copy is open, the server reuses none of the memory.
     """
 
     def __init__(self, owner: object = None) -> None:
         _count_forks()
-        # Its `put` is C alone, and reentrant, so it may be called at any point of any thread.
+        # The queue's `put` is implemented in C and reentrant, so it may be called at any point of any thread.
         self._queue: SimpleQueue[Sequence[int] | _Ended | None] = SimpleQueue()
-        self._leases: set[_Ended] = set()  # until they have ended, and are taken
-        self._unsure: list[_Ended] = []  # which a device may still read, for all that it says
+        self._leases: set[_Ended] = set()  # leases whose addresses have not been taken
+        self._unsure: list[_Ended] = []  # ended leases whose memory a device may still read
         self._owner = owner
 
     def lease(self, memory: pa.Buffer, addresses: Sequence[int], device: Device | None = None) -> pa.Buffer:
-        """The same memory as a buffer, at whose end, when the last array in it is collected, `addresses` are queued.
+        """Return `memory` as a leased buffer: when its last array is collected, `addresses` are queued.
 
-        On a `device` streams may go on to read it then: who takes the addresses waits for these, and lets go of it.
+        Args:
+            memory: The memory of a message's body.
+            addresses: The addresses to free.
+            device: The device whose memory it is. Its streams may still read the memory when the lease ends, so `take`
+                waits for them, and then releases the memory.
         """
         lease = _Lease(memory, self._owner)
         self._leases.add(_Ended(lease, self._queue.put, addresses, memory, device))
         return pa.foreign_buffer(memory.address, memory.size, lease)
 
     def put(self, addresses: Sequence[int], /) -> None:
-        """Take addresses that are not leased."""
+        """Queue addresses that are not leased."""
         self._queue.put(addresses)
 
     def wake(self) -> None:
-        """Make a waiting `take` return what there is, even nothing."""
+        """Make a waiting `take` return what has been queued, even if that is nothing."""
         self._queue.put(None)
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to take now."""
+        """Return whether the queue is empty."""
         return self._queue.empty()
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is leased any more, and there is nothing to take."""
+        """Return whether no lease exists and the queue is empty."""
         return not self._leases and self._queue.empty()
 
     def take(self, limit: int) -> list[int]:
-        """Wait for leases to end, or for `wake`. Returns their addresses, coalesced up to about `limit`.
+        """Wait for leases to end, or for `wake`.
 
-        Those that a device may still read come later: it is asked again when others end, and every few seconds.
+        Args:
+            limit: Approximate number of addresses at which to return, even if more are queued.
+
+        Returns:
+            The addresses of leases that have ended. Addresses that a device may still read are returned later: `take`
+                asks the device again when other leases end, and every RETRY_INTERVAL seconds.
         """
         addresses: list[int] = []
         try:
@@ -197,7 +218,7 @@ class FreeQueue:
         except Empty:
             item = None
         unsure, self._unsure = self._unsure, []
-        for ended in unsure:  # once, and not for each that has ended
+        for ended in unsure:  # once in each call, not for each lease that has ended
             addresses += self._addresses_of(ended)
         while True:
             if item is not None:
@@ -217,16 +238,16 @@ class FreeQueue:
 
 
 class AddressSink(Protocol):
-    """Where addresses go whose lease has ended: a SimpleQueue, or what else may be called anywhere."""
+    """A receiver of addresses whose lease has ended, such as a SimpleQueue."""
 
     def put(self, addresses: Sequence[int], /) -> object:
-        """Take them. Called from finalizers, at any point of any thread: enqueue, do nothing else."""
+        """Take addresses. Finalizers call this at any point of any thread, so it must enqueue and do nothing else."""
 
 
 def leased_buffer(memory: pa.Buffer, addresses: Sequence[int], returns: AddressSink) -> pa.Buffer:
-    """Return the same memory as a buffer. `addresses` are returned when the last array in it is collected.
+    """Return `memory` as a buffer that passes `addresses` to `returns` when its last array is collected.
 
-    A process that ends does not return them: its peer learns that from the connection.
+    A process that ends does not pass them: its peer learns of the end from the connection.
     """
     lease = _Lease(memory)
     finalize(lease, returns.put, addresses).atexit = False

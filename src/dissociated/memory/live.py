@@ -1,7 +1,7 @@
-"""A region for a stream without end: a sparse memfd whose offsets only grow.
+"""Regions for endless streams: sparse memfds whose offsets only grow.
 
-A body is written once, at the next offset, and its pages are punched out when its last address is freed. So the
-memory in use is what the peer holds, and that is capped.
+A body is written once, at the next offset. Its pages are punched out when its last address is freed. So the memory in
+use is the memory that the peer holds, and that has a limit.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from dissociated.base.oserrors import store_errors
 from dissociated.memory.region import pages, reserve_base
 from dissociated.memory.shared import Backing, create_memfd, map_read_only, reopen_read_only, seal, write_parts
 
-#: Costs address space alone, in both processes, until it is written.
+#: Size of a region in bytes. Until it is written, it takes only address space, in both processes.
 _SPAN = 1 << 36
 
 
 class _LiveBody:
-    """Where a body lies, its addresses, and how many leases of them there are."""
+    """A body in a region: its position in bytes, its addresses, and the number of their leases."""
 
     __slots__ = ("addresses", "exempt_leases", "leases", "offset", "size")
 
     def __init__(self, offset: int, size: int, addresses: Collection[int], holders: int) -> None:
         self.offset, self.size, self.addresses = offset, size, addresses
         self.leases = len(addresses) * holders
-        self.exempt_leases = 0  # beside those: of holders that do not count against the limit
+        self.exempt_leases = 0  # further leases, which do not count against the limit
 
 
 class LiveRegion:
-    """Holds at most `limit` bytes that are not freed, but always up to two bodies. Close it after use.
+    """A region that holds at most `limit` bytes of unfreed bodies, but always up to two bodies. Close it after use.
 
-    Two, because a reader that asks for the next batch still holds the last.
+    Two bodies are always allowed because a reader that asks for the next batch still holds the last one.
 
-    What the peer has mapped stays readable after `close`: its memory goes with the peer's last mapping.
+    Memory that the peer has mapped stays readable after `close`. It is released with the peer's last mapping.
     """
 
     backing = Backing.LIVE
@@ -46,50 +46,62 @@ class LiveRegion:
     def __init__(self, name: str, limit: int) -> None:
         #: Bytes that may be held at once.
         self.limit = limit
-        #: The first of its addresses.
+        #: First address of the region.
         self.base = reserve_base(_SPAN)
-        self._bodies: dict[int, _LiveBody] = {}  # by each address that is held
-        #: Where the next body will lie.
+        self._bodies: dict[int, _LiveBody] = {}  # keyed by each address that is held
+        #: Offset of the next body.
         self.offset = 0
-        #: Bytes of the bodies that are held and count.
+        #: Bytes of the bodies that are held and count against the limit.
         self.unfreed = 0
         self._unfreed_bodies = 0
-        self._unpunched: list[_LiveBody] = []  # which nobody holds
+        self._unpunched: list[_LiveBody] = []  # bodies without leases whose pages are not punched out yet
         with store_errors(f"shared memory for {name}"), ExitStack() as undo:
             self._writable = create_memfd(name)
             undo.callback(os.close, self._writable)
             os.ftruncate(self._writable, _SPAN)
             seal(self._writable, Backing.LIVE)
-            #: Read-only, to hand out. It stays this object's.
+            #: Read-only descriptor to share with peers. This object owns it.
             self.descriptor = reopen_read_only(self._writable)
             undo.callback(os.close, self.descriptor)
             undo.pop_all()
 
     def fits(self, length: int) -> bool:
-        """Whether a body of `length` bytes may ever be written: offsets only grow, and end."""
+        """Return whether the region has offsets left for a body of `length` bytes. Offsets are never reused."""
         return self.offset + pages(length) <= _SPAN
 
     def has_room(self, length: int, other_bytes: int = 0) -> bool:
-        """Whether a body of `length` bytes may be written now, beside what is held here and `other_bytes` elsewhere."""
+        """Return whether the limit allows a body of `length` bytes now.
+
+        Args:
+            length: Length of the body, in bytes.
+            other_bytes: Bytes that are held elsewhere and count against the same limit.
+        """
         return self._unfreed_bodies < 2 or other_bytes + self.unfreed + pages(length) <= self.limit
 
     def place(
         self, parts: Sequence[Buffer], length: int, extents: Iterable[tuple[int, int]], holders: int = 1
     ) -> list[tuple[int, int]]:
-        """Write a body and return address and length of each of its buffers, given their offsets in it.
+        """Write a body and lease it.
 
-        Each of so many `holders` will free each address once.
+        Args:
+            parts: The body.
+            length: Length of the body, in bytes.
+            extents: Offset in the body and length of each buffer, in bytes.
+            holders: Number of clients, each of which will free each address once.
+
+        Returns:
+            Address and length of each buffer; (0, 0) for an empty one.
         """
         self.write(parts)
         return self.lease(length, extents, holders)
 
     def write(self, parts: Sequence[Buffer]) -> None:
-        """Write a body where the next one is to lie. `lease` must follow."""
+        """Write a body at the next offset. `lease` must follow."""
         with store_errors("shared memory for a live stream"):
             write_parts(self._writable, parts, self.offset)
 
     def body(self, at: int, length: int) -> memoryview:
-        """The `length` bytes written at this offset. They change once they are freed: give them only to who copies."""
+        """Return the `length` bytes at this offset. They change once they are freed, so only copy from them."""
         return self._mapped[at : at + length]
 
     @cached_property
@@ -98,7 +110,7 @@ class LiveRegion:
             return memoryview(map_read_only(self.descriptor, _SPAN))
 
     def lease(self, length: int, extents: Iterable[tuple[int, int]], holders: int) -> list[tuple[int, int]]:
-        """Lease the body that was just written: see `place`, which does both."""
+        """Lease the body that `write` has just written. The arguments and the result are those of `place`."""
         start = self.base + self.offset
         placed = [(start + offset, size) if size else (0, 0) for offset, size in extents]
         addresses = {address for address, size in placed if size}
@@ -112,9 +124,11 @@ class LiveRegion:
         return placed
 
     def free(self, addresses: Iterable[int], exempt: bool = False) -> None:
-        """One lease of each of these addresses has ended: an `exempt` one, or one that counts.
+        """End one lease of each of these addresses. Addresses of other regions are ignored.
 
-        Addresses of other regions are passed over.
+        Args:
+            addresses: The addresses.
+            exempt: Whether to end a lease that `exempt` has taken out of the limit.
         """
         for address in addresses:
             body = self._bodies.get(address)
@@ -128,7 +142,7 @@ class LiveRegion:
             self._release(body, was_held)
 
     def exempt(self, addresses: Iterable[int]) -> None:
-        """One lease of each of these addresses no longer counts against the limit. The bodies stay until it ends."""
+        """Take one lease of each of these addresses out of the limit. The body stays until that lease ends."""
         for address in addresses:
             body = self._bodies.get(address)
             if body is not None:
@@ -137,13 +151,13 @@ class LiveRegion:
                 self._release(body, was_held=True)
 
     def size_of(self, addresses: Iterable[int]) -> int:
-        """Bytes of the bodies that these addresses belong to."""
+        """Return the total size of the bodies to which these addresses belong, in bytes."""
         bodies = {self._bodies[address] for address in addresses if address in self._bodies}
         return sum(body.size for body in bodies)
 
     @property
     def empty(self) -> bool:
-        """Whether nobody holds anything here."""
+        """Return whether no body is held."""
         return not self._bodies
 
     def _count(self, body: _LiveBody, sign: int) -> None:
@@ -151,7 +165,7 @@ class LiveRegion:
         self._unfreed_bodies += sign
 
     def _release(self, body: _LiveBody, was_held: bool) -> None:
-        """Give back of `body` what nobody holds."""
+        """Stop counting `body` if no counted lease is left, and punch it out if no lease is left at all."""
         if was_held and not body.leases:
             self._count(body, -1)
         if not body.leases and not body.exempt_leases:
@@ -161,7 +175,7 @@ class LiveRegion:
             self._punch()
 
     def _punch(self) -> None:
-        """Give back the pages of what nobody holds. What cannot be mapped for that now, can be with the next body."""
+        """Punch out the bodies without leases. If mapping one of them fails, it is tried again with the next body."""
         with suppress(OSError):
             while self._unpunched:
                 body = self._unpunched[-1]
@@ -170,13 +184,13 @@ class LiveRegion:
                 self._unpunched.pop()
 
     def close(self) -> None:
-        """Give back the descriptors."""
+        """Close the descriptors."""
         os.close(self.descriptor)
         os.close(self._writable)
 
 
 class LiveMemory:
-    """The regions of one live stream. The last one takes bodies; those before it are used up, and wait for frees."""
+    """The regions of one live stream. The last region takes new bodies; the others are used up and wait for frees."""
 
     def __init__(self, name: str, limit: int) -> None:
         self._name = name
@@ -184,7 +198,10 @@ class LiveMemory:
         self._regions: list[LiveRegion] = []
 
     def region(self, length: int) -> LiveRegion | None:
-        """The region for a body of `length` bytes: a new one where the last is used up; None if it fits in none."""
+        """Return the region for a body of `length` bytes; None if no region can hold it.
+
+        If the last region is used up, add a new one.
+        """
         if not self._regions or not self._regions[-1].fits(length):
             for used_up in [region for region in self._regions if region.empty]:
                 self._regions.remove(used_up)
@@ -194,32 +211,32 @@ class LiveMemory:
         return last if last.fits(length) else None
 
     def has_room(self, length: int, other_bytes: int = 0) -> bool:
-        """Whether there is room for `length` bytes now, beside what is held here and `other_bytes` elsewhere."""
+        """Return whether the limit allows `length` more bytes now. `other_bytes` held elsewhere count, too."""
         if not self._regions:
             return other_bytes + length <= self._limit
         return self._regions[-1].has_room(length, other_bytes=other_bytes + self.unfreed - self._regions[-1].unfreed)
 
     @property
     def unfreed(self) -> int:
-        """Bytes that are held, in all regions."""
+        """Return the number of bytes that are held and count against the limit, in all regions."""
         return sum(region.unfreed for region in self._regions)
 
     def free(self, addresses: Collection[int], exempt: bool = False) -> None:
-        """See `LiveRegion.free`. After `close` nothing happens: what is mapped stays."""
+        """End one lease of each address, as `LiveRegion.free` does. After `close`, this does nothing: mappings stay."""
         for region in self._regions:
             region.free(addresses, exempt)
 
     def exempt(self, addresses: Collection[int]) -> None:
-        """See `LiveRegion.exempt`."""
+        """Take one lease of each address out of the limit, as `LiveRegion.exempt` does."""
         for region in self._regions:
             region.exempt(addresses)
 
     def size_of(self, addresses: Collection[int]) -> int:
-        """Bytes of the bodies that these addresses belong to."""
+        """Return the total size of the bodies to which these addresses belong, in bytes."""
         return sum(region.size_of(addresses) for region in self._regions)
 
     def close(self) -> None:
-        """Give back the descriptors. What peers have mapped stays readable."""
+        """Close the descriptors. Memory that peers have mapped stays readable."""
         for region in self._regions:
             region.close()
         self._regions.clear()

@@ -1,7 +1,6 @@
-"""Shared memory, mapped once more for this process alone.
+"""Private mappings of shared memory, which this process may write to.
 
-Whoever writes there changes neither what the server has, nor what others see: the kernel copies a page when it is
-written to first.
+A write changes neither the server's memory nor another reader's: the kernel copies a page on its first write.
 """
 
 from __future__ import annotations
@@ -14,35 +13,40 @@ from bisect import bisect_right
 
 from dissociated.base.exit import keep_at_exit
 
-_MAX_MAPPINGS = 64  # that are there at once: each takes a descriptor
-_KEPT_PART = 4  # files are kept open among the first of so many parts of what descriptors there may be
-_MAX_CLAIMED = 1 << 25  # bytes of one mapping, which are memory of this process's own if all of them are written to
+_MAX_MAPPINGS = 64  # mappings at once, because each takes a descriptor
+_KEPT_PART = 4  # files are kept open only on the first quarter of the descriptors that the process may have
+_MAX_CLAIMED = 1 << 25  # claimed bytes of one mapping, all of which this process may write to, and so copy
 _mappings: weakref.WeakSet[PrivateMapping] = weakref.WeakSet()
 
 
 class SharedFile:
-    """What a region was mapped from, kept open to map it once more. Closed when it is collected."""
+    """The file or memfd of a region, kept open so that it can be mapped again. It is closed when collected."""
 
     def __init__(self, descriptor: int) -> None:
-        """The descriptor is its own from now on."""
+        """Take over the descriptor."""
         self._descriptor = descriptor
         weakref.finalize(self, os.close, descriptor)
 
     @property
     def path(self) -> str:
-        """Where other processes of this user find the file, while this is kept."""
+        """Return the path by which other processes of this user can open the file, while this object exists."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def map_private(self, size: int, source: object) -> PrivateMapping | None:
-        """The first `size` bytes; None where there are as many mappings as there may be.
+        """Map the first `size` bytes privately.
 
-        `source`, which holds the lease of what lies there, is kept for as long as the mapping is used.
+        Args:
+            size: Number of bytes.
+            source: The owner of the lease of this memory, kept for as long as the mapping is used.
+
+        Returns:
+            The mapping, or None if there are too many mappings or the system refuses another.
         """
         if len(_mappings) >= _MAX_MAPPINGS:
             return None
         try:
             mapping = PrivateMapping(self._descriptor, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-        except OSError:  # there are too many descriptors, or there is no memory to promise
+        except OSError:  # too many descriptors, or no memory to commit
             return None
         mapping.source, mapping.claims = source, Claims()
         _mappings.add(mapping)
@@ -51,28 +55,32 @@ class SharedFile:
 
 
 def keep_open(descriptor: int) -> SharedFile | None:
-    """The descriptor stays the caller's. None where this process has many: what is still to be mapped needs them."""
+    """Return a SharedFile with a duplicate of `descriptor`, which stays the caller's.
+
+    Returns:
+        The file, or None if this process has many descriptors open: regions that are still to be mapped need the rest.
+    """
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         own = os.dup(descriptor)
     except OSError:
         return None
-    if own >= most // _KEPT_PART:  # the kernel gives the lowest number that is free
+    if own >= most // _KEPT_PART:  # the kernel gives the lowest free number, so this many are open
         os.close(own)
         return None
     return SharedFile(own)
 
 
 class PrivateMapping(mmap.mmap):
-    """Unmapped when the last array that lies in it is collected."""
+    """A private mapping, unmapped when the last array in it is collected."""
 
     source: object
-    #: what of it was given away, so that nobody sees what another has written
+    #: extents that were handed out, so that no writer sees the changes of another
     claims: Claims
 
 
 class Claims:
-    """Extents, none of which overlap."""
+    """A set of extents that do not overlap."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -81,11 +89,11 @@ class Claims:
 
     @property
     def full(self) -> bool:
-        """Whether there are enough: others shall be claimed in another mapping."""
+        """Return whether enough bytes are claimed, so that further claims should go to another mapping."""
         return self._claimed >= _MAX_CLAIMED
 
     def add(self, start: int, stop: int) -> bool:
-        """Claim the bytes from `start` up to `stop`. False where one of them was claimed before."""
+        """Claim the bytes from `start` up to `stop`. Return False if any of them was claimed before."""
         place = bisect_right(self._starts, start)
         before = self._stops[place - 1] if place else 0
         if before > start or (place < len(self._starts) and self._starts[place] < stop):

@@ -1,7 +1,7 @@
-"""Regions of memory that are shared between processes, and the addresses within them.
+"""Regions of memory that processes share, and the addresses within them.
 
-A server gives each region a base, so that one connection can speak of several: the addresses of a region are
-`base <= address < base + size`. Both sides map the region where they like.
+A server gives each region a base, so that one connection can refer to several: the addresses of a region are `base <=
+address < base + size`. Each side maps the region at an address of its own.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from dissociated.memory.device.base import Device
 from dissociated.memory.private import SharedFile
 
 _PAGE = mmap.PAGESIZE
-_ALIGNMENT = 8  # that libarrow asks of offsets in a body
-_next_base = _PAGE  # so that no buffer ever has the address 0, which means absent
+_ALIGNMENT = 8  # libarrow requires it of offsets in a body
+_next_base = _PAGE  # not 0, because the address 0 means an absent buffer
 _lock = threading.Lock()
 
 
 def pages(size: int) -> int:
-    """The bytes of the whole pages that so many bytes take."""
+    """Return `size` rounded up to whole pages, in bytes."""
     return -(-size // _PAGE) * _PAGE
 
 
 def reserve_base(size: int) -> int:
-    """The base for a new region of `size` bytes, never given to another region of this process."""
+    """Return the base for a new region of `size` bytes. No other region of this process gets the same addresses."""
     global _next_base
     with _lock:
         base = _next_base
@@ -39,10 +39,10 @@ def reserve_base(size: int) -> int:
 
 
 class Region:
-    """A span of addresses, `base` to `base + size`, and the memory mapped for it in this process.
+    """A span of addresses, `base` to `base + size`, and the memory that is mapped for it in this process.
 
-    `memory` is a pyarrow.Buffer of `size` bytes which owns the mapping: it is unmapped when the last array that
-    lies in it is collected.
+    `memory` is a pyarrow.Buffer of `size` bytes which owns the mapping. It is unmapped when the last array in it is
+    collected.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class Region:
         handle: bytes = b"",
     ) -> None:
         self.base = base
-        #: what it was mapped from, where that was to be kept open
+        #: file or memfd that it was mapped from, if that is kept open
         self.file = file
-        #: whose memory it is: None for that of the host, which alone may be looked into here
+        #: device whose memory it is; None for host memory, the only memory that may be read here
         self.device = device
-        #: by which that device knows it
+        #: handle by which the device opened it
         self.handle = handle
-        #: whether what lies in it stays as it is
+        #: whether its content never changes
         self.static = static
         self.size: int = memory.size
         self.memory = memory
@@ -71,10 +71,10 @@ class Region:
 
 
 class Located(NamedTuple):
-    """Where the buffers of a message lie: at these offsets in `memory`, 0 for empty ones.
+    """The position of a message's buffers in this process: `offsets` into `memory`, 0 for empty buffers.
 
-    `memory` keeps mapped what they lie in. Where they lie in several regions it reaches from the first to the last of
-    them, over whatever this process has between: only the extents that were located may be touched in it.
+    `memory` keeps the regions of the buffers mapped. If they lie in several regions, it reaches from the first region
+    to the last, across unrelated memory. Only the located buffers may be read in it.
     """
 
     memory: pa.Buffer
@@ -82,9 +82,18 @@ class Located(NamedTuple):
     device: Device | None = None
 
     def gather(self, lengths: Sequence[int], wanted: Sequence[int], packed: pa.Buffer) -> pa.Buffer:
-        """Copy the extents to the offsets `wanted` in `packed`, which is returned.
+        """Copy the buffers into a packed body.
 
-        Raises RemoteProtocolError if one of them leaves `packed`.
+        Args:
+            lengths: Length of each buffer, in bytes.
+            wanted: Offset of each buffer in `packed`.
+            packed: The memory to copy to.
+
+        Returns:
+            `packed`.
+
+        Raises:
+            RemoteProtocolError: A buffer does not fit into `packed`.
         """
         source, target = memoryview(self.memory), memoryview(packed)
         for offset, length, at in zip(self.offsets, lengths, wanted, strict=True):
@@ -94,36 +103,40 @@ class Located(NamedTuple):
         return packed
 
 
-#: How many regions one connection may share, and so how many segments a dataset may have.
+#: Most regions that a connection may share, and so most segments of a dataset.
 MAX_REGIONS = 4096
 
 
 class AddressSpace:
-    """The regions that a peer has shared on one connection. A region once added stays."""
+    """The regions that a peer has shared on one connection. Regions are never removed."""
 
     def __init__(self, max_regions: int = MAX_REGIONS) -> None:
-        #: Bases and regions, in order. Replaced, never changed, so that another thread may look.
+        #: Bases and regions, in order. Both are replaced, never changed, so that other threads may read them.
         self._sorted: tuple[list[int], list[Region]] = [], []
         self._max_regions = max_regions
 
     @property
     def regions(self) -> Sequence[Region]:
-        """What there is, in the order of addresses. It is not changed when more comes, but replaced."""
+        """Return the regions in order of address. Adding a region replaces this sequence and never changes it."""
         return self._sorted[1]
 
     @property
     def static(self) -> bool:
-        """Whether there are regions, all of them in host memory, and none of them changes."""
+        """Return whether there are regions, and all of them are static and in host memory."""
         _, regions = self._sorted
         return bool(regions) and all(region.static and region.device is None for region in regions)
 
     @property
     def live(self) -> bool:
-        """Whether there are regions whose memory is used again when it is freed."""
+        """Return whether there are regions whose memory is reused when it is freed."""
         return any(not region.static for region in self._sorted[1])
 
     def add(self, region: Region) -> None:
-        """Make `region` known. Raises RemoteProtocolError if it overlaps another, or there are too many."""
+        """Add a region.
+
+        Raises:
+            RemoteProtocolError: The region overlaps another, or there are too many.
+        """
         bases, regions = self._sorted
         if len(regions) == self._max_regions:
             raise RemoteProtocolError(f"the peer shared more than {self._max_regions} regions on one connection")
@@ -134,10 +147,11 @@ class AddressSpace:
         self._sorted = [*bases[:at], region.base, *bases[at:]], [*regions[:at], region, *regions[at:]]
 
     def close_devices(self) -> bool:
-        """Let go of the regions on devices: no address in them is looked for any more.
+        """Release the regions on devices. Their addresses are not looked up any more.
 
-        Whether none is open any more, or it is others who have it open. If not, nobody could tell what still reads it:
-        ask again.
+        Returns:
+            Whether this process has closed all of them, apart from regions that something else in it still uses. If
+                False, a device cannot tell yet whether it still reads a region: call this again.
         """
         regions = [(region, region.device) for region in self._sorted[1] if region.device is not None]
         for region, _ in regions:
@@ -147,7 +161,11 @@ class AddressSpace:
         return not any(device.is_left_open(region.handle) for region, device in regions)
 
     def find(self, address: int) -> Region:
-        """The region that `address` lies in. Raises RemoteProtocolError if there is none."""
+        """Return the region that contains `address`.
+
+        Raises:
+            RemoteProtocolError: No region contains it.
+        """
         bases, regions = self._sorted
         at = bisect_right(bases, address) - 1
         if at >= 0:
@@ -157,12 +175,18 @@ class AddressSpace:
         raise RemoteProtocolError(f"the peer sent the address {address:#x}, which lies in no region it shared")
 
     def locate(self, addresses: Sequence[int], lengths: Sequence[int]) -> Located:
-        """Where these extents lie, at least one of which has bytes. Each lies in one region; they may lie in several.
+        """Locate the buffers of a message in this process.
 
-        Raises RemoteProtocolError where one of them leaves its region, or lies in none.
+        Args:
+            addresses: Address of each buffer. Each buffer lies in one region; a message may use several regions.
+            lengths: Length of each buffer in bytes. At least one must not be 0.
+
+        Raises:
+            RemoteProtocolError: A buffer lies in no region, leaves its region, or lies on another device than the
+                others.
         """
         regions: list[Region] = []
-        base = end = shift = 0  # of the region that was found last; `shift` leads from its addresses to ours
+        base = end = shift = 0  # of the last region; `shift` is the difference of local and shared addresses
         places = []
         for address, length in zip(addresses, lengths, strict=True):
             if not length:
@@ -187,9 +211,9 @@ class AddressSpace:
 
 
 def _spanning(regions: Sequence[Region]) -> pa.Buffer:
-    """A buffer from where the first of these begins in this process to where the last ends, which keeps them mapped.
+    """Return a buffer from the first byte of these regions in this process to the last, which keeps them mapped.
 
-    So libarrow, which reads one body and slices it, needs no copy of buffers that lie far apart.
+    libarrow reads one body and slices it. With such a body, buffers in regions that lie far apart need no copy.
     """
     memories = [region.memory for region in regions]
     start = min(memory.address for memory in memories) & -_ALIGNMENT

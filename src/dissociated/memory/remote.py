@@ -1,11 +1,11 @@
-"""Memory of another process that this one can fetch from, one-sided, and how a URI names it.
+"""Memory of another process that this process can fetch from, one-sided, and its description in a URI.
 
-`remote_handle` holds the key of a span, as the specification has it: "Using UCX, this would be an rkey value". Of
-several spans it holds the keys one after the other. Our own parameter `remote_memory` says where the spans lie:
+`remote_handle` holds the key of a span, as in the specification: "Using UCX, this would be an rkey value". For several
+spans it holds their keys, one after the other. Our own parameter `remote_memory` describes the spans:
 
-    remote_memory=BASE-SIZE-KEY,...     hexadecimal: the first address, bytes, and how many bytes of the handle
+    remote_memory=BASE-SIZE-KEY,...     hexadecimal: first address, size in bytes, length of the key in bytes
 
-A handle without it, from another implementation, is one key for whatever addresses the server sends.
+Other implementations send a handle without it. That is one key for all addresses that the server sends.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dissociated.errors import RemoteProtocolError, UriError
 from dissociated.uri import Uri
 
 _SPANS_PARAMETER = "remote_memory"
-_ADDRESS_LIMIT = 1 << 64  # that addresses lie below
-_MAX_PADDING = 64  # bytes of padding that libarrow puts between buffers
+_ADDRESS_LIMIT = 1 << 64  # exclusive upper bound of addresses
+_MAX_PADDING = 64  # upper bound of the bytes of padding that libarrow puts between buffers
 
 
 class Span(NamedTuple):
-    """The addresses `base` to `base + size`, and the key that opens them."""
+    """The addresses `base` to `base + size`, and the key that gives access to them."""
 
     base: int
     size: int
@@ -32,7 +32,7 @@ class Span(NamedTuple):
 
 
 def with_spans(uri: Uri, spans: Sequence[Span]) -> Uri:
-    """The same location with these spans."""
+    """Return `uri` with `spans` added to its parameters."""
     extents = ",".join(f"{span.base:x}-{span.size:x}-{len(span.key):x}" for span in spans)
     return replace(
         uri.with_parameters(**{_SPANS_PARAMETER: extents}), remote_handle=b"".join(span.key for span in spans)
@@ -40,7 +40,11 @@ def with_spans(uri: Uri, spans: Sequence[Span]) -> Uri:
 
 
 def parse_spans(uri: Uri) -> list[Span]:
-    """The spans that a location names. Raises UriError where its two parts disagree."""
+    """Return the spans in a URI.
+
+    Raises:
+        UriError: `remote_memory` is invalid, or does not fit `remote_handle`.
+    """
     handle = uri.remote_handle
     if handle is None:
         return []
@@ -72,7 +76,11 @@ class RemoteAddressSpace:
         self._bases = [span.base for span in self._spans]
 
     def find(self, address: int, length: int) -> Span:
-        """The span that these bytes lie in. Raises RemoteProtocolError if there is none."""
+        """Return the span that contains these bytes.
+
+        Raises:
+            RemoteProtocolError: No span contains them.
+        """
         at = bisect_right(self._bases, address) - 1
         if at >= 0:
             span = self._spans[at]
@@ -84,9 +92,9 @@ class RemoteAddressSpace:
 
 
 def fetch_ranges(addresses: Sequence[int], lengths: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, int, int]]:
-    """The ranges to fetch, each as address, length and position in the body. Buffers of length 0 have none.
+    """Return the ranges to fetch, each as address, length and position in the body. Empty buffers need none.
 
-    Buffers that follow one another at the same distance in memory and in the body are fetched together.
+    Buffers that are as far apart in memory as in the body, by little padding, are fetched together.
     """
     together: list[tuple[int, int, int]] = []
     for address, length, at in zip(addresses, lengths, wanted, strict=True):

@@ -1,8 +1,8 @@
 """Memory shared by descriptor: memfds and read-only mapped files.
 
-A static memfd is sealed, so that nobody can change or shrink it under a reader. A live one cannot be sealed
-against writing, since the kernel then also refuses to punch holes; it is sealed against shrinking, which is what
-would crash a reader. Files cannot be sealed. Peers get read-only descriptors in each case.
+A static memfd is sealed, so that no process can change or shrink it under a reader. A live memfd cannot be sealed
+against writing, because the kernel would then also refuse to punch holes. It is sealed against shrinking, which would
+crash a reader. Files cannot be sealed. Peers get read-only descriptors in each case.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from dissociated.errors import RemoteProtocolError
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _SEALS_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_SEALS_STATIC = _SEALS_SIZE | fcntl.F_SEAL_WRITE  # none of which can be taken back
+_SEALS_STATIC = _SEALS_SIZE | fcntl.F_SEAL_WRITE  # seals cannot be removed
 
 
 class Backing(IntEnum):
-    """What a shared descriptor refers to, and so what its receiver may rely on."""
+    """The kind of file behind a shared descriptor, and so the guarantees that its receiver has."""
 
-    #: a read-only file: whoever owns it promises not to shrink it
+    #: a read-only file, whose owner promises not to shrink it
     FILE = 0
     #: a memfd sealed against every change
     SEALED = 1
-    #: a memfd whose size is sealed and whose content its owner goes on writing and punching
+    #: a memfd whose size is sealed; its owner continues to write to it and to punch holes
     LIVE = 2
 
 
@@ -42,16 +42,24 @@ _REQUIRED_SEALS = {Backing.FILE: 0, Backing.SEALED: _SEALS_STATIC, Backing.LIVE:
 
 
 def create_memfd(name: str) -> int:
-    """A new, empty, sealable memfd. The caller owns the descriptor."""
+    """Create an empty, sealable memfd. The caller owns the descriptor."""
     descriptor = os.memfd_create(f"dissociated:{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.fchmod(descriptor, 0o400)  # else other users could open what they get read-only once more, for writing
+    os.fchmod(descriptor, 0o400)  # other users could otherwise reopen their read-only descriptor for writing
     return descriptor
 
 
 def sealed_memfd(name: str, write: Callable[[int], object]) -> int:
-    """A read-only descriptor, which the caller owns, of a sealed memfd with what `write` wrote to the one it got.
+    """Create a sealed memfd.
 
-    Raises StoreError where there is no memory for it.
+    Args:
+        name: Name of the memfd, for people.
+        write: Writes the content to the descriptor that it gets.
+
+    Returns:
+        A read-only descriptor, which the caller owns.
+
+    Raises:
+        StoreError: There is not enough memory.
     """
     with store_errors(f"shared memory for {name}"):
         writable = create_memfd(name)
@@ -65,13 +73,13 @@ def sealed_memfd(name: str, write: Callable[[int], object]) -> int:
 
 
 def seal(descriptor: int, backing: Backing) -> None:
-    """Seal a memfd as `backing` demands."""
+    """Seal a memfd as `backing` requires."""
     last = fcntl.F_SEAL_SEAL if backing is Backing.SEALED else 0
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _REQUIRED_SEALS[backing] | last)
 
 
 def reopen_read_only(descriptor: int) -> int:
-    """A read-only descriptor of the same memory, to hand out. The caller owns it."""
+    """Return a read-only descriptor of the same memory, to share with peers. The caller owns it."""
     return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
 
@@ -85,10 +93,15 @@ def map_read_only(descriptor: int, size: int) -> pa.Buffer:
 
 
 def map_received(descriptor: int, size: int, backing: int) -> pa.Buffer:
-    """Map what a peer sent, after checking that touching it cannot go wrong. The descriptor stays the caller's.
+    """Map a file or memfd that a peer shared, after checking that reading it cannot crash this process.
 
-    Raises RemoteProtocolError where the descriptor is no file, is smaller than announced, or lacks the seals that
-    its backing promises.
+    Args:
+        descriptor: The descriptor, which stays the caller's.
+        size: Size that the peer announced, in bytes.
+        backing: Backing that the peer announced.
+
+    Raises:
+        RemoteProtocolError: The descriptor is no file, is smaller than announced, or lacks the seals of its backing.
     """
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
@@ -104,13 +117,14 @@ def map_received(descriptor: int, size: int, backing: int) -> pa.Buffer:
 
 
 def is_unused(descriptor: int) -> bool:
-    """Whether nobody has opened the same file or memory once more, or mapped that: then the kernel grants a lease.
+    """Return whether no process has opened or mapped the same file or memfd again: the kernel then grants a lease.
 
-    It knows of all processes, and asking disturbs none of them. What was duplicated or mapped from this descriptor
-    itself, here or by who received it, does not show. False too where a file system grants no leases.
+    The kernel knows all processes, and asking disturbs none of them. Duplicates and mappings of this descriptor itself,
+    also those of a process that received it, do not count. The result is False on file systems that grant no leases.
     """
     try:
-        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # SIGIO, should somebody open it now, would kill
+        # The kernel signals an open during the lease. SIGIO, its default, would kill the process; SIGURG does not.
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except OSError:
@@ -119,7 +133,11 @@ def is_unused(descriptor: int) -> bool:
 
 
 def can_tell_unused() -> bool:
-    """Whether `is_unused` can tell that of memfds: not every kernel and sandbox grants leases. Raises OSError."""
+    """Return whether `is_unused` works for memfds. Some kernels and sandboxes grant no leases.
+
+    Raises:
+        OSError: No memfd can be made.
+    """
     probe = create_memfd("probe")
     try:
         readable = reopen_read_only(probe)
@@ -132,7 +150,7 @@ def can_tell_unused() -> bool:
 
 
 def is_sealed(descriptor: int) -> bool:
-    """Whether a descriptor refers to memory that nobody can change or shrink any more."""
+    """Return whether a descriptor refers to memory that no process can change or shrink any more."""
     return _seals(descriptor) & _SEALS_STATIC == _SEALS_STATIC
 
 
@@ -144,9 +162,15 @@ def _seals(descriptor: int) -> int:
 
 
 def write_parts(descriptor: int, parts: Sequence[Buffer], offset: int | None = None) -> int:
-    """Write `parts` one after the other at `offset`, or where the descriptor stands, in as few calls as can be.
+    """Write `parts` one after the other, in as few system calls as possible.
 
-    Returns the number of bytes.
+    Args:
+        descriptor: The descriptor.
+        parts: The parts.
+        offset: Position to write at; None for the descriptor's current position.
+
+    Returns:
+        The number of bytes written.
     """
     written = 0
     for first in range(0, len(parts), _IOV_MAX):

@@ -1,5 +1,4 @@
-"""The Dissociated IPC Protocol itself: no sockets, no threads, no clocks, no pyarrow.
+"""The Dissociated IPC Protocol, without sockets, threads, clocks or pyarrow.
 
-Everything here turns bytes into meaning and meaning into bytes, and says what may follow what. It is the part
-to port to another language.
+This room encodes and decodes messages, and checks their order. It is the part to port to another language.
 """

@@ -1,10 +1,10 @@
-"""Bodies of kind 1 and what comes back for them: lists of little-endian uint64.
+"""Bodies of kind 1 and the messages that answer them: lists of little-endian uint64.
 
-An address list ("Data Stream Sequence"): total size of all buffers, number of buffers, then for each buffer of
-the message, in order, its address and its length. An absent or empty buffer is (0, 0) as we send it. A peer may send
-an address with the length 0: that address is given back like any other. A total may count padding.
+An address list ("Data Stream Sequence") holds the total size of all buffers, the number of buffers, and then, for each
+buffer of the message in order, its address and its length. We send (0, 0) for an absent or empty buffer. A peer may
+send an address with the length 0; the client gives it back like any other. A peer's total may include padding.
 
-A free_data list: one or more addresses that the client no longer needs. 0 in it means nothing.
+A free_data list holds one or more addresses that the client no longer needs. A 0 in it has no meaning.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
 
-#: Bytes of an address on the wire.
+#: Size of an address on the wire, in bytes.
 ADDRESS_SIZE = 8
 _MOST_ALIGNED = 64  # "Buffers [...] should be padded to a multiple of 8 or 64 bytes"
 _HEAD = struct.Struct("<QQ")
@@ -28,26 +28,26 @@ def _uint64s(count: int) -> struct.Struct:
 
 
 class AddressList(NamedTuple):
-    """Where the buffers of one message lie: `addresses[i]` and `lengths[i]` (bytes) of its i-th buffer."""
+    """Positions of a message's buffers: `addresses[i]` and `lengths[i]` (in bytes) belong to buffer i."""
 
     addresses: tuple[int, ...]
     lengths: tuple[int, ...]
 
     @property
     def leased(self) -> tuple[int, ...]:
-        """The addresses that must be given back: of buffers that have bytes, and of empty ones that have an address."""
+        """Return the addresses that must be given back: all but the 0 of an empty buffer."""
         if all(self.lengths):
             return self.addresses
         return tuple(address for address, length in zip(self.addresses, self.lengths, strict=True) if length or address)
 
     @property
     def is_empty(self) -> bool:
-        """Whether no buffer has bytes."""
+        """Return whether all buffers are empty."""
         return not any(self.lengths)
 
 
 def encode_addresses(extents: Iterable[tuple[int, int]]) -> bytes:
-    """The body of kind 1 for these (address, length) pairs, one for each buffer, in order."""
+    """Encode a body of kind 1 from (address, length) pairs, one for each buffer of the message, in order."""
     flat = [0, 0]
     for address, length in extents:
         flat += (address, length) if length else (0, 0)
@@ -57,10 +57,19 @@ def encode_addresses(extents: Iterable[tuple[int, int]]) -> bytes:
 
 
 def parse_addresses(body: bytes, body_length: int = 0) -> AddressList:
-    """Return the addresses and lengths in a body of kind 1.
+    """Parse a body of kind 1.
 
-    Its total may count padding, up to the `body_length` that the metadata announced, or that of each buffer up to a
-    multiple of 64 bytes. Raises RemoteProtocolError where it is neither that nor the sum, or the count disagrees.
+    Args:
+        body: The body.
+        body_length: Length of the packed body that the metadata announced, in bytes.
+
+    Returns:
+        The addresses and lengths of the buffers.
+
+    Raises:
+        RemoteProtocolError: The number of buffers does not fit the body's size, or the total is wrong. The total must
+            be the sum of the lengths; it may include padding, up to `body_length` or up to a multiple of 64 bytes for
+            each buffer.
     """
     if len(body) < _HEAD.size:
         raise RemoteProtocolError(f"the peer sent an address list of {len(body)} bytes; its two totals alone have 16")
@@ -81,9 +90,10 @@ def _padded(length: int) -> int:
 
 
 def encode_free(addresses: Sequence[int]) -> bytes:
-    """The body of a free_data message: "one or more unsigned, little-endian 64-bit integers".
+    """Encode the body of a free_data message ("one or more unsigned, little-endian 64-bit integers").
 
-    Raises LocalProtocolError for no address.
+    Raises:
+        LocalProtocolError: `addresses` is empty.
     """
     if not addresses:
         raise LocalProtocolError("a free_data message names at least one address")
@@ -91,7 +101,11 @@ def encode_free(addresses: Sequence[int]) -> bytes:
 
 
 def parse_free(body: bytes) -> tuple[int, ...]:
-    """The addresses in a free_data message. Raises RemoteProtocolError for an empty or ragged one."""
+    """Parse the addresses in the body of a free_data message.
+
+    Raises:
+        RemoteProtocolError: The body is empty, or its length is no multiple of 8.
+    """
     if not body or len(body) % ADDRESS_SIZE:
         raise RemoteProtocolError(f"the peer sent a free_data message of {len(body)} bytes, not one or more uint64")
     return _uint64s(len(body) // ADDRESS_SIZE).unpack(body)

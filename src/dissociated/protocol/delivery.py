@@ -1,4 +1,4 @@
-"""What a receiver delivers: Arrow IPC messages, whole and in their turn, one or many that are alike."""
+"""Deliveries of a receiver: complete Arrow IPC messages in order, alone or as many similar record batches at once."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Delivered(Protocol):
-    """Arrow IPC messages, one or more, whole and in their turn."""
+    """Arrow IPC messages, one or more, that are complete and in order."""
 
     @property
     def largest_body(self) -> int:
-        """Bytes of the largest body, as its metadata announced them."""
+        """Return the length of the largest body in bytes, as the metadata announces it."""
 
     @property
     def lease_count(self) -> int:
-        """How many addresses must be given back."""
+        """Return the number of addresses that must be given back."""
 
     def accept(self, visitor: DeliveryVisitor[T]) -> T:
-        """What the method of `visitor` for this kind of delivery returns."""
+        """Call the method of `visitor` for this kind of delivery, and return its result."""
 
     def expand(self) -> Iterable[Delivery]:
-        """The messages one by one."""
+        """Return the messages one by one."""
 
 
 class DeliveryVisitor(Protocol[T_co]):
-    """What knows every kind of delivery."""
+    """A handler with a method for each kind of delivery."""
 
     def message(self, delivery: Delivery) -> T_co:
-        """Take one message."""
+        """Handle one message."""
 
     def packed(self, batches: PackedBatches) -> T_co:
-        """Take record batches that arrived together, with their bodies."""
+        """Handle record batches that arrived together, with their bodies."""
 
     def shared(self, batches: SharedBatches) -> T_co:
-        """Take record batches that arrived together, with the addresses of their bodies."""
+        """Handle record batches that arrived together, with the addresses of their bodies."""
 
 
 class Delivery(NamedTuple):
-    """One Arrow IPC message, whole and in its turn.
+    """An Arrow IPC message, complete and in order.
 
-    Its body is packed, in `body` as the transport delivered it, or lies at `addresses`, which agree with the header.
-    Both are None where the message has none.
+    Its body is either packed, in `body` as the transport delivered it, or lies at `addresses`, which agree with the
+    header. Both are None for a message without a body.
     """
 
     sequence: int
@@ -70,32 +70,32 @@ class Delivery(NamedTuple):
 
     @property
     def largest_body(self) -> int:
-        """Bytes of the body, as its metadata announced them."""
+        """Return the length of the body in bytes, as the metadata announces it."""
         return self.parsed.body_length
 
     @property
     def leased(self) -> tuple[int, ...]:
-        """The addresses that must be given back: none of a packed body."""
+        """Return the addresses that must be given back. A packed body has none."""
         return () if self.addresses is None else self.addresses.leased
 
     @property
     def lease_count(self) -> int:
-        """How many these are."""
+        """Return the number of addresses that must be given back."""
         return len(self.leased)
 
     def accept(self, visitor: DeliveryVisitor[T]) -> T:
-        """What `visitor.message` returns."""
+        """Call `visitor.message`, and return its result."""
         return visitor.message(self)
 
     def expand(self) -> Iterable[Delivery]:
-        """This message."""
+        """Return this message."""
         return (self,)
 
 
 class PackedBatches(NamedTuple):
-    """Record batches of one layout, number `sequence` and on, their bodies packed and of one length.
+    """Record batches of one layout, numbered from `sequence` on, with packed bodies of equal length.
 
-    `headers` has a row for each, its flatbuffer; `bodies` has them one after the other.
+    `headers` is an array with a row for each flatbuffer. `bodies` is the concatenation of the bodies.
     """
 
     sequence: int
@@ -105,35 +105,35 @@ class PackedBatches(NamedTuple):
 
     @property
     def largest_body(self) -> int:
-        """Bytes of each body."""
+        """Return the length of each body, in bytes."""
         return self.parsed.body_length
 
     @property
     def lease_count(self) -> int:
-        """How many addresses must be given back: packed bodies have none."""
+        """Return 0: packed bodies have no addresses to give back."""
         return 0
 
     def accept(self, visitor: DeliveryVisitor[T]) -> T:
-        """What `visitor.packed` returns."""
+        """Call `visitor.packed`, and return its result."""
         return visitor.packed(self)
 
     def expand(self) -> Iterator[Delivery]:
-        """The same messages one by one."""
+        """Yield the messages one by one."""
         length = self.parsed.body_length
         known, parsed = b"", self.parsed
         for index, row in enumerate(self.headers):
             header = row.tobytes()
-            if header != known:  # most often they are the same
+            if header != known:  # rows are mostly equal
                 known, parsed = header, _as_expected(header, self.parsed)
             body = self.bodies[index * length : (index + 1) * length]
             yield Delivery(self.sequence + index, header, parsed, body)
 
 
 class SharedBatches(NamedTuple):
-    """Record batches of one layout, number `sequence` and on, each body in one piece of shared memory.
+    """Record batches of one layout, numbered from `sequence` on, each with its body in one piece of shared memory.
 
-    `headers` has a row for each, its flatbuffer. `body_at` and `body_length` say where the packed bodies lie;
-    `leased` are all addresses that must be given back.
+    `headers` is an array with a row for each flatbuffer. `body_at` and `body_length` are the address and the length of
+    each packed body. `leased` holds all addresses that must be given back.
     """
 
     sequence: int
@@ -145,20 +145,20 @@ class SharedBatches(NamedTuple):
 
     @property
     def largest_body(self) -> int:
-        """Bytes of the largest body."""
+        """Return the length of the largest body, in bytes."""
         return int(self.body_length.max())
 
     @property
     def lease_count(self) -> int:
-        """How many addresses must be given back."""
+        """Return the number of addresses that must be given back."""
         return len(self.leased)
 
     def accept(self, visitor: DeliveryVisitor[T]) -> T:
-        """What `visitor.shared` returns."""
+        """Call `visitor.shared`, and return its result."""
         return visitor.shared(self)
 
     def expand(self) -> Iterator[Delivery]:
-        """The same messages one by one."""
+        """Yield the messages one by one."""
         for index, row in enumerate(self.headers):
             header = row.tobytes()
             parsed = _as_expected(header, self.parsed)
@@ -169,7 +169,7 @@ class SharedBatches(NamedTuple):
 
 
 def _as_expected(header: bytes, first: Header) -> Header:
-    """Read one of the like headers: what varies between them must not have been what tells how to read them."""
+    """Parse a header of a run. Raise RemoteProtocolError if its layout differs from that of the `first` header."""
     parsed = parse_header(header)
     if parsed._replace(body_length=0) != first._replace(body_length=0):
         raise RemoteProtocolError("the peer sent a run of messages that are not alike")

@@ -1,4 +1,4 @@
-"""What the two roles report to whoever drives them."""
+"""Events that a sender reports to its caller."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Streams(Flag):
-    """Which of the two streams travel on a connection."""
+    """The streams that travel on a connection: metadata, bodies, or both."""
 
     METADATA = 1
     BODIES = 2
@@ -23,6 +23,6 @@ class StreamRequested(NamedTuple):
 
 
 class AddressesFreed(NamedTuple):
-    """A client sent free_data: it no longer needs these addresses, one entry for each time one was sent."""
+    """A client sent free_data: it no longer needs these addresses. An address that was sent twice is freed twice."""
 
     addresses: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What the protocol hands to a transport to move, and what comes out at the other end."""
+"""Messages and runs of messages, which the protocol and a transport exchange."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dissociated.base.buffers import Buffer
 
 
 class Message(NamedTuple):
-    """A delimited message, tagged or not ("Requirements").
+    """A delimited message to send, tagged or untagged ("Requirements").
 
-    `tag` is None for an untagged message. `parts` are sent one after the other and arrive as one; they are
-    borrowed until the send returns and never joined on the way.
+    `tag` is None for an untagged message. `parts` are sent one after the other and arrive as one buffer. The transport
+    borrows them until the send returns, and never joins them.
     """
 
     tag: int | None
@@ -20,20 +20,21 @@ class Message(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """A message as it arrived. An untagged one is `bytes`; a tagged one is a buffer that the receiver owns."""
+    """A message that arrived. Its data is `bytes` if it is untagged, and otherwise a buffer that the receiver owns."""
 
     tag: int | None
     data: Buffer
 
     def expand(self) -> Iterable[Incoming]:
-        """The message: see `Run`."""
+        """Return this message, as the counterpart of `Run.expand`."""
         return (self,)
 
 
 class Run(NamedTuple):
-    """Many small messages that arrived together: `length` untagged ones of one size, and as many tagged ones of one.
+    """Many small messages that arrived together: `length` untagged ones of equal size, and as many tagged ones.
 
-    It means what its messages mean, one after the other; `expand` gives them. `tags` holds little-endian uint64.
+    The tagged messages have equal sizes, too. A run is equivalent to its messages, one after the other; `expand` yields
+    them. `tags` holds little-endian uint64. Sizes are in bytes.
     """
 
     length: int
@@ -44,7 +45,7 @@ class Run(NamedTuple):
     tagged_size: int
 
     def expand(self) -> Iterator[Incoming]:
-        """The messages of the run, each untagged one followed by a tagged one."""
+        """Yield the messages of the run: each untagged message, followed by a tagged one."""
         untagged, tagged = self.untagged_size, self.tagged_size
         for index in range(self.length):
             yield Incoming(None, bytes(self.untagged[index * untagged : (index + 1) * untagged]))

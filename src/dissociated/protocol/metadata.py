@@ -2,7 +2,7 @@
 
     byte  0        kind of message: 0 end of stream, 1 Arrow IPC metadata
     bytes 1 to 4   sequence number, little-endian uint32
-    then           the flatbuffer of an Arrow IPC `Message`, nothing in an end of stream
+    then           the flatbuffer of an Arrow IPC `Message`; nothing in an end of stream
 
 Other implementations do not pad the flatbuffer to 8 bytes, so nothing here relies on alignment.
 """
@@ -28,7 +28,7 @@ class MetadataKind(IntEnum):
 
 
 class MetadataMessage(NamedTuple):
-    """A metadata message taken apart. `header` is the flatbuffer, empty in an end of stream."""
+    """A parsed metadata message. `header` is the flatbuffer; it is empty in an end of stream."""
 
     kind: MetadataKind
     sequence: int
@@ -36,17 +36,21 @@ class MetadataMessage(NamedTuple):
 
 
 def encode_prefix(sequence: int) -> bytes:
-    """The five bytes before the flatbuffer of message number `sequence` (its low 32 bits count)."""
+    """Encode the five bytes before the flatbuffer of message number `sequence`, of which the low 32 bits are sent."""
     return _PREFIX.pack(MetadataKind.MESSAGE, sequence & SEQUENCE_MASK)
 
 
 def encode_end_of_stream(count: int) -> bytes:
-    """The whole end-of-stream message after `count` metadata messages: it carries the next sequence number."""
+    """Encode the end-of-stream message after `count` metadata messages. It carries the next sequence number."""
     return _PREFIX.pack(MetadataKind.END_OF_STREAM, count & SEQUENCE_MASK)
 
 
 def parse_metadata(message: bytes) -> MetadataMessage:
-    """Take a metadata message apart. Raises RemoteProtocolError for anything the specification does not know."""
+    """Parse a metadata message.
+
+    Raises:
+        RemoteProtocolError: The message is not one that the specification defines.
+    """
     if len(message) < PREFIX_SIZE:
         raise RemoteProtocolError(f"the peer sent a metadata message of {len(message)} bytes; the prefix alone has 5")
     kind, sequence = _PREFIX.unpack_from(message)

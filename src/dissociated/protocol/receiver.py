@@ -1,4 +1,4 @@
-"""The client's role in one stream ("Client Sequence"): pairs metadata with bodies, in any order of arrival."""
+"""The client's role in a stream ("Client Sequence"): pairs metadata with bodies, in any order of arrival."""
 
 from __future__ import annotations
 
@@ -19,23 +19,26 @@ from dissociated.protocol.sequence import unwrap
 from dissociated.protocol.states import Machine, Role, State, Step
 from dissociated.protocol.tags import SEQUENCE_MASK, BodyKind, parse_body_tag
 
-#: How many bytes of bodies and of metadata may wait for a message that was overtaken.
+#: Most bytes of bodies, and of metadata, that may wait for a message that they have overtaken.
 MAX_WAITING_BYTES = 1 << 32
 MAX_WAITING_METADATA = 1 << 28
-#: What keeping a message takes beside its own bytes, which counts as well: so their number is bounded, too.
+#: Bytes that count for each waiting message in addition to its own, so that the number of messages is bounded, too.
 WAITING_OVERHEAD = 512
 
 _NO_ADDRESSES = bytes(16)  # an address list of no buffers
 
 
 class Receiver:
-    """Takes messages in whatever order they arrive and delivers them in the order they were numbered.
+    """A receiver of one stream: it takes messages in any order and delivers them in order of their sequence numbers.
 
-    A stream is a schema and what belongs to it, or tensors alone, which have no schema.
-    Bodies are opaque: only their length is looked at, and the content of address lists. The metadata of one message
-    has at most `max_metadata` bytes. What waits for its turn is capped by `max_waiting_bytes` of bodies and
-    `max_waiting_metadata` bytes of metadata, however many messages that are; a peer that exceeds any of them breaks
-    the protocol.
+    A stream is either a schema with its record batches and dictionaries, or tensors alone, which have no schema. The
+    content of packed bodies is not read: only their length, and the content of address lists, is checked. A peer that
+    exceeds a limit breaks the protocol.
+
+    Args:
+        max_metadata: Most bytes of the metadata of one message.
+        max_waiting_bytes: Most bytes of bodies that wait for their turn, however many messages that are.
+        max_waiting_metadata: Most bytes of metadata that wait for their turn.
     """
 
     def __init__(
@@ -50,23 +53,26 @@ class Receiver:
         self._max_waiting_metadata = max_waiting_metadata
         self._headers: dict[int, tuple[bytes, Header]] = {}
         self._bodies: dict[int, tuple[BodyKind, Buffer]] = {}
-        self._runs: deque[Run] = deque()  # which nobody has looked at yet
-        self._rest: Iterator[Incoming] = iter(())  # of a run whose messages are taken one by one
-        self._left = 0  # how many these are
+        self._runs: deque[Run] = deque()  # runs that wait to be delivered
+        self._rest: Iterator[Incoming] = iter(())  # remaining messages of a run that is taken message by message
+        self._left = 0  # number of these messages
         self._waiting_bytes = 0
         self._waiting_metadata = 0  # bytes
-        self._next = 0  # of the message to deliver next
-        self._count: int | None = None  # of messages in the stream, known from its end
-        self._tensors: bool | None = None  # whether the stream is one of tensors, known from its first arrival
+        self._next = 0  # sequence number of the message to deliver next
+        self._count: int | None = None  # number of messages in the stream, known from its end
+        self._tensors: bool | None = None  # whether the stream has tensors, known from the first metadata to arrive
         self._schema_known = False
         self._layout: SchemaLayout | None = None  # known once the schema is delivered, if it can be read
-        self._spare_taken = False  # the empty body that some send for it
+        self._spare_taken = False  # whether an empty body for the schema has arrived
 
     @classmethod
     def with_limits(cls, max_metadata: int, max_body: int) -> Receiver:
-        """One of a stream that was requested, for somebody who takes as much as this of one message.
+        """Return a receiver of a stream that was requested already.
 
-        As much may wait, too; and where that is less than the caps above, as much as they say.
+        Args:
+            max_metadata: Most bytes of the metadata of one message. Also the most bytes of metadata that wait for their
+                turn, but at least MAX_WAITING_METADATA.
+            max_body: Most bytes of bodies that wait for their turn, but at least MAX_WAITING_BYTES.
         """
         receiver = cls(max_metadata, max(MAX_WAITING_BYTES, max_body), max(MAX_WAITING_METADATA, max_metadata))
         receiver._machine.move(Step.WANT, LocalProtocolError)
@@ -74,20 +80,28 @@ class Receiver:
 
     @property
     def state(self) -> State:
-        """Where this stream is."""
+        """Return the state of this stream."""
         return self._machine.state
 
     @property
     def complete(self) -> bool:
-        """Whether every message up to the end of stream has been delivered."""
+        """Return whether every message up to the end of stream has been delivered."""
         return self._machine.state in (State.COMPLETE, State.DONE) and not self._left and not self._runs
 
     def want(self) -> None:
-        """The stream was requested."""
+        """Record that the stream was requested."""
         self._machine.move(Step.WANT, LocalProtocolError)
 
     def receive(self, arrived: Incoming | Run, of_run: bool = False) -> None:
-        """Take what arrived. Raises RemoteProtocolError where it breaks the protocol; for a run, `next` does."""
+        """Take an arrived message or run.
+
+        Args:
+            arrived: The message or run.
+            of_run: Whether the message is a slice of a run's memory. See `receive_body`.
+
+        Raises:
+            RemoteProtocolError: The message breaks the protocol. The messages of a run are checked later, by `next`.
+        """
         if isinstance(arrived, Run):
             self._runs.append(arrived)
         elif arrived.tag is None:
@@ -96,7 +110,11 @@ class Receiver:
             self.receive_body(arrived.tag, arrived.data, of_run)
 
     def receive_metadata(self, message: bytes) -> None:
-        """Take an untagged message. Raises RemoteProtocolError where it breaks the protocol."""
+        """Take an untagged message.
+
+        Raises:
+            RemoteProtocolError: The message breaks the protocol.
+        """
         kind, wire_sequence, header = parse_metadata(message)
         if kind is MetadataKind.END_OF_STREAM:
             self._machine.move(Step.END, RemoteProtocolError)
@@ -132,9 +150,16 @@ class Receiver:
         self._headers[sequence] = header, parsed
 
     def receive_body(self, tag: int, body: Buffer, of_run: bool = False) -> None:
-        """Take a tagged message. Raises RemoteProtocolError where it breaks the protocol.
+        """Take a tagged message.
 
-        One `of_run` is copied where it has to wait: it would keep all of its run, which is not counted.
+        Args:
+            tag: The tag.
+            body: The body.
+            of_run: Whether `body` is a slice of a run's memory. A body that has to wait is then copied, because it
+                would keep the whole run alive, which the limits do not count.
+
+        Raises:
+            RemoteProtocolError: The message breaks the protocol.
         """
         kind, wire_sequence = parse_body_tag(tag)
         if self._schema_known and unwrap(wire_sequence, self._next) == 0:
@@ -151,13 +176,13 @@ class Receiver:
         return None
 
     def _take_body(self, sequence: int) -> tuple[BodyKind, Buffer]:
-        """A body that waits, no more."""
+        """Remove a waiting body and return it."""
         kind, content = self._bodies.pop(sequence)
         self._waiting_bytes -= len(content) + WAITING_OVERHEAD
         return kind, content
 
     def _take_spare(self, kind: BodyKind, body: Buffer) -> None:
-        """A body for the schema, which has none: some send an empty one."""
+        """Check and discard a body for the schema, which has none. Some peers send an empty one."""
         if len(body) and (kind is BodyKind.PACKED or bytes(body[: len(_NO_ADDRESSES) + 1]) != _NO_ADDRESSES):
             raise RemoteProtocolError(f"the peer sent a body of {len(body)} bytes for message 0, which has none")
         if self._spare_taken:
@@ -167,7 +192,11 @@ class Receiver:
         self._spare_taken = True
 
     def announced_length(self, tag: int) -> int | None:
-        """How long the body with this tag must be, in bytes, by its metadata; None while that is unknown."""
+        """Return the length that the metadata announces for the body with this tag, in bytes.
+
+        Returns:
+            The length, or None if the metadata has not arrived.
+        """
         kind, wire_sequence = parse_body_tag(tag)
         known = self._headers.get(unwrap(wire_sequence, self._next))
         if known is None:
@@ -176,12 +205,16 @@ class Receiver:
         return parsed.body_length if kind is BodyKind.PACKED else 16 + 16 * parsed.buffer_count
 
     def announced(self, tag: int) -> tuple[bytes, Header] | None:
-        """The metadata of the packed body with this tag; None while it is unknown, and for addresses."""
+        """Return the metadata of the packed body with this tag.
+
+        Returns:
+            The metadata, or None if it has not arrived, or if the body is an address list.
+        """
         kind, wire_sequence = parse_body_tag(tag)
         return self._headers.get(unwrap(wire_sequence, self._next)) if kind is BodyKind.PACKED else None
 
     def _recognised(self, run: Run) -> Delivered | None:
-        """All of a run, delivered at once; None where that cannot be, for whatever reason."""
+        """Deliver all messages of a run at once, or return None if that is not possible."""
         end = self._next + run.length
         if self._machine.state not in (State.STREAMING, State.ENDING) or not self._next or not self._is_new(run.length):
             return None
@@ -194,7 +227,7 @@ class Receiver:
         return batches
 
     def _is_new(self, length: int) -> bool:
-        """Whether nothing has arrived of the next `length` messages, which the stream has. Later ones may have."""
+        """Return whether the next `length` messages belong to the stream and have not begun to arrive."""
         end = self._next + length
         if self._count is not None and end > self._count:
             return False
@@ -203,13 +236,17 @@ class Receiver:
 
     @property
     def needs_body(self) -> bool:
-        """Whether the next message waits for its body rather than for its metadata."""
+        """Return whether the next message lacks its body only. If not, it lacks its metadata."""
         return self._next in self._headers
 
     def next_together(self) -> Delivered | None:
-        """The next message in order, with those after it that came in a run with it, as far as that is beyond doubt.
+        """Return the next message, together with messages after it that came in the same run and are certainly valid.
 
-        None while it, or its body, has not arrived. Raises as `next` does.
+        Returns:
+            The messages, or None if the next message is incomplete.
+
+        Raises:
+            RemoteProtocolError: A message breaks the protocol.
         """
         if self._runs and not self._left and (batches := self._recognised(self._runs[0])) is not None:
             self._runs.popleft()
@@ -217,9 +254,10 @@ class Receiver:
         return self.next()
 
     def next(self) -> Delivery | None:
-        """The next message in order, or None while it, or its body, has not arrived.
+        """Return the next message in order, or None if it is incomplete.
 
-        Raises RemoteProtocolError where what arrived breaks the protocol.
+        Raises:
+            RemoteProtocolError: A message breaks the protocol.
         """
         while (delivery := self._deliver()) is None and (self._left or self._runs):
             if not self._left:
@@ -228,7 +266,7 @@ class Receiver:
             self._left -= 1
             message = next(self._rest)
             if not self._left:
-                self._rest = iter(())  # so that nothing keeps the run
+                self._rest = iter(())  # drop the reference to the run's memory
             self.receive(message, of_run=True)
         return delivery
 
@@ -263,14 +301,14 @@ class Receiver:
         return Delivery(sequence, header, parsed, body, addresses)
 
     def _check_buffers(self, header: bytes, parsed: Header, sequence: int) -> None:
-        """Whether a message, the next one, has the buffers that the schema needs: libarrow takes the first of more."""
+        """Check that the next message has as many buffers as the schema needs. libarrow ignores surplus buffers."""
         if parsed.type is HeaderType.SCHEMA:
             self._layout = layout_of(header)
         elif self._layout is not None and not parsed.is_tensor:
             try:
                 needed = self._layout.buffers_of(header, parsed)
             except (struct.error, IndexError):
-                return  # libarrow will say what is wrong with it
+                return  # libarrow reports the damage
             if needed is not None and needed != parsed.buffer_count:
                 raise RemoteProtocolError(
                     f"message {sequence} has {parsed.buffer_count} buffers; by the schema it has {needed}. Does the "
@@ -278,7 +316,11 @@ class Receiver:
                 )
 
     def disconnected(self) -> None:
-        """The peer is gone. Raises RemoteProtocolError, naming the gap, unless nothing is missing."""
+        """Handle that the peer has disconnected.
+
+        Raises:
+            RemoteProtocolError: The stream is incomplete. The message names the gap.
+        """
         if self.complete:
             return
         have = sorted(self._headers.keys() | self._bodies.keys())
@@ -289,11 +331,11 @@ class Receiver:
         )
 
     def fail(self) -> None:
-        """The stream is over before its end."""
+        """Record that the stream failed before its end."""
         self._machine.move(Step.FAIL, LocalProtocolError)
 
     def _place(self, wire_sequence: int, arrived: Container[int], what: str) -> int:
-        """The full number of a message that arrives, which must be new, expected, and not too far ahead."""
+        """Return the full sequence number of a message, which must be new and must not lie beyond the stream's end."""
         following = self._next
         if following & SEQUENCE_MASK == wire_sequence and following not in arrived:
             sequence = following

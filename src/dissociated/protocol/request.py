@@ -1,20 +1,21 @@
-"""Which columns and batches of a stream are wanted: an identifier that says so besides the ticket.
+"""Requests for a part of a stream: an identifier that holds the ticket and selects columns, batches or rows.
 
-The specification leaves what want_data carries to whoever serves. A plain ticket requests a whole stream; this
-requests some of its top-level columns, or of its record batches, from a server whose URIs say `select=1`:
+The specification leaves the content of want_data to the server. A plain ticket requests a whole stream. This identifier
+requests some of its top-level columns or record batches, from servers whose URIs have `select=1`:
 
     8 bytes  "DISSCOL" and 1, the version
     4 bytes  length of the ticket, little-endian
     the ticket
-    JSON     {"columns": [names]} or {"fields": [indices]}; and, or only, {"batches": [first, stop]}, {"rows": ROWS}
+    JSON     one object with any of {"columns": [names]} or {"fields": [indices]}, {"batches": [first, stop]},
+             and {"rows": ROWS}
 
-ROWS is for servers whose URIs say `filter=1`, too. It is {"filter": F, "limit": N, "exact": true}: those rows for
-which the filter F is true, an expression of Substrait in base64, and of these the first N; both may be left out.
-Columns that F looks at need not be among those that are wanted. With "exact": false, which has no limit, batches
-without any such row may be left out, and the others come whole. Where a server does not filter so, its reason begins
-with `REFUSED`.
+ROWS needs a server whose URI also has `filter=1`. It is {"filter": F, "limit": N, "exact": true}. It selects the rows
+for which the filter F, a Substrait expression in base64, is true, and of these the first N. Both F and N may be left
+out. The columns that F uses need not be among the selected ones. With "exact": false, which allows no limit, the server
+may leave out batches without a matching row, and sends the others whole. If a server cannot apply the filter, its
+reason begins with `REFUSED`.
 
-A server that has not got one of them answers with the whole schema, and then gives the reason.
+If a selected column or field does not exist, the server answers with the whole schema, and then gives the reason.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from typing import Any
 from dissociated.base import strict_json
 from dissociated.errors import ColumnNotFound, OptionError, RemoteProtocolError
 
-#: How every identifier with a selection begins, and no ticket.
+#: First bytes of every identifier with a selection. No ticket begins with them.
 SELECTION_MAGIC = b"DISSCOL\x01"
-#: The parameter by which a URI says that its server takes selections.
+#: URI parameter of servers that support selections of columns and batches.
 SELECT_PARAMETER = ("select", "1")
-#: The parameter by which a URI says that its server chooses rows, too.
+#: URI parameter of servers that support selections of rows, too.
 FILTER_PARAMETER = ("filter", "1")
-#: How a server's reason begins that does not choose rows as it was asked to: the client then does.
+#: First words of a server's reason if it cannot apply the filter. The client then filters itself.
 REFUSED = "this server does not filter so"
-#: How long an identifier may be, in bytes.
+#: Largest size of an identifier, in bytes.
 MAX_IDENTIFIER = 1 << 16
 
-#: The largest number that a request may have; no stream has so many rows or batches.
+#: Largest number in a request. No stream has as many rows or batches.
 _MAX_NUMBER = (1 << 63) - 1
 
 _length = struct.Struct("<I")
@@ -48,9 +49,9 @@ _length = struct.Struct("<I")
 
 @dataclass(frozen=True)
 class RowSelection:
-    """The rows for which the filter is true, in Substrait, and of these so many. None: all.
+    """A selection of rows: the first `limit` rows for which `filter` (Substrait) is true. None means no restriction.
 
-    Where it is not `exact`, whole batches, all that have such rows among them.
+    If it is not `exact`, it selects whole batches, among them all batches that have matching rows.
     """
 
     filter: bytes | None = None
@@ -58,7 +59,7 @@ class RowSelection:
     exact: bool = True
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the selection as a JSON object."""
         plain: dict[str, Any] = {"exact": self.exact}
         if self.filter is not None:
             plain["filter"] = base64.b64encode(self.filter).decode()
@@ -66,7 +67,11 @@ class RowSelection:
 
     @classmethod
     def parse(cls, plain: Any) -> RowSelection:
-        """The opposite. Raises ValueError."""
+        """Parse the JSON object that `plain` returns.
+
+        Raises:
+            ValueError: The object is not a row selection.
+        """
         if not isinstance(plain, dict) or not plain.keys() <= {"filter", "limit", "exact"}:
             raise ValueError
         filter_, limit, exact = plain.get("filter"), plain.get("limit"), plain.get("exact")
@@ -79,9 +84,14 @@ class RowSelection:
 
 @dataclass(frozen=True)
 class Selection:
-    """Some top-level columns, by name or by position, or all where both are None. Their order is that of the schema.
+    """A selection from a stream: top-level columns, record batches and rows.
 
-    Of the record batches those from the first number of `batches` up to the second, or all.
+    Attributes:
+        columns: Names of columns. If `columns` and `fields` are None, all columns are selected. The order is always
+            that of the schema.
+        fields: Positions of columns.
+        batches: Number of the first record batch, and the number after the last; None for all.
+        rows: Selection of rows; None for all.
     """
 
     columns: tuple[str, ...] | None = None
@@ -90,9 +100,13 @@ class Selection:
     rows: RowSelection | None = None
 
     def indices(self, names: Sequence[str]) -> list[int]:
-        """Where they stand in a schema with these names, ascending. Columns that share a name come together.
+        """Return the positions of the selected columns in a schema with these names, in ascending order.
 
-        Raises ColumnNotFound, or OptionError for a position that is not there.
+        A name that several columns share selects all of them.
+
+        Raises:
+            ColumnNotFound: A name does not exist.
+            OptionError: A position does not exist.
         """
         if self.columns is None:
             fields = set(range(len(names)) if self.fields is None else self.fields)
@@ -107,7 +121,10 @@ class Selection:
         return [index for index, name in enumerate(names) if name in wanted]
 
     def identifier(self, ticket: bytes) -> bytes:
-        """The identifier that requests them of the stream `ticket`; the ticket alone where that would be too long."""
+        """Return the identifier that requests this selection from the stream `ticket`.
+
+        If the identifier would exceed MAX_IDENTIFIER, the ticket alone is returned, which requests the whole stream.
+        """
         wanted = {kind: value for kind, value in vars(self).items() if value is not None}
         if self.batches is not None:
             wanted["batches"] = [min(number, _MAX_NUMBER) for number in self.batches]
@@ -118,9 +135,13 @@ class Selection:
 
 
 def parse_identifier(identifier: bytes) -> tuple[bytes, Selection | None]:
-    """The ticket, and what of its stream is wanted; None for all.
+    """Parse the identifier of a want_data message.
 
-    Raises RemoteProtocolError where it begins like a selection and is none.
+    Returns:
+        The ticket and the selection, which is None for a plain ticket.
+
+    Raises:
+        RemoteProtocolError: The identifier begins like a selection, but cannot be read.
     """
     if not identifier.startswith(SELECTION_MAGIC):
         return identifier, None

@@ -1,8 +1,8 @@
-"""Runs of like record batches, put together and recognised all at once.
+"""Encoding and recognition of runs: many record batches of one layout that travel together.
 
-Thousands of small messages that differ in a few numbers are checked here with NumPy, column by column, instead of
-one by one. Only a run that is beyond any doubt is recognised. About any other nothing is said: its messages go
-to the Receiver one by one, which finds what is wrong and says so.
+Thousands of small messages that differ in a few numbers only are checked here with NumPy, column by column, instead of
+one by one. A run is recognised only if all of its messages are certainly valid. The messages of any other run go to the
+Receiver one by one, which reports their errors.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from dissociated.protocol.message import Run
 from dissociated.protocol.metadata import PREFIX_SIZE, MetadataKind
 from dissociated.protocol.tags import SEQUENCE_MASK, BodyKind, body_tag
 
-_MAX_ADDRESS = np.uint64(1 << 62)  # so that no sum below can overflow
+_MAX_ADDRESS = np.uint64(1 << 62)  # below this limit, no sum in this file can overflow
 
 
 def encode(sequence: int, header: bytes, bodies: Sequence[Buffer]) -> Run:
-    """The messages of as many record batches, number `sequence` and on, with this flatbuffer.
+    """Encode record batches that share one flatbuffer.
 
-    Their bodies are packed, and of one length.
+    Args:
+        sequence: Number of the first message.
+        header: The flatbuffer.
+        bodies: The packed bodies, all of equal length.
     """
     count = len(bodies)
     numbers = (sequence + np.arange(count, dtype=np.uint64)) & np.uint64(SEQUENCE_MASK)
@@ -46,7 +49,11 @@ def encode(sequence: int, header: bytes, bodies: Sequence[Buffer]) -> Run:
 
 
 def recognise(run: Run, sequence: int) -> PackedBatches | SharedBatches | None:
-    """What `run` holds, if that is like record batches with their bodies, the first one number `sequence`."""
+    """Return the record batches of `run`, the first of which must have the number `sequence`.
+
+    Returns:
+        The batches with their packed bodies or addresses; None if they cannot be recognised together.
+    """
     untagged = np.frombuffer(run.untagged, np.uint8).reshape(run.length, run.untagged_size)
     if run.untagged_size <= PREFIX_SIZE:
         return None
@@ -85,7 +92,7 @@ def _shared(
     if max(int(part.max(initial=0)) for part in (body_length, buffers, lists)) >= _MAX_ADDRESS:
         return None
     present = lengths > 0
-    if addresses[~present].any():  # which must be given back, too: message by message
+    if addresses[~present].any():  # empty buffers with addresses, which the Receiver handles message by message
         return None
     body_at = np.where(present, addresses - offsets, 0).max(axis=1, initial=0)
     agrees = (
@@ -103,7 +110,7 @@ def _shared(
 
 
 def _kind_in_order(run: Run, untagged: Bytes, sequence: int) -> BodyKind | None:
-    """The kind of all bodies, if the messages are numbered from `sequence` on."""
+    """Return the common kind of all bodies; None if there are several, or the numbers do not run from `sequence` on."""
     numbers = (sequence + np.arange(run.length, dtype=np.uint64)) & np.uint64(SEQUENCE_MASK)
     on_wire = np.ascontiguousarray(untagged[:, 1:PREFIX_SIZE]).view("<u4")[:, 0]
     if (untagged[:, 0] != MetadataKind.MESSAGE).any() or (on_wire != numbers).any():

@@ -1,4 +1,4 @@
-"""The server's role in one stream ("Server Sequence")."""
+"""The server's role in a stream ("Server Sequence"): numbers messages, and interprets those of the client."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from dissociated.protocol.tags import BodyKind, body_tag
 
 @dataclass(frozen=True)
 class Tags:
-    """The tags a server chose for itself and told its clients by URI.
+    """The tags that a server has chosen, and that its URIs tell its clients.
 
-    `want` maps each want_data value to the streams it asks for; `free_data` is None where no addresses are sent.
+    `want` maps each want_data tag to the streams that it requests. `free_data` is None if no addresses are sent.
     """
 
     want: Mapping[int, Streams]
@@ -29,15 +29,15 @@ class Tags:
 
 
 class Body(NamedTuple):
-    """A body about to be sent: its bytes, packed or an address list, in parts."""
+    """A body to be sent: its bytes in parts, packed or an address list."""
 
     kind: BodyKind
     parts: Sequence[Buffer]
 
 
 def _encode(sequence: int, header: bytes, body: Body | None, streams: Streams) -> list[Message]:
-    """The messages that carry IPC message number `sequence` on a connection with these `streams`."""
-    if streams is Streams.BOTH and body is not None:  # nearly always: flags are slow
+    """Return the messages that carry IPC message number `sequence` on a connection with these `streams`."""
+    if streams is Streams.BOTH and body is not None:  # the common case, without the slow operations on flags
         return [
             Message(None, (encode_prefix(sequence), header)),
             Message(body_tag(body.kind, sequence), body.parts),
@@ -51,21 +51,21 @@ def _encode(sequence: int, header: bytes, body: Body | None, streams: Streams) -
 
 
 class Sender:
-    """Numbers messages, and says what the peer's messages mean. Moves no bytes and holds none."""
+    """A sender of one stream: numbers its messages and interprets the client's. It neither moves nor holds bytes."""
 
     def __init__(self, tags: Tags) -> None:
         self._tags = tags
         self._machine = Machine(Role.SENDER)
-        #: Which streams the client has asked for; both until it has.
+        #: The streams that the client has requested; both before its request.
         self.streams = Streams.BOTH
         #: The number of the next message, not truncated to 32 bits.
         self.sequence = 0
 
     @classmethod
     def ahead(cls, streams: Streams, first: int = 0) -> Sender:
-        """One of a stream that nobody has asked for yet, whose next message is number `first`.
+        """Return the sender of a stream before a client requests it, whose next message has the number `first`.
 
-        What it makes is sent to whoever does ask, see `sent`.
+        Its messages are sent to every client that requests the stream. See `sent`.
         """
         sender = cls(Tags({}))
         sender.sequence = first
@@ -75,11 +75,15 @@ class Sender:
 
     @property
     def state(self) -> State:
-        """Where this stream is."""
+        """Return the state of this stream."""
         return self._machine.state
 
     def receive(self, arrived: Incoming | Run) -> StreamRequested | AddressesFreed:
-        """What a message of the client means. Raises RemoteProtocolError where it means nothing, or not now."""
+        """Interpret a message of the client.
+
+        Raises:
+            RemoteProtocolError: The message is invalid, or not allowed in this state.
+        """
         if isinstance(arrived, Run):
             raise RemoteProtocolError("the client sent a run of messages, which only servers do")
         tag, body = arrived.tag, bytes(arrived.data)
@@ -101,22 +105,31 @@ class Sender:
         raise RemoteProtocolError(f"the client sent a message with the unknown tag {tag:#018x}")
 
     def send(self, header: bytes, body: Body | None) -> list[Message]:
-        """The messages for the next IPC message of the stream, on this connection. Raises LocalProtocolError."""
+        """Return the messages to send on this connection for the next IPC message of the stream.
+
+        Raises:
+            LocalProtocolError: The stream is not running.
+        """
         self._machine.move(Step.METADATA, LocalProtocolError)
         messages = _encode(self.sequence, header, body, self.streams)
         self.sequence += 1
         return messages
 
     def send_alike(self, header: bytes, bodies: Sequence[Buffer]) -> Run:
-        """The messages for as many IPC messages with this flatbuffer, their packed bodies of one length."""
+        """Return a run of IPC messages that share this flatbuffer, one for each of the packed bodies of equal length.
+
+        Raises:
+            LocalProtocolError: The stream is not running.
+        """
         self._machine.move(Step.METADATA, LocalProtocolError)
         first, self.sequence = self.sequence, self.sequence + len(bodies)
         return encode(first, header, bodies)
 
     def sent(self, first: int, count: int) -> None:
-        """The next `count` messages went out: those that a sender which was `ahead` numbered from `first` on.
+        """Record that `count` messages were sent that a sender made by `ahead` has numbered from `first` on.
 
-        Raises LocalProtocolError where another number was due.
+        Raises:
+            LocalProtocolError: `first` is not the next number.
         """
         if first != self.sequence:
             raise LocalProtocolError(f"messages numbered from {first} on went out where {self.sequence} was due")
@@ -124,9 +137,10 @@ class Sender:
         self.sequence += count
 
     def end(self) -> list[Message]:
-        """The messages of the end of stream. Nothing may be sent after them.
+        """Return the messages of the end of stream. No message may be sent after them.
 
-        Raises LocalProtocolError before the first message.
+        Raises:
+            LocalProtocolError: The stream has no message yet.
         """
         if self.state is State.STREAMING and not self.sequence:
             raise LocalProtocolError("a stream cannot end before its first message")
@@ -136,9 +150,9 @@ class Sender:
         return [Message(None, (encode_end_of_stream(self.sequence),))]
 
     def drained(self) -> None:
-        """Every address that was sent has been freed: "the work for this stream is complete"."""
+        """Record that every address that was sent has been freed: "the work for this stream is complete"."""
         self._machine.move(Step.DRAINED, LocalProtocolError)
 
     def fail(self) -> None:
-        """The stream is over before its end."""
+        """Record that the stream failed before its end."""
         self._machine.move(Step.FAIL, LocalProtocolError)

@@ -1,12 +1,12 @@
-"""What may follow what, for both roles of a stream, in one table.
+"""The states of a stream and the allowed transitions, for both roles, in one table.
 
-A stream begins with want_data, runs while metadata and bodies flow, and ends in two steps: the sender announces
-the end of stream, then waits until every address it sent has been given back. A receiver that has seen the end
-of stream still waits for what was overtaken; it is complete when nothing is missing. A stream that failed may
-still give memory back.
+A stream begins with want_data, runs while metadata and bodies flow, and ends in two steps: the sender announces the end
+of stream, then waits until every address that it sent has been given back. A receiver that has seen the end of stream
+still waits for messages that it has overtaken; it is complete when nothing is missing. A stream that failed may still
+give memory back.
 
-Anything not in the table is an error of the side that does it: LocalProtocolError if this one,
-RemoteProtocolError if the peer.
+A step that is not in the table is an error of the side that takes it: LocalProtocolError for this side,
+RemoteProtocolError for the peer.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from dissociated.errors import ProtocolError
 
 
 class State(Enum):
-    """Where a stream is, seen from one side."""
+    """The state of a stream, seen from one side."""
 
-    __hash__ = object.__hash__  # each is one object, and is looked up with each message
+    # Members are singletons, and each message looks one up, so the fast hash by identity is used.
+    __hash__ = object.__hash__
 
     IDLE = "idle"
     STREAMING = "streaming"
@@ -32,7 +33,7 @@ class State(Enum):
 
 
 class Step(Enum):
-    """What moves a stream from one state to the next."""
+    """The event that moves a stream from one state to the next."""
 
     __hash__ = object.__hash__
 
@@ -43,13 +44,13 @@ class Step(Enum):
     FREE = "free_data"
     #: the receiver delivered the last message
     DELIVERED = "completion"
-    #: no address is held any more
+    #: the last address was given back
     DRAINED = "release of the last address"
     FAIL = "failure"
 
 
 class Role(Enum):
-    """The two sides of a stream."""
+    """The sides of a stream."""
 
     SENDER = "sender"
     RECEIVER = "receiver"
@@ -83,7 +84,7 @@ TRANSITIONS: dict[Role, dict[State, dict[Step, State]]] = {
 
 
 class Machine:
-    """The state of one side of one stream."""
+    """The state of one side of a stream."""
 
     def __init__(self, role: Role) -> None:
         self.role = role
@@ -91,7 +92,7 @@ class Machine:
         self._table = TRANSITIONS[role]
 
     def move(self, step: Step, error_type: type[ProtocolError]) -> None:
-        """Take `step`, or raise `error_type` and stay."""
+        """Take `step`, or raise `error_type` and keep the state."""
         following = self._table[self.state].get(step)
         if following is None:
             raise error_type(

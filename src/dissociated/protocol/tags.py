@@ -4,7 +4,7 @@
     bits 32 to 55   reserved, must be 0
     bits 56 to 63   kind of body
 
-The specification's diagram shifts the kind by 55; its prose says bits 56 to 63, and the prose is what holds.
+The specification's diagram shifts the kind by 55; its prose says bits 56 to 63. The prose is authoritative.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KIND_SHIFT = 56
 
 
 class BodyKind(IntEnum):
-    """What the body message holds."""
+    """The content of a body message."""
 
     #: "the raw body buffer bytes as a packed buffer (i.e. the standard IPC format body bytes)"
     PACKED = 0
@@ -34,14 +34,15 @@ _KINDS = {int(kind): kind for kind in BodyKind}
 
 
 def body_tag(kind: BodyKind, sequence: int) -> int:
-    """The tag of the body of message number `sequence` (its low 32 bits count)."""
+    """Return the tag of the body of message number `sequence`, of which the low 32 bits are sent."""
     return kind << KIND_SHIFT | sequence & SEQUENCE_MASK
 
 
 def parse_body_tag(tag: int) -> tuple[BodyKind, int]:
-    """The kind and the 32-bit sequence number in `tag`.
+    """Return the kind and the 32-bit sequence number in `tag`.
 
-    Raises RemoteProtocolError for an unknown kind or a reserved bit that is set.
+    Raises:
+        RemoteProtocolError: The kind is unknown, or a reserved bit is set.
     """
     if tag & RESERVED_MASK:
         raise RemoteProtocolError(f"the peer set reserved bits in the body tag {tag:#018x}")

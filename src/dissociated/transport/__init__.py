@@ -1,1 +1,1 @@
-"""Transports move messages, tagged and untagged, and know no protocol."""
+"""Transports, which move tagged and untagged messages, and know no protocol."""

@@ -1,6 +1,6 @@
-"""What every transport offers ("Requirements"): delimited messages, with a 64-bit tag or without.
+"""The interface of transports ("Requirements"): delimited messages, with or without a 64-bit tag.
 
-Everything blocks. A `timeout` is how many seconds the peer may be silent, not how long a transfer may take.
+Everything blocks. A `timeout` limits the seconds of the peer's silence, not the duration of a transfer.
 
 Every method may raise
 
@@ -28,143 +28,169 @@ from dissociated.memory.remote import Span
 from dissociated.protocol.message import Incoming, Message, Run
 from dissociated.uri import Uri
 
-#: Supplies the memory for a tagged message, given its tag and length in bytes, or for a run of messages, which has
-#: no tag; raises to refuse it. After `receive_onto` that may be a DeviceBuffer.
+#: Supplies the memory for a tagged message, given its tag and its length in bytes, or for a run of messages, which has
+#: no tag. It raises an error to refuse the message. After `receive_onto`, the memory may be a DeviceBuffer.
 Allocate: TypeAlias = Callable[[int | None, int], Buffer]
 
 
-#: Longer than anybody waits, and short enough for every clock in the kernel and in Python.
+#: Seconds: longer than any sensible wait, and short enough for every clock in the kernel and in Python.
 _MAX_SECONDS = 1e6
-#: Seconds between two looks at a connection that cannot tell by itself when something arrives.
+#: Seconds between two polls of a connection that cannot signal the arrival of a message.
 _POLL_INTERVAL = 0.005
 
 
 def check_timeout(timeout: float) -> float:
-    """A timeout that every clock can count. Raises LocalProtocolError for what is no positive number."""
+    """Return `timeout`, in seconds, limited to a value that every clock can represent.
+
+    Raises:
+        LocalProtocolError: The timeout is not a positive number.
+    """
     if not timeout > 0:
         raise LocalProtocolError(f"a timeout is a positive number of seconds, not {timeout}")
     return min(timeout, _MAX_SECONDS)
 
 
 class Connection(ProcessBound, ABC):
-    """A connection to one peer. One thread may send while another receives; neither may be shared."""
+    """A connection to one peer. At most two threads use it at a time: one that sends, and one that receives."""
 
     #: Whether regions of memory can be shared over this connection.
     shares_memory: bool = False
-    #: Whether the memory of messages may change as soon as `send` has returned: they have been copied by then.
+    #: Whether `send` copies messages, so that their memory may change as soon as it has returned.
     copies: bool = False
     #: Whether `prepare` takes runs of messages, too.
     takes_runs: bool = False
-    #: How many messages a run must have to cost less than these messages one by one.
+    #: Least number of messages for which a run costs less than single messages.
     min_run: int = 1
     #: Whether the peer can fetch from memory that the listener has exposed.
     exposes_memory: bool = False
-    #: Whether this side can fetch from memory of the peer's that its URI names.
+    #: Whether this side can fetch from the memory that the peer's URI names.
     supports_rma: bool = False
 
     def __init__(self) -> None:
         #: The regions that the peer has shared.
         self.address_space = AddressSpace()
-        #: When, by time.monotonic, the peer must have said what is waited for, however it does so; None: whenever.
+        #: Time, by time.monotonic, by which the peer's request must be complete; None for no limit.
         self.request_deadline: float | None = None
-        #: Bytes that the medium has taken so far, with whatever they are wrapped in, where it tells while it sends.
+        #: Bytes that the medium has taken so far, framing included, if it reports them while it sends.
         self.written = 0
         self._woken = threading.Event()
         self.bind_to_process()
 
     @property
     def backlog(self) -> int:
-        """Bytes that were given to `send` and are not `written` yet; none where `send` waits for that."""
+        """Return the number of bytes that were passed to `send` and are not `written`; 0 if `send` waits for that."""
         return 0
 
     @property
     def peer(self) -> str:
-        """Who is at the other end, for people."""
+        """Return a description of the peer, for people."""
         return type(self).__name__
 
     def handshake(self, timeout: float) -> None:
-        """Agree with the peer on what comes before any message, within `timeout` seconds in all.
+        """Agree with the peer on everything that must precede the first message, within `timeout` seconds in all.
 
-        Most media need nothing. `connect` does it for the client; on a connection that was accepted, its own thread
-        does it first. May also raise AccessDenied.
+        Most media need no handshake. `connect` calls this for the client. On an accepted connection, the connection's
+        own thread calls it first.
+
+        Raises:
+            AccessDenied: This side does not trust the peer.
         """
 
     def limit_untagged(self, length: int) -> None:
-        """Take untagged messages of up to so many bytes: one that is announced to be longer ends the connection.
+        """Accept untagged messages of up to `length` bytes. A longer announcement ends the connection.
 
-        Media that allocate nothing for what is announced may ignore this.
+        Media that do not allocate memory for an announcement may ignore this.
         """
 
     def limit_tagged(self, length: int) -> None:
-        """Keep tagged messages of up to so many bytes that arrive while this side sends, beside what it always keeps.
+        """Keep tagged messages of up to `length` bytes that arrive while this side sends, in addition to the default.
 
-        Media that allocate nothing then may ignore this.
+        Media that do not allocate memory for them may ignore this.
         """
 
     def keep_files(self) -> None:
-        """From now on, keep open what regions are mapped from, on media that share files.
+        """From now on, keep the files of mapped regions open, on media that share files.
 
-        Not where this process has too many descriptors.
+        If this process has too many descriptors, files are closed all the same.
         """
 
     def receive_onto(self, device: Device) -> bool:
-        """Whether this connection receives into memory of that device, too, if that is allocated for a message.
+        """Return whether this connection can also receive into memory of `device`, if `allocate` supplies it.
 
-        When `receive` gives such a message, its bytes are there, for whichever stream. Nothing writes to the memory any
-        more once nothing here refers to it.
+        When `receive` returns such a message, its bytes have arrived, for every stream of the device. Once no reference
+        here is left, nothing writes to the memory any more.
         """
         return False
 
     def _time_left(self, timeout: float) -> float:
-        """How long a wait may take. Raises DeadlineExceeded where what the peer had to say is overdue."""
+        """Return the number of seconds for which a wait may last.
+
+        Raises:
+            DeadlineExceeded: `request_deadline` has passed.
+        """
         if self.request_deadline is None:
             return timeout
         left = self.request_deadline - time.monotonic()
         if left <= 0:
-            self.request_deadline = None  # it is still to be told
+            self.request_deadline = None  # the peer must still get the reason
             raise DeadlineExceeded(f"{self.peer} took too long to say what it wants")
         return min(left, timeout)
 
     @abstractmethod
     def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
-        """Send messages, or what `prepare` made of them, in order.
+        """Send messages in order.
 
-        The connection may keep references to the parts until they have been sent, unless it `copies`: what lies
-        there must not change.
-        On a connection that a listener accepted, what the peer sends meanwhile is kept for `receive`, so that two
-        sides which both send cannot block each other for ever.
+        On a connection that a listener accepted, messages that the peer sends meanwhile are kept for `receive`, so that
+        two sides that both send cannot block each other for ever.
+
+        Args:
+            messages: The messages, or the result of `prepare`. Unless the connection `copies`, it may refer to their
+                parts until they are sent, and the content of the parts must not change.
+            timeout: Seconds for which the peer may take nothing.
         """
 
     @property
     def encoding(self) -> Hashable:
-        """How `prepare` encodes: what it made for one connection suits every other whose `encoding` is equal."""
+        """Return a key of this connection's encoding. Results of `prepare` suit every connection with an equal key."""
         return type(self), self.takes_runs
 
     def prepare(self, messages: Sequence[Message | Run]) -> Any:
-        """Encode messages once, to send them any number of times on connections whose `encoding` is the same."""
+        """Encode messages once, to send them any number of times on connections with the same `encoding`."""
         return messages
 
     @abstractmethod
     def receive(self, timeout: float, allocate: Allocate) -> Incoming | Run | None:
-        """The next message or run of messages, or None if the peer closed the connection between two messages.
+        """Receive the next message or run of messages.
 
-        Small tagged messages may come in memory of the transport's own; for all others `allocate` supplies it.
-        Raises RemoteError if the peer aborted, with its reason.
+        Args:
+            timeout: Seconds for which the peer may be silent.
+            allocate: Supplies the memory of tagged messages. Small messages may come in the transport's own memory.
+
+        Returns:
+            The message or run, or None if the peer closed the connection between two messages.
+
+        Raises:
+            RemoteError: The peer aborted. The error has the peer's reason.
         """
 
     @abstractmethod
     def arrived(self) -> bool:
-        """Whether a message, or at least its beginning, or the end of the connection is there to be received."""
+        """Return whether `receive` would find the beginning of a message, or the end of the connection."""
 
     def peer_closed(self) -> bool | None:
-        """Once `receive` has returned None: whether the peer is gone, and has not only ended what it sends.
+        """Return whether the peer is gone, after `receive` has returned None. The peer may only have stopped sending.
 
-        None where the medium cannot tell before something is sent. From then on `arrived` tells that it is gone.
+        Returns:
+            True or False, or None if the medium cannot tell before this side sends. From then on, `arrived` returns
+                True when the peer is gone.
         """
         return True
 
     def wait(self, timeout: float) -> None:
-        """Wait until something has `arrived`, or `wake` was called since the last wait, but for `timeout` at most."""
+        """Wait until a message has `arrived`, `wake` is called, or `timeout` seconds have passed.
+
+        A `wake` since the last wait counts, too.
+        """
         end = time.monotonic() + timeout
         while not self.arrived() and not self._woken.wait(_POLL_INTERVAL) and time.monotonic() < end:
             pass
@@ -176,63 +202,91 @@ class Connection(ProcessBound, ABC):
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """Tell the peer why this side gives up, as far as it still listens. `close` is still due. Never raises."""
+        """Send the peer the reason why this side gives up, if it still listens. `close` must follow. Never raises."""
 
     def send_close_reason(self, reason: str) -> None:
-        """`abort` for a peer that may not listen now: it learns why when it comes to that, while this side receives."""
+        """Send the peer a reason like `abort`, even if the peer does not listen now.
+
+        The peer gets the reason later, while this side receives.
+        """
         self.abort(reason)
 
     def flush_close_reason(self, timeout: float) -> None:
-        """Wait until the peer has taken what `send_close_reason` sent, or took nothing for `timeout`. Never raises."""
+        """Wait until the peer has taken the reason of `send_close_reason`, or for `timeout` seconds. Never raises."""
 
     def linger(self) -> bool:
-        """Wait, without a limit, until the peer has closed the connection: so it gives back all that it has mapped.
+        """Wait without a limit until the peer has closed the connection, and so has released the memory that it mapped.
 
-        False where this side was interrupted before that. Media that share no memory do not wait.
+        Media that share no memory do not wait.
+
+        Returns:
+            False if this side was interrupted first.
         """
         return True
 
     @abstractmethod
     def interrupt(self) -> None:
-        """Make whoever uses the connection in another thread return with ConnectionClosed. Never raises."""
+        """Make calls in other threads return with ConnectionClosed. Never raises."""
 
     @abstractmethod
     def stop_receiving(self) -> None:
-        """Make `receive` return None from now on, also in another thread, while this side may go on sending.
+        """Make `receive` return None from now on, also in another thread. This side may continue to send.
 
-        Where the medium can tell, the peer's sends fail with ConnectionClosed. Never raises.
+        If the medium supports it, the peer's sends fail with ConnectionClosed. Never raises.
         """
 
     def finish(self, timeout: float) -> bool:
-        """Wait until the peer has taken what was sent, and closed the connection, where closing earlier loses some.
+        """Wait until the peer has taken all messages and closed the connection, if an earlier close would lose some.
 
-        After `timeout` seconds of silence it returns all the same. Media whose `close` lets everything arrive do
-        not wait. False where the medium knows of something that the peer has not taken. Never raises.
+        Media on which `close` lets every message arrive do not wait. Never raises.
+
+        Args:
+            timeout: Seconds of the peer's silence after which to return in any case.
+
+        Returns:
+            False if the medium knows of a message that the peer has not taken.
         """
         return True
 
     @abstractmethod
     def close(self) -> None:
-        """Give the connection back. Messages already sent still arrive. Never raises."""
+        """Close the connection. Messages that were sent still arrive. Never raises."""
 
     def leave(self) -> None:
-        """`close` it in this process alone: to the peer it stays open while a forked process has it. Never raises."""
+        """Close the connection in this process alone. Never raises.
+
+        The peer sees the connection open while a forked process has it.
+        """
         self.close()
 
     def share(self, descriptor: int, base: int, size: int, backing: int) -> None:
-        """Let the peer map this memory, as the addresses `base` to `base + size`. The descriptor stays the caller's."""
+        """Let the peer map a file or memfd, as the addresses `base` to `base + size`. The caller keeps the descriptor.
+
+        Args:
+            descriptor: A read-only descriptor.
+            base: First address.
+            size: Number of bytes.
+            backing: A `Backing`.
+        """
         raise TransportError(f"{type(self).__name__} cannot share memory")
 
     def retain(self, region: Region) -> None:
-        """Keep memory that the peer may fetch from until it can do so no more, also beyond `close`.
+        """Keep memory until the peer can no longer fetch from it, also beyond `close`.
 
         Media whose peers cannot fetch do nothing.
         """
 
     def fetch(self, wanted: Sequence[tuple[int, int, int]], memory: Buffer, timeout: float) -> None:
-        """Fetch (address, length, where in `memory`) from the peer, one-sided. Within `memory` they must stay.
+        """Fetch ranges of the peer's memory, one-sided.
 
-        Raises RemoteProtocolError for an address outside of what the peer's URI names, before anything is fetched.
+        Args:
+            wanted: Address, length in bytes, and position in `memory` of each range. Positions must lie within
+                `memory`.
+            memory: The memory to write to.
+            timeout: Seconds for which the peer may be silent.
+
+        Raises:
+            RemoteProtocolError: An address lies outside the memory that the peer's URI names. Nothing was fetched.
         """
         raise TransportError(f"{type(self).__name__} cannot fetch")
 
@@ -246,7 +300,7 @@ class Connection(ProcessBound, ABC):
 
 
 class Listener(ProcessBound, ABC):
-    """Accepts connections at `uri`, which names the real port or path and has no protocol parameters."""
+    """A listener at `uri`, which has the actual port or path and no protocol parameters."""
 
     uri: Uri
     #: Whether peers can fetch from memory that is exposed here.
@@ -261,31 +315,39 @@ class Listener(ProcessBound, ABC):
 
     @abstractmethod
     def accept(self) -> Connection | None:
-        """The next connection; None once `close` was called. Blocks without a limit."""
+        """Wait without a limit for the next connection, and return it. Return None once `close` was called."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stop accepting, also from another thread; leave nothing behind. Never raises."""
+        """Stop accepting, also from another thread, and leave nothing behind. Never raises."""
 
 
 class Transport(ABC):
-    """A medium, chosen by the scheme of a URI."""
+    """A medium, selected by the scheme of a URI."""
 
-    #: The nearest transport that reaches a peer is the best: 0 any host, 1 this host, 2 this process.
+    #: Reach: 0 any host, 1 this host, 2 this process. The nearest transport that reaches a peer is preferred.
     locality: int = 0
-    #: Whether what it carries is encrypted. Of two that are equally near, the one that is goes first.
+    #: Whether messages are encrypted. Among equally near transports, encrypted ones are preferred.
     encrypted: bool = False
     #: Whether its connections can share regions of memory.
     shares_memory: bool = False
 
     @abstractmethod
     def connect(self, uri: Uri, timeout: float) -> Connection:
-        """Connect to a listener. Raises UriError where the URI lacks what this transport needs."""
+        """Connect to a listener.
+
+        Raises:
+            UriError: The URI lacks a part that this transport needs.
+        """
 
     def reachable(self, uri: Uri) -> bool:
-        """Whether it makes sense to try to connect from here."""
+        """Return whether a connection from here can possibly succeed."""
         return True
 
     @abstractmethod
     def listen(self, uri: Uri) -> Listener:
-        """Listen at `uri`, whose missing parts this transport chooses. Raises TransportError if it cannot."""
+        """Listen at `uri`. This transport chooses missing parts of it.
+
+        Raises:
+            TransportError: This process cannot listen there.
+        """

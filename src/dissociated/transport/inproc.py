@@ -1,4 +1,4 @@
-"""inproc://NAME: messages handed over within one process, their buffers by reference. For tests and embedding."""
+"""inproc://NAME: messages within one process, with buffers passed by reference. For tests and embedding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _lock = threading.Lock()
 
 
 class InprocConnection(Connection):
-    """One end of a pair of mailboxes."""
+    """A side of a connection, with a mailbox in each direction."""
 
     def __init__(self, inbox: Mailbox[Incoming], outbox: Mailbox[Incoming]) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class InprocConnection(Connection):
 
 
 def _joined(parts: Sequence[Buffer]) -> Buffer:
-    """The parts as one buffer: the only one by reference, several ones copied together."""
+    """Return the parts as one buffer: a single part by reference, several parts as a copy."""
     if len(parts) == 1:
         return parts[0]
     joined = pa.BufferOutputStream()
@@ -93,7 +93,7 @@ class _InprocListener(Listener):
 
 
 class InprocTransport(Transport):
-    """See the module."""
+    """The transport `inproc`. See the module."""
 
     locality = 2
 

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Mailbox(Generic[T]):
-    """Holds items of up to `max_bytes` together; always at least one, however large."""
+    """A queue of items with a total size of up to `max_bytes`. It always takes at least one item, however large."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -20,13 +20,20 @@ class Mailbox(Generic[T]):
         self._bytes = 0
         self._changed = threading.Condition()
         self._closed = False
-        # Not the error itself: its traceback would keep everything that its receiver holds until the GC comes by.
+        # The type and the text, not the error: its traceback would keep all that the receiver holds until a GC.
         self._error: tuple[type[DissociatedError], str] | None = None
 
     def put(self, item: T, size: int, timeout: float | None) -> None:
-        """Add an item of `size` bytes, waiting for room for up to `timeout` seconds; None is without a limit.
+        """Add an item of `size` bytes.
 
-        Raises ConnectionClosed once closed, and DeadlineExceeded where there is no room in time.
+        Args:
+            item: The item.
+            size: Its size, in bytes.
+            timeout: Seconds to wait for room; None for no limit.
+
+        Raises:
+            ConnectionClosed: The mailbox is closed.
+            DeadlineExceeded: There was no room in time.
         """
         with self._changed:
             if not self._changed.wait_for(
@@ -40,9 +47,10 @@ class Mailbox(Generic[T]):
             self._changed.notify_all()
 
     def get(self, timeout: float) -> T | None:
-        """The oldest item. Once closed and empty, None, or it raises the error that was given to `close`.
+        """Return the oldest item. If the mailbox is closed and empty, return None, or raise the error of `close`.
 
-        Raises DeadlineExceeded where nothing comes for `timeout` seconds.
+        Raises:
+            DeadlineExceeded: No item came for `timeout` seconds.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._closed or bool(self._items), timeout):
@@ -62,11 +70,11 @@ class Mailbox(Generic[T]):
 
     @property
     def ready(self) -> bool:
-        """Whether `get` would return, or raise, at once."""
+        """Return whether `get` would return, or raise, at once."""
         return bool(self._items) or self._closed
 
     def close(self, error: DissociatedError | None = None) -> None:
-        """Accept no more items. What is there can still be taken; then comes `error`, if one is given."""
+        """Accept no more items. The remaining items can still be taken; after them, `get` raises `error`, if any."""
         with self._changed:
             if not self._closed:
                 self._closed, self._error = True, None if error is None else (type(error), str(error))

@@ -1,4 +1,4 @@
-"""URI scheme to transport. Third parties add theirs as entry points in the group `dissociated.transports`."""
+"""Transports by URI scheme. Third parties add theirs as entry points in the group `dissociated.transports`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ _BUILT_IN = {
 
 @once
 def transport(scheme: str) -> Transport:
-    """The transport for `scheme`, loaded on first use. Raises UriError for a scheme that nobody provides."""
+    """Return the transport for `scheme`, loaded on first use.
+
+    Raises:
+        UriError: No transport is registered for the scheme.
+    """
     if scheme in _BUILT_IN:
         module, name = _BUILT_IN[scheme].split(":")
         built_in: Transport = getattr(import_module(module), name)()
@@ -34,5 +38,5 @@ def transport(scheme: str) -> Transport:
 
 @once
 def schemes() -> frozenset[str]:
-    """Every scheme that has a transport here."""
+    """Return every scheme that has a transport."""
     return frozenset(_BUILT_IN) | {entry.name for entry in entry_points(group="dissociated.transports")}

@@ -1,8 +1,8 @@
-"""Runs among messages that are to be sent: many small alike ones in a row, which travel as one payload.
+"""Runs among messages to be sent: consecutive small messages of similar shape, which travel as one payload.
 
-They come in pairs, an untagged message and a tagged one: the metadata and the body of a small batch. Pairs are alike
-where their untagged messages have one size, and their tagged ones. The payload is described byte by byte in
-docs/framing.md; each medium says in its own way that it is one.
+A run consists of pairs of an untagged message and a tagged one: the metadata and the body of a small batch. All
+untagged messages of a run have one size, and all tagged ones have one size. docs/framing.md describes the payload byte
+by byte. Each medium has its own mark for a payload that is a run.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ from dissociated.base.buffers import Buffer
 from dissociated.errors import RemoteProtocolError
 from dissociated.protocol.message import Message, Run
 
-#: From how many pairs on they are a run. To receive one costs as much as 20 batches do.
+#: Least number of pairs in a run. Receiving a run costs as much as receiving 20 batches.
 MIN_RUN = 8
-#: How many bytes one message of a run has at most, and the payload of all of them: whoever keeps one batch of a run
-#: keeps all of it.
+#: Most bytes of a message in a run, and of a run's payload. A reader that keeps one batch of a run keeps the whole run.
 _MAX_RUN_MESSAGE = 1 << 16
 _MAX_SENT_RUN = 1 << 22
-#: How many bytes of payload a receiver takes.
+#: Most bytes of payload that a receiver accepts.
 MAX_RUN = 1 << 26
 
-#: Messages up to this many bytes are copied together; parts of larger ones stay where they lie.
+#: Messages of up to this many bytes are joined by copying. Parts of larger messages are sent without a copy.
 _COALESCE = 512
 _PADDING = [bytes(-n % 8) for n in range(8)]
 _head = struct.Struct("<QQQ")
 _TAG = 8  # bytes
-_MAX_OVERHEAD = _head.size + 2 * 7  # bytes of a payload beside its messages and tags
+_MAX_OVERHEAD = _head.size + 2 * 7  # bytes of a payload without its messages and tags
 
 
 class EncodedRun(NamedTuple):
@@ -40,7 +39,7 @@ class EncodedRun(NamedTuple):
 
 
 def encode_runs(messages: Sequence[Message | Run]) -> Iterator[Message | EncodedRun]:
-    """The messages in order, each run of small alike ones among them as one payload."""
+    """Yield the messages in order, with each run among them encoded as one payload."""
     for one in find_runs(messages):
         if isinstance(one, Run):
             yield _encode_run(one)
@@ -51,13 +50,13 @@ def encode_runs(messages: Sequence[Message | Run]) -> Iterator[Message | Encoded
 
 
 class Alike(NamedTuple):
-    """Messages that are a run: untagged, tagged, untagged, tagged ..."""
+    """Messages that form a run: untagged, tagged, untagged, tagged ..."""
 
     messages: Sequence[Message]
 
 
 def find_runs(messages: Sequence[Message | Run]) -> Iterator[Message | Run | Alike]:
-    """The same in order, with small alike messages in a row found: those that may travel as one payload."""
+    """Yield the messages in order, with consecutive messages that may travel as a run grouped together."""
     for is_run, some in groupby(messages, lambda message: isinstance(message, Run)):
         if is_run:
             yield from some
@@ -87,7 +86,11 @@ def _encode_alike(messages: Sequence[Message]) -> EncodedRun:
 
 
 def parse_run(payload: Buffer) -> Run:
-    """Take the payload of a run apart. Raises RemoteProtocolError where its sizes disagree with its length."""
+    """Parse the payload of a run.
+
+    Raises:
+        RemoteProtocolError: The sizes in the payload do not fit its length.
+    """
     memory = memoryview(payload)
     if len(memory) < _head.size:
         raise RemoteProtocolError("the peer sent a run of messages that is cut off")
@@ -111,7 +114,7 @@ def parse_run(payload: Buffer) -> Run:
 
 
 def _split_runs(messages: Sequence[Message]) -> Iterator[tuple[bool, Sequence[Message]]]:
-    """The messages in order, in groups: whether a group is a run, and its messages."""
+    """Yield groups of the messages, in order: whether a group is a run, and its messages."""
     at = done = 0
     while at < len(messages):
         end = _run_end(messages, at)
@@ -126,7 +129,7 @@ def _split_runs(messages: Sequence[Message]) -> Iterator[tuple[bool, Sequence[Me
 
 
 def _run_end(messages: Sequence[Message], at: int) -> int:
-    """The end of the run that begins at `at`; at least the next message, which then is none."""
+    """Return the end of the run that begins at `at`. It is at least `at + 1`, which is not a run."""
     if at + 1 >= len(messages):
         return at + 1
     sizes = untagged, tagged = message_size(messages[at]), message_size(messages[at + 1])
@@ -143,7 +146,7 @@ def _run_end(messages: Sequence[Message], at: int) -> int:
 
 
 def message_size(message: Message) -> int:
-    """How many bytes a message has."""
+    """Return the size of a message, in bytes."""
     size = 0
     for part in message.parts:
         size += len(part)

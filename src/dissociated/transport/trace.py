@@ -1,7 +1,7 @@
-"""A log of the messages of a connection: which they are and how large, and nothing of what is in them.
+"""A log of the messages of a connection: their kinds and sizes, but not their content.
 
-One line a message, or a run of messages, at the level DEBUG. A connection whose messages are not logged has no wrapper:
-nothing is asked while data flows.
+The log has a line for each message or run, at the level DEBUG. A connection whose messages are not logged has no
+wrapper, and so no cost while data flows.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ from dissociated.transport.runs import Alike, find_runs
 
 _log = logging.getLogger(__name__)
 
-_totals = struct.Struct("<QQ")  # of an address list: bytes, and how many buffers
+_totals = struct.Struct("<QQ")  # head of an address list: total bytes, number of buffers
 
 _client_numbers = itertools.count(1)
 
 
 def traced(connection: Connection, tags: Tags, number: int | None = None) -> Connection:
-    """Return `connection` in a wrapper that logs each message, or as it is if DEBUG is not logged now.
+    """Wrap `connection` so that it logs each message. Return it unchanged if the level DEBUG is disabled now.
 
-    `tags` are those that its client sends. A server gives the `number` by which its status knows the connection; those
-    of clients are numbered here.
+    Args:
+        connection: The connection.
+        tags: The tags that the client of the connection sends.
+        number: The number of the connection in a server's status. None for a client's connection, which gets a number
+            here.
     """
     if not _log.isEnabledFor(logging.DEBUG):
         return connection
@@ -45,21 +48,21 @@ def traced(connection: Connection, tags: Tags, number: int | None = None) -> Con
 
 
 class _Encoded(NamedTuple):
-    """What `prepare` made of messages, and the lines that say what these were."""
+    """The result of `prepare`, and the log lines that describe its messages."""
 
     messages: Any
     lines: Sequence[str]
 
 
 class _Trace:
-    """Writes the lines of one connection."""
+    """A writer of the lines of one connection."""
 
     def __init__(self, name: str, peer: str, tags: Tags, number: int | None) -> None:
         self._prefix = f"connection {name} ({peer})"
         self._tags = tags
         self._accepted = number is not None
         self._fields: Mapping[str, object] = {"connection": number} if number is not None else {}
-        self._reason: str | None = None  # that was sent last, for giving up
+        self._reason: str | None = None  # the last reason of an abort
 
     def line(self, what: str) -> None:
         _log.debug("%s: %s", self._prefix, what, extra=self._fields)
@@ -83,7 +86,7 @@ class _Trace:
             self.line(f"sent abort: {reason!r}")
 
     def outgoing(self, messages: Sequence[Message | Run]) -> Iterator[str]:
-        """What is to be sent, in lines."""
+        """Yield a line for each message or run that is to be sent."""
         for one in find_runs(messages):
             if isinstance(one, Run):
                 yield _run(one)
@@ -94,7 +97,7 @@ class _Trace:
                 yield self._message(one.tag, one.parts, not self._accepted)
 
     def incoming(self, arrived: Incoming | Run) -> str:
-        """What was received, in a line."""
+        """Return the line for a received message or run."""
         if isinstance(arrived, Run):
             return _run(arrived)
         return self._message(arrived.tag, (arrived.data,), self._accepted)
@@ -113,7 +116,7 @@ class _Trace:
 
 
 class _TracedConnection:
-    """A connection that logs its messages. Everything else is passed on as it is, whatever a connection offers."""
+    """A connection that logs its messages and passes everything else on to the wrapped connection."""
 
     def __init__(self, connection: Connection, trace: _Trace) -> None:
         self._connection = connection

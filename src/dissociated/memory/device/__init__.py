@@ -1,1 +1,1 @@
-"""Memory that the host does not read: what can be done with it (`base`), and on which devices."""
+"""Memory of devices such as GPUs: its operations (`Device`), and the supported devices."""

@@ -1,7 +1,7 @@
-"""Memory of a device: allocated, copied, exported and opened, all on streams.
+"""Memory of devices: allocation, copies, export and opening, all on streams.
 
-Addresses are numbers. Nobody but a stream of the device touches what lies there. What is copied may lie in host memory
-or on the device, as an address tells by itself.
+Addresses are numbers. Only streams of the device access its memory. Copies may read and write host memory, too: an
+address alone tells to which memory it belongs.
 
 Every method may raise DeviceError.
 """
@@ -20,15 +20,15 @@ import pyarrow as pa
 from dissociated.errors import DeviceError
 from dissociated.memory.device.ring import MemoryRing
 
-#: Bytes of pinned memory that a process takes for each device, once it reads onto it from what is no shared memory; and
-#: of the device's own that a reader takes, where the network writes there.
+#: Most bytes of pinned host memory for each device, which is used by reads onto it from anything but shared memory.
+#: Also the most bytes of device memory for each reader, if a network writes to it.
 _MAX_PINNED = _MAX_RECEIVED = 1 << 28
-#: The smallest block of these: a driver gives no less.
+#: Smallest block of received memory in bytes, the least that a driver allocates.
 _RECEIVED_BLOCK = 1 << 21
 
 
 class DeviceType(IntEnum):
-    """The kinds of devices, as the Arrow C Device interface and DLPack both number them."""
+    """The kinds of devices, numbered as in the Arrow C Device interface and in DLPack."""
 
     CPU = 1
     CUDA = 2
@@ -36,50 +36,54 @@ class DeviceType(IntEnum):
 
 
 class Event(ABC):
-    """A point in what a stream has to do."""
+    """A point in the work of a stream."""
 
-    #: What the Arrow C Device interface hands on as `sync_event`. It is good for as long as this object.
+    #: The `sync_event` of the Arrow C Device interface. It is valid for as long as this object exists.
     pointer: int
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until the stream has come to it."""
+        """Wait until the stream has reached this point."""
 
 
 class Stream(ABC):
-    """A queue of copies that a device does one after the other. Whoever uses it is one thread at a time."""
+    """A queue of copies that a device executes in order. Only one thread may use it at a time."""
 
-    #: The driver's own handle of it.
+    #: The driver's handle of the stream.
     handle: int = 0
 
     @abstractmethod
     def copy(self, target: int, source: int, length: int) -> None:
-        """Copy, at some time before the next `synchronize` ends: until then both must stay, and stay as they are."""
+        """Queue a copy of `length` bytes.
+
+        The copy happens before the next `synchronize` returns. Until then, both ranges must stay allocated and
+        unchanged.
+        """
 
     @abstractmethod
     def clear(self, target: int, length: int) -> None:
-        """Write zeros on the device, at some time like that."""
+        """Queue writing `length` zero bytes on the device. The conditions of `copy` apply."""
 
     @abstractmethod
     def record(self) -> Event:
-        """The point after all that was asked for so far."""
+        """Return the point after all work that was queued so far."""
 
     @abstractmethod
     def wait(self, pointer: int) -> None:
-        """Go on only after another stream has come to the event that this `pointer` is of."""
+        """Let this stream's later work wait for another stream's event, given its `pointer`."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until all is done that was asked for."""
+        """Wait until all queued work is done."""
 
 
-#: What gives memory back, once this event has happened; None where nothing is under way. Raises DeviceError where that
-#: cannot be waited for: then nothing was given back.
+#: Function that releases memory after the given event; None means that no work is left. It raises DeviceError, and
+#: releases nothing, if it cannot wait for the event.
 Release = Callable[[Event | None], None]
 
 
 class _Waited(Event):
-    """The same event for one `Release`, and whether that is still waiting for it."""
+    """An event that is passed to one `Release`, and whether that call is still waiting for it."""
 
     def __init__(self, event: Event) -> None:
         self.pointer = event.pointer
@@ -93,31 +97,32 @@ class _Waited(Event):
 
 
 class DeviceMemory:
-    """One allocation on a device, or an opened one of another process. It goes back when it is closed or collected.
+    """An allocation on a device, or an opened allocation of another process, released when it is closed or collected.
 
-    Not before what others have begun with it is done: they may let go of it while their own streams still read it.
+    The release waits for work on it that was queued before: a user may drop the memory while streams of its own read
+    it.
     """
 
     def __init__(self, device: Device, address: int, size: int, release: Release) -> None:
         self.device = device
         self.address = address
         self.size = size
-        #: After which what was copied here is here. None where it is here already.
+        #: The event after which copies to this memory are complete; None if they are.
         self.event: Event | None = None
         self._close = weakref.finalize(self, device.give_back, release)
-        self._close.atexit = False  # what a process has goes with it
+        self._close.atexit = False  # memory of a process is released when the process ends
 
     def close(self) -> None:
-        """Give it back. Nobody may use it any more."""
+        """Release the memory. It must not be used any more."""
         self._close()
 
     @property
     def closed(self) -> bool:
-        """Whether it was given back."""
+        """Return whether the memory was released."""
         return not self._close.alive
 
     def buffer(self) -> pa.Buffer:
-        """The same for libarrow, which slices it and does not look into it. It keeps the memory."""
+        """Return the memory as a buffer, which keeps it. libarrow slices such a buffer and does not read it."""
         return pa.foreign_buffer(self.address, self.size, self)
 
     def __repr__(self) -> str:
@@ -125,9 +130,9 @@ class DeviceMemory:
 
 
 class DeviceBuffer:
-    """Bytes on a device for somebody to write to, as the body of a message. They stay until they are taken out of it.
+    """Writable bytes on a device, for instance for the body of a message. It holds the memory until `take`.
 
-    So who only hands it on may keep it for a while, and no memory with it.
+    So code that only passes a DeviceBuffer on may keep it for a while without keeping the memory.
     """
 
     __slots__ = ("_length", "_memory", "address", "device")
@@ -139,7 +144,7 @@ class DeviceBuffer:
         self._memory: pa.Buffer | None = memory
 
     def take(self) -> pa.Buffer:
-        """The same for libarrow. It keeps the memory from now on. Once."""
+        """Return the memory as a buffer, which owns it from now on. Call this once."""
         memory, self._memory = self._memory, None
         assert memory is not None
         return memory
@@ -149,58 +154,61 @@ class DeviceBuffer:
 
 
 class Device(ABC):
-    """A device of this host. There is one object for each in a process; any thread may use it."""
+    """A device of this host. A process has one object for each device, which any thread may use."""
 
     type: DeviceType
 
     def __init__(self, name: str, number: int, identity: str) -> None:
-        #: As it is asked for: cuda:0.
+        #: Name by which users request it, such as cuda:0.
         self.name = name
-        #: Its number among those of its type that this process sees.
+        #: Number among the devices of its type that this process sees.
         self.number = number
-        #: What names it in every process of this host, whatever number it has there.
+        #: Identity in all processes of this host, which may give the device different numbers.
         self.identity = identity
-        #: Host memory for what is to be copied here.
+        #: Host memory from which data is copied to the device.
         self.ring = MemoryRing(self._pin, _MAX_PINNED)
-        #: For what this object keeps account of. Memory may be collected by whoever holds it.
+        #: Guards this object's accounts. Reentrant, because memory may be collected by the thread that holds it.
         self.lock = threading.RLock()
-        self._used = [0, 0]
-        #: Who copies here. They keep what their copies use, and stay until these are done.
+        self._used = [0, 0]  # number of allocations, and their bytes
+        #: The `Copies` in progress on this device, which keep the memory that they use.
         self.copies: set[object] = set()
-        self._kept: list[Release] = []  # what could not be given back yet
+        self._kept: list[Release] = []  # pending releases
         self._exported: weakref.WeakValueDictionary[bytes, DeviceMemory] = weakref.WeakValueDictionary()
         self._opened: Counter[bytes] = Counter()
 
     @property
     def allocations(self) -> int:
-        """How many pieces of its memory this process has, opened ones included."""
+        """Return the number of allocations of this process on the device, opened ones included."""
         return self._used[0]
 
     @property
     def nbytes(self) -> int:
-        """How many bytes these have."""
+        """Return the total size of these allocations, in bytes."""
         return self._used[1]
 
     @property
     def kept(self) -> int:
-        """How much was to be given back and is kept, since nobody could tell whether something still uses it."""
+        """Return the number of pending releases: the device could not tell yet whether the memory is still in use."""
         return len(self._kept)
 
     @abstractmethod
     def stream(self) -> Stream:
-        """A new stream."""
+        """Create a stream."""
 
     @abstractmethod
     def fence(self) -> Event | None:
-        """The point after all that anybody in this process has asked of the device so far, on whatever stream.
+        """Return the point after all work that this process has queued so far, on any stream. Finalizers call this.
 
-        None where nothing is under way any more. Raises DeviceError where that cannot be told: while a graph is
-        captured, and on a device that is lost. Finalizers call this.
+        Returns:
+            The point, or None if no work is left.
+
+        Raises:
+            DeviceError: That is unknown, because a graph is captured or the device is lost.
         """
 
     @abstractmethod
     def _allocate(self, size: int, stream: Stream, exportable: bool) -> tuple[int, Release]:
-        """The address of so many bytes, and what gives them back."""
+        """Return the address of `size` bytes, and the function that releases them."""
 
     @abstractmethod
     def _export(self, memory: DeviceMemory) -> bytes: ...
@@ -209,30 +217,40 @@ class Device(ABC):
     def _open(self, handle: bytes, size: int) -> tuple[int, Release]: ...
 
     def register(self, memory: pa.Buffer, afterwards: Callable[[Callable[[], object]], object]) -> None:
-        """Let streams copy from this host memory at once, where the driver can.
+        """Let streams copy directly from this host memory, if the driver supports it.
 
-        `afterwards` is given what ends that, before it begins: Ctrl-C may come at any time.
+        Args:
+            memory: The host memory.
+            afterwards: Is called with the function that ends the registration, before the registration begins, because
+                Ctrl-C may come at any time.
         """
 
     def _pin(self, size: int) -> pa.Buffer:
-        """Host memory that streams copy from at once. The buffer owns it."""
+        """Return host memory from which streams copy directly. The buffer owns it."""
         return pa.allocate_buffer(size)
 
     @abstractmethod
     def wait_on(self, consumer: int, event: Event) -> None:
-        """Let a stream of somebody else's, by the driver's handle, go on only after the event."""
+        """Let a foreign stream, given the driver's handle, wait for the event."""
 
     def allocate(self, size: int, stream: Stream, exportable: bool = False) -> DeviceMemory:
-        """Memory of so many bytes, one or more, for what `stream` does from now on.
+        """Allocate memory for later work of `stream`.
 
-        `exportable` if other processes shall open it. Raises DeviceFull.
+        Args:
+            size: Number of bytes, 1 or more.
+            stream: The stream that uses the memory first.
+            exportable: Whether other processes can open the memory.
+
+        Raises:
+            DeviceFull: The device has not enough memory.
         """
         return self._account(size, *self._allocate(size, stream, exportable))
 
     def receive_ring(self) -> MemoryRing:
-        """Blocks that others write to: each an allocation of its own, as networks want it, which waits for no stream.
+        """Return a ring of blocks that the network can write to.
 
-        They go back with the ring. Taking from it raises DeviceFull.
+        Each block is an allocation of its own, as networks require, and does not wait for a stream. The blocks are
+        released with the ring. Allocating from it raises DeviceFull.
         """
         stream = self.stream()
         return MemoryRing(
@@ -240,27 +258,35 @@ class Device(ABC):
         )
 
     def export(self, memory: DeviceMemory) -> bytes:
-        """The handle by which another process of this host opens memory that is exportable, while that is there."""
+        """Return a handle by which other processes of this host can open exportable memory, while it exists."""
         handle = self._export(memory)
         with self.lock:
             self._exported[handle] = memory
         return handle
 
     def open(self, handle: bytes, size: int) -> DeviceMemory:
-        """Memory of so many bytes that a process of this host has exported; opened once, however often it is asked for.
+        """Open memory that a process of this host has exported.
 
-        Close all of it before its owner gives it back. Raises DeviceError where it is not there, or is smaller.
+        A handle is opened once, even if it is requested several times. Close all of the memory before its owner
+        releases it.
+
+        Args:
+            handle: The handle.
+            size: Number of bytes.
+
+        Raises:
+            DeviceError: The memory does not exist, or is smaller.
         """
-        with self.lock:  # throughout: two threads shall not open it twice
+        with self.lock:  # held throughout, so that two threads do not open the handle twice
             known = self._in_use(handle)
-            if known is None:  # a driver opens no handle in the process that it is of
+            if known is None:  # not exported here: a driver does not open a handle in the process that exported it
                 known = self._exported[handle] = self._account(size, *self._open_once(handle, size))
         if known.size < size:
             raise DeviceError(f"a peer announced {size} bytes on {self.name}, and there are {known.size}")
         return known
 
     def is_left_open(self, handle: bytes) -> bool:
-        """Whether a peer's memory is still open that nobody here uses any more: it could not be closed yet."""
+        """Return whether a peer's memory is still open although nothing uses it, because it could not be closed yet."""
         with self.lock:
             return self._opened[handle] > 0 and self._in_use(handle) is None
 
@@ -295,20 +321,21 @@ class Device(ABC):
         return DeviceMemory(self, address, size, give_back)
 
     def give_back(self, release: Release) -> None:
-        """Call `release` when all is done that was asked for so far. Finalizers call this.
+        """Call `release` when all work that was queued so far is done. Finalizers call this.
 
-        Where nobody can tell, or wait for it, that is kept for a later `retry`; each that is given back is one.
+        If the device cannot tell, or cannot wait for that, `release` is kept for a later `retry`. Every later call of
+        this method retries, too.
         """
         self.keep(release)
         self.retry()
 
     def keep(self, release: Release) -> None:
-        """Call it later: when a `retry` can tell that all is done."""
+        """Keep `release` until a `retry` can tell that all work is done."""
         with self.lock:
             self._kept.append(release)
 
     def retry(self) -> None:
-        """Give back what is kept, where that can be done now."""
+        """Call the pending releases that can be called now."""
         with self.lock:
             due, self._kept = self._kept, []
         again: list[Release] = []
@@ -322,7 +349,7 @@ class Device(ABC):
                 except DeviceError:
                     again.append(release)
                 except BaseException:
-                    if waited is not None and waited.waiting:  # Ctrl-C, and nothing was given back yet
+                    if waited is not None and waited.waiting:  # Ctrl-C during the wait: nothing was released yet
                         again.append(release)
                     raise
         except DeviceError:

@@ -1,4 +1,4 @@
-"""Copies that are under way, and the memory that they use."""
+"""Copies in progress on a device, and the memory that they use."""
 
 from __future__ import annotations
 
@@ -11,39 +11,44 @@ from dissociated.memory.device.base import Device, Event, Stream
 
 
 class Copies:
-    """A stream to copy by, and all that its copies read and write. Use it as a context manager, or close it.
+    """A stream for copies, and all memory that its copies read and write. Use it as a context manager, or close it.
 
-    The device keeps that memory until the copies have been waited for, whoever gives up before: a wait may be refused,
-    or interrupted, and nothing says that they have ended then. CUDA does not even where the context is lost.
+    The device keeps that memory until a wait for the copies has succeeded, even if the caller gives up earlier. A wait
+    may be refused or interrupted, and then nothing shows that the copies have ended. With CUDA, that holds even if the
+    context is lost.
     """
 
     def __init__(self, device: Device) -> None:
         self.stream: Stream = device.stream()
-        #: Where they are done.
+        #: The device that executes the copies.
         self.device = device
         self._used: deque[object] = deque()
         self._afterwards: list[Callable[[], object]] = []
         device.copies.add(self)
 
     def use(self, memory: object) -> None:
-        """Keep what copies are going to use that are asked for after this."""
+        """Keep `memory`, which copies that are queued later will use."""
         self._used.append(memory)
 
     def afterwards(self, call: Callable[[], object]) -> None:
-        """Call this when the copies are done, at the end."""
+        """Call `call` at the end, when the copies are done."""
         self._afterwards.append(call)
 
     def let_go(self) -> None:
-        """Let go of what was kept first: the copies that use it are done."""
+        """Release the memory that was kept first. Its copies must be done."""
         self._used.popleft()
 
     def wait(self) -> None:
-        """Wait for the copies, and let go of what they used. Raises DeviceError: then it stays."""
+        """Wait for the copies, and release the memory that they used.
+
+        Raises:
+            DeviceError: The wait failed. The memory is kept.
+        """
         self.stream.synchronize()
         self._used.clear()
 
     def close(self) -> None:
-        """The same, but where one cannot wait, it is the device's from now on."""
+        """Wait for the copies, and release the memory that they used. If the wait fails, the device keeps it."""
         try:
             with suppress(DeviceError):
                 if self._used or self._afterwards:

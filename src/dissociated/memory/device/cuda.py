@@ -1,9 +1,9 @@
-"""GPUs of NVIDIA: devices, streams, events and pools by `cuda.core`, and by the driver what that does not have.
+"""GPUs of NVIDIA: `cuda.core` for devices, streams, events and pools, and the driver's own functions for the rest.
 
-Memory that is exported is one allocation of its own (`cuMemAlloc`), since its handle has to fit into a URI: 64 bytes,
-which any process of this host opens. A pool of `cuda.core` takes a descriptor as well.
+Exported memory is an allocation of its own (`cuMemAlloc`), because its handle must fit into a URI. The handle has 64
+bytes, and any process of this host can open it. Sharing a pool of `cuda.core` would need a descriptor as well.
 
-Every call has the primary context current, and the thread has afterwards what it had before.
+Every call makes the primary context current, and restores the thread's previous context afterwards.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _PORTABLE, _READ_ONLY = 1, 8  # CU_MEMHOSTREGISTER_...
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _HANDLE_SIZE = 64  # CU_IPC_HANDLE_SIZE
 _OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
-_CAPTURING = "CUDA_ERROR_STREAM_CAPTURE"  # how the names of these errors begin
-#: Smaller allocations share a block, and NVIDIA's handles give away all of a block.
+_CAPTURING = "CUDA_ERROR_STREAM_CAPTURE"  # common prefix of the names of these errors
+#: Smaller allocations share a block, and a handle gives access to a whole block.
 _BLOCK = 1 << 21
 
 
 @once
 def _packages() -> tuple[ModuleType, Any]:
-    """`cuda.core`, and the functions of the driver. Raises DeviceNotFound."""
+    """Return `cuda.core` and the module with the driver's functions. Raise DeviceNotFound if they are missing."""
     try:
         import cuda.core
         from cuda.bindings import driver
@@ -43,14 +43,18 @@ def _packages() -> tuple[ModuleType, Any]:
 
 
 def count() -> int:
-    """How many GPUs this process sees. Raises DeviceNotFound where it lacks a package or the driver."""
+    """Return the number of GPUs that this process sees.
+
+    Raises:
+        DeviceNotFound: A package or the driver is missing.
+    """
     _, driver = _packages()
     try:
         (code,) = driver.cuInit(0)
         number = 0
         if not int(code):
             code, number = driver.cuDeviceGetCount()
-    except Exception as error:  # the loader of the driver has several
+    except Exception as error:  # loading the driver can raise several types
         raise DeviceNotFound(f"there is no GPU to be used, since its driver cannot be loaded: {error}") from None
     if int(code):
         raise DeviceNotFound(f"there is no GPU to be used, since its driver says {code.name}")
@@ -58,11 +62,11 @@ def count() -> int:
 
 
 class _Capturing(DeviceError):
-    """A stream is captured into a graph, and nobody can tell what is under way."""
+    """A stream is being captured into a graph, so the work in progress is unknown."""
 
 
 class CudaDevice(Device):
-    """The GPU of that number among those that this process sees."""
+    """The GPU with this number among those that this process sees."""
 
     type = DeviceType.CUDA
 
@@ -74,24 +78,24 @@ class CudaDevice(Device):
         with _device_errors(f"cuda:{number}"):
             super().__init__(f"cuda:{number}", number, f"cuda-{self._core.Device(number).uuid}")
         self._context = self._checked("cuDevicePrimaryCtxRetain", number)
-        #: Gives memory back: that waits for what others do, and no copy shall.
+        #: Stream for releases, which wait for the work of other streams. Copies must not wait for that.
         with self.current() as device:
             self._freeing = _CudaStream(self, device.create_stream())
 
     @contextmanager
     def current(self) -> Iterator[Any]:
-        """The device of cuda.core, for calls that it makes. What they raise becomes DeviceError and DeviceFull."""
+        """Make the device current for calls of cuda.core, whose errors become DeviceError and DeviceFull."""
         self._checked("cuCtxPushCurrent", self._context)
         try:
             with _device_errors(self.name):
                 device = self._core.Device(self.number)
-                device.set_current()  # it keeps for each thread whether that was called
+                device.set_current()  # cuda.core requires this call in each thread
                 yield device
         finally:
             self._driver.cuCtxPopCurrent()
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """What a function of the driver gives. Raises DeviceError and DeviceFull."""
+        """Call a function of the driver, and return its result. Raise DeviceError or DeviceFull if it fails."""
         self._checked("cuCtxPushCurrent", self._context)
         try:
             return self._checked(function, *arguments)
@@ -101,7 +105,7 @@ class CudaDevice(Device):
     def _checked(self, function: str, *arguments: Any) -> Any:
         try:
             code, *results = getattr(self._driver, function)(*arguments)
-        except RuntimeError as error:  # so the bindings say that a driver is too old to have it
+        except RuntimeError as error:  # raised by the bindings if the driver is too old to have the function
             raise DeviceError(f"{function} on {self.name} failed: {error}") from None
         if int(code):
             name = getattr(code, "name", str(code))
@@ -120,7 +124,7 @@ class CudaDevice(Device):
             return event
         except _Capturing:
             raise
-        except DeviceError:  # drivers before CUDA 12.5 record no event of all streams
+        except DeviceError:  # drivers before CUDA 12.5 cannot record an event for all streams
             self.call("cuCtxSynchronize")
         return None
 
@@ -129,7 +133,7 @@ class CudaDevice(Device):
         self.call("cuStreamWaitEvent", consumer, event.handle, 0)
 
     def register(self, memory: pa.Buffer, afterwards: Callable[[Callable[[], object]], object]) -> None:
-        said: list[tuple[Any]] = []  # by the driver
+        said: list[tuple[Any]] = []  # the driver's answer
 
         def unregister() -> None:
             if said and not int(said[0][0]):
@@ -140,21 +144,21 @@ class CudaDevice(Device):
         with self.current() as device:
             read_only = device.properties.read_only_host_register_supported
             asked = memory.address, memory.size, _PORTABLE | (_READ_ONLY if read_only else 0)
-            # C alone: Ctrl-C comes before it, or when it is known what the driver has said. Where that has refused, it
-            # copies by way of memory of its own.
+            # This line runs in C only: Ctrl-C comes either before it, or after the driver's answer is stored. If the
+            # driver refuses, copies go through its own pinned memory.
             said.extend(starmap(self._driver.cuMemHostRegister, [asked]))
 
     def _pin(self, size: int) -> pa.Buffer:
         try:
             address = int(self.call("cuMemHostAlloc", size, _PORTABLE))
-        except DeviceError:  # the host has no more to be pinned
+        except DeviceError:  # the host cannot pin more memory
             return super()._pin(size)
         return pa.foreign_buffer(address, size, _Pinned(self, address))
 
     def _allocate(self, size: int, stream: Stream, exportable: bool) -> tuple[int, Release]:
         with suppress(DeviceFull):
             return self._allocate_now(size, stream, exportable)
-        self._freeing.synchronize()  # what was given back may be what is missing
+        self._freeing.synchronize()  # pending releases may free enough memory
         try:
             return self._allocate_now(size, stream, exportable)
         except DeviceFull as error:
@@ -184,7 +188,7 @@ class CudaDevice(Device):
 
     def _export(self, memory: DeviceMemory) -> bytes:
         base, _ = self.call("cuMemGetAddressRange", memory.address)
-        if int(base) != memory.address:  # a handle is that of the base, whatever it was asked for
+        if int(base) != memory.address:  # the driver would return the handle of the whole allocation
             raise DeviceError(f"memory on {self.name} lies within an allocation, and has no handle of its own")
         handle = self.call("cuIpcGetMemHandle", memory.address)
         return ctypes.string_at(handle.getPtr(), _HANDLE_SIZE)
@@ -238,7 +242,7 @@ class _CudaStream(Stream):
 
     def record(self) -> Event:
         with self._device.current():
-            options = self._device._core.EventOptions(blocking_sync=True)  # others go on while somebody waits
+            options = self._device._core.EventOptions(blocking_sync=True)  # a wait must not spin
             return _CudaEvent(self._device, self.stream.record(options=options))
 
     def wait(self, pointer: int) -> None:
@@ -251,18 +255,21 @@ class _CudaStream(Stream):
 
 @contextmanager
 def _device_errors(name: str) -> Iterator[None]:
-    """Turn what cuda.core raises into DeviceError and DeviceFull."""
+    """Turn errors of cuda.core into DeviceError and DeviceFull."""
     try:
         yield
     except DeviceError:
         raise
-    except Exception as error:  # it has no root of its exceptions
+    except Exception as error:  # cuda.core's exceptions have no common base class
         raise _kind(str(error))(f"{name} failed: {error}") from error
 
 
 @contextmanager
 def _giving_back() -> Iterator[None]:
-    """What fails here may have been done all the same, and is not tried again. During a capture it was only refused."""
+    """Ignore errors of a release, which may have succeeded all the same and is not repeated.
+
+    During a capture the driver only refuses, so that error is raised, and the release is tried again later.
+    """
     try:
         yield
     except _Capturing:
@@ -272,7 +279,7 @@ def _giving_back() -> Iterator[None]:
 
 
 def _kind(said: str) -> type[DeviceError]:
-    """What to raise where the driver, or cuda.core for it, says this."""
+    """Return the type of error to raise for this message of the driver or of cuda.core."""
     if _CAPTURING in said:
         return _Capturing
     return DeviceFull if _OUT_OF_MEMORY in said else DeviceError

@@ -1,8 +1,8 @@
-"""A device for tests, whose memory dies on whoever touches it.
+"""A device for tests, whose memory crashes any process that accesses it directly.
 
-It is mapped without any permission, and reached only through copies, by descriptor: also from another process, which
-opens it by its handle. Copies are done as late as they may be, when somebody waits: so whoever does not wait does not
-find them.
+Its memory is mapped without permissions, and is reached only through copies by descriptor, also from another process
+that opens it by its handle. Copies are executed as late as possible, when a thread waits for them. So code that forgets
+to wait does not see their results.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from dissociated.errors import DeviceError, DeviceFull
 from dissociated.memory.device.base import Device, DeviceMemory, DeviceType, Event, Release, Stream
 from dissociated.memory.shared import create_memfd, write_parts
 
-#: How many there are.
+#: Number of emulated devices.
 COUNT = 2
 
 
 class _EmulatedMapping:
-    """Memory that is mapped without permission, and the descriptor that copies go through."""
+    """Memory that is mapped without permissions, and the descriptor for copies."""
 
     def __init__(self, descriptor: int, size: int, writable: bool) -> None:
         self.descriptor = descriptor
         self.size = size
         self.writable = writable
-        # Nothing of PROT_READ and PROT_WRITE: to read or write there is SIGSEGV.
+        # Neither PROT_READ nor PROT_WRITE: reading or writing raises SIGSEGV.
         self._memory = pa.py_buffer(mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=0))
         self.address: int = self._memory.address
 
@@ -43,9 +43,9 @@ class _EmulatedMapping:
 
 
 class EmulatedDevice(Device):
-    """See the module. `limit` is how many bytes it has; after `lose`, all fails, as with a lost context.
+    """An emulated device with `limit` bytes of memory. After `lose`, all calls fail, as with a lost context.
 
-    While it is `capturing`, nobody can wait, as with CUDA while a thread captures a graph in its default mode.
+    While it is `capturing`, no thread can wait, as with CUDA while a thread captures a graph in its default mode.
     """
 
     type = DeviceType.EXTENSION
@@ -55,26 +55,26 @@ class EmulatedDevice(Device):
         self.limit = 1 << 32
         self._lost = False
         self.capturing = False
-        #: Whether there are handles.
+        #: Whether memory can be exported.
         self.exports = True
         self._mappings: dict[int, _EmulatedMapping] = {}
         self._streams: weakref.WeakSet[_EmulatedStream] = weakref.WeakSet()
         self._registered: dict[object, int] = {}
-        #: How often host memory was registered.
+        #: Number of registrations of host memory so far.
         self.registrations = 0
         self._events: weakref.WeakValueDictionary[int, _EmulatedEvent] = weakref.WeakValueDictionary()
 
     def lose(self, lost: bool = True) -> None:
-        """Fail from now on."""
+        """Let all calls fail from now on."""
         self._lost = lost
 
     def check(self) -> None:
-        """Raise DeviceError where it is lost."""
+        """Raise DeviceError if the device is lost."""
         if self._lost:
             raise DeviceError(f"the context of {self.name} is lost: nothing on it can be used any more")
 
     def check_waiting(self) -> None:
-        """Raise DeviceError where one cannot wait for it, nor ask what is under way."""
+        """Raise DeviceError if the device is lost, or if a capture forbids waits and queries of work in progress."""
         self.check()
         if self.capturing:
             raise DeviceError(f"a graph is captured on {self.name}")
@@ -88,7 +88,7 @@ class EmulatedDevice(Device):
 
     @property
     def registered(self) -> int:
-        """How many bytes of host memory are registered."""
+        """Return the number of bytes of host memory that are registered."""
         return sum(self._registered.values())
 
     def register(self, memory: pa.Buffer, afterwards: Callable[[Callable[[], object]], object]) -> None:
@@ -147,9 +147,13 @@ class EmulatedDevice(Device):
         return mapping.address, release
 
     def _find(self, address: int, length: int) -> tuple[_EmulatedMapping, int] | tuple[None, int]:
-        """The memory that an address lies in, and where in it; None for what is no memory of this device.
+        """Find the memory that contains an address.
 
-        Raises DeviceError for what leaves it.
+        Returns:
+            The memory and the offset in it; None and 0 for an address that is not on this device.
+
+        Raises:
+            DeviceError: The range leaves its memory.
         """
         with self.lock:
             bases = sorted(self._mappings)
@@ -162,14 +166,14 @@ class EmulatedDevice(Device):
         return mapping, address - mapping.address
 
     def read(self, address: int, length: int) -> bytes:
-        """What lies at an address now, on the device or on the host."""
+        """Return the current content of memory on the device or on the host."""
         mapping, offset = self._find(address, length)
         if mapping is None:
             return ctypes.string_at(address, length)
         return os.pread(mapping.descriptor, length, offset)
 
     def write(self, address: int, content: bytes) -> None:
-        """Change it, on the device or on the host."""
+        """Change memory on the device or on the host."""
         mapping, offset = self._find(address, len(content))
         if mapping is None:
             ctypes.memmove(address, content, len(content))
@@ -179,7 +183,7 @@ class EmulatedDevice(Device):
             write_parts(mapping.descriptor, [content], offset)
 
     def event(self, pointer: int) -> _EmulatedEvent:
-        """The event that this is the pointer of."""
+        """Return the event with this pointer."""
         number = ctypes.c_uint64.from_address(pointer).value
         try:
             return self._events[number]
@@ -206,13 +210,13 @@ class _EmulatedEvent(Event):
 class _EmulatedStream(Stream):
     def __init__(self, device: EmulatedDevice) -> None:
         self.device = device
-        self._lock = device.lock  # one for all: whoever collects memory, at any point, runs all of them
+        self._lock = device.lock  # shared by all streams: collecting memory, at any point, runs all of them
         self._done = 0
         self._due: deque[Callable[[], None]] = deque()
 
     @property
     def end(self) -> int:
-        """How much it was asked for so far."""
+        """Return the number of operations that were queued so far."""
         return self._done + len(self._due)
 
     def copy(self, target: int, source: int, length: int) -> None:

@@ -8,9 +8,13 @@ from dissociated.memory.device.base import Device
 
 
 def open_device(name: object) -> Device:
-    """The device of that name, cuda:0, or what prints as such a name; a Device is taken as it is.
+    """Return the device with this name, such as cuda:0.
 
-    Raises DeviceNotFound where there is none, or no driver or package for it.
+    Args:
+        name: A name, an object that prints as one, or a Device, which is returned.
+
+    Raises:
+        DeviceNotFound: There is no such device, or no driver or package for it.
     """
     if isinstance(name, Device):
         return name

@@ -1,4 +1,4 @@
-"""Memory that takes long to get, and is used again and again: pinned, or for a network to write to on a device."""
+"""Reuse of memory that is slow to allocate: pinned host memory, and device memory to which a network writes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ import pyarrow as pa
 
 
 class MemoryRing:
-    """Blocks of such memory, at most `limit` bytes of them. Each is free again when the last buffer in it is collected.
+    """A pool of blocks, each of which is free again when the last buffer in it is collected. Any thread may use it.
 
-    Any thread may use it. `get` gives a block of so many bytes, which it keeps for as long as it is referred to. Blocks
-    are powers of 2, and at least `smallest` bytes.
+    Blocks have sizes that are powers of 2. They stay allocated until the ring is collected.
+
+    Args:
+        get: Allocates a block, given its size in bytes. The block exists for as long as it is referred to.
+        limit: Most bytes of all blocks together.
+        smallest: Size of the smallest block, in bytes.
     """
 
     def __init__(self, get: Callable[[int], pa.Buffer], limit: int, smallest: int = 1 << 16) -> None:
@@ -24,11 +28,11 @@ class MemoryRing:
         self._smallest = smallest
         self._lock = threading.Lock()
         self._free: defaultdict[int, deque[pa.Buffer]] = defaultdict(deque)
-        #: Bytes of all blocks.
+        #: Total size of the blocks, in bytes.
         self.nbytes = 0
 
     def allocate(self, length: int) -> pa.Buffer | None:
-        """A buffer of so many bytes that can be written to; None where the blocks are all taken."""
+        """Return a writable buffer of `length` bytes, or None if the ring is full."""
         size = max(self._smallest, 1 << (length - 1).bit_length()) if length else 0
         free = self._free[size]
         try:

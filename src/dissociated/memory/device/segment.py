@@ -1,4 +1,4 @@
-"""Memory of a device that peers open by handle, as a region of addresses like any other."""
+"""Device memory that peers open by handle, as a region of addresses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 class DeviceSegment:
-    """What a server has on a device, written once. It stays for as long as this is referred to."""
+    """Data of a server on a device, written once. It exists for as long as this object is referred to."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self.device: Device = memory.device
@@ -21,17 +21,21 @@ class DeviceSegment:
         try:
             handle = memory.device.export(memory)
         except DeviceError as error:
-            why = str(error)  # and not the error: its frames hold the memory
+            why = str(error)  # not the error itself, whose traceback would keep the memory
             _log.warning("%s gives no handle of its memory, and clients get copies on the host: %s", self.device, why)
             handle = b""
-        #: For peers: the addresses that they are sent, and what opens them; without a key, nobody can.
+        #: The addresses that peers are sent, and the handle that opens them. Without a handle, no peer can open them.
         self.span = Span(reserve_base(memory.size), memory.size, handle)
 
     def address(self, sent: int) -> int:
-        """Where in this process that lies which peers know by this address."""
+        """Return the address in this process of the memory that peers know by the address `sent`."""
         return self.memory.address + sent - self.span.base
 
 
 def open_region(device: Device, span: Span) -> Region:
-    """The region of a peer's segment, opened on this device. Raises DeviceError where it cannot be."""
+    """Open a peer's segment on this device, and return its region.
+
+    Raises:
+        DeviceError: The segment cannot be opened.
+    """
     return Region(span.base, device.open(span.key, span.size).buffer(), device=device, handle=span.key)

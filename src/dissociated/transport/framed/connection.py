@@ -1,4 +1,4 @@
-"""A connection over a stream socket: what tcp and shm have in common."""
+"""A connection over a stream socket, the common part of tcp, tls and shm."""
 
 from __future__ import annotations
 
@@ -44,18 +44,26 @@ _SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _CHECK_INTERVAL = 1.0  # seconds
 _ABORT_TIMEOUT = 1.0  # seconds; the peer may not be reading any more
 _MAX_ARRIVED = 1 << 20  # bytes of messages kept that arrived while sending
-_OVERHEAD = 256  # bytes that keeping a message takes beside its own
+_OVERHEAD = 256  # bytes of memory for each kept message, in addition to its own
 _timeval = struct.Struct("ll")
 _GONE = {errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN, errno.ENOTCONN, errno.EBADF, errno.ECONNABORTED}
 
 
 def socket_error(error: OSError, what: str) -> DissociatedError:
-    """The operating system's `error`, which happened while doing `what`, as one of ours."""
+    """Convert an error of the operating system.
+
+    Args:
+        error: The error.
+        what: The failed action, for the message, such as "sending to PEER".
+
+    Returns:
+        The error to raise.
+    """
     if isinstance(error, DissociatedError):  # DeadlineExceeded is both
         return error
     if isinstance(error, TimeoutError):
         return DeadlineExceeded(f"{what}: no answer in time")
-    if error.errno == errno.EFAULT:  # the memory cannot be read: a mapped file was truncated
+    if error.errno == errno.EFAULT:  # the memory is unreadable because a mapped file was truncated
         return SourceError(f"{what}: a file that is being served has become shorter")
     if error.errno in _GONE:
         return ConnectionClosed(f"{what}: the peer closed the connection")
@@ -63,18 +71,18 @@ def socket_error(error: OSError, what: str) -> DissociatedError:
 
 
 class EncodedFrames(list[Buffer]):
-    """The frames of messages, in parts to be sent one after the other: what `prepare` returns."""
+    """The frames of messages, in parts to be sent one after the other. `prepare` returns it."""
 
 
 class SocketConnection(Connection):
-    """Framed messages over a connected stream socket, which this object owns.
+    """A connection that sends framed messages over a connected stream socket, which this object owns.
 
-    On an `accepted` connection one thread both sends and receives. A client receives in one thread and gives
-    leases back in another.
+    On an `accepted` connection, one thread both sends and receives. A client receives in one thread and frees leases in
+    another.
     """
 
-    #: What is sent is copied, and never goes by reference (sendfile, MSG_ZEROCOPY): the kernel would not tell when the
-    #: peer has it.
+    #: Messages are copied, never sent by reference (sendfile, MSG_ZEROCOPY): the kernel would not tell when the peer
+    #: has received them.
     copies = True
     takes_runs = True
     min_run = MIN_RUN
@@ -84,20 +92,20 @@ class SocketConnection(Connection):
         sock.setblocking(True)
         self._socket = sock
         self._peer = peer
-        # Clients send no metadata: what a server takes of it is enough for telling them so.
+        # Clients send no metadata. A server accepts just enough untagged bytes to refuse them with a proper error.
         self._reader = FrameReader(self._read_into, MAX_CONTROL if accepted else MAX_UNTAGGED)
         self._preamble_sent = False
-        self._cut_short = False  # whether a send broke off, so that nothing may follow
-        self._unsent_parts: list[Any] = []  # but this
+        self._cut_short = False  # whether a send broke off, after which only `_unsent_parts` may be sent
+        self._unsent_parts: list[Any] = []
         self._interrupted = False
         self._arrived: deque[Frame] = deque()
         self._arrived_bytes = 0
         self._max_tagged = 0  # bytes of a tagged message that may arrive while this side sends
         self._ended = False  # whether the peer will send no more
-        self._end_received = False  # whether `receive` has said so
-        self._wake_descriptor: int | None = None  # an eventfd, of connections that are waited for
+        self._end_received = False  # whether `receive` has returned None for that
+        self._wake_descriptor: int | None = None  # an eventfd, made by the first `wait`
         self._accepted = accepted
-        self._socket_timeout = 0.0  # the deadline that the kernel knows
+        self._socket_timeout = 0.0  # seconds, as set in the kernel
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} with {self._peer}>"
@@ -181,11 +189,11 @@ class SocketConnection(Connection):
 
     def abort(self, reason: str) -> None:
         if self._cut_short:
-            return  # the peer would take it for the rest of what it is waiting for
+            return  # the peer would read it as the rest of the interrupted message
         try:
             self._write([abort_frame(reason)], _ABORT_TIMEOUT)
         except (OSError, TransportError, DeadlineExceeded, RemoteProtocolError):
-            pass  # the peer is past hearing it
+            pass  # the peer does not listen any more
 
     def interrupt(self) -> None:
         self._interrupted = True
@@ -209,7 +217,7 @@ class SocketConnection(Connection):
         if self._wake_descriptor is not None:
             os.close(self._wake_descriptor)
             self._wake_descriptor = None
-        self._reader.detach()  # it refers back to this connection, whose regions shall not wait for the collector
+        self._reader.detach()  # breaks a reference cycle, so that regions are released without the garbage collector
 
     def after_fork_in_child(self) -> None:
         self.leave()
@@ -222,7 +230,7 @@ class SocketConnection(Connection):
         if not self._preamble_sent:
             self._preamble_sent = True
             parts = [PREAMBLE, *parts]
-        at = offset = 0  # the part that is sent next, and where in it
+        at = offset = 0  # index of the next part, and position in it
         while at < len(parts):
             window = parts[at : at + _IOV_MAX]
             try:
@@ -247,11 +255,11 @@ class SocketConnection(Connection):
         self._cut_short = False
 
     def _send_buffers(self, window: Sequence[Buffer], offset: int) -> int:
-        """Send what the socket takes of these parts, from `offset` in the first on."""
+        """Send as much of these parts as the socket takes, from `offset` in the first on. Return the bytes sent."""
         return self._socket.sendmsg([_after(window[0], offset), *window[1:]], (), _SEND_FLAGS)
 
     def _wait_writable(self, timeout: float) -> None:
-        """Wait for room, taking in what the peer sends meanwhile, unless another thread does."""
+        """Wait for room. Meanwhile, read the peer's messages, unless another thread does."""
         poll = select.poll()
         takes_in = select.POLLIN if self._accepted and not self._ended else 0
         poll.register(self._socket, select.POLLOUT | takes_in)
@@ -260,12 +268,12 @@ class SocketConnection(Connection):
             waited += _CHECK_INTERVAL
             if waited >= timeout:
                 raise DeadlineExceeded(f"{self._peer} took nothing for {timeout:g} s")
-            self._socket.send(b"", _SEND_FLAGS)  # poll does not tell that a Unix peer has stopped receiving; this does
+            self._socket.send(b"", _SEND_FLAGS)  # raises if a Unix peer has stopped receiving, which poll does not show
         event = events[0][1]
         if event & select.POLLIN and not event & select.POLLOUT:
             frame = self._reader.read(timeout, self._keep)
             if frame is None:
-                self._ended = True  # which does not mean that it takes no more: that shows by sending
+                self._ended = True  # the peer sends no more; only a send shows whether it still receives
                 return
             self._arrived.append(frame)
             self._arrived_bytes += _OVERHEAD + len(frame.payload)
@@ -273,7 +281,7 @@ class SocketConnection(Connection):
                 raise RemoteProtocolError(f"{self._peer} sends and does not receive")
 
     def _keep(self, tag: int | None, length: int) -> Buffer:
-        """Allocate for what arrives while this side sends."""
+        """Allocate memory for a message that arrives while this side sends."""
         if length > self._max_tagged:
             raise RemoteProtocolError(f"the peer sent a message of {length} bytes while it should be receiving")
         return bytearray(length)
@@ -289,16 +297,16 @@ class SocketConnection(Connection):
         return self._socket.recv_into(memory)
 
     def _set_receive_timeout(self, timeout: float) -> None:
-        """Have the kernel end reads after `timeout` seconds: one call for each read, where polling takes 2 or 3."""
+        """Let the kernel end reads after `timeout` seconds. A read then takes one system call; polling takes 2 or 3."""
         if timeout != self._socket_timeout:
-            seconds, fraction = divmod(max(timeout, 0.001), 1)  # 0 would mean for ever
+            seconds, fraction = divmod(max(timeout, 0.001), 1)  # 0 would mean no limit
             value = _timeval.pack(int(seconds), int(fraction * 1_000_000))
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
             self._socket_timeout = timeout
 
 
 def abort_frame(reason: str) -> bytes:
-    """The frame that says why this side gives up."""
+    """Return the frame with the reason why this side gives up."""
     return encode_frame(FrameKind.ABORT, 0, reason.encode(errors="backslashreplace")[:MAX_CONTROL])
 
 
@@ -307,7 +315,7 @@ def _after(part: Buffer, offset: int) -> Buffer:
 
 
 class SocketListener(Listener):
-    """Accepts connections on a listening stream socket, which this object owns."""
+    """A listener on a listening stream socket, which this object owns."""
 
     def __init__(self, sock: socket.socket, uri: Uri) -> None:
         super().__init__()
@@ -327,14 +335,14 @@ class SocketListener(Listener):
             try:
                 connection = self._welcome(accepted, address)
             except OSError:
-                accepted.close()  # it is gone already
+                accepted.close()  # the peer is gone already
                 continue
             if connection is not None:
                 return connection
 
     @abstractmethod
     def _welcome(self, accepted: socket.socket, address: Any) -> Connection | None:
-        """The connection, or None where it is refused."""
+        """Return the connection for an accepted socket, or None to refuse it."""
 
     def close(self) -> None:
         try:

@@ -1,12 +1,12 @@
-"""Frames: messages on a byte stream. Described byte by byte in docs/framing.md.
+"""Frames: messages on a byte stream. docs/framing.md describes them byte by byte.
 
     8 bytes    preamble, once in each direction, before the first frame
     then frames, each
       8 bytes  kind in bits 56 to 63, length of the payload in bits 0 to 55
-      8 bytes  tag, 0 where the kind has none
+      8 bytes  tag, 0 if the kind has none
       payload, zero-padded to a multiple of 8 bytes
 
-Integers are little-endian. Padding keeps bodies aligned that are read in one piece with what surrounds them.
+Integers are little-endian. The padding keeps bodies aligned that are read in one piece with their surroundings.
 """
 
 from __future__ import annotations
@@ -29,38 +29,39 @@ HEAD_SIZE = _head.size
 _LENGTH_MASK = (1 << 56) - 1
 _PADDING = [bytes(-n % 8) for n in range(8)]
 
-#: Caps on payloads whose memory nobody else allocates: of untagged messages, unless whoever receives says otherwise.
+#: Limits of payloads for which this module allocates memory: the default for untagged messages, and control frames.
 MAX_UNTAGGED = 1 << 28
 MAX_CONTROL = 1 << 16
 
-#: Parts up to this many bytes are copied together; larger ones are sent from where they lie.
+#: Parts of up to this many bytes are joined by copying. Larger parts are sent without a copy.
 _COALESCE = 512
-#: How much is read at once. Payloads up to a quarter of it are handed out as slices of what was read.
+#: Bytes of a read. Payloads of up to a quarter of it are returned as slices of the chunk.
 _CHUNK = 1 << 18
 _SLICE = _CHUNK // 4
-#: How much is read at once after a payload that was too large for that: just what surrounds the next one.
+#: Bytes of a read after a larger payload: just the data that precedes the next payload.
 _READ_BETWEEN = 1 << 12
 
 
 class FrameKind(IntEnum):
-    """What a frame carries."""
+    """The content of a frame."""
 
     UNTAGGED = 1
     TAGGED = 2
-    #: a region of shared memory; its descriptor travels beside the frame's first byte
+    #: a region of shared memory; its descriptor travels with the frame's first byte
     REGION = 3
     #: the sender gives up; the payload is the reason, UTF-8
     ABORT = 4
-    #: many small messages, as `transport.runs` encodes them: three uint64 (how many, size of an untagged one, size of a
-    #: tagged one), then the tags, the untagged messages, the tagged ones, each zero-padded to a multiple of 8 bytes
+    #: many small messages, as `transport.runs` encodes them: three uint64 (number of pairs, size of an untagged
+    #: message, size of a tagged message), then the tags, the untagged messages, and the tagged messages, each of these
+    #: three zero-padded to a multiple of 8 bytes
     RUN = 5
 
 
-_IN_PLACE_KINDS = (FrameKind.TAGGED, FrameKind.RUN)  # their payloads are handed out in the memory they were read into
+_IN_PLACE_KINDS = (FrameKind.TAGGED, FrameKind.RUN)  # payloads are returned in the memory that they were read into
 
 
 class Frame(NamedTuple):
-    """A frame as it arrived."""
+    """A frame that arrived."""
 
     kind: int
     tag: int
@@ -68,12 +69,12 @@ class Frame(NamedTuple):
 
 
 def encode_frame(kind: FrameKind, tag: int, payload: bytes) -> bytes:
-    """A whole frame with a small payload."""
+    """Return a whole frame with a small payload."""
     return _head.pack(kind << 56 | len(payload), tag) + payload + _PADDING[len(payload) % 8]
 
 
 def encode_frames(messages: Sequence[Message]) -> list[Buffer]:
-    """The bytes of these messages, in parts to be sent one after the other. Large parts are borrowed."""
+    """Return the frames of these messages, in parts to be sent one after the other. Large parts are borrowed."""
     return _encode(*map(_plain, messages))
 
 
@@ -105,7 +106,7 @@ def _encode(*frames: tuple[FrameKind, int, Sequence[Buffer]]) -> list[Buffer]:
 
 
 def encode_frames_with_runs(messages: Sequence[Message | Run]) -> list[Buffer]:
-    """Like `encode_frames`, with a frame for each run of alike small messages: untagged, tagged, untagged ..."""
+    """Return frames like `encode_frames`, with one frame for each run of small messages that `encode_runs` finds."""
     return _encode(
         *(
             (FrameKind.RUN, 0, one.parts) if isinstance(one, EncodedRun) else _plain(one)
@@ -115,10 +116,10 @@ def encode_frames_with_runs(messages: Sequence[Message | Run]) -> list[Buffer]:
 
 
 class FrameReader:
-    """Takes frames out of a byte stream.
+    """A reader of frames from a byte stream.
 
-    `read_into(memory, timeout)` reads at least one byte and returns how many; 0 is the end. Everything is read
-    ahead in chunks but large payloads, which are read straight into the memory that `allocate` supplies.
+    `read_into(memory, timeout)` reads at least one byte and returns the number of bytes, which is 0 at the end. Most
+    data is read ahead in chunks. A large payload is read directly into the memory that `allocate` supplies.
     """
 
     def __init__(self, read_into: Callable[[memoryview, float], int], max_untagged: int = MAX_UNTAGGED) -> None:
@@ -130,22 +131,26 @@ class FrameReader:
             FrameKind.RUN: min(max_untagged, MAX_RUN),
         }
         self._new_chunk()
-        self._begin = 0  # of what is not used yet
+        self._begin = 0  # unused bytes of the chunk begin here, and end at `_end`
         self._end = 0
         self._read_size = _CHUNK
         self._preamble_read = False
 
     def limit_untagged(self, length: int) -> None:
-        """Take untagged messages of up to so many bytes."""
+        """Accept untagged messages of up to `length` bytes."""
         self._limits[FrameKind.UNTAGGED] = length
 
     @property
     def buffered(self) -> bool:
-        """Whether some of the next frame has been read already."""
+        """Return whether a part of the next frame has been read already."""
         return self._end > self._begin
 
     def read(self, timeout: float, allocate: Allocate) -> Frame | None:
-        """The next frame, or None at the end of the stream. Raises RemoteProtocolError for what is no frame."""
+        """Return the next frame, or None at the end of the stream.
+
+        Raises:
+            RemoteProtocolError: The bytes are not a valid frame.
+        """
         if not self._preamble_read:
             self._greet(timeout)
         if self._end - self._begin < HEAD_SIZE and not self._fill(HEAD_SIZE, timeout):
@@ -163,7 +168,7 @@ class FrameReader:
                 )
         padded = length + 7 & ~7
         if padded <= _SLICE:
-            # Nothing is used up before the frame is whole, so after a DeadlineExceeded one may go on reading.
+            # Bytes are consumed only when the frame is complete, so the caller may read on after a DeadlineExceeded.
             if self._end - self._begin < HEAD_SIZE + padded:
                 self._fill(HEAD_SIZE + padded, timeout)
             at = self._begin + HEAD_SIZE
@@ -183,7 +188,7 @@ class FrameReader:
         return Frame(kind, tag, bytes(payload))
 
     def detach(self) -> None:
-        """Let go of whoever supplies the bytes: the stream has ended."""
+        """Drop the reference to the source of bytes. The stream has ended."""
         self._read_into = _ended
 
     def _supply(self, kind: int, tag: int, length: int, allocate: Allocate) -> Buffer:
@@ -206,7 +211,10 @@ class FrameReader:
         self._preamble_read = True
 
     def _fill(self, size: int, timeout: float, inside: bool = False) -> bool:
-        """Have `size` bytes (at most a quarter chunk) in the chunk. False if the stream ended before the first."""
+        """Read until the chunk has `size` unused bytes. Return False if the stream ended before the first of them.
+
+        `size` is at most a quarter of the chunk.
+        """
         missing = size - (self._end - self._begin)
         if missing <= 0:
             return True

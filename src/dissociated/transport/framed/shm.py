@@ -1,14 +1,14 @@
-"""shm:///PATH: frames over a Unix socket, and memory shared by descriptor (SCM_RIGHTS). One host, one user.
+"""shm:///PATH: frames over a Unix socket, and memory shared by descriptor (SCM_RIGHTS), within one host.
 
     listening     shm:///PATH?allow=USER,...    other users who may connect, by name or number
     connecting    shm:///PATH?allow=USER,...    other users whose server, and whose sealed memory, is trusted
-                  shm:///PATH?files=allow       map what cannot be sealed, too, where such a user's server shares it
+                  shm:///PATH?files=allow       also map files of such a server, which cannot be sealed
 
-These parameters are for the side that gives them; locations that a server names have none. Root and this process's
-own user may always. Where others are allowed, the socket is open to all and the kernel says who knocks; they must be
-able to enter the directory that it lies in.
+These parameters apply to the side that uses them; locations that a server names have none. Root and this process's
+own user are always allowed. If others are allowed, the socket is open to all users, and the kernel tells the server
+which user connects. These users need access to the socket's directory.
 
-A region is announced by a REGION frame, whose descriptor travels beside its first byte:
+A REGION frame announces a region. The region's descriptor travels with the frame's first byte:
 
     8 bytes  base, the first address of the region
     8 bytes  size in bytes
@@ -53,14 +53,14 @@ _log = logging.getLogger(__name__)
 _region = struct.Struct("<QQQ")
 _credentials = struct.Struct("3i")  # struct ucred { pid, uid, gid }
 _DESCRIPTOR = array.array("i").itemsize
-_MAX_DESCRIPTORS = 253  # in one read: as many as the kernel sends at once
+_MAX_DESCRIPTORS = 253  # most descriptors that the kernel sends at once
 _PATH_MAX = 107  # struct sockaddr_un
 _SHARE_TIMEOUT = 60.0  # seconds
 _CONNECT_RETRY_DELAY = 0.005  # seconds, before the next try to connect
 
 
 class ShmConnection(SocketConnection):
-    """Framed messages over a Unix socket, which can also carry regions of memory."""
+    """A connection that sends framed messages over a Unix socket, and can share regions of memory."""
 
     shares_memory = True
 
@@ -77,7 +77,7 @@ class ShmConnection(SocketConnection):
             frame = PREAMBLE + frame
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
         try:
-            # A frame this small goes whole or not at all, and the peer reads: so waiting for room is enough.
+            # The kernel sends so small a frame whole or not at all, and the peer reads, so waiting for room is enough.
             while True:
                 try:
                     self._socket.sendmsg([frame], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -95,9 +95,9 @@ class ShmConnection(SocketConnection):
 
     def send_close_reason(self, reason: str) -> None:
         if self._cut_short and not self._unsent_parts:
-            return  # as in `abort`: the rest of what broke off is not to be had
+            return  # see `abort`: the rest of the interrupted message is lost, so nothing may follow it
         self._unsent_parts.append(abort_frame(reason))
-        self._flush_unsent_parts(0, 0)  # a peer that gives everything back before this side receives hears it, too
+        self._flush_unsent_parts(0, 0)  # so that a peer that frees everything before this side receives gets it, too
 
     def flush_close_reason(self, timeout: float) -> None:
         self._flush_unsent_parts(0, timeout)
@@ -105,7 +105,7 @@ class ShmConnection(SocketConnection):
     def linger(self) -> bool:
         self._flush_unsent_parts(0, None)
         poll = select.poll()
-        poll.register(self._socket, 0)  # the end of both directions is told in any case
+        poll.register(self._socket, 0)  # poll always reports the end of both directions
         poll.poll()
         return not self._interrupted
 
@@ -116,7 +116,7 @@ class ShmConnection(SocketConnection):
 
     def after_fork_in_child(self) -> None:
         if self.address_space.live and self._socket.fileno() >= 0:
-            # Arrays hold on to this copy: what lies below them stays as it is for as long as that is open.
+            # The child's arrays refer to this copy. While its descriptor is open, the server does not reuse the memory.
             weakref.finalize(self, os.close, self._socket.detach()).atexit = False
         super().after_fork_in_child()
 
@@ -126,9 +126,11 @@ class ShmConnection(SocketConnection):
         return super()._read_into(memory, timeout)
 
     def _flush_unsent_parts(self, events: int, timeout: float | None) -> None:
-        """Send `_unsent_parts`, as far as the peer takes them, until one of the poll `events` or the peer's end.
+        """Send `_unsent_parts` until all are sent, one of the poll `events` occurs, or the peer ends.
 
-        Stops also when the peer took nothing for `timeout` seconds; None is without a limit.
+        Args:
+            events: Events of `select.poll`.
+            timeout: Seconds for which the peer may take nothing; None for no limit.
         """
         poll = select.poll()
         poll.register(self._socket, events | select.POLLOUT)
@@ -141,7 +143,7 @@ class ShmConnection(SocketConnection):
             except BlockingIOError:
                 continue
             except OSError:
-                self._unsent_parts.clear()  # it does not listen any more
+                self._unsent_parts.clear()  # the peer does not listen any more
                 return
             unsent = memoryview(self._unsent_parts[0]).cast("B")[sent:]
             self._unsent_parts[:1] = [unsent] if unsent else []
@@ -149,7 +151,7 @@ class ShmConnection(SocketConnection):
                 return
 
     def _receive_into(self, memory: memoryview) -> int:
-        if self._accepted:  # clients share nothing; a descriptor from one would be dropped by the kernel
+        if self._accepted:  # clients share no memory; the kernel drops a descriptor that a client sends
             return super()._receive_into(memory)
         space = socket.CMSG_SPACE(_MAX_DESCRIPTORS * _DESCRIPTOR)
         count, ancillary, flags, _ = self._socket.recvmsg_into([memory], space, socket.MSG_CMSG_CLOEXEC)
@@ -189,13 +191,13 @@ class ShmConnection(SocketConnection):
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:
-    """The ids of the process and of the user at the other end of a Unix socket, as the kernel knows them."""
+    """Return the ids of the process and of the user at the other end of a Unix socket, which the kernel vouches for."""
     pid, uid, _ = _credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size))
     return pid, uid
 
 
 def _allowed(uri: Uri) -> frozenset[int]:
-    """The users whom `uri` allows, root and this user, by id. Raises UriError for a user that does not exist."""
+    """Return the ids of the users whom `uri` allows, of root, and of this user. Raise UriError for an unknown user."""
     return frozenset((os.geteuid(), 0, *map(_uid, filter(None, uri.parameters.get("allow", "").split(",")))))
 
 
@@ -238,12 +240,12 @@ class _ShmListener(SocketListener):
             if os.stat(self.uri.path).st_ino == self._inode:
                 os.unlink(self.uri.path)
         except OSError:
-            pass  # somebody else removed it
+            pass  # the socket is removed already
         self._log.close()
 
 
 class ShmTransport(Transport):
-    """See the module."""
+    """The transport `shm`. See the module."""
 
     locality = 1
     shares_memory = True
@@ -287,10 +289,10 @@ class ShmTransport(Transport):
             with _locked(Path(path).parent) as directory:
                 for other in [path] if uri.path else map(str, directory.glob("*.sock")):
                     _remove_stale(other)
-                os.fchmod(sock.fileno(), 0o600)  # which the name made by bind takes over
+                os.fchmod(sock.fileno(), 0o600)  # bind creates the path with this mode
                 sock.bind(path)
                 if uri.parameters.get("allow"):
-                    os.chmod(path, 0o666)  # a mode cannot list users: `_welcome` does
+                    os.chmod(path, 0o666)  # a mode cannot list users, so `_welcome` checks them
                 sock.listen(128)
         except OSError as error:
             sock.close()
@@ -299,7 +301,7 @@ class ShmTransport(Transport):
 
 
 def _connect(sock: socket.socket, path: str, timeout: float) -> None:
-    """Connect, waiting for room in the queue of a server that is busy: the kernel waits for ever or not at all."""
+    """Connect, and retry while a busy server's queue is full: the kernel would wait for ever or not at all."""
     deadline = time.monotonic() + timeout
     sock.setblocking(False)
     while True:
@@ -313,7 +315,7 @@ def _connect(sock: socket.socket, path: str, timeout: float) -> None:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[Path]:
-    """Lock the directory, so that nobody takes a socket that is bound and does not listen yet for a dead one."""
+    """Lock the directory, so that a socket that is bound and does not listen yet is not mistaken for a stale one."""
     lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -323,9 +325,9 @@ def _locked(directory: Path) -> Iterator[Path]:
 
 
 def runtime_directory() -> Path:
-    """Where this user's sockets lie: below XDG_RUNTIME_DIR, or else a private directory for temporary files.
+    """Return the directory of this user's sockets: below XDG_RUNTIME_DIR, or else below the temporary directory.
 
-    After `su`, XDG_RUNTIME_DIR may be that of another user, who could replace a directory in it.
+    After `su`, XDG_RUNTIME_DIR may belong to another user, who could replace a directory in it. It is not used then.
     """
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base and _is_private(base):
@@ -350,16 +352,16 @@ def _is_private(directory: str) -> bool:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the socket of a server that died. Anything else is left, and bind then fails."""
+    """Remove the socket of a server that died. Leave anything else, for which bind then fails."""
     if not os.path.exists(path) or not stat.S_ISSOCK(os.lstat(path).st_mode):
         return
-    # Of another kind, so that a server that lives is not connected to, but for the error that says so: EPROTOTYPE.
+    # A probe of another socket type never connects to a running server: that fails with EPROTOTYPE.
     probe = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         probe.connect(path)
     except ConnectionRefusedError:
         os.unlink(path)
     except OSError:
-        pass  # it lives, or is not for us, or is not there any more
+        pass  # the server is running, or the socket is inaccessible or already removed
     finally:
         probe.close()

@@ -14,9 +14,9 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP
 
 
 def configure_socket(sock: socket.socket) -> socket.socket:
-    """The socket itself, which sends at once and notices that its peer has vanished."""
+    """Set options on a socket, which is returned: send at once, and notice a peer that has vanished."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A host that vanished is noticed within a minute, also by a server that waits for leases.
+    # A host that vanished is noticed within a minute, also while a server waits for leases.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE:
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -24,9 +24,13 @@ def configure_socket(sock: socket.socket) -> socket.socket:
 
 
 def connect_socket(uri: Uri, timeout: float) -> tuple[socket.socket, str]:
-    """A socket that is connected to `uri`, and what to call its peer. The caller owns it.
+    """Connect to `uri`.
 
-    Raises UriError for a URI without a host and a port, and what `socket_error` makes of the system's errors.
+    Returns:
+        The socket, which the caller owns, and a description of its peer.
+
+    Raises:
+        UriError: The URI has no host or no port. Errors of the system are converted by `socket_error`.
     """
     if not uri.host or not uri.port:
         raise UriError(f"{uri} needs a host and a port: {uri.scheme}://HOST:PORT")
@@ -40,7 +44,11 @@ def connect_socket(uri: Uri, timeout: float) -> tuple[socket.socket, str]:
 
 
 def listen_socket(uri: Uri) -> tuple[socket.socket, Uri]:
-    """A socket that listens at `uri`, and its real URI. The caller owns it. Raises as `connect_socket` does."""
+    """Listen at `uri`. Errors are those of `connect_socket`.
+
+    Returns:
+        The socket, which the caller owns, and its URI with the actual port.
+    """
     host, port = uri.host or "127.0.0.1", uri.port or 0
     check_host_name(host)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -52,7 +60,7 @@ def listen_socket(uri: Uri) -> tuple[socket.socket, Uri]:
 
 
 def check_host_name(host: str) -> None:
-    """Raise UriError for what cannot be the name of a host."""
+    """Raise UriError if `host` cannot be the name of a host."""
     try:
         host.encode("idna")
     except UnicodeError as error:
@@ -65,7 +73,7 @@ class _TcpListener(SocketListener):
 
 
 class TcpTransport(Transport):
-    """See the module."""
+    """The transport `tcp`. See the module."""
 
     def connect(self, uri: Uri, timeout: float) -> Connection:
         return SocketConnection(*connect_socket(uri, timeout), accepted=False)

@@ -1,13 +1,14 @@
-"""tls://HOST:PORT: the same frames as over TCP, within TLS 1.3.
+"""tls://HOST:PORT: the frames of tcp, within TLS 1.3.
 
     listening    tls://HOST:PORT?cert=FILE&key=FILE    PEM files: the certificate with its chain, its key
-    connecting   tls://HOST:PORT?roots=FILE            PEM file: what to trust in place of the system's certificates
+    connecting   tls://HOST:PORT?roots=FILE            PEM file: certificates to trust in place of the system's
 
-These parameters are for the side that gives them; locations that a server names have none. The server's certificate
-must be trusted and name the host. Clients need none: a ticket says what they may have.
+These parameters apply to the side that uses them; locations that a server names have none. The server's certificate
+must be trusted and name the host. Clients need no certificate: a ticket proves their rights.
 
-libssl works on memory and we move the bytes, so that deadlines and threads are as they are in tcp: an SSL object must
-not be used by two threads at once, and would block one that sends while another waits for what may never come.
+libssl works on memory, and this module moves the bytes, so that deadlines and threads behave as in tcp. Two threads
+must not use an SSL object at once: with an SSL socket, a sender would block while another thread waits for data that
+may never come.
 """
 
 from __future__ import annotations
@@ -28,20 +29,23 @@ from dissociated.transport.framed.tcp import configure_socket, connect_socket, l
 from dissociated.uri import Uri
 
 _CHUNK = 1 << 18  # bytes that are encrypted, or read from the socket, at once
-_RECORD = 1 << 14  # bytes; smaller parts are joined, for each record costs
+_RECORD = 1 << 14  # bytes; smaller parts are joined, because each record has a cost
 _FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
 class TlsConnection(SocketConnection):
-    """Framed messages within TLS. `handshake` comes first, on both sides; a client checks that its peer is `host`."""
+    """A connection that sends framed messages within TLS. Both sides begin with `handshake`.
+
+    A client checks that the peer's certificate names `host`. A server passes None for `host`.
+    """
 
     def __init__(self, sock: socket.socket, peer: str, context: ssl.SSLContext, host: str | None) -> None:
         super().__init__(sock, peer, accepted=host is None)
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=host is None, server_hostname=host)
-        self._using = threading.Lock()  # of what stands above; never held while waiting
+        self._using = threading.Lock()  # guards the three attributes above; never held while waiting
         self._agreed = False
-        self._encrypted = memoryview(b"")  # and not sent yet
+        self._encrypted = memoryview(b"")  # encrypted bytes that are not sent yet
         self._received = memoryview(bytearray(_CHUNK))
 
     def handshake(self, timeout: float) -> None:
@@ -59,7 +63,7 @@ class TlsConnection(SocketConnection):
             raise socket_error(error, f"agreeing on TLS with {self._peer}") from None
 
     def _step(self) -> bool:
-        """Do as much of the handshake as what has arrived allows. Whether it is done."""
+        """Advance the handshake as far as the received bytes allow. Return whether it is complete."""
         try:
             with self._using:
                 self._tls.do_handshake()
@@ -75,7 +79,7 @@ class TlsConnection(SocketConnection):
             raise RemoteProtocolError(f"{self._peer} does not agree on TLS 1.3: {_reason(error)}") from None
         finally:
             self._encrypted = memoryview(self._outgoing.read())
-            self._send_encrypted()  # of an error, the peer is told
+            self._send_encrypted()  # also sends the alert for an error
         return self._agreed
 
     def abort(self, reason: str) -> None:
@@ -90,7 +94,7 @@ class TlsConnection(SocketConnection):
             super().wait(timeout)
 
     def _pending(self) -> bool:
-        """Whether something has arrived that the socket does not tell of any more."""
+        """Return whether bytes have arrived that were already read from the socket."""
         with self._using:
             return bool(self._incoming.pending or self._tls.pending())
 
@@ -98,7 +102,7 @@ class TlsConnection(SocketConnection):
         try:
             if self._agreed and not self._cut_short:
                 self._say_goodbye()
-        finally:  # a signal shall not leave it to nobody
+        finally:  # close also if a signal handler raises
             super().close()
 
     def _say_goodbye(self) -> None:
@@ -106,11 +110,11 @@ class TlsConnection(SocketConnection):
             with self._using:
                 self._tls.unwrap()
         except ssl.SSLError:
-            pass  # it would like to hear the peer's farewell, too
+            pass  # libssl would also wait for the peer's close_notify
         try:
             self._socket.send(self._outgoing.read(), _FLAGS)
         except OSError:
-            pass  # the peer has gone, or is not listening any more
+            pass  # the peer is gone, or does not listen any more
 
     # Sending
 
@@ -125,7 +129,7 @@ class TlsConnection(SocketConnection):
         self._cut_short = False
 
     def _send_buffers(self, window: Sequence[Buffer], offset: int) -> int:
-        """Encrypt some of these parts, and send what the socket takes of that. Returns how much was encrypted."""
+        """Encrypt some of these parts, and send as much as the socket takes. Return the number of bytes encrypted."""
         self._send_encrypted()
         taken, small = 0, bytearray()
         with self._using:
@@ -146,7 +150,7 @@ class TlsConnection(SocketConnection):
         try:
             self._send_encrypted()
         except BlockingIOError:
-            pass  # then before the next, or at the end of `_write`
+            pass  # the rest is sent before the next parts, or at the end of `_write`
         return taken
 
     def _encrypt(self, data: bytearray | memoryview) -> None:
@@ -169,12 +173,12 @@ class TlsConnection(SocketConnection):
         return count
 
     def _decrypt(self, memory: memoryview) -> int | None:
-        """Fill `memory` from what has arrived. Returns how far: 0 at the peer's end, None where there is nothing."""
+        """Fill `memory` with decrypted bytes. Return their number, 0 at the peer's end, None if nothing has arrived."""
         at = 0
         try:
             with self._using:
                 while at < len(memory):
-                    count: Any = self._tls.read(len(memory) - at, memory[at:])  # into a buffer: how many
+                    count: Any = self._tls.read(len(memory) - at, memory[at:])  # the number of bytes read
                     if not count:
                         break
                     at += count
@@ -208,7 +212,7 @@ class _TlsListener(SocketListener):
 
 
 class TlsTransport(Transport):
-    """See the module."""
+    """The transport `tls`. See the module."""
 
     encrypted = True
 
@@ -241,7 +245,9 @@ def _server_context(uri: Uri) -> ssl.SSLContext:
         raise OptionError("listening at tls: needs a certificate and its key: tls_cert and tls_key, or tls:?cert=&key=")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.num_tickets = 0  # nobody resumes; and what a client leaves unread may cost us what it sent last
+    # Clients never resume sessions. A ticket that a client leaves unread when it closes could also reset the
+    # connection, and lose the client's last messages.
+    context.num_tickets = 0
     with _certificate_errors(f"{cert} or {key}"):
         context.load_cert_chain(cert, key, password=_refuse)
     return context
