@@ -22,8 +22,8 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 import dissociated as dis
-from dissociated.codec.pruning import may_pass
-from dissociated.codec.substrait import parse_filter
+from dissociated.codec.filter.pruning import may_pass
+from dissociated.codec.filter.substrait import parse_filter
 from dissociated.node.node import Node
 from dissociated.store.store import Store
 

@@ -12,8 +12,8 @@ import pytest
 from pyspark.errors import PySparkException
 
 import dissociated as dis
-from dissociated.codec.conditions import Conditions
-from dissociated.codec.filter import RowFilter
+from dissociated.codec.filter.conditions import Conditions
+from dissociated.codec.filter.row_filter import RowFilter
 from dissociated.errors import OptionError
 from dissociated.spark import read
 from dissociated.spark.filters import parse_filters

@@ -9,7 +9,7 @@
     column      = name ("." name)*, where a name is letters, digits and _, or anything in "…"
     value       = number | 'text' | "true" | "false"
 
-Times and dates are texts, as in ISO 8601. What a comparison means is said in `dissociated.codec.conditions`.
+Times and dates are texts, as in ISO 8601. What a comparison means is said in `dissociated.codec.filter.conditions`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dissociated.codec.conditions import Condition
+from dissociated.codec.filter.conditions import Condition
 from dissociated.errors import OptionError
 
 _TOKEN = re.compile(

@@ -14,8 +14,8 @@ import pyarrow as pa
 
 from dissociated.cli.formats import FILE_FORMATS
 from dissociated.codec.batches import BatchReader
+from dissociated.codec.filter.statistics import MAX_STATISTICS
 from dissociated.codec.split import BatchAndMetadata, batches
-from dissociated.codec.statistics import MAX_STATISTICS
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.file import check_rest
 from dissociated.datasets.source_errors import source_errors

@@ -16,7 +16,7 @@ from dissociated.protocol.request import REFUSED, RowSelection
 from dissociated.uri import Uri
 
 if TYPE_CHECKING:
-    from dissociated.codec.filter import RowFilter
+    from dissociated.codec.filter.row_filter import RowFilter
 
 _OpenRequest = Callable[[ReadRequest], pa.RecordBatchReader]
 
@@ -86,7 +86,7 @@ def _check_columns(reader: pa.RecordBatchReader, schema: pa.Schema, fields: Sequ
 
 def _bind(request: ReadRequest, schema: pa.Schema, whole: bool = True) -> tuple[RowFilter, list[int]]:
     """Return the filter, and the positions of the requested columns in the schema of the whole stream."""
-    from dissociated.codec.filter import RowFilter  # on first use: pyarrow.compute is slow to import
+    from dissociated.codec.filter.row_filter import RowFilter  # on first use: pyarrow.compute is slow to import
 
     selection = request.selection if whole else None
     wanted = [*range(len(schema))] if selection is None else selection.indices(schema.names)
@@ -94,7 +94,7 @@ def _bind(request: ReadRequest, schema: pa.Schema, whole: bool = True) -> tuple[
 
 
 def _encode(rows: RowFilter, schema: pa.Schema) -> bytes | None:
-    from dissociated.codec.substrait import encode_filter
+    from dissociated.codec.filter.substrait import encode_filter
 
     return encode_filter(rows, schema)
 

@@ -12,7 +12,7 @@ import polars as pl
 import pyarrow as pa
 from polars.io.plugins import register_io_source
 
-from dissociated.codec.filter import RowFilter
+from dissociated.codec.filter.row_filter import RowFilter
 from dissociated.errors import DissociatedError
 
 _POLARS_OPERATORS = {"Gt": ">", "GtEq": ">=", "Lt": "<", "LtEq": "<=", "Eq": "=", "NotEq": "!="}

@@ -24,7 +24,7 @@ from dissociated.protocol.request import Selection
 from dissociated.store.segment import Segment
 
 if TYPE_CHECKING:
-    from dissociated.codec.substrait import FilterNode
+    from dissociated.codec.filter.substrait import FilterNode
 
 #: Any source that `publish` accepts; see `make_dataset`.
 Source: TypeAlias = Any

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from dissociated.base.buffers import Buffer
+from dissociated.codec.filter.statistics import is_statistics
 from dissociated.codec.split import BatchAndMetadata
-from dissociated.codec.statistics import is_statistics
 from dissociated.datasets.static import SegmentsDataset
 from dissociated.errors import SourceError
 from dissociated.format.encapsulated import FILE_MAGIC

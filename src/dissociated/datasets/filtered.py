@@ -15,7 +15,7 @@ from dissociated.errors import FormatError, SourceError
 from dissociated.protocol.request import REFUSED, RowSelection, Selection
 
 if TYPE_CHECKING:
-    from dissociated.codec.filter import RowFilter
+    from dissociated.codec.filter.row_filter import RowFilter
 
 #: Seconds without a matching row after which an empty batch is sent, so that the client's timeout does not expire.
 _KEEPALIVE_INTERVAL = 2.0
@@ -48,7 +48,8 @@ def select(whole: Dataset, selection: Selection | None) -> Dataset:
     wanted = selection.indices(whole.schema.names)
     if selection.rows.filter is None:
         return FilteredDataset(whole.select(selection), None, range(len(wanted)), selection.rows)
-    from dissociated.codec.substrait import parse_filter  # imported on first use, since pyarrow.compute loads slowly
+    # Imported on first use, since pyarrow.compute loads slowly.
+    from dissociated.codec.filter.substrait import parse_filter
 
     try:
         received = parse_filter(selection.rows.filter)

@@ -13,8 +13,8 @@ import pyarrow as pa
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import pick_batches, select_columns, select_fields
 from dissociated.codec.difference import schema_difference
+from dissociated.codec.filter.statistics import Statistics
 from dissociated.codec.split import BatchAndMetadata
-from dissociated.codec.statistics import Statistics
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.sendable import MappedMessages, StaticMessage
 from dissociated.datasets.source_errors import source_errors
@@ -26,7 +26,7 @@ from dissociated.protocol.request import Selection
 from dissociated.store.segment import Segment
 
 if TYPE_CHECKING:
-    from dissociated.codec.substrait import FilterNode
+    from dissociated.codec.filter.substrait import FilterNode
 
 T = TypeVar("T")
 
@@ -90,7 +90,8 @@ class StaticDataset(Dataset):
         return None
 
     def passing_batches(self, filter_: FilterNode, columns: Sequence[int]) -> Sequence[bool] | None:
-        from dissociated.codec.pruning import may_pass  # imported on first use, since pyarrow.compute loads slowly
+        # Imported on first use, since pyarrow.compute loads slowly.
+        from dissociated.codec.filter.pruning import may_pass
 
         known = self.statistics(columns)
         if known is None:

@@ -12,9 +12,9 @@ import pyarrow as pa
 from dissociated.base.host import available_memory
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import values_size
+from dissociated.codec.filter.statistics import Statistics, StatisticsCollector
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.split import OnceValidator, batches, split
-from dissociated.codec.statistics import Statistics, StatisticsCollector
 from dissociated.datasets.sendable import MappedMessages, StaticMessage
 from dissociated.datasets.static import StaticDataset
 from dissociated.errors import DissociatedError

@@ -8,8 +8,8 @@ from typing import Any
 
 from dissociated.client.connect import supports_filter, supports_selection
 from dissociated.client.request import ReadRequest
-from dissociated.codec.filter import RowFilter
-from dissociated.codec.substrait import encode_filter
+from dissociated.codec.filter.row_filter import RowFilter
+from dissociated.codec.filter.substrait import encode_filter
 from dissociated.control.locations import DatasetInfo, Endpoint, reachable
 from dissociated.protocol.request import RowSelection
 from dissociated.uri import Uri

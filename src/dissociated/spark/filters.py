@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.types as types
 
-from dissociated.codec.conditions import Conditions
+from dissociated.codec.filter.conditions import Conditions
 from dissociated.errors import OptionError
 from dissociated.spark.columns import is_own
 

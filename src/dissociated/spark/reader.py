@@ -28,10 +28,10 @@ from dissociated.base.host import host_name
 from dissociated.client.client import Client
 from dissociated.client.connect import supports_selection
 from dissociated.client.request import ReadRequest
-from dissociated.codec.conditions import Conditions
-from dissociated.codec.filter import RowFilter
+from dissociated.codec.filter.conditions import Conditions
+from dissociated.codec.filter.row_filter import RowFilter
+from dissociated.codec.filter.substrait import encode_filter
 from dissociated.codec.join import Messages, join
-from dissociated.codec.substrait import encode_filter
 from dissociated.control.locations import DatasetInfo, Endpoint, locations
 from dissociated.errors import (
     CatalogError,

@@ -19,7 +19,7 @@ from pyspark.sql.types import StructType
 
 from dissociated.base.buffers import Buffer
 from dissociated.base.oserrors import store_errors
-from dissociated.codec.statistics import StatisticsCollector
+from dissociated.codec.filter.statistics import StatisticsCollector
 from dissociated.errors import StoreError
 from dissociated.format.encapsulated import end_of_stream
 from dissociated.memory.shared import map_read_only, reopen_read_only, write_parts

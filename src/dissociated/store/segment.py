@@ -19,11 +19,11 @@ import pyarrow as pa
 from dissociated.base.buffers import Buffer, metadata_too_long
 from dissociated.base.fork import ProcessBound
 from dissociated.base.oserrors import store_errors
+from dissociated.codec.filter.statistics import Statistics, StatisticsCollector, read_statistics
 from dissociated.codec.options import WriteOptions, check_options
 from dissociated.codec.reader import StreamReader, arrow_errors, read_schema
 from dissociated.codec.sink import DescriptorSink, Sink
 from dissociated.codec.split import BatchAndMetadata, Metadata, OnceValidator, SplitMessage, Splitter, batches
-from dissociated.codec.statistics import Statistics, StatisticsCollector, read_statistics
 from dissociated.codec.writer import EncapsulatedWriter
 from dissociated.errors import FormatError, RemoteProtocolError, SourceError, StoreError, StoreFull
 from dissociated.format.encapsulated import FILE_MAGIC, Encapsulated, encapsulate, end_of_stream

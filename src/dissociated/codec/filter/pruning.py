@@ -6,8 +6,8 @@ import pyarrow as pa
 import pyarrow.acero as acero
 import pyarrow.compute as pc
 
-from dissociated.codec.statistics import Bounds
-from dissociated.codec.substrait import Call, ColumnRef, FilterNode, Value
+from dissociated.codec.filter.statistics import Bounds
+from dissociated.codec.filter.substrait import Call, ColumnRef, FilterNode, Value
 
 _FLIPPED = {"lt": "gt", "lte": "gte", "gt": "lt", "gte": "lte", "equal": "equal", "not_equal": "not_equal"}
 _ALWAYS = pc.scalar(True)

@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dissociated.codec import protobuf, statistics
-from dissociated.codec import substrait as module
 from dissociated.codec.columns import filter_batches
-from dissociated.codec.filter import RowFilter
-from dissociated.codec.pruning import may_pass
-from dissociated.codec.statistics import Bounds, Statistics, StatisticsCollector, read_statistics
-from dissociated.codec.substrait import encode_filter, parse_filter
+from dissociated.codec.filter import protobuf, statistics
+from dissociated.codec.filter import substrait as module
+from dissociated.codec.filter.pruning import may_pass
+from dissociated.codec.filter.row_filter import RowFilter
+from dissociated.codec.filter.statistics import Bounds, Statistics, StatisticsCollector, read_statistics
+from dissociated.codec.filter.substrait import encode_filter, parse_filter
 from dissociated.errors import ColumnNotFound, FormatError, OptionError
 from dissociated.format.encapsulated import end_of_stream
 

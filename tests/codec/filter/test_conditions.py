@@ -11,8 +11,8 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from dissociated.codec.conditions import Conditions
-from dissociated.codec.filter import RowFilter
+from dissociated.codec.filter.conditions import Conditions
+from dissociated.codec.filter.row_filter import RowFilter
 
 COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "=": operator.eq,

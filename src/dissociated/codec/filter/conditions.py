@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
-from decimal import Decimal, InvalidOperation
+from decimal import ROUND_FLOOR, Context, Decimal, InvalidOperation
 from functools import reduce
 from typing import Any, TypeAlias
 
@@ -20,7 +20,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as types
 
-from dissociated.codec.grid import Grid, Uncertain
 from dissociated.errors import ColumnNotFound, OptionError
 
 #: A column, as an array or as an expression; what is decided of it is then the same.
@@ -42,6 +41,13 @@ _EPOCH = datetime(1970, 1, 1)
 _NANOSECONDS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
 _BELOW_MICROSECONDS = re.compile(r"[.,]\d{6}(\d{1,3})")
 _OPERATORS = (*_COMPARISONS, *_LISTED, *_TEXT, *_UNARY)
+_MAX_DIGITS = 38  # of Spark's decimals, to which it makes both sides
+_EXACT = Context(prec=2 * _MAX_DIGITS)
+_MAX_EXACT_FLOAT = 1 << 53  # below this, integers compare with a float as floats just as they do as decimals
+
+
+class _Uncertain(Exception):
+    """Arrow cannot tell what Spark would."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ class Condition:
     def _certain(self, type_: pa.DataType) -> Iterator[None]:
         try:
             yield
-        except (pa.ArrowException, Uncertain, LookupError, ValueError, TypeError, OverflowError, InvalidOperation):
+        except (pa.ArrowException, _Uncertain, LookupError, ValueError, TypeError, OverflowError, InvalidOperation):
             raise OptionError(
                 f"column {'.'.join(self.path)!r} is {type_}, for which {self.operator!r}"
                 f"{'' if self.operator in _UNARY else f' {self.value!r}'} is not certain: filter what was read"
@@ -102,7 +108,7 @@ class Condition:
             return _UNARY[self.operator](column)
         if self.operator in _TEXT:
             if not _is_text(type_):
-                raise Uncertain
+                raise _Uncertain
             return _TEXT[self.operator](column, pattern=self.value)
         if self.operator in _LISTED:
             found = _one_of(column, type_, self.value)
@@ -165,7 +171,7 @@ def _is_list(value: object) -> bool:
 
 
 def _compared(operator: str, column: _Column, type_: pa.DataType, value: Any) -> Any:
-    if value is not None and (grid := Grid.of(type_)):
+    if value is not None and (grid := _Grid.of(type_)):
         return _compared_on_grid(operator, column, type_, grid, grid.number(value))
     if value is not None and types.is_timestamp(type_):
         ticks, rest = _ticks(value, type_)
@@ -183,7 +189,58 @@ def _compared(operator: str, column: _Column, type_: pa.DataType, value: Any) ->
     return pc.or_kleene(known, is_nan) if operator in (">", ">=") else known  # both are null where the column is
 
 
-def _compared_on_grid(operator: str, column: _Column, type_: pa.DataType, grid: Grid, value: Decimal) -> Any:
+@dataclass(frozen=True)
+class _Grid:
+    """All numbers from `least` to `most` that have at most `scale` digits after the point; None for integers."""
+
+    least: Decimal
+    most: Decimal
+    scale: int | None
+
+    @classmethod
+    def of(cls, type_: pa.DataType) -> _Grid | None:
+        """That of a column; None where its values are no exact numbers."""
+        if types.is_integer(type_):
+            bits = type_.bit_width - types.is_signed_integer(type_)
+            return cls(Decimal(-(1 << bits) if types.is_signed_integer(type_) else 0), Decimal((1 << bits) - 1), None)
+        if types.is_decimal(type_) and 0 <= type_.scale <= type_.precision <= _MAX_DIGITS:
+            most = Decimal(10**type_.precision - 1).scaleb(-type_.scale, _EXACT)
+            return cls(-most, most, type_.scale)
+        return None
+
+    def number(self, value: Any) -> Decimal:
+        """What a column is compared with, just as it is.
+
+        Raises _Uncertain where Spark rounds it, or where it is no number.
+        """
+        if isinstance(value, bool) or not isinstance(value, int | float | Decimal | str):
+            raise _Uncertain
+        small_float = isinstance(value, float) and abs(value) < _MAX_EXACT_FLOAT
+        if self.scale is None and not (small_float or isinstance(value, int | Decimal)):
+            raise _Uncertain
+        found = Decimal(str(value))
+        _, digits, exponent = found.as_tuple()
+        if not isinstance(exponent, int):  # NaN, infinity
+            raise _Uncertain
+        whole = max(len(digits) + exponent, self.most.adjusted() + 1)
+        if whole + max(self.scale or 0, -exponent) > _MAX_DIGITS:
+            raise _Uncertain
+        return found
+
+    def floor(self, value: Decimal) -> Decimal:
+        """The largest number here that is not above `value`."""
+        return value.quantize(Decimal(1).scaleb(-(self.scale or 0)), ROUND_FLOOR, _EXACT)
+
+    def has(self, value: Decimal) -> bool:
+        """Whether the column can have this value."""
+        return self.least <= value <= self.most and self.floor(value) == value
+
+    def scalar(self, value: Decimal, type_: pa.DataType) -> pa.Scalar:
+        """One that is here, for Arrow."""
+        return pa.scalar(int(value) if self.scale is None else self.floor(value), type_)
+
+
+def _compared_on_grid(operator: str, column: _Column, type_: pa.DataType, grid: _Grid, value: Decimal) -> Any:
     if not grid.least <= value <= grid.most:
         larger = value < grid.least
         return _always(column, operator in (("!=", ">", ">=") if larger else ("!=", "<", "<=")))
@@ -218,7 +275,7 @@ def _one_of(column: _Column, type_: pa.DataType, values: Sequence[Any]) -> Any:
 
 def _values(known: Sequence[Any], type_: pa.DataType) -> Iterator[pa.Scalar]:
     """Those of these values that a column of this type can have."""
-    grid = Grid.of(type_)
+    grid = _Grid.of(type_)
     for value in known:
         if types.is_timestamp(type_):
             ticks, rest = _ticks(value, type_)
@@ -235,13 +292,13 @@ def _is_number(value: object) -> bool:
 
 
 def _ticks(value: Any, to: pa.DataType) -> tuple[int, int]:
-    """A moment in the unit of a column, rounded down, and what is left, in nanoseconds. Raises Uncertain, ValueError.
+    """A moment in the unit of a column, rounded down, and what is left, in nanoseconds. Raises _Uncertain, ValueError.
 
     Of a text, digits below microseconds count where the column has nanoseconds; else Spark leaves them out.
     """
     moment = datetime.fromisoformat(value) if isinstance(value, str) else value
     if not isinstance(moment, datetime) or (moment.tzinfo is None) is not (to.tz is None):
-        raise Uncertain
+        raise _Uncertain
     nanoseconds = getattr(moment, "nanosecond", 0)  # as those of pandas have
     if isinstance(value, str) and to.unit == "ns" and (below := _BELOW_MICROSECONDS.search(value)):
         nanoseconds = int(below[1].ljust(3, "0"))
@@ -250,7 +307,7 @@ def _ticks(value: Any, to: pa.DataType) -> tuple[int, int]:
 
 
 def _scalar(value: Any, to: pa.DataType) -> pa.Scalar:
-    """`value` as one of the column's type, which must hold just that. Raises Uncertain, and what libarrow raises."""
+    """`value` as one of the column's type, which must hold just that. Raises _Uncertain, and what libarrow raises."""
     if value is None:
         return pa.scalar(None, to)
     if types.is_date(to) and isinstance(value, str | date) and not isinstance(value, datetime):
@@ -261,4 +318,4 @@ def _scalar(value: Any, to: pa.DataType) -> pa.Scalar:
             return scalar
     if (types.is_boolean(to) and isinstance(value, bool)) or (_is_text(to) and isinstance(value, str)):
         return pa.scalar(value, to)
-    raise Uncertain
+    raise _Uncertain

@@ -15,8 +15,8 @@ import pytest
 
 from arrow_cases import ARRAYS
 from arrow_cases import ROWS as ARROW_ROWS
-from dissociated.codec import statistics
-from dissociated.codec.statistics import Statistics, StatisticsCollector, read_statistics
+from dissociated.codec.filter import statistics
+from dissociated.codec.filter.statistics import Statistics, StatisticsCollector, read_statistics
 from dissociated.errors import StoreFull
 from dissociated.store.segment import Segment, SegmentWriter
 

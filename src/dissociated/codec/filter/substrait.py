@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dissociated.codec import protobuf
-from dissociated.codec.filter import RowFilter, printed
+from dissociated.codec.filter import protobuf
+from dissociated.codec.filter.protobuf import BYTES, FIXED32, FIXED64, NUMBER, ONE_OF, TEXT, Grammar
+from dissociated.codec.filter.row_filter import RowFilter, printed
 from dissociated.codec.reader import check_field_names
-from dissociated.codec.substrait_grammar import GRAMMAR
 from dissociated.errors import FormatError
 
 #: Bytes of an expression.
@@ -39,7 +39,90 @@ _CALL = re.compile(r"(\w+)\(")
 
 # Numbers of the fields of Substrait's messages.
 _ORIGINS, _EXTENSIONS, _EXPRESSIONS, _SCHEMA, _VERSION = 1, 2, 3, 4, 7
-_LITERAL, _SELECTION, _FUNCTION, _IF, _ONE_OF = 1, 2, 3, 6, 8
+_LITERAL, _SELECTION, _FUNCTION, _IF, _SINGULAR_OR_LIST = 1, 2, 3, 6, 8
+
+# The messages of Substrait that a filter may consist of, with the range of each parameter that libarrow trusts.
+#
+# libarrow ends the process for a decimal of precision 0 or above 38, and reads beyond its memory for a null of a
+# fixed-size binary type of negative length. It takes types in the schema, as the result of a function, and in a null.
+# The numbers are those of substrait's `extended_expression.proto`, `algebra.proto` and `type.proto`.
+_DECIMAL_DIGITS = 38
+_MAX_WIDTH = 1 << 16  # bytes of a value of a fixed-size binary type: libarrow allocates them for each null
+_PRECISION = range(1, _DECIMAL_DIGITS + 1)
+_SCALE = range(_DECIMAL_DIGITS + 1)
+_WIDTH = range(_MAX_WIDTH + 1)
+_SUBSECOND = range(10)  # digits below a second
+_NULLABILITY = range(3)
+_VARIATION = range(1)  # variations of types have no meaning to libarrow
+_REFERENCE = range(1 << 31)
+_PLAIN: dict[int, range] = {1: _VARIATION, 2: _NULLABILITY}
+
+_GRAMMAR: Grammar = {
+    "ExtendedExpression": {
+        1: "*ExtensionUri",
+        2: "*ExtensionDeclaration",
+        3: "*ExpressionReference",
+        4: "NamedStruct",
+        7: "Version",
+    },
+    "ExtensionUri": {1: _REFERENCE, 2: TEXT},
+    "ExtensionDeclaration": {ONE_OF: {1: "Extension", 3: "Extension"}},
+    "Extension": {1: _REFERENCE, 2: _REFERENCE, 3: TEXT},
+    "Version": {1: NUMBER, 2: NUMBER, 3: NUMBER, 4: TEXT, 5: TEXT},
+    "NamedStruct": {1: "*text", 2: "Struct"},
+    "ExpressionReference": {1: "Expression", 3: "*text"},
+    "Expression": {
+        ONE_OF: {1: "Literal", 2: "FieldReference", 3: "ScalarFunction", 6: "IfThen", 8: "SingularOrList"},
+    },
+    "ScalarFunction": {1: _REFERENCE, 3: "Type", 4: "*FunctionArgument"},
+    "FunctionArgument": {3: "Expression"},
+    "IfThen": {1: "*IfClause", 2: "Expression"},
+    "IfClause": {1: "Expression", 2: "Expression"},
+    "SingularOrList": {1: "Expression", 2: "*Expression"},
+    "FieldReference": {1: "ReferenceSegment", 4: "RootReference"},
+    "RootReference": {},
+    "ReferenceSegment": {ONE_OF: {2: "StructField"}},
+    "StructField": {1: _REFERENCE, 2: "ReferenceSegment"},
+    "Literal": {
+        ONE_OF: {
+            **dict.fromkeys((1, 2, 3, 5, 7), NUMBER),  # a boolean, and integers of 8 to 64 bits
+            10: FIXED32,
+            11: FIXED64,
+            12: TEXT,
+            **dict.fromkeys((13, 23), BYTES),  # binary, and fixed-size binary
+            **dict.fromkeys((14, 16, 17, 27), NUMBER),  # a timestamp, date, time, and timestamp with a zone
+            24: "DecimalValue",
+            29: "Type",  # null
+            33: "UserDefinedValue",
+        },
+        50: range(2),
+        51: _VARIATION,
+    },
+    "DecimalValue": {1: BYTES, 2: _PRECISION, 3: _SCALE},
+    "UserDefinedValue": {1: _REFERENCE, 2: "Any"},
+    "Any": {1: TEXT, 2: BYTES},
+    "Type": {
+        ONE_OF: {
+            **dict.fromkeys((1, 2, 3, 5, 7, 10, 11, 12, 13, 14, 16, 17, 29), "Plain"),
+            23: "FixedBinary",
+            24: "Decimal",
+            25: "Struct",
+            27: "List",
+            28: "Map",
+            30: "UserDefined",
+            33: "PrecisionTimestamp",
+            34: "PrecisionTimestamp",
+        },
+    },
+    "Plain": _PLAIN,
+    "FixedBinary": {1: _WIDTH, 2: _VARIATION, 3: _NULLABILITY},
+    "Decimal": {1: _SCALE, 2: _PRECISION, 3: _VARIATION, 4: _NULLABILITY},
+    "Struct": {1: "*Type", 2: _VARIATION, 3: _NULLABILITY},
+    "List": {1: "Type", 2: _VARIATION, 3: _NULLABILITY},
+    "Map": {1: "Type", 2: "Type", 3: _VARIATION, 4: _NULLABILITY},
+    "UserDefined": {1: _REFERENCE, 2: _VARIATION, 3: _NULLABILITY},
+    "PrecisionTimestamp": {1: _SUBSECOND, 2: _VARIATION, 3: _NULLABILITY},
+}
 
 
 @dataclass(frozen=True)
@@ -155,7 +238,7 @@ def parse_filter(encoded: bytes) -> ReceivedFilter:
     """
     if len(encoded) > MAX_SIZE:
         raise FormatError(f"the filter has {len(encoded)} bytes; at most {MAX_SIZE} are taken")
-    protobuf.check_message(encoded, "ExtendedExpression", GRAMMAR)
+    protobuf.check_message(encoded, "ExtendedExpression", _GRAMMAR)
     parser = _Parser(encoded)
     tree = parser.tree()
     if parser.value_schema is not None:
@@ -256,7 +339,7 @@ class _Parser:
                 raise FormatError("the filter has a function without a name")
             arguments = [value for argument in protobuf.messages(inner, 4) for value in protobuf.messages(argument, 3)]
             return Call(name, tuple(self._node(one, depth + 1) for one in arguments))
-        if number == _ONE_OF:
+        if number == _SINGULAR_OR_LIST:
             match self._parts(inner, depth):
                 case [ColumnRef() as column, _, *_] as found if all(isinstance(one, Value) for one in found[1:]):
                     return Call("or", tuple(Call("equal", (column, one)) for one in found[1:]))

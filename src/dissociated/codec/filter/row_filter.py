@@ -11,7 +11,7 @@ import pyarrow.acero as acero
 import pyarrow.compute as pc
 
 from dissociated.codec.columns import select_fields
-from dissociated.codec.conditions import Conditions
+from dissociated.codec.filter.conditions import Conditions
 from dissociated.errors import ColumnNotFound, DissociatedError, OptionError
 
 #: What users say: an expression, or `[column, operator, value]`, a list of these, or a list of such lists.
