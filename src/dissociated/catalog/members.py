@@ -15,7 +15,8 @@ from dissociated.base.access import Security
 from dissociated.catalog.database import Database
 from dissociated.client.calls import CatalogClient
 from dissociated.codec.batches import BatchReader
-from dissociated.codec.split import BatchAndMetadata, Validator, batches
+from dissociated.codec.split import BatchAndMetadata, batches
+from dissociated.codec.validation import Validator
 from dissociated.control.flight_streams import upload
 from dissociated.control.records import NodeRecord, ReplicatedPart
 from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded, DissociatedError

@@ -21,7 +21,8 @@ from dissociated.cli.formats import FILE_FORMATS, FileFormat
 from dissociated.cli.signals import EndingSignals
 from dissociated.cli.terminal import Advance, progress
 from dissociated.codec.columns import values_size
-from dissociated.codec.split import Validator, batches
+from dissociated.codec.split import batches
+from dissociated.codec.validation import Validator
 from dissociated.control.locations import DatasetInfo
 from dissociated.errors import CatalogError, DatasetNotFound, OptionError, WrongKind
 from dissociated.store.files import NewFile

@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 
 from dissociated.codec.columns import values_size
-from dissociated.codec.split import BatchAndMetadata, Validator, batches
+from dissociated.codec.split import BatchAndMetadata, batches
+from dissociated.codec.validation import Validator
 from dissociated.control.commit import Publication
 from dissociated.control.flight_streams import upload
 from dissociated.control.stage import StagePlace

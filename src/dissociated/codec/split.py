@@ -6,20 +6,18 @@ reference. Only what libarrow itself must allocate (rebased offsets of a slice, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
 
 from dissociated.base.buffers import Buffer
-from dissociated.codec.layouts import Layouts
-from dissociated.codec.nesting import contains, has_children
+from dissociated.codec.nesting import contains
 from dissociated.codec.options import WriteOptions, check_options
 from dissociated.codec.packing import Packing
-from dissociated.codec.writable import Writable
-from dissociated.errors import FormatError, OptionError, SourceError
+from dissociated.codec.validation import Validator
+from dissociated.errors import FormatError, OptionError
 from dissociated.format.encapsulated import CONTINUATION, encapsulate, encode_footer, encode_magic
 from dissociated.format.message import Header, parse_header
 
@@ -254,74 +252,6 @@ class FileSplitter(Splitter):
         except pa.ArrowException as error:
             raise _unwritable(error) from None
         return self._take(), self._sink.tail[: -len(encode_footer(b""))]
-
-
-class Validator:
-    """Tells the record batches of a schema that libarrow can write from those on which it would abort, or worse.
-
-    `check` looks at lengths and offsets. Where `full` says so, it looks at all offsets and indices, which takes as long
-    as reading them. It also does so for a slice of a column that has children: libarrow cuts these where offsets say,
-    and nothing less looks at those. A value that is merely not valid for its type, as text that is no UTF-8, harms
-    nobody on the way: whoever uses it must check it.
-    """
-
-    def __init__(self, schema: pa.Schema) -> None:
-        self._columns = len(schema)
-        self._nested = [index for index, field in enumerate(schema) if has_children(field.type)]
-        self._layouts = Layouts(schema)
-        self._writable = Writable(schema)
-
-    def check(self, batch: pa.RecordBatch, full: bool = False) -> pa.RecordBatch:
-        """The batch as it is to be written. Raises SourceError where it is not valid: see the class."""
-        alike = batch.num_columns == self._columns  # else libarrow says so
-        if not batch.num_rows and alike:
-            batch = self._writable.empty(batch)
-        if self._nested and alike and not full:
-            full = any(batch.column(index).offset for index in self._nested)
-        try:
-            validate_shared(partial(self._layouts.validate, batch) if full else batch.validate)
-            return self._writable.valid(batch) if alike else batch
-        except pa.ArrowException as error:
-            raise SourceError(f"a record batch is not valid: {error}") from None
-
-    def check_values(self, batch: pa.RecordBatch) -> None:
-        """Raise SourceError also for a value that is not valid for its type: in another format it would change."""
-        try:
-            validate_shared(partial(batch.validate, full=True))
-        except pa.ArrowException as error:
-            raise SourceError(f"a record batch is not valid: {error}") from None
-
-
-def validate_shared(validate: Callable[[], None]) -> None:
-    """Call `validate` for what other threads may look at meanwhile, again where libarrow errs for that reason.
-
-    It reads a null count twice: one that is not known yet, and that another thread computes in between, it takes for
-    negative. That happens once for each array. Raises what `validate` raises.
-    """
-    said = ""
-    while True:
-        try:
-            validate()
-            return
-        except pa.ArrowInvalid as error:
-            if "Negative null count" not in str(error) or str(error) == said:
-                raise
-            said = str(error)
-
-
-class OnceValidator:
-    """Remembers how much of a stream that stays has been validated, so that this is done once."""
-
-    def __init__(self) -> None:
-        self._batches = 0
-
-    def check(self, schema: pa.Schema, pairs: Iterable[BatchAndMetadata]) -> Iterator[BatchAndMetadata]:
-        """The same batches, which begin with the first of the stream. Raises SourceError where one is not valid."""
-        validator = Validator(schema)
-        for number, (batch, metadata) in enumerate(pairs):
-            checked = validator.check(batch, full=number >= self._batches)
-            self._batches = max(self._batches, number + 1)
-            yield checked, metadata
 
 
 def _unwritable(error: pa.ArrowException) -> FormatError:

@@ -21,7 +21,8 @@ from typing import Any
 import pyarrow as pa
 
 from dissociated.base import strict_json
-from dissociated.codec.split import BatchAndMetadata, Validator
+from dissociated.codec.split import BatchAndMetadata
+from dissociated.codec.validation import Validator
 from dissociated.errors import CatalogError, DissociatedError
 
 _METADATA_KEY = "dissociated.metadata"

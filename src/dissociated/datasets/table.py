@@ -14,7 +14,8 @@ from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import values_size
 from dissociated.codec.filter.statistics import Statistics, StatisticsCollector
 from dissociated.codec.options import WriteOptions
-from dissociated.codec.split import OnceValidator, batches, split
+from dissociated.codec.split import batches, split
+from dissociated.codec.validation import OnceValidator
 from dissociated.datasets.sendable import MappedMessages, StaticMessage
 from dissociated.datasets.static import StaticDataset
 from dissociated.errors import DissociatedError

@@ -23,7 +23,8 @@ from dissociated.codec.filter.statistics import Statistics, StatisticsCollector,
 from dissociated.codec.options import WriteOptions, check_options
 from dissociated.codec.reader import StreamReader, arrow_errors, read_schema
 from dissociated.codec.sink import DescriptorSink, Sink
-from dissociated.codec.split import BatchAndMetadata, Metadata, OnceValidator, SplitMessage, Splitter, batches
+from dissociated.codec.split import BatchAndMetadata, Metadata, SplitMessage, Splitter, batches
+from dissociated.codec.validation import OnceValidator
 from dissociated.codec.writer import EncapsulatedWriter
 from dissociated.errors import FormatError, RemoteProtocolError, SourceError, StoreError, StoreFull
 from dissociated.format.encapsulated import FILE_MAGIC, Encapsulated, encapsulate, end_of_stream

@@ -11,7 +11,7 @@ import pytest
 
 import dissociated as dis
 from arrow_cases import stream_of
-from dissociated.codec.split import Validator
+from dissociated.codec.validation import Validator
 from dissociated.errors import SourceError
 from helpers import case
 

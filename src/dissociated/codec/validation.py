@@ -1,0 +1,273 @@
+"""Record batches that libarrow can write: those that are not valid are refused, or mended where that is certain.
+
+libarrow's full validation refuses what can harm (offsets, sizes, indices that lead elsewhere) and what is merely no
+good value of its type: a date64 within a day, text that is no UTF-8, a decimal with too many digits. Of an array as its
+layout alone, which is the same buffers under a type that takes every value, it refuses only the first.
+
+Two kinds of arrays without values are valid, and libarrow's writer breaks on them. A slice that came by the Arrow C
+interface has buffers of no bytes and an offset: it would write lengths below zero. A union that was read from IPC has
+no buffer of type codes: compressing it ends the process. Either may lie within other arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import TypeVar
+
+import pyarrow as pa
+
+from dissociated.codec.nesting import contains, has_children, is_extension
+from dissociated.errors import SourceError
+
+Metadata = TypeVar("Metadata")
+
+_STORED_AS = {
+    pa.string(): pa.binary(),
+    pa.large_string(): pa.large_binary(),
+    pa.string_view(): pa.binary_view(),
+    pa.date64(): pa.int64(),
+    **{pa.time32(unit): pa.int32() for unit in ("s", "ms")},
+    **{pa.time64(unit): pa.int64() for unit in ("us", "ns")},
+}
+_LISTS = (
+    (pa.types.is_list, pa.list_),
+    (pa.types.is_large_list, pa.large_list),
+    (pa.types.is_list_view, pa.list_view),
+    (pa.types.is_large_list_view, pa.large_list_view),
+)
+#: How many buffers lists have beside those of their values.
+_OWN_BUFFERS = (
+    (pa.types.is_fixed_size_list, 1),
+    (pa.types.is_list, 2),
+    (pa.types.is_large_list, 2),
+    (pa.types.is_list_view, 3),
+    (pa.types.is_large_list_view, 3),
+)
+
+
+class Validator:
+    """Tells the record batches of a schema that libarrow can write from those on which it would abort, or worse.
+
+    `check` looks at lengths and offsets. Where `full` says so, it looks at all offsets and indices, which takes as long
+    as reading them. It also does so for a slice of a column that has children: libarrow cuts these where offsets say,
+    and nothing less looks at those. A value that is merely not valid for its type, as text that is no UTF-8, harms
+    nobody on the way: whoever uses it must check it.
+    """
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self._columns = len(schema)
+        self._nested = [index for index, field in enumerate(schema) if has_children(field.type)]
+        self._layouts = _Layouts(schema)
+        self._writable = _Writable(schema)
+
+    def check(self, batch: pa.RecordBatch, full: bool = False) -> pa.RecordBatch:
+        """The batch as it is to be written. Raises SourceError where it is not valid: see the class."""
+        alike = batch.num_columns == self._columns  # else libarrow says so
+        if not batch.num_rows and alike:
+            batch = self._writable.empty(batch)
+        if self._nested and alike and not full:
+            full = any(batch.column(index).offset for index in self._nested)
+        try:
+            validate_shared(partial(self._layouts.validate, batch) if full else batch.validate)
+            return self._writable.valid(batch) if alike else batch
+        except pa.ArrowException as error:
+            raise SourceError(f"a record batch is not valid: {error}") from None
+
+    def check_values(self, batch: pa.RecordBatch) -> None:
+        """Raise SourceError also for a value that is not valid for its type: in another format it would change."""
+        try:
+            validate_shared(partial(batch.validate, full=True))
+        except pa.ArrowException as error:
+            raise SourceError(f"a record batch is not valid: {error}") from None
+
+
+def validate_shared(validate: Callable[[], None]) -> None:
+    """Call `validate` for what other threads may look at meanwhile, again where libarrow errs for that reason.
+
+    It reads a null count twice: one that is not known yet, and that another thread computes in between, it takes for
+    negative. That happens once for each array. Raises what `validate` raises.
+    """
+    said = ""
+    while True:
+        try:
+            validate()
+            return
+        except pa.ArrowInvalid as error:
+            if "Negative null count" not in str(error) or str(error) == said:
+                raise
+            said = str(error)
+
+
+class OnceValidator:
+    """Remembers how much of a stream that stays has been validated, so that this is done once."""
+
+    def __init__(self) -> None:
+        self._batches = 0
+
+    def check(
+        self, schema: pa.Schema, pairs: Iterable[tuple[pa.RecordBatch, Metadata]]
+    ) -> Iterator[tuple[pa.RecordBatch, Metadata]]:
+        """The same batches, which begin with the first of the stream. Raises SourceError where one is not valid."""
+        validator = Validator(schema)
+        for number, (batch, metadata) in enumerate(pairs):
+            checked = validator.check(batch, full=number >= self._batches)
+            self._batches = max(self._batches, number + 1)
+            yield checked, metadata
+
+
+class _Writable:
+    """Makes batches of one schema so that libarrow can write them: the same values and dictionaries."""
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self._outer = [number for number, field in enumerate(schema) if has_children(field.type)]
+
+    def empty(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """One that has no rows, and may be invalid: libarrow calls empty slices of views so."""
+        columns = {number: _empty(column) for number, column in enumerate(batch.columns) if _is_broken(column)}
+        return _replaced(batch, columns)
+
+    def valid(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """One that is valid. Raises ArrowException where that cannot be made."""
+        broken = [number for number in self._outer if _is_broken(batch.column(number))]
+        return _replaced(batch, {number: _mended(batch.column(number)) for number in broken})
+
+
+def _empty(array: pa.Array) -> pa.Array:
+    type_ = array.type
+    if isinstance(type_, pa.BaseExtensionType):
+        return pa.ExtensionArray.from_storage(type_, _empty(array.storage))
+    if pa.types.is_dictionary(type_):
+        return pa.DictionaryArray.from_arrays(pa.nulls(0, type_.index_type), array.dictionary, ordered=type_.ordered)
+    if contains(type_, is_extension):
+        return array  # libarrow makes some that end the process
+    return pa.nulls(0, type_)  # a dictionary further within is sent anew with the next batch that has it
+
+
+def _mended(array: pa.Array) -> pa.Array:
+    """The same with empty arrays made anew, within lists and structs. Raises ArrowException elsewhere."""
+    type_ = array.type
+    if not _is_broken(array):
+        return array
+    if len(array) == 0 and not contains(type_, is_extension):
+        return _empty(array)
+    if isinstance(type_, pa.BaseExtensionType):
+        return pa.ExtensionArray.from_storage(type_, _mended(array.storage))
+    for is_list, count in _OWN_BUFFERS:
+        if is_list(type_):
+            own = array.buffers()[:count]
+            return pa.Array.from_buffers(type_, len(array), own, -1, array.offset, [_mended(array.values)])
+    if pa.types.is_struct(type_) and not array.offset:
+        fields = [_mended(array.field(number)) for number in range(type_.num_fields)]
+        return pa.Array.from_buffers(type_, len(array), array.buffers()[:1], -1, 0, fields)
+    return pa.concat_arrays([array])
+
+
+def _is_broken(array: pa.Array) -> bool:
+    if isinstance(array, pa.ExtensionArray):
+        return _is_broken(array.storage)
+    if len(array) == 0 and pa.types.is_union(array.type) and array.buffers()[1] is None:
+        return True
+    if len(array) == 0 and array.offset and not array.type.num_fields:
+        return any(buffer is not None and not buffer.size for buffer in array.buffers()[1:])
+    return any(map(_is_broken, _children(array)))
+
+
+def _children(array: pa.Array) -> Iterator[pa.Array]:
+    type_ = array.type
+    if pa.types.is_dictionary(type_):
+        yield array.dictionary
+    elif pa.types.is_struct(type_) or pa.types.is_union(type_):
+        for number in range(type_.num_fields):
+            yield array.field(number)
+    elif type_.num_fields:
+        yield array.values
+
+
+def _replaced(batch: pa.RecordBatch, columns: dict[int, pa.Array]) -> pa.RecordBatch:
+    if not columns:
+        return batch
+    all_columns = [columns.get(number, column) for number, column in enumerate(batch.columns)]
+    return pa.RecordBatch.from_arrays(all_columns, schema=batch.schema)
+
+
+class _Layouts:
+    """Validates the record batches of a schema as their layouts alone."""
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self._schema = schema
+        types = {number: _layout(field.type) for number, field in enumerate(schema)}
+        self._types = {number: type_ for number, type_ in types.items() if type_ != schema.field(number).type}
+        self._others = [number for number in types if number not in self._types]
+
+    def validate(self, batch: pa.RecordBatch) -> None:
+        """Raise ArrowException where offsets, sizes or indices, at whatever depth, lead elsewhere."""
+        batch.validate()  # what looks at the rest trusts what this looks at
+        if not self._types or not batch.schema.equals(self._schema):
+            batch.validate(full=True)
+            return
+        batch.select(self._others).validate(full=True)  # as a whole, since pyarrow has no arrays of some of their types
+        for number, type_ in self._types.items():
+            column = batch.column(number)
+            try:
+                _seen_as(column, type_).validate(full=True)
+            except pa.ArrowException:  # libarrow's view of some slices of structs has children that are too short
+                column.validate(full=True)
+
+
+def _layout(type_: pa.DataType) -> pa.DataType:
+    """The type of the same layout that takes every value; the same where there are runs within lists or the like."""
+    if isinstance(type_, pa.BaseExtensionType):
+        return _layout(type_.storage_type)
+    if type_ in _STORED_AS:
+        return _STORED_AS[type_]
+    if pa.types.is_decimal(type_):
+        return pa.binary(type_.byte_width)
+    if pa.types.is_run_end_encoded(type_):
+        return pa.run_end_encoded(type_.run_end_type, _layout(type_.value_type))
+    return type_ if contains(type_, pa.types.is_run_end_encoded) else _nested_layout(type_)
+
+
+def _nested_layout(type_: pa.DataType) -> pa.DataType:
+    if pa.types.is_dictionary(type_):
+        return pa.dictionary(type_.index_type, _layout(type_.value_type), type_.ordered)
+    # Fields that may have nulls: libarrow would take none for those that may not, though they may have some.
+    fields = [
+        pa.field(_field_name(type_.field(number)), _layout(type_.field(number).type))
+        for number in range(type_.num_fields)
+    ]
+    for is_list, list_of in _LISTS:
+        if is_list(type_):
+            return list_of(fields[0])
+    if pa.types.is_fixed_size_list(type_):
+        return pa.list_(fields[0], type_.list_size)
+    if pa.types.is_map(type_):
+        return pa.list_(fields[0])
+    if pa.types.is_struct(type_):
+        return pa.struct(fields)
+    if pa.types.is_union(type_):
+        return pa.union(fields, type_.mode, type_.type_codes)
+    return type_
+
+
+def _field_name(field: pa.Field) -> str:
+    """The field's own, so that a type that is its own layout stays so. Damaged, it is no text."""
+    try:
+        return str(field.name)
+    except UnicodeDecodeError:
+        return ""
+
+
+def _seen_as(array: pa.Array, type_: pa.DataType) -> pa.Array:
+    if isinstance(array, pa.ExtensionArray):
+        array = array.storage
+    if not pa.types.is_run_end_encoded(type_):
+        try:
+            return array.view(type_)
+        except (
+            pa.ArrowException
+        ):  # of an extension type over a dictionary within another: it is looked at by its values
+            return array
+    # libarrow's view of runs forgets where a slice begins.
+    values = array.values if array.values.type == type_.value_type else _seen_as(array.values, type_.value_type)
+    return pa.RunEndEncodedArray.from_buffers(type_, len(array), [None], 0, array.offset, [array.run_ends, values])
