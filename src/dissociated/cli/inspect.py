@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,9 +13,9 @@ from dissociated.base.oserrors import store_errors
 from dissociated.cli import terminal, text
 from dissociated.cli.inputs import check_arrow
 from dissociated.errors import FormatError, SourceError
-from dissociated.format.details import Details, details
+from dissociated.format.flatbuffer import Table, root
 from dissociated.format.index import Entry, Index
-from dissociated.format.message import HeaderType, buffer_extents
+from dissociated.format.message import Header, HeaderType, buffer_extents
 from dissociated.memory.shared import map_read_only
 
 _INSPECT = """\
@@ -28,6 +29,7 @@ _NAMES = {
     HeaderType.TENSOR: "tensor",
     HeaderType.SPARSE_TENSOR: "sparse tensor",
 }
+_CODEC_NAMES = {0: "lz4", 1: "zstd"}
 
 
 def add_inspect(parser: argparse.ArgumentParser) -> None:
@@ -40,9 +42,26 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_run_inspect)
 
 
+class _Details(NamedTuple):
+    """Details of a message, in the terms of Message.fbs. A field that the message's type lacks is None."""
+
+    #: version of the metadata: "V1" to "V5"
+    version: str
+    #: byte order of a schema: "little" or "big"
+    byte_order: str | None = None
+    #: number of rows of a record batch, or of values of a dictionary
+    rows: int | None = None
+    #: codec that compresses the buffers; None if they are not compressed
+    codec: str | None = None
+    #: id of a dictionary
+    dictionary: int | None = None
+    #: whether a dictionary batch appends to the dictionary
+    is_delta: bool = False
+
+
 class _Message(NamedTuple):
     entry: Entry
-    details: Details
+    details: _Details
     #: offset from the beginning of the file, and length
     buffers: list[tuple[int, int]]
 
@@ -74,7 +93,41 @@ def _message(index: Index, number: int) -> _Message:
     offsets, lengths = buffer_extents(found.header, found.parsed)
     at = found.body_at
     buffers = [(at + offset, length) for offset, length in zip(offsets, lengths, strict=True)]
-    return _Message(index[number], details(found.header, found.parsed), buffers)
+    return _Message(index[number], _read_details(found.header, found.parsed), buffers)
+
+
+def _read_details(header: bytes, parsed: Header) -> _Details:
+    """Read the details of a message.
+
+    Args:
+        header: The flatbuffer of the message.
+        parsed: Its positions, from `parse_header`.
+
+    Raises:
+        FormatError: The flatbuffer is damaged.
+    """
+    try:
+        message = Table.read(header, root(header), 3)
+        version = f"V{message.scalar(0, 'h') + 1}"
+        if parsed.type is HeaderType.SCHEMA:
+            return _Details(version, byte_order="big" if message.table(2, 1).scalar(0, "h") else "little")
+        if parsed.type is HeaderType.RECORD_BATCH:
+            return _add_batch(_Details(version), message.table(2, 4))
+        if parsed.type is HeaderType.DICTIONARY_BATCH:
+            dictionary = message.table(2, 3)
+            found = _Details(version, dictionary=dictionary.scalar(0, "q"), is_delta=bool(dictionary.scalar(2, "?")))
+            return _add_batch(found, dictionary.table(1, 4))
+        return _Details(version)
+    except (struct.error, IndexError) as error:
+        raise FormatError(f"there is a damaged {parsed.type.name} message ({error})") from None
+
+
+def _add_batch(found: _Details, batch: Table) -> _Details:
+    codec = None
+    if batch.fields[3]:
+        number = batch.table(3, 1).scalar(0, "b")
+        codec = _CODEC_NAMES.get(number, f"codec {number}")
+    return found._replace(rows=batch.scalar(0, "q"), codec=codec)
 
 
 def _print(
