@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from dissociated.base.access import Security
 from dissociated.base.display import count, html, html_table, size
 from dissociated.base.exit import act_at_exit
 from dissociated.base.fork import ProcessBound
@@ -34,7 +35,6 @@ from dissociated.protocol.request import SELECTION_MAGIC
 from dissociated.server.connections import Connections, open_listener
 from dissociated.server.endpoints import Endpoints
 from dissociated.server.options import ServerOptions, takes
-from dissociated.server.pages import Pages
 from dissociated.store.segment import MemfdSink, Segment, SegmentWriter
 from dissociated.transport.base import Listener
 from dissociated.uri import Uri
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from dissociated.catalog.backend import Backend
     from dissociated.catalog.holdings import Holdings
     from dissociated.catalog.service import CatalogService
+    from dissociated.monitoring.dashboard import Dashboard
+    from dissociated.monitoring.http import HttpService
 
 _JOIN_TIMEOUT = 5.0  # seconds that `close` waits for threads
 _PUMP_TIMEOUT = 1.0  # seconds that `close` waits for a thread that may be blocked in the source of a live stream
@@ -76,7 +78,7 @@ class Server(ProcessBound):
         #: The URIs at which datasets can be requested.
         self.endpoints = Endpoints(self._listeners, options.advertise or host_name(), options.choose_rows)
         self._catalog: CatalogService | None = None
-        self._pages = Pages()
+        self._pages = _Pages()
         self._lock = threading.Lock()
         self._closed = False
         try:
@@ -417,3 +419,49 @@ class Server(ProcessBound):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class _Pages:
+    """The HTTP pages of one server: metrics, and a dashboard for browsers. Each exists only after `open`."""
+
+    def __init__(self) -> None:
+        self._metrics: HttpService | None = None
+        self._dashboard: Dashboard | None = None
+
+    def open(
+        self,
+        metrics: str | None,
+        http: str | None,
+        status: Callable[[], ServerStatus],
+        activity: Activity,
+        security: Security,
+    ) -> None:
+        """Answer at these places, HOST:PORT each; None for not at all. Raises UriError and TransportError."""
+        if metrics is not None:
+            from dissociated.monitoring.metrics import metrics_service
+
+            self._metrics = metrics_service(metrics, status)
+        if http is not None:
+            from dissociated.monitoring.dashboard import Dashboard
+
+            self._dashboard = Dashboard(http, status, activity, security)
+
+    @property
+    def metrics_uri(self) -> str:
+        """Where metrics are. Raises DissociatedError where there are none."""
+        if self._metrics is None:
+            raise DissociatedError("this server was made without metrics")
+        return f"{self._metrics.uri}/metrics"
+
+    @property
+    def http_uri(self) -> str:
+        """Where the page is. Raises DissociatedError where there is none."""
+        if self._dashboard is None:
+            raise DissociatedError("this server was made without http")
+        return self._dashboard.uri
+
+    def close(self) -> None:
+        """Answer no more."""
+        for page in (self._metrics, self._dashboard):
+            if page is not None:
+                page.close()

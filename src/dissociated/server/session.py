@@ -25,10 +25,9 @@ from dissociated.protocol.request import Selection, parse_identifier
 from dissociated.protocol.sender import Sender
 from dissociated.protocol.states import State
 from dissociated.server.admission import Admission, Limits
-from dissociated.server.device import DeviceSending
 from dissociated.server.live import BroadcastSending, StreamedSending
 from dissociated.server.requests import TAGS, receive, wants_device, wants_packed
-from dissociated.server.sending import ClientRequest, Sending, StaticSending
+from dissociated.server.sending import ClientRequest, DeviceSending, Sending, StaticSending
 from dissociated.transport.base import Connection
 
 _log = logging.getLogger(__name__)
