@@ -14,8 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from dissociated.codec.options import ReadOptions
-from dissociated.codec.readable import Readable
-from dissociated.codec.reader import PeerReader
+from dissociated.codec.reader import PeerReader, Readable
 from dissociated.errors import StoreError
 from dissociated.format.encapsulated import encapsulate, first_message_at
 from dissociated.format.message import buffer_extents, is_compressed

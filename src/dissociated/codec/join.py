@@ -17,8 +17,7 @@ import pyarrow as pa
 from dissociated.base.buffers import MAX_BODY, Buffer
 from dissociated.base.exit import hold_at_exit, section
 from dissociated.codec.options import ReadOptions, check_options
-from dissociated.codec.readable import Readable
-from dissociated.codec.reader import PeerReader, Reading, StreamReader, close_idle
+from dissociated.codec.reader import PeerReader, Readable, Reading, StreamReader, close_idle
 from dissociated.errors import DissociatedError, RemoteProtocolError
 from dissociated.format.encapsulated import END_OF_STREAM
 from dissociated.format.message import is_compressed, uncompressed_length

@@ -1,4 +1,4 @@
-"""libarrow's reader of IPC streams, whose complaints about content come out as ours."""
+"""libarrow's reader of IPC streams, whose complaints about content come out as ours, and the files it reads from."""
 
 from __future__ import annotations
 
@@ -25,6 +25,28 @@ T = TypeVar("T")
 #: libarrow takes the magic of a file for the length of the first message.
 _FILE_MAGIC_ERROR = f"to read {int.from_bytes(FILE_MAGIC[:4], 'little')} metadata bytes"
 _CONTENT_ERRORS = (pa.ArrowException, OSError, UnicodeError)  # libarrow's IOError arrives as an OSError
+
+
+class Readable:
+    """A file to be read, as pyarrow's PythonFile expects it."""
+
+    closed = False
+
+    def close(self) -> None:
+        """Be read no more."""
+        self.closed = True
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def writable(self) -> bool:
+        """Never."""
+        return False
+
+    def seekable(self) -> bool:
+        """Whether libarrow may move the position: not unless a subclass says so."""
+        return False
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from dissociated.base.buffers import Buffer
 from dissociated.base.oserrors import store_errors
-from dissociated.codec.readable import Readable
+from dissociated.codec.reader import Readable
 from dissociated.errors import FormatError, StoreError
 
 

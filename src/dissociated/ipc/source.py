@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
 
-from dissociated.codec.readable import Readable
+from dissociated.codec.reader import Readable
 from dissociated.ipc.raw_files import PositionedFile, byte_view
 
 #: From this byte up to, not including, that one.
