@@ -1,4 +1,4 @@
-"""Record batches that libarrow can write: those that are not valid are refused, or mended where that is certain.
+"""Validation of record batches before libarrow writes them. Empty arrays that it cannot write are made anew.
 
 libarrow's full validation refuses what can harm (offsets, sizes, indices that lead elsewhere) and what is merely no
 good value of its type: a date64 within a day, text that is no UTF-8, a decimal with too many digits. Of an array as its
@@ -47,12 +47,12 @@ _OWN_BUFFERS = (
 
 
 class Validator:
-    """Tells the record batches of a schema that libarrow can write from those on which it would abort, or worse.
+    """A check of the record batches of a schema, which refuses batches on which libarrow would abort, or worse.
 
-    `check` looks at lengths and offsets. Where `full` says so, it looks at all offsets and indices, which takes as long
-    as reading them. It also does so for a slice of a column that has children: libarrow cuts these where offsets say,
-    and nothing less looks at those. A value that is merely not valid for its type, as text that is no UTF-8, harms
-    nobody on the way: whoever uses it must check it.
+    `check` looks at lengths and offsets. With `full`, it looks at all offsets and indices, which takes as long as
+    reading them. It also does so for a slice of a column that has children: libarrow cuts these by their offsets, which
+    nothing less looks at. A value that is merely not valid for its type, such as text that is not UTF-8, harms nobody
+    on the way. Its user must check it.
     """
 
     def __init__(self, schema: pa.Schema) -> None:
@@ -62,7 +62,7 @@ class Validator:
         self._writable = _Writable(schema)
 
     def check(self, batch: pa.RecordBatch, full: bool = False) -> pa.RecordBatch:
-        """The batch as it is to be written. Raises SourceError where it is not valid: see the class."""
+        """Return the batch as it must be written. Raises SourceError if it is not valid: see the class."""
         alike = batch.num_columns == self._columns  # else libarrow says so
         if not batch.num_rows and alike:
             batch = self._writable.empty(batch)
@@ -75,7 +75,7 @@ class Validator:
             raise SourceError(f"a record batch is not valid: {error}") from None
 
     def check_values(self, batch: pa.RecordBatch) -> None:
-        """Raise SourceError also for a value that is not valid for its type: in another format it would change."""
+        """Raise SourceError also for a value that is not valid for its type, since another format would change it."""
         try:
             validate_shared(partial(batch.validate, full=True))
         except pa.ArrowException as error:
@@ -83,10 +83,10 @@ class Validator:
 
 
 def validate_shared(validate: Callable[[], None]) -> None:
-    """Call `validate` for what other threads may look at meanwhile, again where libarrow errs for that reason.
+    """Call `validate` for arrays that other threads may use meanwhile, and repeat it if libarrow errs for that reason.
 
-    It reads a null count twice: one that is not known yet, and that another thread computes in between, it takes for
-    negative. That happens once for each array. Raises what `validate` raises.
+    libarrow reads a null count twice. If another thread computes it in between, libarrow takes it for negative. That
+    happens once for each array. Raises the errors of `validate`.
     """
     said = ""
     while True:
@@ -100,7 +100,7 @@ def validate_shared(validate: Callable[[], None]) -> None:
 
 
 class OnceValidator:
-    """Remembers how much of a stream that stays has been validated, so that this is done once."""
+    """A validator that remembers how many batches of a stream it has validated in full, to do so once for each."""
 
     def __init__(self) -> None:
         self._batches = 0
@@ -108,7 +108,7 @@ class OnceValidator:
     def check(
         self, schema: pa.Schema, pairs: Iterable[tuple[pa.RecordBatch, Metadata]]
     ) -> Iterator[tuple[pa.RecordBatch, Metadata]]:
-        """The same batches, which begin with the first of the stream. Raises SourceError where one is not valid."""
+        """Yield the batches of the stream, from its first on. Raises SourceError if one is not valid."""
         validator = Validator(schema)
         for number, (batch, metadata) in enumerate(pairs):
             checked = validator.check(batch, full=number >= self._batches)
@@ -117,18 +117,18 @@ class OnceValidator:
 
 
 class _Writable:
-    """Makes batches of one schema so that libarrow can write them: the same values and dictionaries."""
+    """A repair of the batches of one schema so that libarrow can write them. Values and dictionaries stay."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self._outer = [number for number, field in enumerate(schema) if has_children(field.type)]
 
     def empty(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """One that has no rows, and may be invalid: libarrow calls empty slices of views so."""
+        """Repair a batch without rows, which may be invalid: libarrow says so of empty slices of views."""
         columns = {number: _empty(column) for number, column in enumerate(batch.columns) if _is_broken(column)}
         return _replaced(batch, columns)
 
     def valid(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """One that is valid. Raises ArrowException where that cannot be made."""
+        """Repair a batch that passed validation. Raises ArrowException if that is impossible."""
         broken = [number for number in self._outer if _is_broken(batch.column(number))]
         return _replaced(batch, {number: _mended(batch.column(number)) for number in broken})
 
@@ -145,7 +145,7 @@ def _empty(array: pa.Array) -> pa.Array:
 
 
 def _mended(array: pa.Array) -> pa.Array:
-    """The same with empty arrays made anew, within lists and structs. Raises ArrowException elsewhere."""
+    """Make empty arrays within lists and structs anew. Raises ArrowException if they are within other arrays."""
     type_ = array.type
     if not _is_broken(array):
         return array
@@ -192,7 +192,7 @@ def _replaced(batch: pa.RecordBatch, columns: dict[int, pa.Array]) -> pa.RecordB
 
 
 class _Layouts:
-    """Validates the record batches of a schema as their layouts alone."""
+    """A full validation of the record batches of a schema as their layouts alone."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self._schema = schema
@@ -201,7 +201,7 @@ class _Layouts:
         self._others = [number for number in types if number not in self._types]
 
     def validate(self, batch: pa.RecordBatch) -> None:
-        """Raise ArrowException where offsets, sizes or indices, at whatever depth, lead elsewhere."""
+        """Raise ArrowException if offsets, sizes or indices lead elsewhere, at any depth."""
         batch.validate()  # what looks at the rest trusts what this looks at
         if not self._types or not batch.schema.equals(self._schema):
             batch.validate(full=True)
@@ -216,7 +216,7 @@ class _Layouts:
 
 
 def _layout(type_: pa.DataType) -> pa.DataType:
-    """The type of the same layout that takes every value; the same where there are runs within lists or the like."""
+    """Return the type of the same layout that takes every value. A type with nested runs is returned as it is."""
     if isinstance(type_, pa.BaseExtensionType):
         return _layout(type_.storage_type)
     if type_ in _STORED_AS:
@@ -251,7 +251,7 @@ def _nested_layout(type_: pa.DataType) -> pa.DataType:
 
 
 def _field_name(field: pa.Field) -> str:
-    """The field's own, so that a type that is its own layout stays so. Damaged, it is no text."""
+    """Return the name of the field, so that a type that is its own layout stays so. A damaged name is not text."""
     try:
         return str(field.name)
     except UnicodeDecodeError:

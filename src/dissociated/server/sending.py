@@ -28,7 +28,8 @@ from dissociated.transport.base import Connection
 if TYPE_CHECKING:
     from dissociated.datasets.device import DeviceDataset
 
-#: What clients may still map although they were not waited for: a driver would give the same memory to somebody else.
+#: Segments that clients may still have mapped when this side stopped waiting for them. They are never freed, since the
+#: driver would give the same memory to another allocation while a client still reads it.
 _abandoned: list[DeviceSegment] = []
 
 
@@ -243,7 +244,7 @@ class StaticSending(Sending):
 
 
 class DeviceSending(Sending):
-    """Sends addresses in a segment on a device. That is given back only when the client has let go of it."""
+    """The sending of a dataset as addresses in a device segment, which is freed only after the client closed it."""
 
     def __init__(self, client: ClientRequest, dataset: DeviceDataset) -> None:
         super().__init__(client)
@@ -263,7 +264,9 @@ class DeviceSending(Sending):
 
     @property
     def holds_live(self) -> bool:
-        return True  # it may have opened the handle, whatever it leases: only when it has hung up has it closed that
+        # The client may have opened the handle even if it leases no address. Only its disconnection shows that the
+        # handle is closed.
+        return True
 
     def end(self, disconnected: bool) -> None:
         super().end(disconnected)

@@ -422,7 +422,7 @@ class Server(ProcessBound):
 
 
 class _Pages:
-    """The HTTP pages of one server: metrics, and a dashboard for browsers. Each exists only after `open`."""
+    """The HTTP pages of one server. Each exists only after `open`. Call `close` after use."""
 
     def __init__(self) -> None:
         self._metrics: HttpService | None = None
@@ -436,7 +436,19 @@ class _Pages:
         activity: Activity,
         security: Security,
     ) -> None:
-        """Answer at these places, HOST:PORT each; None for not at all. Raises UriError and TransportError."""
+        """Start the HTTP servers.
+
+        Args:
+            metrics: HOST:PORT for the metrics; None for no metrics.
+            http: HOST:PORT for the dashboard; None for no dashboard.
+            status: returns the status that the pages show.
+            activity: the counters of the server.
+            security: the access rules of the dashboard.
+
+        Raises:
+            UriError: if an address is invalid.
+            TransportError: if an address cannot be listened at.
+        """
         if metrics is not None:
             from dissociated.monitoring.metrics import metrics_service
 
@@ -448,20 +460,20 @@ class _Pages:
 
     @property
     def metrics_uri(self) -> str:
-        """Where metrics are. Raises DissociatedError where there are none."""
+        """The URI of the metrics. Raises DissociatedError if the server has none."""
         if self._metrics is None:
             raise DissociatedError("this server was made without metrics")
         return f"{self._metrics.uri}/metrics"
 
     @property
     def http_uri(self) -> str:
-        """Where the page is. Raises DissociatedError where there is none."""
+        """The URI of the dashboard. Raises DissociatedError if the server has none."""
         if self._dashboard is None:
             raise DissociatedError("this server was made without http")
         return self._dashboard.uri
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop the HTTP servers."""
         for page in (self._metrics, self._dashboard):
             if page is not None:
                 page.close()

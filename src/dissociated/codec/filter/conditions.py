@@ -47,7 +47,7 @@ _MAX_EXACT_FLOAT = 1 << 53  # below this, integers compare with a float as float
 
 
 class _Uncertain(Exception):
-    """Arrow cannot tell what Spark would."""
+    """Arrow cannot tell how Spark would decide."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class _Grid:
 
     @classmethod
     def of(cls, type_: pa.DataType) -> _Grid | None:
-        """That of a column; None where its values are no exact numbers."""
+        """Return the grid of a column's type, or None if its values are not exact numbers."""
         if types.is_integer(type_):
             bits = type_.bit_width - types.is_signed_integer(type_)
             return cls(Decimal(-(1 << bits) if types.is_signed_integer(type_) else 0), Decimal((1 << bits) - 1), None)
@@ -209,9 +209,9 @@ class _Grid:
         return None
 
     def number(self, value: Any) -> Decimal:
-        """What a column is compared with, just as it is.
+        """Return the exact number that a column is compared with.
 
-        Raises _Uncertain where Spark rounds it, or where it is no number.
+        Raises _Uncertain if Spark rounds it, or if it is not a number.
         """
         if isinstance(value, bool) or not isinstance(value, int | float | Decimal | str):
             raise _Uncertain
@@ -228,15 +228,15 @@ class _Grid:
         return found
 
     def floor(self, value: Decimal) -> Decimal:
-        """The largest number here that is not above `value`."""
+        """Return the largest number of the grid that is not above `value`."""
         return value.quantize(Decimal(1).scaleb(-(self.scale or 0)), ROUND_FLOOR, _EXACT)
 
     def has(self, value: Decimal) -> bool:
-        """Whether the column can have this value."""
+        """Return whether the column can have this value."""
         return self.least <= value <= self.most and self.floor(value) == value
 
     def scalar(self, value: Decimal, type_: pa.DataType) -> pa.Scalar:
-        """One that is here, for Arrow."""
+        """Return a number of the grid as a scalar of Arrow."""
         return pa.scalar(int(value) if self.scale is None else self.floor(value), type_)
 
 
