@@ -1,14 +1,17 @@
-"""How an endpoint is cut into what tasks read."""
+"""Partitions of a dataset: slices of its endpoints, each read by one task."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from pyspark.sql.datasource import InputPartition
+
 from dissociated.client.request import ReadRequest
+from dissociated.control.locations import Endpoint
 
 
 class Slice(NamedTuple):
@@ -26,6 +29,24 @@ class Slice(NamedTuple):
     def batches_of(self, request: ReadRequest) -> ReadRequest:
         """The same for all rows of its batches."""
         return replace(request, batches=(self.first, self.stop))
+
+
+@dataclass(frozen=True)
+class EndpointPartition(InputPartition):
+    """What one task reads: the endpoint of this `number`, or a slice of it, and the `hosts` that it lies on.
+
+    `version`, of the lineage `lineage_id`, is 0 where the catalog has none; then `endpoint` is what it said when this
+    was planned. `rows` is 0 where nobody knows.
+    """
+
+    version: int
+    lineage_id: str
+    number: int
+    endpoint: Endpoint | None
+    slice: Slice | None
+    hosts: tuple[str, ...] = ()
+    rows: int = 0
+    whole: bool = True  # batches, none of which is cut
 
 
 def slices(sizes: Sequence[int], count: int, whole: bool = False) -> list[Slice]:
