@@ -109,6 +109,15 @@ def test_damaged_batches_of_another_process_leave_nothing(tmp_path: Path) -> Non
         writer.adopt(len(message))
 
 
+def test_batches_after_an_end_that_another_process_wrote_are_not_lost_in_silence(tmp_path: Path) -> None:
+    message = bytes(pa.record_batch({"n": [1, 2]}).serialize())
+    end_of_stream = b"\xff\xff\xff\xff\0\0\0\0"
+    writer = SharedSegmentWriter(tmp_path / "segment", pa.schema({"n": pa.int64()}))
+    with pytest.raises(FormatError), writer:
+        writer.adopt(write_through(writer, message + end_of_stream + message))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_another_process_writes_as_far_as_there_is_room(tmp_path: Path) -> None:
     asked = []
 

@@ -23,20 +23,20 @@ class Slice(NamedTuple):
     rows: int
 
     def of(self, request: ReadRequest) -> ReadRequest:
-        """The same request for this slice alone."""
+        """Return `request` for the rows of this slice."""
         return replace(self.batches_of(request), rows=range(self.skip, self.skip + self.rows))
 
     def batches_of(self, request: ReadRequest) -> ReadRequest:
-        """The same for all rows of its batches."""
+        """Return `request` for all rows of the batches of this slice."""
         return replace(request, batches=(self.first, self.stop))
 
 
 @dataclass(frozen=True)
 class EndpointPartition(InputPartition):
-    """What one task reads: the endpoint of this `number`, or a slice of it, and the `hosts` that it lies on.
+    """The endpoint of this `number`, or a slice of it, for one task, and the `hosts` that it lies on.
 
-    `version`, of the lineage `lineage_id`, is 0 where the catalog has none; then `endpoint` is what it said when this
-    was planned. `rows` is 0 where nobody knows.
+    `version`, of the lineage `lineage_id`, is 0 if the catalog has none; then `endpoint` is the one that the catalog
+    described at planning. `rows` is 0 if it is not known.
     """
 
     version: int
@@ -50,9 +50,9 @@ class EndpointPartition(InputPartition):
 
 
 def slices(sizes: Sequence[int], count: int, whole: bool = False) -> list[Slice]:
-    """Batches of these sizes, cut into at most `count` slices of about as many rows, in order and without gaps.
+    """Cut batches of these `sizes` into at most `count` slices of about equal length, in order and without gaps.
 
-    A cut lies between two batches where that is near; with `whole`, wherever no batch is as large as two slices.
+    A cut lies between two batches if their border is near; with `whole`, if no batch is as large as two slices.
     Batches that are whole can be left out by their statistics.
     """
     ends = [0, *accumulate(sizes)]
@@ -67,7 +67,7 @@ def slices(sizes: Sequence[int], count: int, whole: bool = False) -> list[Slice]
 
 
 def _near(ends: Sequence[int], row: int, distance: int) -> int:
-    """The end of a batch that is nearest to `row`; `row` itself if none is within this distance."""
+    """Return the end of a batch that is nearest to `row`; `row` itself if none is within this distance."""
     place = bisect_left(ends, row)
     nearest = min(ends[max(0, place - 1) : place + 1], key=lambda end: abs(end - row))
     return nearest if abs(nearest - row) <= distance else row

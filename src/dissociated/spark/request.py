@@ -36,7 +36,7 @@ class PlannedVersion(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be read, and how: the options of `spark.read.format("dissociated")`, checked."""
+    """The dataset to read and the way to read it: the checked options of `spark.read.format("dissociated")`."""
 
     catalog: CatalogConfig
     name: str
@@ -49,7 +49,7 @@ class Request:
 
     @classmethod
     def parse(cls, options: Any) -> Request:
-        """Raises CatalogError where they do not say what is read, and OptionError for what makes no sense."""
+        """Parse the options. Raises CatalogError if they name no dataset, and OptionError for invalid options."""
         if "owner" in options:
             raise OptionError(
                 "a table of Spark's own catalog cannot be a dataset: CREATE TEMPORARY VIEW v USING dissociated OPTIONS "
@@ -71,12 +71,12 @@ class Request:
         )
 
     def schema(self) -> StructType:
-        """What there is to read. Raises DatasetNotFound, WrongKind, ColumnNotFound and SourceError."""
+        """Return the schema of the dataset. Raises DatasetNotFound, WrongKind, ColumnNotFound and SourceError."""
         with self.catalog.connect() as client:
             return spark_schema(self.describe(client).schema, self.columns)
 
     def describe(self, client: Client, planned: PlannedVersion | None = None) -> DatasetInfo:
-        """The dataset as it is now, or the version that was `planned`, if it is there.
+        """Describe the dataset as it is now, or the version that was `planned`, if there is one.
 
         Raises DatasetNotFound, and WrongKind for tensors.
         """
@@ -94,9 +94,9 @@ class Request:
     def open(
         self, client: Client, info: DatasetInfo, endpoint: Endpoint, transport: str | None, read_request: ReadRequest
     ) -> pa.RecordBatchReader:
-        """Read what is wanted of an endpoint. Close the reader after use.
+        """Open an endpoint for reading. Close the reader after use.
 
-        Where the node that tasks have started on this host has ended, it is started again: its store is still there.
+        If the node that tasks have started on this host has ended, it is started again: its store is still there.
         Raises what `Client.open_endpoint` does.
         """
         try:

@@ -249,9 +249,11 @@ class SharedSegmentWriter(SegmentWriter):
         Raises FormatError if the file does not hold record batches of the schema up to there, and StoreError.
         """
         self._check_open()
-        stream = self._file.map(end)
+        stream = pa.BufferReader(self._file.map(end))
         with arrow_errors(FormatError), pa.ipc.open_stream(stream) as reader:
             batches = [*reader]  # views of the mapping
+            if stream.tell() != end:
+                raise FormatError(f"the other process has ended the stream at {stream.tell()}, and wrote up to {end}")
         statistics = StatisticsCollector(self.schema, thorough=True)
         try:
             for batch in batches:
@@ -270,7 +272,7 @@ class _File(Sink, ProcessBound):
         place = path.parent.resolve() / path.name  # it may be named by a descriptor
         self._what = f"writing {place}"
         self._open = True
-        #: Where the next byte goes, in bytes from the beginning of the file.
+        #: The position of the next byte in the file.
         self.written = 0
         with store_errors(f"creating {place}"):
             self._file = NewFile(path) if reserve is None else StagedFile(path, reserve)
