@@ -24,8 +24,9 @@ from dissociated.node.node import Node
 from dissociated.spark import publish, read
 from dissociated.spark.columns import spark_schema
 from dissociated.spark.layouts import stream_layout
-from dissociated.spark.reader import Request
-from dissociated.spark.slices import slices
+from dissociated.spark.partitions import slices
+from dissociated.spark.reader import DatasetReader
+from dissociated.spark.request import Request
 from dissociated.spark.types import arrow_schema
 from dissociated.store.store import Store
 from helpers import connections_left, wait_until
@@ -333,7 +334,7 @@ def test_a_second_attempt_never_gets_the_rest_of_what_is_read_once(spark: SparkS
         def attempt(name: str, transport: str = transport) -> Generator[pa.RecordBatch, None, None]:
             """As a task in Python makes it, and the sidecar for one in the JVM."""
             request = Request.parse({"catalog": server.catalog_uri, "path": name, "transport": transport})
-            dataset = request.reader(request.schema())
+            dataset = DatasetReader(request, request.schema())
             (partition,) = dataset.partitions()
             return dataset.batches(partition, EACH)
 

@@ -17,7 +17,7 @@ import dissociated as dis
 from dissociated.errors import CatalogError, OptionError
 from dissociated.node.node import Node
 from dissociated.spark.catalog import CatalogConfig
-from dissociated.spark.reader import Request
+from dissociated.spark.request import Request
 from dissociated.spark.streaming import DatasetStreamReader, RowsPartition, StreamOptions
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store

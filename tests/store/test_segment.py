@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import dissociated as dis
 from dissociated.datasets.static import SegmentsDataset
-from dissociated.errors import FormatError, SourceError, StoreError
+from dissociated.errors import FormatError, LocalProtocolError, SourceError, StoreError, StoreFull
 from dissociated.memory.shared import Backing
-from dissociated.store.segment import Segment, SegmentWriter
+from dissociated.store.segment import Segment, SegmentWriter, SharedSegmentWriter
 from helpers import Serve
 
 SCHEMA = pa.schema([("n", pa.int64()), ("d", pa.dictionary(pa.int8(), pa.string()))], metadata={"a": "b"})
@@ -75,6 +75,67 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     writer.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def write_through(writer: SharedSegmentWriter, content: bytes) -> int:
+    """Write as another process does, by the name that the writer tells. Returns the position of the end."""
+    with open(writer.path, "r+b") as file:
+        file.seek(writer.nbytes)
+        file.write(content)
+        return file.tell()
+
+
+def test_batches_that_another_process_writes_become_a_segment(tmp_path: Path) -> None:
+    words = [pa.record_batch({"word": column}) for column in (["x", "y"], ["z"])]
+    with SharedSegmentWriter(tmp_path / "segment", words[0].schema) as writer:
+        end = write_through(writer, b"".join(bytes(one.serialize()) for one in words))
+        assert list(tmp_path.iterdir()) == []
+        writer.adopt(end)
+    assert (writer.rows, writer.nbytes) == (3, (tmp_path / "segment").stat().st_size)
+    with pa.ipc.open_stream(tmp_path / "segment") as reader:
+        assert [*reader] == words
+    statistics = Segment.open(tmp_path / "segment").statistics
+    assert statistics is not None
+    assert (statistics.bounds[0].min.to_pylist(), statistics.bounds[0].max.to_pylist()) == (["x", "z"], ["y", "z"])
+
+
+def test_damaged_batches_of_another_process_leave_nothing(tmp_path: Path) -> None:
+    message = bytes(pa.record_batch({"n": [1, 2]}).serialize())
+    writer = SharedSegmentWriter(tmp_path / "segment", pa.schema({"n": pa.int64()}))
+    with pytest.raises(FormatError), writer:
+        writer.adopt(write_through(writer, message[:-8]))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(LocalProtocolError):
+        writer.adopt(len(message))
+
+
+def test_batches_after_an_end_that_another_process_wrote_are_not_lost_in_silence(tmp_path: Path) -> None:
+    message = bytes(pa.record_batch({"n": [1, 2]}).serialize())
+    end_of_stream = b"\xff\xff\xff\xff\0\0\0\0"
+    writer = SharedSegmentWriter(tmp_path / "segment", pa.schema({"n": pa.int64()}))
+    with pytest.raises(FormatError), writer:
+        writer.adopt(write_through(writer, message + end_of_stream + message))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_process_writes_as_far_as_there_is_room(tmp_path: Path) -> None:
+    asked = []
+
+    def reserve(_: str, size: int, wish: int) -> int:
+        asked.append(size)
+        if size > 1 << 20:
+            raise StoreFull("there is no room")
+        return wish
+
+    (tmp_path / "staging").mkdir()
+    with SharedSegmentWriter(tmp_path / "staging" / "segment", pa.schema({"n": pa.int64()}), reserve) as writer:
+        assert writer.reserve(writer.nbytes) > writer.nbytes
+        assert writer.reserve(1 << 20) >= 1 << 20
+        with pytest.raises(StoreFull):
+            writer.reserve(1 << 21)
+        writer.adopt(write_through(writer, bytes(pa.record_batch({"n": [1, 2]}).serialize())))
+    assert asked[-2:] == [1 << 20, 1 << 21]
+    assert Segment.open(tmp_path / "staging" / "segment").rows == 2
 
 
 def test_what_exists_is_not_overwritten(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from dissociated.spark.reader import Request
+from dissociated.spark.reader import DatasetReader
+from dissociated.spark.request import Request
 from dissociated.spark.target import WriteTarget
 from dissociated.spark.types import arrow_schema
 from dissociated.spark.writer import DatasetWriter
@@ -52,4 +53,6 @@ class DissociatedDataSource(DataSource):
         return Request.parse(self.options).schema()
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        return Request.parse(self.options).reader(schema)
+        request = Request.parse(self.options)
+        request.check_columns(schema)
+        return DatasetReader(request, schema)

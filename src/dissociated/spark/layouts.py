@@ -1,9 +1,11 @@
-"""What Arrow arrays consist of, for Spark's JVM."""
+"""Arrow arrays for Spark's JVM: the buffers and children that they have, and the files in which these lie."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -11,7 +13,11 @@ import pyarrow as pa
 import pyarrow.types as types
 
 from dissociated.codec.nesting import contains
+from dissociated.memory.region import AddressSpace, Region
+from dissociated.memory.shared import create_memfd
 from dissociated.spark.columns import field_places, is_readable, spark_type
+
+_COLUMN_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -78,3 +84,89 @@ def stream_layout(schema: pa.Schema, wanted: pa.Schema) -> ArrayLayout | None:
     if not all(is_readable(type_) and not contains(type_, types.is_dictionary) for type_ in schema.types):
         return None
     return ArrayLayout.of(pa.struct(schema), pa.struct(wanted))
+
+
+class BufferLocator:
+    """The places of buffers, in files that the JVM can open until this is closed."""
+
+    def __init__(self, spaces: Sequence[AddressSpace]) -> None:
+        """`spaces` are those that the connections have, to which more may be added. Their regions stay mapped here."""
+        self._spaces = spaces
+        self._new: list[str] = []
+        self._region_count = 0
+        self._mapped: list[tuple[int, int, int]] = []  # first address of a region, last, its number
+        self._unmapped: set[int] = set()  # pages that are of no region
+        self._memfd = -1
+        self._memfd_region = 0
+        self._memfd_size = 0
+        self._copies: dict[tuple[int, int], tuple[int, int]] = {}  # by addresses: batches that are cut share buffers
+        #: How much of the memfd is in use.
+        self.copied = 0
+
+    def of(self, array: pa.Array, layout: ArrayLayout) -> Any:
+        """Return the description of an array and of its children, as the sidecar sends it."""
+        buffers: list[int] = []
+        for buffer in array.buffers()[: layout.buffers]:
+            buffers += (-1, 0, 0) if buffer is None or not buffer.size else (*self._locate(buffer), buffer.size)
+        children = (layout.children[number] for number in layout.wanted)
+        below = [self.of(child(array), one) for child, one in children]
+        return [len(array), array.offset, array.null_count, buffers, below, layout.kind, layout.width]
+
+    def new_regions(self) -> list[str]:
+        """Return the files of the regions that were added since the last call."""
+        new, self._new = self._new, []
+        return new
+
+    def forget(self) -> None:
+        """Forget the copies, which nobody uses any more: a region may be mapped where other memory was."""
+        self.copied = 0
+        self._copies.clear()
+        self._unmapped.clear()
+
+    def close(self) -> None:
+        """Close the file of the copies."""
+        if self._memfd >= 0:
+            os.close(self._memfd)
+            self._memfd = -1
+
+    def _locate(self, buffer: pa.Buffer) -> tuple[int, int]:
+        """Its region, and where in it."""
+        first, last = buffer.address, buffer.address + buffer.size
+        for begin, end, number in self._mapped:
+            if begin <= first and last <= end:
+                return number, first - begin
+        if first >> 12 not in self._unmapped and (region := self._find(first, last)) is not None:
+            assert region.file is not None
+            begin = region.memory.address
+            self._mapped.append((begin, begin + region.size, self._add(region.file.path)))
+            return self._region_count - 1, first - begin
+        self._unmapped.add(first >> 12)
+        if (first, last) not in self._copies:
+            self._copies[first, last] = self._copy(buffer)
+        return self._copies[first, last]
+
+    def _find(self, first: int, last: int) -> Region | None:
+        """The region that these addresses lie in, if the JVM may open its file: another user's memfd it may not."""
+        for region in chain.from_iterable(space.regions for space in self._spaces):
+            begin = region.memory.address
+            if region.file is not None and begin <= first and last <= begin + region.size:
+                return region if os.access(region.file.path, os.R_OK) else None
+        return None
+
+    def _add(self, path: str) -> int:
+        self._new.append(path)
+        self._region_count += 1
+        return self._region_count - 1
+
+    def _copy(self, buffer: pa.Buffer) -> tuple[int, int]:
+        if self._memfd < 0:
+            self._memfd = create_memfd("spark")
+            self._memfd_region = self._add(f"/proc/{os.getpid()}/fd/{self._memfd}")
+        at = self.copied
+        self.copied = -(-(at + buffer.size) // _COLUMN_ALIGNMENT) * _COLUMN_ALIGNMENT
+        self._memfd_size = max(self._memfd_size, self.copied)
+        os.ftruncate(self._memfd, self._memfd_size)
+        rest = memoryview(buffer)
+        while len(rest):
+            rest = rest[os.pwrite(self._memfd, rest, at + buffer.size - len(rest)) :]
+        return self._memfd_region, at

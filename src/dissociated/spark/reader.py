@@ -9,13 +9,13 @@ that was planned. Columns and slices are requested: what no task wants does not 
 
 from __future__ import annotations
 
-import json
+import base64
 import math
 import sys
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -24,151 +24,30 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
 from dissociated.base.buffers import Buffer
-from dissociated.base.host import host_name
 from dissociated.client.client import Client
-from dissociated.client.connect import supports_selection
+from dissociated.client.connect import supports_filter, supports_selection
 from dissociated.client.request import ReadRequest
-from dissociated.codec.filter.conditions import Conditions
 from dissociated.codec.filter.row_filter import RowFilter
 from dissociated.codec.filter.substrait import encode_filter
 from dissociated.codec.join import Messages, join
-from dissociated.control.locations import DatasetInfo, Endpoint, locations
-from dissociated.errors import (
-    CatalogError,
-    DatasetNotFound,
-    DissociatedError,
-    OptionError,
-    SourceError,
-    TransportError,
-    WrongKind,
-)
+from dissociated.control.locations import DatasetInfo, Endpoint, locations, reachable
+from dissociated.errors import DatasetNotFound, DissociatedError, SourceError
 from dissociated.memory.region import AddressSpace
-from dissociated.node.local import restart_here
 from dissociated.protocol.request import RowSelection
-from dissociated.spark.catalog import CatalogConfig, required, wait_for_catalog
+from dissociated.spark.catalog import wait_for_catalog
 from dissociated.spark.columns import Columns, spark_schema
-from dissociated.spark.direct import direct_request
-from dissociated.spark.filters import exact_filters, parse_filters
-from dissociated.spark.slices import Slice, slices
+from dissociated.spark.filters import exact_filters
+from dissociated.spark.partitions import EndpointPartition, Slice, slices
+from dissociated.spark.request import PlannedVersion, Request
 from dissociated.spark.types import arrow_schema
+from dissociated.uri import Uri
 
 #: Bytes of one partition, unless the option `partitions` says how many there are.
 SLICE_BYTES = 64 << 20
-_OPTIONS = (
-    *("path", "catalog", "token_file", "tls_roots"),
-    *("columns", "filters", "version", "transport", "partitions", "nanoseconds"),
-    *("startingOffsets", "maxRowsPerTrigger", "maxBytesPerTrigger", "rowsPerPartition"),
-)
 _LOOKUP_TTL = 10.0  # seconds
 _MAX_ROWS = 10_000  # that Spark's Python is given at once: it takes larger batches more slowly
 _ALL_BATCHES = 0, sys.maxsize
 _READ_ONCE = "it is read once for all"  # what a server says of the batches of a live stream that is shared
-
-
-class PlannedVersion(NamedTuple):
-    """The version that a query reads, whatever becomes of the dataset meanwhile; 0 if the catalog has no versions."""
-
-    version: int
-    lineage_id: str
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is to be read, and how: the options of `spark.read.format("dissociated")`, checked."""
-
-    catalog: CatalogConfig
-    name: str
-    columns: tuple[str, ...] | None = None
-    version: int | None = None
-    transport: str | None = None
-    partitions: int | None = None
-    nanoseconds: str = "refuse"
-    filters: Conditions | None = None
-
-    @classmethod
-    def parse(cls, options: Any) -> Request:
-        """Raises CatalogError where they do not say what is read, and OptionError for what makes no sense."""
-        if "owner" in options:
-            raise OptionError(
-                "a table of Spark's own catalog cannot be a dataset: CREATE TEMPORARY VIEW v USING dissociated OPTIONS "
-                "(catalog 'URI', path 'NAME')"
-            )
-        known = {name.lower() for name in _OPTIONS}
-        unknown = [name for name in options if name.lower() not in known and "." not in name]  # Spark's own have dots
-        if unknown:
-            raise OptionError(f"there is no option {', '.join(map(repr, unknown))}; there are {', '.join(_OPTIONS)}")
-        return cls(
-            CatalogConfig.parse(options),
-            required(options, "path", 'the dataset is: .load("NAME")'),
-            columns=_columns(options.get("columns")),
-            version=_number(options, "version", 0),
-            transport=options.get("transport"),
-            partitions=_number(options, "partitions", 1),
-            nanoseconds=options.get("nanoseconds", "refuse"),
-            filters=None if options.get("filters") is None else parse_filters(options["filters"]),
-        )
-
-    def schema(self) -> StructType:
-        """What there is to read. Raises DatasetNotFound, WrongKind, ColumnNotFound and SourceError."""
-        with self.catalog.connect() as client:
-            return spark_schema(self.describe(client).schema, self.columns)
-
-    def describe(self, client: Client, planned: PlannedVersion | None = None) -> DatasetInfo:
-        """The dataset as it is now, or the version that was `planned`, if it is there.
-
-        Raises DatasetNotFound, and WrongKind for tensors.
-        """
-        if planned is not None and planned.version:
-            info = client.describe_version(self.name, planned.version, planned.lineage_id)
-        else:
-            info = client.describe(self.name, self.version)
-        if info.tensors is not None:
-            raise WrongKind(
-                f"{self.name!r} holds tensors, and Spark has no columns for them: read it with "
-                "dissociated.connect(catalog).read_tensors(name)"
-            )
-        return info
-
-    def open(
-        self, client: Client, info: DatasetInfo, endpoint: Endpoint, transport: str | None, read_request: ReadRequest
-    ) -> pa.RecordBatchReader:
-        """Read what is wanted of an endpoint. Close the reader after use.
-
-        Where the node that tasks have started on this host has ended, it is started again: its store is still there.
-        Raises what `Client.open_endpoint` does.
-        """
-        try:
-            return client.open_endpoint(info, endpoint, transport, read_request)
-        except (CatalogError, TransportError):
-            if host_name() not in endpoint.hosts or not restart_here(self.catalog.uri):
-                raise
-            endpoints = self.describe(client, PlannedVersion(info.version, info.lineage_id)).endpoints
-            (endpoint,) = [one for one in endpoints if one.ticket == endpoint.ticket] or [endpoint]
-            return client.open_endpoint(info, endpoint, transport, read_request)
-
-    def reader(self, schema: StructType) -> DatasetReader:
-        """A reader of the columns in `schema`. Raises OptionError where that contradicts the option `columns`."""
-        if self.columns is not None and [*self.columns] != schema.fieldNames():
-            raise OptionError("say which columns by .schema(...) or by the option columns, not both")
-        return DatasetReader(self, schema)
-
-
-@dataclass(frozen=True)
-class EndpointPartition(InputPartition):
-    """What one task reads: the endpoint of this `number`, or a slice of it, and the `hosts` that it lies on.
-
-    `version`, of the lineage `lineage_id`, is 0 where the catalog has none; then `endpoint` is what it said when this
-    was planned. `rows` is 0 where nobody knows.
-    """
-
-    version: int
-    lineage_id: str
-    number: int
-    endpoint: Endpoint | None
-    slice: Slice | None
-    hosts: tuple[str, ...] = ()
-    rows: int = 0
-    whole: bool = True  # batches, none of which is cut
 
 
 class DatasetReader(DataSourceReader):
@@ -248,13 +127,13 @@ class DatasetReader(DataSourceReader):
     def direct_request(self, partition: EndpointPartition) -> dict[str, Any] | None:
         """In a task: the server that sends just the wanted rows, and how to ask it; None where there is none.
 
-        See `dissociated.spark.direct`. What comes is what is wanted where its schema is `readable`.
+        What comes is what is wanted where its schema is `readable`.
         """
         if self.request.filters is not None:
             return None
         with self.request.catalog.connect() as client:
             lookup, endpoint, read_request = self._request(client, partition)
-        return direct_request(lookup.info, endpoint, self.request.transport, read_request)
+        return _direct_request(lookup.info, endpoint, self.request.transport, read_request)
 
     def decoded(
         self, schema: bytes, header: bytes, body: Buffer, max_body: int, max_rows: int
@@ -419,29 +298,43 @@ def portions(batches: Iterable[pa.RecordBatch], max_rows: int = _MAX_ROWS) -> It
             yield batch.slice(at, max_rows)
 
 
-def _columns(text: str | None) -> tuple[str, ...] | None:
-    """Names separated by commas; or a JSON list, for names that have commas in them."""
-    if text is None:
+def _direct_request(
+    info: DatasetInfo, endpoint: Endpoint, transport: str | None, request: ReadRequest
+) -> dict[str, Any] | None:
+    """Return the request that Spark's JVM sends by itself, and its limits; None if the nearest way is not over tcp.
+
+    Rows that do not pass `request.filter` may come, too. Raises CatalogError if the endpoint cannot be reached.
+    """
+    if transport == "grpc":
         return None
-    names = [name.strip() for name in text.split(",")]
-    if text.lstrip().startswith("["):
-        try:
-            names = json.loads(text)
-        except ValueError as error:
-            raise OptionError(f"the option columns begins like a JSON list, and is none: {error}") from None
-    if not names or not all(isinstance(name, str) and name for name in names):
-        raise OptionError(f"the option columns is names, separated by commas, or a JSON list of them, not {text!r}")
-    return tuple(names)
+    nearest = next(iter(reachable(info.name, endpoint, transport, request.allow_rma)), [])
+    if [uri.scheme for uri in nearest] != ["tcp"]:
+        return None
+    (uri,) = nearest
+    identifier = _identifier(uri, endpoint.ticket, replace(request, schema=info.schema))
+    if identifier is None:
+        return None
+    rows = request.rows
+    return {
+        "host": uri.host,
+        "port": uri.port,
+        "want_data": str(uri.require_want_data()),
+        "identifier": base64.b64encode(identifier).decode(),
+        "timeout": request.timeout,
+        "max_metadata": request.max_metadata,
+        "max_body": request.max_body,
+        **({"skip": 0} if rows is None else {"skip": rows.start, "rows": len(rows)}),
+    }
 
 
-def _number(options: Any, key: str, least: int) -> int | None:
-    text = options.get(key)
-    if text is None:
-        return None
-    try:
-        number = int(text)
-    except ValueError:
-        number = least - 1
-    if number < least:
-        raise OptionError(f"the option {key} is a number from {least} on, not {text!r}")
-    return number
+def _identifier(uri: Uri, ticket: bytes, request: ReadRequest) -> bytes | None:
+    """Return the identifier to ask the server for; None if it would send more than is wanted."""
+    if request.filter is not None:
+        assert request.schema is not None, "that of the dataset"
+        bound = RowFilter.bind(request.filter, request.schema)
+        encoded = encode_filter(bound, request.schema) if supports_filter(uri) else None
+        request = replace(request, filter=None, rows_at_server=RowSelection(encoded) if encoded else None)
+    if request.selection is None:
+        return ticket
+    identifier = request.selection.identifier(ticket) if supports_selection(uri) else ticket
+    return None if identifier == ticket else identifier

@@ -19,7 +19,11 @@ The JVM starts it, and it ends with the JVM. Requests are lines of JSON on stdin
                                             so who has it knows that all before was held while it was looked at
     close(stream)                           gives back what it holds
 
-and those of `dissociated.spark.staging`, by which it writes, and `dissociated.spark.tables`.
+    tables(options), table_exists(options, name), table_schema(options, name), create_table(options, name, schema),
+    drop_table(options, name)               the datasets of a catalog as tables, for Spark's catalog plug-in, whose
+                                            `options` say where the catalog is
+
+and the calls of `dissociated.spark.staging`, by which it writes.
 
 Schemas are Spark's JSON, and "rows" of a partition is 0 where nobody knows.
 An array of a batch is `[length, offset, nulls, [region, at, size of each buffer], [its children], kind, width]`, as
@@ -36,26 +40,30 @@ import signal
 import sys
 import threading
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import chain
 from typing import Any
 
 import pyarrow as pa
 from pyspark.sql.types import StructType
 
 from dissociated.codec.reader import read_schema
-from dissociated.errors import DissociatedError, RemoteProtocolError
-from dissociated.memory.region import AddressSpace, Region
-from dissociated.memory.shared import create_memfd
-from dissociated.spark import tables
+from dissociated.control.commit import Publication
+from dissociated.errors import DatasetNotFound, DissociatedError, RemoteProtocolError
+from dissociated.memory.region import AddressSpace
+from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.columns import spark_schema
 from dissociated.spark.filters import as_filters
-from dissociated.spark.layouts import ArrayLayout, stream_layout
+from dissociated.spark.layouts import ArrayLayout, BufferLocator, stream_layout
 from dissociated.spark.pickled import pickled, unpickled
-from dissociated.spark.reader import DatasetReader, PlannedVersion, Request
+from dissociated.spark.reader import DatasetReader
+from dissociated.spark.request import PlannedVersion, Request
 from dissociated.spark.staging import Writes
+from dissociated.spark.target import WriteTarget
+from dissociated.spark.types import arrow_schema
+from dissociated.spark.writer import commit
 
 _MAX_THREADS = 256  # tasks of one executor
 _MAX_READERS = 64  # that are kept for the next tasks
@@ -63,7 +71,6 @@ _MAX_BATCHES = 64  # of one answer
 _SLICE_BYTES = 128 << 20  # that one task reads: as many as of files, if Spark reads those
 _MAX_BATCH_ROWS = 1 << 20  # of one batch
 _MAX_BATCH_BYTES = 1 << 29  # of one batch: Java maps no more than 2 GiB at once
-_COLUMN_ALIGNMENT = 64
 
 
 class Sidecar:
@@ -83,7 +90,7 @@ class Sidecar:
             "next": self.next,
             "close": self.close,
             **Writes().calls,
-            **tables.CALLS,
+            **{call.__name__: call for call in _TABLE_CALLS},
         }
 
     def describe(self, options: Mapping[str, str]) -> Any:
@@ -107,7 +114,7 @@ class Sidecar:
         tasks: int,
     ) -> Any:
         request = Request.parse(options)
-        request.reader(StructType.fromJson(json.loads(schema)))  # does that agree with the options?
+        request.check_columns(StructType.fromJson(json.loads(schema)))
         reader = DatasetReader(request, StructType.fromJson(json.loads(columns)), as_filters(conditions))
         partitions = [
             {"what": pickled(one), "hosts": [*one.hosts], "rows": one.rows if request.filters is None else 0}
@@ -170,7 +177,7 @@ class _Stream:
         self._batches = batches
         self._types = types
         self._spaces = spaces
-        self._locator = _BufferLocator(spaces)
+        self._locator = BufferLocator(spaces)
         self._held: list[pa.RecordBatch] = []
         self._layouts: list[ArrayLayout] = []
         self._next_count = 1  # batches of the next answer: a query with a limit may want no more
@@ -228,89 +235,40 @@ def _cut_to_map(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         yield batch.slice(first, step)
 
 
-class _BufferLocator:
-    """Tells where buffers lie, in files that the JVM can open for as long as this is not closed."""
+def tables(options: Mapping[str, str]) -> Sequence[str]:
+    """Return the names of all tables; datasets of tensors are none."""
+    with CatalogConfig.parse(options).connect() as client:
+        return [info.name for info in client.list() if info.tensors is None]
 
-    def __init__(self, spaces: Sequence[AddressSpace]) -> None:
-        """`spaces` are those that the connections have, to which more may be added. Their regions stay mapped here."""
-        self._spaces = spaces
-        self._new: list[str] = []
-        self._region_count = 0
-        self._mapped: list[tuple[int, int, int]] = []  # first address of a region, last, its number
-        self._unmapped: set[int] = set()  # pages that are of no region
-        self._memfd = -1
-        self._memfd_region = 0
-        self._memfd_size = 0
-        self._copies: dict[tuple[int, int], tuple[int, int]] = {}  # by addresses: batches that are cut share buffers
-        #: How much of the memfd is in use.
-        self.copied = 0
 
-    def of(self, array: pa.Array, layout: ArrayLayout) -> Any:
-        """An array with what is below it."""
-        buffers: list[int] = []
-        for buffer in array.buffers()[: layout.buffers]:
-            buffers += (-1, 0, 0) if buffer is None or not buffer.size else (*self._locate(buffer), buffer.size)
-        children = (layout.children[number] for number in layout.wanted)
-        below = [self.of(child(array), one) for child, one in children]
-        return [len(array), array.offset, array.null_count, buffers, below, layout.kind, layout.width]
+def table_exists(options: Mapping[str, str], name: str) -> bool:
+    """Return whether there is a dataset of this name, also of tensors."""
+    with CatalogConfig.parse(options).connect() as client:
+        return name in client
 
-    def new_regions(self) -> list[str]:
-        """The files of the regions that have been added since this was asked last."""
-        new, self._new = self._new, []
-        return new
 
-    def forget(self) -> None:
-        """Nobody looks at what was copied any more; and a region may be where other memory was."""
-        self.copied = 0
-        self._copies.clear()
-        self._unmapped.clear()
+def table_schema(options: Mapping[str, str], name: str) -> str:
+    """Return the schema of a table as Spark's JSON."""
+    return Request(CatalogConfig.parse(options), name).schema().json()
 
-    def close(self) -> None:
-        if self._memfd >= 0:
-            os.close(self._memfd)
-            self._memfd = -1
 
-    def _locate(self, buffer: pa.Buffer) -> tuple[int, int]:
-        """Its region, and where in it."""
-        first, last = buffer.address, buffer.address + buffer.size
-        for begin, end, number in self._mapped:
-            if begin <= first and last <= end:
-                return number, first - begin
-        if first >> 12 not in self._unmapped and (region := self._find(first, last)) is not None:
-            assert region.file is not None
-            begin = region.memory.address
-            self._mapped.append((begin, begin + region.size, self._add(region.file.path)))
-            return self._region_count - 1, first - begin
-        self._unmapped.add(first >> 12)
-        if (first, last) not in self._copies:
-            self._copies[first, last] = self._copy(buffer)
-        return self._copies[first, last]
+def create_table(options: Mapping[str, str], name: str, schema: str) -> None:
+    """Publish a dataset without rows."""
+    target = WriteTarget(CatalogConfig.parse(options), Publication(name))
+    commit(target, uuid.uuid4().hex, arrow_schema(StructType.fromJson(json.loads(schema))), ())
 
-    def _find(self, first: int, last: int) -> Region | None:
-        """The region that these addresses lie in, if the JVM may open its file: another user's memfd it may not."""
-        for region in chain.from_iterable(space.regions for space in self._spaces):
-            begin = region.memory.address
-            if region.file is not None and begin <= first and last <= begin + region.size:
-                return region if os.access(region.file.path, os.R_OK) else None
-        return None
 
-    def _add(self, path: str) -> int:
-        self._new.append(path)
-        self._region_count += 1
-        return self._region_count - 1
+def drop_table(options: Mapping[str, str], name: str) -> bool:
+    """Drop a table. Returns whether it existed."""
+    with CatalogConfig.parse(options).connect() as client:
+        try:
+            client.drop(name)
+        except DatasetNotFound:
+            return False
+        return True
 
-    def _copy(self, buffer: pa.Buffer) -> tuple[int, int]:
-        if self._memfd < 0:
-            self._memfd = create_memfd("spark")
-            self._memfd_region = self._add(f"/proc/{os.getpid()}/fd/{self._memfd}")
-        at = self.copied
-        self.copied = -(-(at + buffer.size) // _COLUMN_ALIGNMENT) * _COLUMN_ALIGNMENT
-        self._memfd_size = max(self._memfd_size, self.copied)
-        os.ftruncate(self._memfd, self._memfd_size)
-        rest = memoryview(buffer)
-        while len(rest):
-            rest = rest[os.pwrite(self._memfd, rest, at + buffer.size - len(rest)) :]
-        return self._memfd_region, at
+
+_TABLE_CALLS: Sequence[Callable[..., Any]] = (tables, table_exists, table_schema, create_table, drop_table)
 
 
 def main() -> None:

@@ -1,35 +1,29 @@
 """What the JVM of Spark asks for where it writes: on the driver plans and commits, in tasks files for segments.
 
-It writes into files that are made here, as `SegmentWriter` makes them: in the stage of the node on this host, which is
-started where there is none, with room reserved before it is used. Until they are finished they belong to this process:
-where it ends, nothing is left of them.
+It writes into files that a `SharedSegmentWriter` makes here, in the stage of the node on this host, which is started
+if there is none. Room is reserved before it is used. Until they are finished, the files belong to this process: if it
+ends, nothing is left of them.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 import pyarrow as pa
 from pyspark.sql.types import StructType
 
-from dissociated.base.buffers import Buffer
-from dissociated.base.oserrors import store_errors
-from dissociated.codec.filter.statistics import StatisticsCollector
 from dissociated.errors import StoreError
-from dissociated.format.encapsulated import end_of_stream
-from dissociated.memory.shared import map_read_only, reopen_read_only, write_parts
 from dissociated.node.local import stage_here
 from dissociated.spark.catalog import CatalogConfig, wait_for_catalog
 from dissociated.spark.pickled import pickled, unpickled
 from dissociated.spark.target import WriteTarget
 from dissociated.spark.types import arrow_schema
 from dissociated.spark.writer import DatasetWriter, Written
-from dissociated.store.files import NewFile, StagedFile
+from dissociated.store.segment import SharedSegmentWriter
 
 #: Names of segments that are remembered. A task that is killed while its file is made comes back for it within
 #: seconds, or never.
@@ -46,7 +40,7 @@ class Writes:
     stage(writer, segment, key)             in a task: a new file {"path", "node", "position", "room"}: batches go there
                                             from the position on, up to `room`; null after a commit with this key
     reserve(segment, size)                  more room, at least so much
-    finish(segment, size)                   all batches are there, up to `size`: how many bytes the stream has
+    finish(segment, size)                   all batches are there, up to `size`: how many bytes the segment has
     discard(segment)                        it is not needed, if there is one
     """
 
@@ -63,10 +57,10 @@ class Writes:
         plan = unpickled(writer)
         if key is not None and _is_committed(plan.target.catalog, key):
             return None
-        staged = _StagedSegment(plan.target.catalog, segment)
+        staged = _StagedSegment(plan.target.catalog, segment, plan.fitting.schema)
         try:
-            position = staged.append(0, plan.fitting.schema.serialize())
-            room = staged.reserve(position)
+            position = staged.writer.nbytes
+            place = {"path": staged.writer.path, "position": position, "room": staged.writer.reserve(position)}
             with self._lock:  # from here on `discard` may close it, so it is written to no more
                 if segment in self._unwanted:
                     raise StoreError(f"the task that writes {segment} was killed")
@@ -74,10 +68,10 @@ class Writes:
         except BaseException:
             staged.abort()
             raise
-        return {"path": staged.path, "node": staged.node, "position": position, "room": room}
+        return {"node": staged.node, **place}
 
     def reserve(self, segment: str, size: int) -> int:
-        return self._segments[segment].reserve(size)
+        return self._segments[segment].writer.reserve(size)
 
     def finish(self, segment: str, size: int) -> int:
         return self._take(segment).finish(size)
@@ -97,66 +91,24 @@ class Writes:
 
 
 class _StagedSegment:
-    """A file that the JVM writes, by a name that it can open for as long as this process has it open."""
+    """A segment in the stage of the node on this host, whose record batches the JVM writes."""
 
-    def __init__(self, catalog: CatalogConfig, segment: str) -> None:
+    def __init__(self, catalog: CatalogConfig, segment: str, schema: pa.Schema) -> None:
         stage = wait_for_catalog(lambda: stage_here(catalog.uri, catalog.connect))
         self.node = stage.node
-        self._what = f"writing {stage.directory}/{segment}"
-        with stage.open() as staging, ExitStack() as stack, store_errors(self._what):
-            place = staging / segment
-            self._file = (
-                StagedFile(place, stack.enter_context(catalog.connect(stage.flight)).reserve)
-                if stage.limited
-                else NewFile(place)
-            )
-            self._connection = stack.pop_all()
-        self.path = f"/proc/{os.getpid()}/fd/{self._file.descriptor}"
-
-    def reserve(self, size: int) -> int:
-        with store_errors(self._what):
-            return self._file.reserve(size)
-
-    def append(self, at: int, part: Buffer) -> int:
-        """Write `part` at this position. Returns where it ends."""
-        end = at + len(part)
-        with store_errors(self._what):
-            self._file.reserve(end)
-            write_parts(self._file.descriptor, [part], at)
-        return end
+        with stage.open() as staging, ExitStack() as stack:
+            reserve = stack.enter_context(catalog.connect(stage.flight)).reserve if stage.limited else None
+            self.writer = stack.enter_context(SharedSegmentWriter(staging / segment, schema, reserve))
+            self._resources = stack.pop_all()
 
     def finish(self, size: int) -> int:
-        with self._connection, store_errors(self._what):
-            try:
-                end = nbytes = self.append(size, end_of_stream())
-                statistics = self._statistics(nbytes)
-                with suppress(StoreError):  # there is no room, so without: nobody needs them
-                    end = self.append(nbytes, statistics)
-                self._file.commit(end)
-                return nbytes
-            except BaseException:
-                self._file.abort()
-                raise
-
-    def _statistics(self, size: int) -> bytes:
-        descriptor = reopen_read_only(self._file.descriptor)
-        try:
-            stream = map_read_only(descriptor, size)
-        finally:
-            os.close(descriptor)
-        with pa.ipc.open_stream(stream) as reader:
-            batches = [*reader]  # views: what cannot be read is an error of the task
-        with suppress(pa.ArrowException):  # of values that cannot be compared: nobody needs statistics
-            collector = StatisticsCollector(reader.schema, thorough=True)
-            for batch in batches:
-                collector.add(batch)
-            found = collector.statistics()
-            return b"" if found is None else found.encode()
-        return b""
+        with self._resources:
+            self.writer.adopt(size)
+        return self.writer.nbytes
 
     def abort(self) -> None:
-        with self._connection, store_errors(self._what):
-            self._file.abort()
+        with self._resources:
+            self.writer.abort()
 
 
 def write(options: Mapping[str, str], schema: str, mode: str, streaming: bool) -> Any:

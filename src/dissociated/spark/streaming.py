@@ -31,7 +31,8 @@ from dissociated.errors import CatalogError, DatasetNotFound, OptionError, PySpa
 from dissociated.spark.catalog import wait_for_catalog
 from dissociated.spark.columns import Columns
 from dissociated.spark.fitting import Fitting
-from dissociated.spark.reader import Request, portions
+from dissociated.spark.reader import portions
+from dissociated.spark.request import Request
 from dissociated.spark.target import WriteTarget
 from dissociated.spark.writer import Written, commit, write_segment
 

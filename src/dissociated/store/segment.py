@@ -208,13 +208,62 @@ class SegmentWriter(EncapsulatedWriter):
         self._statistics.add(batch)
 
     def _end(self) -> None:
-        found = self._statistics.statistics()
-        if found is not None:
-            with suppress(StoreFull):  # then without
+        # A segment is whole without statistics, if there is no room for them or they cannot be made.
+        with suppress(StoreFull, pa.ArrowException):
+            found = self._statistics.statistics()
+            if found is not None:
                 self._write([end_of_stream(), found.encode()])
                 self._sink.close()
                 return
         super()._end()
+
+
+class SharedSegmentWriter(SegmentWriter):
+    """A SegmentWriter whose record batches another process writes, straight into its file.
+
+    That process opens `path`, writes encapsulated record batches from `nbytes` on, and writes no further than
+    `reserve` allows. `adopt` takes its batches in before `close`; `stats` does not count them.
+    """
+
+    def __init__(self, place: Path, schema: pa.Schema, reserve: Reserve | None = None) -> None:
+        super().__init__(partial(self._create, place, reserve), schema)
+
+    def _create(self, place: Path, reserve: Reserve | None) -> Sink:
+        self._file = _File(place, reserve)
+        return self._file
+
+    @property
+    def path(self) -> str:
+        """The name by which another process opens the file, until this writer is closed or aborted."""
+        return f"/proc/{os.getpid()}/fd/{self._file.descriptor}"
+
+    def reserve(self, end: int) -> int:
+        """Reserve room in the file up to `end`. Returns the end of the room, which may lie further.
+
+        Raises StoreFull and StoreError.
+        """
+        return self._file.reserve(end)
+
+    def adopt(self, end: int) -> None:
+        """Take in the record batches that the other process has written, up to `end`. It must write no more.
+
+        Raises FormatError if the file does not hold record batches of the schema up to there, and StoreError.
+        """
+        self._check_open()
+        stream = pa.BufferReader(self._file.map(end))
+        with arrow_errors(FormatError), pa.ipc.open_stream(stream) as reader:
+            batches = [*reader]  # views of the mapping
+            if stream.tell() != end:
+                raise FormatError(f"the other process has ended the stream at {stream.tell()}, and wrote up to {end}")
+        statistics = StatisticsCollector(self.schema, thorough=True)
+        try:
+            for batch in batches:
+                statistics.add(batch)
+        except pa.ArrowException:  # The values cannot be compared, and a segment needs no statistics.
+            statistics = StatisticsCollector(self.schema, ())
+        self._statistics = statistics
+        self.rows = sum(batch.num_rows for batch in batches)
+        self._file.written = self._position = end
 
 
 class _File(Sink, ProcessBound):
@@ -223,8 +272,9 @@ class _File(Sink, ProcessBound):
     def __init__(self, path: Path, reserve: Reserve | None) -> None:
         place = path.parent.resolve() / path.name  # it may be named by a descriptor
         self._what = f"writing {place}"
-        self._written = 0
         self._open = True
+        #: The position of the next byte in the file.
+        self.written = 0
         with store_errors(f"creating {place}"):
             self._file = NewFile(path) if reserve is None else StagedFile(path, reserve)
         self.bind_to_process()
@@ -232,17 +282,36 @@ class _File(Sink, ProcessBound):
     def after_fork_in_child(self) -> None:
         self._file.close()
 
-    def write(self, parts: Sequence[Buffer]) -> None:
+    @property
+    def descriptor(self) -> int:
+        """The descriptor of the file; -1 once it is closed."""
+        return self._file.descriptor
+
+    def reserve(self, end: int) -> int:
+        """Reserve room: see `NewFile.reserve`."""
         self.check_process()
         with store_errors(self._what):
-            self._file.reserve(self._written + sum(memoryview(part).nbytes for part in parts))
-            self._written += write_parts(self._file.descriptor, parts)
+            return self._file.reserve(end)
+
+    def map(self, size: int) -> pa.Buffer:
+        """Map the first `size` bytes, which the file must have."""
+        with store_errors(self._what):
+            descriptor = reopen_read_only(self._file.descriptor)
+            try:
+                return map_read_only(descriptor, size)
+            finally:
+                os.close(descriptor)
+
+    def write(self, parts: Sequence[Buffer]) -> None:
+        self.reserve(self.written + sum(memoryview(part).nbytes for part in parts))
+        with store_errors(self._what):
+            self.written += write_parts(self._file.descriptor, parts, self.written)
 
     def close(self) -> None:
         if self.is_inherited:
             return
         with store_errors(self._what):
-            self._file.commit(self._written)
+            self._file.commit(self.written)
         self._open = False
 
     def abort(self) -> None:

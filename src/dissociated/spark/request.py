@@ -1,0 +1,142 @@
+"""A dataset that Spark is to read, as the options of `spark.read.format("dissociated")` name it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+from pyspark.sql.types import StructType
+
+from dissociated.base.host import host_name
+from dissociated.client.client import Client
+from dissociated.client.request import ReadRequest
+from dissociated.codec.filter.conditions import Conditions
+from dissociated.control.locations import DatasetInfo, Endpoint
+from dissociated.errors import CatalogError, OptionError, TransportError, WrongKind
+from dissociated.node.local import restart_here
+from dissociated.spark.catalog import CatalogConfig, required
+from dissociated.spark.columns import spark_schema
+from dissociated.spark.filters import parse_filters
+
+_OPTIONS = (
+    *("path", "catalog", "token_file", "tls_roots"),
+    *("columns", "filters", "version", "transport", "partitions", "nanoseconds"),
+    *("startingOffsets", "maxRowsPerTrigger", "maxBytesPerTrigger", "rowsPerPartition"),
+)
+
+
+class PlannedVersion(NamedTuple):
+    """The version that a query reads, whatever becomes of the dataset meanwhile; 0 if the catalog has no versions."""
+
+    version: int
+    lineage_id: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """The dataset to read and the way to read it: the checked options of `spark.read.format("dissociated")`."""
+
+    catalog: CatalogConfig
+    name: str
+    columns: tuple[str, ...] | None = None
+    version: int | None = None
+    transport: str | None = None
+    partitions: int | None = None
+    nanoseconds: str = "refuse"
+    filters: Conditions | None = None
+
+    @classmethod
+    def parse(cls, options: Any) -> Request:
+        """Parse the options. Raises CatalogError if they name no dataset, and OptionError for invalid options."""
+        if "owner" in options:
+            raise OptionError(
+                "a table of Spark's own catalog cannot be a dataset: CREATE TEMPORARY VIEW v USING dissociated OPTIONS "
+                "(catalog 'URI', path 'NAME')"
+            )
+        known = {name.lower() for name in _OPTIONS}
+        unknown = [name for name in options if name.lower() not in known and "." not in name]  # Spark's own have dots
+        if unknown:
+            raise OptionError(f"there is no option {', '.join(map(repr, unknown))}; there are {', '.join(_OPTIONS)}")
+        return cls(
+            CatalogConfig.parse(options),
+            required(options, "path", 'the dataset is: .load("NAME")'),
+            columns=_columns(options.get("columns")),
+            version=_number(options, "version", 0),
+            transport=options.get("transport"),
+            partitions=_number(options, "partitions", 1),
+            nanoseconds=options.get("nanoseconds", "refuse"),
+            filters=None if options.get("filters") is None else parse_filters(options["filters"]),
+        )
+
+    def schema(self) -> StructType:
+        """Return the schema of the dataset. Raises DatasetNotFound, WrongKind, ColumnNotFound and SourceError."""
+        with self.catalog.connect() as client:
+            return spark_schema(self.describe(client).schema, self.columns)
+
+    def describe(self, client: Client, planned: PlannedVersion | None = None) -> DatasetInfo:
+        """Describe the dataset as it is now, or the version that was `planned`, if there is one.
+
+        Raises DatasetNotFound, and WrongKind for tensors.
+        """
+        if planned is not None and planned.version:
+            info = client.describe_version(self.name, planned.version, planned.lineage_id)
+        else:
+            info = client.describe(self.name, self.version)
+        if info.tensors is not None:
+            raise WrongKind(
+                f"{self.name!r} holds tensors, and Spark has no columns for them: read it with "
+                "dissociated.connect(catalog).read_tensors(name)"
+            )
+        return info
+
+    def open(
+        self, client: Client, info: DatasetInfo, endpoint: Endpoint, transport: str | None, read_request: ReadRequest
+    ) -> pa.RecordBatchReader:
+        """Open an endpoint for reading. Close the reader after use.
+
+        If the node that tasks have started on this host has ended, it is started again: its store is still there.
+        Raises what `Client.open_endpoint` does.
+        """
+        try:
+            return client.open_endpoint(info, endpoint, transport, read_request)
+        except (CatalogError, TransportError):
+            if host_name() not in endpoint.hosts or not restart_here(self.catalog.uri):
+                raise
+            endpoints = self.describe(client, PlannedVersion(info.version, info.lineage_id)).endpoints
+            (endpoint,) = [one for one in endpoints if one.ticket == endpoint.ticket] or [endpoint]
+            return client.open_endpoint(info, endpoint, transport, read_request)
+
+    def check_columns(self, schema: StructType) -> None:
+        """Raise OptionError if the names in `schema` contradict the option `columns`."""
+        if self.columns is not None and [*self.columns] != schema.fieldNames():
+            raise OptionError("say which columns by .schema(...) or by the option columns, not both")
+
+
+def _columns(text: str | None) -> tuple[str, ...] | None:
+    """Names separated by commas; or a JSON list, for names that have commas in them."""
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",")]
+    if text.lstrip().startswith("["):
+        try:
+            names = json.loads(text)
+        except ValueError as error:
+            raise OptionError(f"the option columns begins like a JSON list, and is none: {error}") from None
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise OptionError(f"the option columns is names, separated by commas, or a JSON list of them, not {text!r}")
+    return tuple(names)
+
+
+def _number(options: Any, key: str, least: int) -> int | None:
+    text = options.get(key)
+    if text is None:
+        return None
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise OptionError(f"the option {key} is a number from {least} on, not {text!r}")
+    return number
