@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class StoreBackend(Backend):
-    """A backend that keeps versions in a store, and opens them when they are read. `registry` has the served datasets."""
+    """A backend that keeps versions in a store. They are served in `registry`, and opened when they are read."""
 
     limited = True
 

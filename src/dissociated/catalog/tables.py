@@ -190,7 +190,7 @@ class Tables(ProcessBound):
         self.id: int = self._connection.execute("PRAGMA application_id").fetchone()[0]
 
     def _create(self, upgraded: bool = False) -> None:
-        """Create the tables in one transaction. With `upgraded`, copy the rows from the tables of the previous schema."""
+        """Create the tables in one transaction. With `upgraded`, keep the rows of the previous schema."""
         run = self._connection.execute
         run("BEGIN IMMEDIATE")
         try:
