@@ -1,1 +1,1 @@
-"""Arrow Flight as pure control plane: what there is, and where it can be had."""
+"""The server side of the catalog: datasets, their versions and the nodes that hold them, served over Arrow Flight."""

@@ -1,7 +1,8 @@
-"""Where writers on a host put segments, and what becomes of them there: the part of a catalog that keeps bytes.
+"""Storage backends of a catalog, which hold the segments of local writers and the versions made of them.
 
-There are three: a stage, whose segments live as long as the server (`StageBackend`); a store, whose versions outlive it
-(`store_backend`); and none, for a catalog that only knows what its nodes have.
+There are three backends. `StageBackend` keeps segments as long as the server lives. `StoreBackend` (in `store_backend`)
+keeps versions that outlive the server. `NoBackend` belongs to a catalog that stores nothing and only knows the parts
+that its nodes hold.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dissociated.store.stage import Stage
 
 @dataclass(frozen=True)
 class Prepared:
-    """Segments that are ready to be published, as one dataset or as a part of one."""
+    """Segments that are ready to be published, either as a whole dataset or as one part of a dataset."""
 
     id: str
     dataset: Dataset
@@ -37,11 +38,20 @@ class Prepared:
 
 @dataclass(frozen=True)
 class CommitRequest:
-    """What a writer asks for. `key` tells this commit from every other; `ttl` is in seconds.
+    """The request of a writer to publish staged segments.
 
-    With `append` the segments follow those of `previous`, what the dataset is now. One that is not `whole` is
-    published, or not, by a catalog elsewhere. `version` is the number that the catalog gave it, and
-    `catalog` tells that catalog from all others.
+    Attributes:
+        name: The name of the dataset.
+        key: The key of the commit, which is unique to it. A repeated request has the same key.
+        staged: The names of the segments in the directory of the backend.
+        schema: The schema of the dataset, for a commit without segments.
+        append: Whether the segments follow those of `previous`.
+        whole: Whether the segments are the whole dataset. If False, another catalog decides whether they are published.
+        previous: The current version of the dataset, if the commit appends to it.
+        tags: The tags of the version.
+        ttl: The time to live in seconds; None if the version does not expire.
+        version: The number of the version, which the catalog assigned.
+        catalog: The id of that catalog, which differs from the id of every other catalog.
     """
 
     name: str
@@ -58,124 +68,133 @@ class CommitRequest:
 
 
 class Backend(ABC):
-    """See the module. Safe to use from many threads."""
+    """The storage of a catalog or node. Its methods may be called from several threads."""
 
-    #: Tells the node that holds it from every other.
+    #: The id of the node that holds this backend. It differs from the ids of all other nodes.
     id: str
-    #: Whether writers must `reserve` before they write.
+    #: Whether writers must call `reserve` before they write.
     limited = False
-    #: How many bytes of metadata one message may have.
+    #: The maximum number of bytes of metadata in one message.
     max_metadata = MAX_METADATA
-    #: Where writers hand over sealed memfds, the path of a Unix socket; empty where none are taken.
+    #: The path of the Unix socket at which writers hand over sealed memfds; empty if the backend accepts none.
     handover = ""
-    #: Whether there is a stage: else writers need that of another node.
+    #: Whether the backend has a stage. Without one, writers need the stage of another node.
     has_stage = True
-    #: How often what it keeps has changed.
+    #: The number of changes to the stored versions so far.
     changes = 0
-    #: Called with a version that was evicted.
+    #: A callback that receives each version that was evicted.
     on_evicted: Callable[[Version], None] = staticmethod(lambda version: None)
-    #: Called with one that was spilled.
+    #: A callback that receives each version that was spilled.
     on_spilled: Callable[[Prepared], None] = staticmethod(lambda prepared: None)
-    #: Called where there is no room: it confirms what has been published since, and removes what is over.
+    #: A callback for a full store: it confirms versions that were published since, and removes unreferenced ones.
     reconcile: Callable[[], None] = staticmethod(lambda: None)
 
     @property
     @abstractmethod
     def directory(self) -> Path:
-        """Where writers put segments. Raises StoreError where there can be no such directory."""
+        """Return the directory in which writers put segments. Raise StoreError if this backend has none."""
 
     @abstractmethod
     def writer(self, name: str, schema: pa.Schema, options: WriteOptions | None = None) -> SegmentWriter:
-        """A writer of a segment there."""
+        """Return a writer of the segment `name` in that directory."""
 
     def reserve(self, name: str, size: int, wish: int) -> int:
-        """See Store.reserve."""
+        """Reserve room for a segment. See `Store.reserve`."""
         return wish
 
     def ensure_room(self, name: str, size: int) -> None:
-        """See Store.ensure_room."""
+        """Make room for a segment, or raise. See `Store.ensure_room`."""
 
     @abstractmethod
     def prepare(self, request: CommitRequest) -> Prepared:
-        """Take these segments, whole and at once. A repeated call, by its key, gives what the first one gave.
+        """Make the requested segments ready to be published, all of them or none.
 
-        Raises StoreError, and SourceError where their schemas differ, or what they follow was not written in segments.
+        A repeated request with the same key returns the result of the first.
+
+        Raises:
+            StoreError: The segments cannot be stored.
+            SourceError: The schemas of the segments differ, or the previous version does not consist of segments.
         """
 
     def load_version(self, version: Version) -> Prepared:
-        """A version that is kept here, to be served. Raises SourceError where it cannot be read."""
+        """Return a stored version in a form that can be served. Raise SourceError if it cannot be read."""
         raise StoreError(f"{version.name!r} is in no store")
 
     def versions(self) -> list[Version]:
-        """Everything that outlives the process, in the order in which it was committed."""
+        """Return all versions that outlive the process, in the order of their commits."""
         return []
 
     def named(self, name: str) -> list[Version]:
-        """See Store.named."""
+        """Return the versions of a dataset. See `Store.named`."""
         return []
 
     def removed(self) -> Mapping[str, Removed]:
-        """See Store.removed."""
+        """Return the versions that are gone, by dataset. See `Store.removed`."""
         return {}
 
     def unconfirmed(self) -> list[Version]:
-        """See Store.prepared."""
+        """Return the versions whose publication is not confirmed. See `Store.prepared`."""
         return []
 
     def version(self, id: str) -> Version | None:
-        """See Store.version."""
+        """Return the version with this id. See `Store.version`."""
         return None
 
     def changed(self, since: int) -> list[str] | None:
-        """See Store.changed."""
+        """Return the ids of versions that changed. See `Store.changed`."""
         return []
 
     def serial(self) -> int:
-        """See Store.serial."""
+        """Return a number above the serials of all versions so far, and below all later serials."""
         return 0
 
     def usage(self) -> Usage | None:
-        """See Store.usage. None where there is no store."""
+        """Return the bytes in use and their limit, or None if the backend has no store. See `Store.usage`."""
         return None
 
     def set_aside(self) -> Sequence[SetAside]:
-        """See Store.set_aside."""
+        """Return the entries that could not be read when the store was opened. See `Store.set_aside`."""
         return ()
 
     @abstractmethod
     def staged(self) -> list[str]:
-        """The segments in the directory, those too that are still written."""
+        """Return the names of the segments in the directory, including segments that are still being written."""
 
     @abstractmethod
     def discard(self, names: Iterable[str]) -> None:
-        """Remove these segments, as far as they exist. Who still writes one is told by an error, or finds it gone."""
+        """Remove the named segments, if they exist.
+
+        A writer of a removed segment gets an error, or finds the segment missing.
+        """
 
     @abstractmethod
     def remove(self, ids: Iterable[str]) -> None:
-        """What was prepared under these is not wanted any more. Whoever reads it is undisturbed."""
+        """Remove prepared versions that are no longer needed. Their readers are not disturbed."""
 
     def refuse(self, id: str) -> None:
-        """What was prepared under this id is not published after all: remove it now, or else with a `sweep`."""
+        """Remove a prepared version that will not be published, now or, if that fails, in a later `sweep`."""
         self.remove([id])
 
     @abstractmethod
     def confirm(self, published: Mapping[str, bool], numbers: Mapping[str, int] | None = None) -> None:
-        """What was prepared under these has been published, as a whole dataset or as a part of one.
+        """Record that prepared versions were published.
 
-        `numbers` are those of the versions that had none.
+        Args:
+            published: For each id, True if it was published as a whole dataset and False if as a part of one.
+            numbers: The version numbers of the ids that had none.
         """
 
     @abstractmethod
     def sweep(self) -> None:
-        """Remove what was left behind by writers that were killed."""
+        """Remove segments that killed writers left behind."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the directory."""
+        """Release the directory."""
 
 
 class NoBackend(Backend):
-    """None: of a catalog that only knows what its nodes have."""
+    """The backend of a catalog that stores nothing itself and only knows the parts that its nodes hold."""
 
     has_stage = False
 
@@ -213,7 +232,7 @@ class NoBackend(Backend):
 
 
 class StageBackend(Backend):
-    """Segments in memory alone: gone with the server, however it ends."""
+    """Segments that exist in memory only. They are gone when the server ends, also if it is killed."""
 
     def __init__(self) -> None:
         self._stage = Stage()
@@ -240,13 +259,13 @@ class StageBackend(Backend):
         self._stage.discard([*names])
 
     def remove(self, ids: Iterable[str]) -> None:
-        pass  # nothing has a name here: it goes with its dataset
+        pass  # Segments have no names here: their memory is released with the dataset.
 
     def confirm(self, published: Mapping[str, bool], numbers: Mapping[str, int] | None = None) -> None:
-        pass  # nothing here outlives the catalog's knowledge of it
+        pass  # No segment outlives the database of the catalog.
 
     def sweep(self) -> None:
-        pass  # what is written here has no name before it is whole
+        pass  # A segment gets its name only when it is complete.
 
     def close(self) -> None:
         self._stage.close()

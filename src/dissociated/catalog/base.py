@@ -1,7 +1,7 @@
-"""A catalog, whichever it is: what there is, where it can be had, and how writers publish.
+"""The base of both catalogs: listing and locating datasets, publishing, and the messages of nodes.
 
-There are two: `LocalCatalog` knows by itself, from its database; `UpstreamCatalog` is a node of another catalog, and
-says what that one says. What both do with what this process holds is here.
+`LocalCatalog` answers from its own database. `UpstreamCatalog` runs on a node and forwards requests to the catalog that
+the node belongs to. This module has their common code, which manages the datasets that this process holds.
 """
 
 from __future__ import annotations
@@ -38,13 +38,17 @@ _log = logging.getLogger(__name__)
 
 
 class Catalog(ABC):
-    """What Flight clients, writers and nodes ask of a catalog. Safe to use from many threads.
+    """The operations that Flight clients, writers and nodes call. They may be called from several threads.
 
-    It owns `holdings`, what this process serves and keeps of it. `node` is this process, as nodes are told;
-    `security` says who may call, and how this one proves itself to others.
+    The catalog owns `holdings`.
+
+    Args:
+        node: The record of this process as a node.
+        holdings: The datasets that this process serves and stores.
+        security: The access rules for callers, and the credentials of this process towards other catalogs and nodes.
     """
 
-    #: Seconds between two calls of `reconcile`.
+    #: The number of seconds between two calls of `reconcile`.
     reconcile_interval = 1.0
 
     def __init__(self, node: NodeRecord, holdings: Holdings, security: Security) -> None:
@@ -57,38 +61,56 @@ class Catalog(ABC):
         self._backend.on_spilled = self._on_spilled
         self._backend.reconcile = self.reconcile
 
-    # What there is
+    # Listing
 
     @abstractmethod
     def infos(self, criteria: bytes) -> Iterator[flight.FlightInfo]:
-        """Every dataset that meets the criteria, which are JSON or empty. Raises CatalogError for other criteria."""
+        """Yield every dataset that meets `criteria` (JSON or empty). Raise CatalogError if they are invalid."""
 
     @abstractmethod
     def info(self, descriptor: flight.FlightDescriptor) -> flight.FlightInfo:
-        """A dataset, and where its parts are. Raises DatasetNotFound, and CatalogError for an unknown descriptor."""
+        """Return a dataset and the locations of its parts.
+
+        Raises:
+            DatasetNotFound: The dataset does not exist.
+            CatalogError: The descriptor is invalid.
+        """
 
     @abstractmethod
     def schema(self, descriptor: flight.FlightDescriptor) -> pa.Schema:
-        """The schema of a dataset. Raises DatasetNotFound."""
+        """Return the schema of a dataset. Raise DatasetNotFound if the dataset does not exist."""
 
     @abstractmethod
     def versions(self, name: str) -> Sequence[dict[str, Any]]:
-        """Every version of a dataset that can still be read: see `CatalogClient.versions`."""
+        """Return every version of a dataset that can still be read. See `CatalogClient.versions`."""
 
     @abstractmethod
     def nodes(self) -> Sequence[dict[str, Any]]:
-        """Every node: see `CatalogClient.nodes`."""
+        """Return every node. See `CatalogClient.nodes`."""
 
     @abstractmethod
     def renew(self, request: bytes) -> bytes:
-        """The endpoint in this message of Flight.proto with a ticket that is good for longer, as such a message.
+        """Return an endpoint with a ticket that is valid for longer.
 
-        Raises DatasetNotFound where its dataset is gone, AccessDenied where its ticket has expired, and CatalogError
-        where this catalog promises nothing of tickets.
+        Args:
+            request: A `RenewFlightEndpointRequest` of Flight.proto, serialized.
+
+        Returns:
+            A `FlightEndpoint` of Flight.proto, serialized.
+
+        Raises:
+            DatasetNotFound: The dataset of the endpoint is gone.
+            AccessDenied: The ticket has expired.
+            CatalogError: The tickets of this catalog have no guaranteed lifetime.
         """
 
     def open(self, ticket: bytes) -> pa.RecordBatchReader:
-        """The stream of a ticket, from here or from where it is. Raises DatasetNotFound and AccessDenied."""
+        """Return the stream for a ticket, read here or from the node that holds the part.
+
+        Raises:
+            DatasetNotFound: No dataset has this ticket.
+            AccessDenied: The ticket is invalid or has expired.
+        """
         identifier = self._registry.tickets.check(parse_identifier(ticket)[0], time.time()).identifier
         if self._registry.lookup(identifier) is not None:
             return self.holdings.open(ticket)
@@ -96,26 +118,38 @@ class Catalog(ABC):
 
     @abstractmethod
     def _open_remote(self, identifier: bytes, ticket: bytes) -> pa.RecordBatchReader:
-        """The stream of a ticket that is not served here; `identifier` is what it was made for."""
+        """Return the stream for a ticket of a part that this process does not serve.
+
+        Args:
+            identifier: The identifier of the part, which the ticket was made from.
+            ticket: The ticket.
+        """
 
     # Publishing
 
     @abstractmethod
     def record_publication(self, dataset: Dataset, ttl: float | None = None) -> None:
-        """Record what this process has published by itself, and serves already, for `ttl` seconds if that is given.
+        """Record a dataset that this process has published and already serves.
 
-        Raises CatalogError where only another catalog may publish.
+        Args:
+            dataset: The dataset.
+            ttl: Its time to live in seconds; None if it does not expire.
+
+        Raises:
+            CatalogError: This process is a node, and only its upstream catalog may publish.
         """
 
     @abstractmethod
     def commit(self, body: Mapping[str, Any]) -> None:
-        """Publish segments, on whichever nodes they are, as one dataset, whole and at once.
+        """Publish segments, which may be on several nodes, as one dataset, all of them or none.
 
-        Raises CatalogError where it was aborted, or the schemas differ, and what the nodes raise.
+        Raises:
+            CatalogError: The commit was aborted, or the schemas differ.
+            DissociatedError: A node failed, with the error of that node.
         """
 
     def _parse_commit(self, body: Mapping[str, Any]) -> tuple[Publication, str, list[tuple[str, str]]]:
-        """What is published, the key of its commit, and its segments as pairs of node and name."""
+        """Return the publication, the key of its commit, and its segments as pairs of node and segment name."""
         publication = Publication.parse({**body, "mode": "append" if body["append"] else "overwrite"})
         segments = [
             (str(one["node"]), str(one["segment"])) if isinstance(one, dict) else (self._own_node_id(), str(one))
@@ -130,26 +164,27 @@ class Catalog(ABC):
 
     @abstractmethod
     def drop(self, name: str) -> None:
-        """Make a dataset unavailable. Raises DatasetNotFound."""
+        """Make a dataset unavailable. Raise DatasetNotFound if it does not exist."""
 
     @abstractmethod
     def abort(self, key: str) -> None:
-        """Let no commit with this key come, unless it is under way, and remove what was written for it."""
+        """Forbid any commit with this key, unless one is in progress, and remove the segments written for it."""
 
     @abstractmethod
     def committed(self, key: str) -> bool:
-        """Whether there was a commit with this key."""
+        """Return whether a commit with this key was made."""
 
     @abstractmethod
     def resolved_commits(self, keys: Sequence[str]) -> Sequence[str]:
-        """Those of `keys` that were committed or aborted."""
+        """Return the members of `keys` whose commits were made or aborted."""
 
     def put(self, command: Mapping[str, Any], reader: Any, cancelled: Callable[[], bool]) -> dict[str, Any]:
-        """Write a stream that a Flight client sends, and publish it unless it asks for that to wait.
+        """Write a stream from a Flight client, and publish it unless the command has `staged`.
 
-        What breaks off, which `cancelled` tells or an end that is missing, leaves nothing.
+        An incomplete stream leaves nothing behind. A stream is incomplete if `cancelled` returns True at its end, or if
+        the command announces an end marker and the marker is missing or wrong.
         """
-        Publication.parse(command)  # before anything moves
+        Publication.parse(command)  # Check the command before any data moves.
         return self._put(command, reader.schema, receive_put(reader, cancelled, bool(command.get("end"))))
 
     def _put(self, command: Mapping[str, Any], schema: pa.Schema, pairs: Iterator[BatchAndMetadata]) -> dict[str, Any]:
@@ -182,7 +217,7 @@ class Catalog(ABC):
         )
 
     def prepare(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Make segments on this node ready to be published by a catalog."""
+        """Make segments on this node ready to be published by another catalog."""
         prepared = self._backend.prepare(
             CommitRequest(
                 str(body["name"]),
@@ -202,10 +237,10 @@ class Catalog(ABC):
             "schema": schemas.to_base64(prepared.dataset.schema),
         }
 
-    # What writers ask
+    # Staging
 
     def stage(self, caller: Mapping[str, Any]) -> dict[str, Any]:
-        """Where writers put segments: on the host that asks, if there is a node."""
+        """Return the directory in which writers put segments, preferably that of a node on the caller's host."""
         directory = self._backend.directory
         return {
             "directory": str(directory),
@@ -219,7 +254,7 @@ class Catalog(ABC):
         }
 
     def reserve(self, segment: str, size: int, wish: int) -> int:
-        """Room for a segment in the stage."""
+        """Reserve room for a segment in the stage, and return the number of bytes reserved."""
         return self._backend.reserve(segment, size, wish)
 
     def discard(self, segments: Sequence[str]) -> None:
@@ -227,9 +262,10 @@ class Catalog(ABC):
         self._backend.discard(segments)
 
     def clear_stage(self, resolved: Sequence[str] | None = None) -> None:
-        """Remove from the stage what was written for commits that are `resolved`: have been, or will never be.
+        """Remove the segments of resolved commits from the stage. A commit is resolved when it was made or aborted.
 
-        Left out, `resolved` is asked of the catalog.
+        Args:
+            resolved: The keys of resolved commits. If omitted, the catalog is asked for them.
         """
         staged = [name for name in self._backend.staged() if "-" in name]
         keys = sorted({_commit_key_of(name) for name in staged})
@@ -238,40 +274,45 @@ class Catalog(ABC):
         self._backend.discard(name for name in staged if _commit_key_of(name) in (resolved or ()))
 
     def _clean_up(self, *steps: Callable[[], object]) -> None:
-        """Do what is due once something has been published, dropped or aborted.
+        """Run the steps that follow a publication, drop or abort.
 
-        That has happened, whatever fails now: so this is logged, and `reconcile` tries it again.
+        The operation itself has succeeded, so an error in a step is only logged, and `reconcile` tries again.
         """
         for step in steps:
             try:
                 step()
             except (DissociatedError, OSError) as error:
-                # Its text alone: a handler that keeps the record would keep the traceback, and so what that has mapped.
+                # Log only the text of the error. A handler that keeps records would keep the traceback too, and with it
+                # the memory that its frames have mapped.
                 _log.warning("%s: %s; it is tried again", self.node.flight, str(error))
             except Exception:
                 _log.exception("%s: what is over was not looked at", self.node.flight)
 
-    # What nodes tell
+    # Messages of nodes
 
     @abstractmethod
     def register(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """A node says who it is and everything that it holds. Returns what it should know of that.
+        """Register a node with all the parts that it holds.
 
-        Raises AccessDenied where its tickets or tokens are not those of this catalog.
+        Returns:
+            The state of those parts in this catalog.
+
+        Raises:
+            AccessDenied: The tickets or tokens of the node do not match those of this catalog.
         """
 
     @abstractmethod
     def heartbeat(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """A node lives, and says what has changed since the last time. Returns what it should know of that."""
+        """Record a heartbeat of a node, with its changes since the last one. Return the state of those parts."""
 
     @abstractmethod
     def deregister(self, node: str) -> None:
-        """A node ends."""
+        """Record that a node shuts down."""
 
-    # Time
+    # Start, reconciliation and end
 
     def start(self) -> None:
-        """Serve what the store holds."""
+        """Serve the versions in the store."""
         for version in self._backend.versions():
             try:
                 prepared = self._backend.load_version(version)
@@ -282,22 +323,22 @@ class Catalog(ABC):
 
     @abstractmethod
     def _restore(self, version: Version, prepared: Prepared) -> None:
-        """This version was in the store when the process began."""
+        """Restore a version that was in the store when the process started."""
 
     @abstractmethod
     def reconcile(self) -> None:
-        """Learn what has been published, and let go of what is over."""
+        """Learn which versions were published, and remove the unreferenced ones."""
 
     @abstractmethod
     def close(self) -> None:
-        """This process ends. The holdings stay until `release`."""
+        """Stop working with other catalogs. The holdings stay open until `release`."""
 
     def release(self) -> None:
-        """Nobody asks any more: let go of what is kept."""
+        """Close the holdings. Call it when no more requests can come."""
         self._backend.close()
 
     def _on_evicted(self, version: Version) -> None:
-        """A version was evicted; or what was prepared and never published is gone."""
+        """Withdraw a version that was evicted, or a prepared version that was removed before its publication."""
         number = self._version_number(version.id)
         self._registry.withdraw_parts([version.id])
         if not version.prepared:
@@ -305,7 +346,7 @@ class Catalog(ABC):
         self._on_parts_deleted([version.id])
 
     def _on_spilled(self, prepared: Prepared) -> None:
-        """A version was spilled."""
+        """Record that a version was spilled."""
         dataset = prepared.dataset
         self.holdings.record_change(
             "spilled", dataset.name, self._version_number(prepared.id), dataset.rows, dataset.nbytes
@@ -313,20 +354,20 @@ class Catalog(ABC):
 
     @abstractmethod
     def _version_number(self, part: str) -> int | None:
-        """The number of the version that has this part, where that is known here."""
+        """Return the number of the version that has this part, or None if this process does not know it."""
 
     @abstractmethod
     def _on_parts_deleted(self, parts: Sequence[str]) -> None:
-        """These parts are not kept here any more."""
+        """Record that this process no longer holds these parts."""
 
-    # What comes of it
+    # Status
 
     @abstractmethod
     def node_status(self) -> Sequence[NodeStatus]:
-        """The nodes of this catalog, itself left out."""
+        """Return the status of the nodes of this catalog, except this process."""
 
     def status(self) -> ServerStatus:
-        """What is served here, who reads it, and what was sent."""
+        """Return the datasets served here, their readers, and the amount of data sent."""
         return self.holdings.activity.status(
             self.node.flight,
             self.holdings.endpoints.listener_uris(),
@@ -337,12 +378,15 @@ class Catalog(ABC):
 
 
 def _commit_key(name: str, segments: Sequence[tuple[str, str]]) -> str:
-    """A repeated call of a client that gives no key names the same segments, which nobody writes twice."""
+    """Return a key for a commit of a client that sends none.
+
+    It is derived from the names of the segments, which are unique. So a repeated call has the same key.
+    """
     if not segments:
         return secrets.token_hex(16)
     return hashlib.sha256(json.dumps([name, segments]).encode()).hexdigest()
 
 
 def _commit_key_of(segment: str) -> str:
-    """The key of the commit that a segment was written for, by its name."""
+    """Return the key of the commit that a segment was written for, which is part of its name."""
     return segment.partition("-")[0]

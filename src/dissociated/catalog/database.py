@@ -1,7 +1,7 @@
-"""What the catalog knows: datasets, their versions, the parts of each, and the nodes that hold them.
+"""The database of a catalog: datasets, their versions, the parts of each version, and the nodes that hold them.
 
-A commit is one transaction: a dataset is replaced whole or not at all, whatever is killed. Nothing that a commit does
-takes longer the more there is: every search has its index.
+A commit is one transaction. Whichever process is killed, a dataset is replaced completely or not at all. Every search
+uses an index, so the time for a commit does not grow with the number of datasets.
 """
 
 from __future__ import annotations
@@ -18,28 +18,35 @@ from dissociated.errors import CatalogError, DatasetNotFound
 from dissociated.monitoring.changes import Change
 from dissociated.store.numbers import Removed
 
-#: Seconds after which a part that was prepared for a commit which never came is released.
+#: The number of seconds after which a prepared part is released if its commit never came.
 PREPARE_TIMEOUT = 600.0
 FOREVER = 1e18
 
 
 class Database:
-    """The catalog's state, in the file `path`. Safe to use from many threads. `clock` gives seconds since the epoch.
+    """The state of a catalog, in one file. Its methods may be called from several threads.
 
-    `on_change` is told what has become of datasets, after it has; whoever serves the database sets it.
-    Raises CatalogError where the file cannot be used, or another catalog uses it.
+    Args:
+        path: The path of the file, or `:memory:`.
+        clock: A function that returns the time in seconds since the epoch.
+
+    Attributes:
+        on_change: A callback that receives each change of a dataset after its transaction. The catalog sets it.
+
+    Raises:
+        CatalogError: The file cannot be used, or another catalog uses it.
     """
 
     def __init__(self, path: str = ":memory:", clock: Callable[[], float] = time.time) -> None:
         self.on_change: Callable[[Change], None] = lambda change: None
-        #: Whether it outlives this process.
+        #: Whether the database outlives this process.
         self.is_durable = path != ":memory:"
         self._clock = clock
         self._tables = Tables(path)
 
     @property
     def id(self) -> int:
-        """Tells this database, and copies of its file, from all others."""
+        """The id of this database and of copies of its file. Other databases have other ids."""
         return self._tables.id
 
     def close(self) -> None:
@@ -48,7 +55,7 @@ class Database:
 
     @contextmanager
     def _transaction(self) -> Iterator[Versions]:
-        """One transaction, at one moment. `on_change` is called after it, without the lock."""
+        """Open a transaction at one moment in time. `on_change` is called afterwards, without the lock."""
         with self._tables.transaction():
             versions = Versions(self._tables, self._clock())
             versions.expire(versions.now)
@@ -67,10 +74,18 @@ class Database:
         serial: int = 0,
         removed: Mapping[str, Removed] | None = None,
     ) -> None:
-        """A node says who it is and everything that it holds, of the parts with serials up to `serial`.
+        """Register a node with all the parts that it holds.
 
-        What it does not hold any more is gone. What it published itself and this catalog does not know yet becomes a
-        dataset, unless later versions of that are known. `removed` says which versions of each dataset are gone there.
+        Parts that the node no longer holds are deleted. A version that the node stores and this catalog does not know
+        becomes the current version of its dataset, unless a later version is known.
+
+        Args:
+            node: The record of the node.
+            announced: Every version that the node holds.
+            digest: A digest of the node's state, which the next heartbeat repeats.
+            lives_until: The time until which the node is considered alive, in seconds since the epoch.
+            serial: The serial up to which `announced` is complete.
+            removed: The latest version that is gone from the node, for each dataset.
         """
         with self._transaction() as versions:
             self._tables.run(
@@ -103,7 +118,7 @@ class Database:
             versions.record_removed(name, last)
 
     def _record_announced(self, versions: Versions, announced: Sequence[AnnouncedVersion]) -> None:
-        """A node holds these."""
+        """Record versions that a node holds."""
         for one in sorted(announced, key=lambda one: (one.version, one.part.serial)):
             if not one.whole:
                 self._tables.run("DELETE FROM unsettled WHERE part = ?", (one.part.id,))
@@ -127,11 +142,19 @@ class Database:
         announced: Sequence[AnnouncedVersion] = (),
         gone: Sequence[str] = (),
     ) -> bool:
-        """A node lives until `lives_until`, unless it says so again, and holds what `digest` stands for.
+        """Record a heartbeat of a node, with its changes since the last one.
 
-        Since it held what the digest `since` stood for, the versions that are `announced` have come or changed, and the
-        parts that are `gone` have gone. Returns False where the node is not known with that digest: then nothing is
-        recorded, and it must register.
+        Args:
+            node: The id of the node.
+            digest: The digest of the node's present state.
+            lives_until: The time until which the node is considered alive, in seconds since the epoch.
+            since: The digest of the state that the changes are relative to; by default `digest`.
+            announced: The versions that were added or changed.
+            gone: The ids of parts that the node no longer holds.
+
+        Returns:
+            False if the catalog does not know the node with that earlier digest. Nothing is recorded then, and the node
+            must register.
         """
         with self._transaction() as versions:
             known = self._tables.all(
@@ -151,34 +174,35 @@ class Database:
             return True
 
     def deregister(self, node: str) -> None:
-        """A node says that it ends."""
+        """Record that a node shuts down."""
         with self._transaction():
             self._tables.run("UPDATE nodes SET lives_until = 0 WHERE id = ?", (node,))
 
     def nodes(self) -> list[NodeRecord]:
-        """Every node that ever registered."""
+        """Return every node that ever registered."""
         with self._transaction() as versions:
             return [versions.node(row) for row in self._tables.all("SELECT * FROM nodes ORDER BY id")]
 
     def unreferenced_parts(self, node: str, announced: Sequence[AnnouncedVersion] = ()) -> list[str]:
-        """The parts of a node that no version has any more, or that were prepared for a commit that never came."""
+        """Return the parts of a node that belong to no version, or were prepared for a commit that never came."""
         with self._transaction() as versions:
-            # CROSS: the few unused ones first, and not all parts
+            # CROSS JOIN makes SQLite start with the few unused parts, in place of all parts.
             rows = self._tables.all("SELECT id FROM unused CROSS JOIN parts ON id = part WHERE node = ?", node)
             unreferenced = {row["id"] for row in rows}
             for one in announced:
                 if self._tables.all("SELECT 1 FROM parts WHERE id = ?", one.part.id):
                     continue
                 if not versions.is_resolved(one.key) and one.prepared and one.created + PREPARE_TIMEOUT < versions.now:
-                    versions.abort(one.key)  # should its commit come after all, it must not find nothing
+                    versions.abort(one.key)  # If the commit still comes, it must fail, since its part is deleted.
                 if versions.is_resolved(one.key):
                     unreferenced.add(one.part.id)
             return sorted(unreferenced)
 
     def referenced_parts(self, node: str, parts: Iterable[str]) -> dict[str, bool]:
-        """Those of these parts that some version has, each with whether it is all of the latest such version.
+        """Return the parts that belong to a version, each with whether it is the whole of the latest such version.
 
-        There are also those of the `node` that are not all of their version any more, until it acknowledges that.
+        The result also has parts of `node` that are no longer the whole of their version, until the node acknowledges
+        that.
         """
         with self._transaction() as versions:
             unsettled = self._tables.all("SELECT id FROM unsettled CROSS JOIN parts ON id = part WHERE node = ?", node)
@@ -190,13 +214,13 @@ class Database:
             return referenced
 
     def acknowledge_parts(self, parts: Iterable[str]) -> None:
-        """The node of these parts knows what `referenced_parts` said of them."""
+        """Record that the node of these parts has received the result of `referenced_parts`."""
         with self._transaction():
             for part in parts:
                 self._tables.run("DELETE FROM unsettled WHERE part = ?", (part,))
 
     def delete_parts(self, parts: Sequence[str]) -> None:
-        """These parts are gone from their node."""
+        """Delete parts that are gone from their node."""
         with self._transaction() as versions:
             for part in parts:
                 versions.delete_part(part)
@@ -217,13 +241,27 @@ class Database:
         before: Sequence[str] = (),
         version: int | None = None,
     ) -> int:
-        """Make these parts the dataset `name`, or with `append` more of it. A repeated `key` changes nothing.
+        """Publish parts as the dataset `name`. A repeated `key` changes nothing.
 
-        `created` is when that was, if not now; `ttl` counts from then. `before` are the keys of commits that these
-        parts have in them too, the first one first: they are not repeated either. `version` is the number that
-        `next_version` gave for it; left out, it is the next now.
-        Returns the number of the version. Raises CatalogError for parts of unknown nodes, for another schema than that
-        of what is appended to, and for an append to what was lost.
+        Args:
+            name: The name of the dataset.
+            key: The key of the commit.
+            schema: The schema, serialized.
+            parts: The parts of the version.
+            append: Whether to append the parts to the current version.
+            tags: The tags of the version.
+            ttl: The time to live in seconds from `created`.
+            created: The time of the commit in seconds since the epoch; by default now.
+            before: The keys of earlier commits whose rows these parts contain too, oldest first. They count as
+                committed.
+            version: The number that `next_version` returned; by default the next number.
+
+        Returns:
+            The number of the version.
+
+        Raises:
+            CatalogError: A part is on an unknown node, the schema differs from that of the version to append to, that
+                version was lost, or the commit was aborted.
         """
         with self._transaction() as versions:
             committed = self._tables.all("SELECT version FROM commits WHERE key = ?", key)
@@ -240,17 +278,24 @@ class Database:
             return number
 
     def next_version(self, name: str, append: bool = False) -> int:
-        """Take the number of a version that is about to be written: it is used up, whatever becomes of that.
+        """Return a number for a version about to be written.
 
-        Raises CatalogError for an append to what was lost: it would be all that there is.
+        The number is used up even if the version is not published.
+
+        Raises:
+            CatalogError: `append` is set and the current version was lost, so the new rows alone would become the
+                dataset.
         """
         with self._transaction() as versions:
             return versions.next_number(name, append)
 
     def learn(self, announced: AnnouncedVersion) -> int | None:
-        """Make a version in the store of this process the dataset, unless it is known, aborted, replaced or dropped.
+        """Publish a version in the store of this process, unless it is known, aborted, replaced or dropped.
 
-        It keeps its number. Returns the number of the version where it is shown.
+        The version keeps its number.
+
+        Returns:
+            The number of the version if it is visible, or None.
         """
         with self._transaction() as versions:
             if not self._is_known(announced) and not versions.is_resolved(announced.key):
@@ -259,56 +304,62 @@ class Database:
         return self.version_of(announced.part.id)
 
     def record_removed(self, removed: Mapping[str, Removed]) -> None:
-        """Record versions that are gone from the store of this process: see `register`."""
+        """Record versions that are gone from the store of this process. See `register`."""
         with self._transaction() as versions:
             self._record_removed(versions, removed)
 
     def version_of(self, part: str) -> int | None:
-        """The number of the latest version that has this part."""
+        """Return the number of the latest version that has this part, or None."""
         return self.versions_of([part]).get(part)
 
     def versions_of(self, parts: Iterable[str]) -> dict[str, int]:
-        """Return the number of the latest version that has each of these parts, if there is one."""
+        """Return the number of the latest version that has each of these parts, without parts that no version has."""
         with self._transaction():
             sql = "SELECT number FROM versions WHERE id = (SELECT max(version) FROM version_parts WHERE part = ?)"
             found = {part: self._tables.all(sql, part) for part in parts}
             return {part: int(rows[0]["number"]) for part, rows in found.items() if rows}
 
     def committed(self, key: str) -> int | None:
-        """The number of the version that was committed with this key, whatever became of it."""
+        """Return the number of the version committed with this key, even if that version is gone, or None."""
         with self._transaction():
             rows = self._tables.all("SELECT version FROM commits WHERE key = ?", key)
             return int(rows[0]["version"]) if rows else None
 
     def abort(self, key: str) -> None:
-        """There shall be no commit with this key, unless there was one."""
+        """Forbid a commit with this key, unless one was made."""
         with self._transaction() as versions:
             if not versions.is_resolved(key):
                 versions.abort(key)
 
     def resolved_commits(self, keys: Sequence[str]) -> list[str]:
-        """Those of `keys` that were committed or aborted."""
+        """Return the members of `keys` whose commits were made or aborted."""
         with self._transaction() as versions:
             return [key for key in keys if versions.is_resolved(key)]
 
     def drop(self, name: str) -> None:
-        """Forget the dataset `name`, all versions. Raises DatasetNotFound."""
+        """Remove all versions of the dataset `name`. Raise DatasetNotFound if it does not exist."""
         with self._transaction() as versions:
             if not self._tables.all("SELECT 1 FROM versions WHERE name = ? AND replaced IS NULL", name):
                 raise DatasetNotFound(f"no dataset {name!r} is published here")
             versions.remove("dropped", "it was asked for", "name = ?", name)
 
     def datasets(self, prefix: str = "", tags: Mapping[str, str] | None = None) -> list[VersionRecord]:
-        """The datasets whose names begin with `prefix` and that have all of `tags`, by name."""
+        """Return the datasets whose names begin with `prefix` and that have all of `tags`, sorted by name."""
         with self._transaction() as versions:
             rows = self._tables.all("SELECT * FROM versions WHERE replaced IS NULL ORDER BY name")
             found = (versions.record(row) for row in rows if row["name"].startswith(prefix))
             return [record for record in found if (tags or {}).items() <= record.tags.items()]
 
     def find(self, name: str, version: int | None = None, retain: float = 0.0) -> VersionRecord:
-        """The dataset `name`, or a version of it that is still there. Raises DatasetNotFound.
+        """Return the dataset `name`, or an earlier version that still exists.
 
-        `retain` is for how many seconds its tickets shall stay good at least, even if it is replaced.
+        Args:
+            name: The name of the dataset.
+            version: The number of a version; by default the current one.
+            retain: The minimum number of seconds for which its tickets must stay valid, even if it is replaced.
+
+        Raises:
+            DatasetNotFound: There is no such dataset or version.
         """
         with self._transaction() as versions:
             if version is None:
@@ -322,13 +373,13 @@ class Database:
             return versions.record(rows[0])
 
     def versions(self, name: str) -> list[VersionRecord]:
-        """All versions of `name` that can still be read, the oldest first."""
+        """Return all versions of `name` that can still be read, oldest first."""
         with self._transaction() as versions:
             rows = self._tables.all("SELECT * FROM versions WHERE name = ? ORDER BY number", name)
             return [versions.record(row) for row in rows]
 
     def find_by_ticket(self, ticket: bytes, retain: float = 0.0) -> tuple[VersionRecord, ReplicatedPart]:
-        """The version that has a part with this ticket, and that part. Raises DatasetNotFound."""
+        """Return the latest version that has a part with this ticket, and the part. Raise DatasetNotFound."""
         with self._transaction() as versions:
             rows = self._tables.all(
                 "SELECT versions.* FROM versions JOIN version_parts ON version = versions.id"

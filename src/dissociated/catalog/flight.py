@@ -1,4 +1,4 @@
-"""The calls of Arrow Flight that a catalog answers: see `dissociated.catalog.service` for what they take."""
+"""The Flight server of a catalog. `dissociated.catalog.service` describes the calls and their arguments."""
 
 from __future__ import annotations
 
@@ -42,33 +42,35 @@ _log = logging.getLogger(__name__)
 
 
 class _WithoutTraceback(Exception):
-    """pyarrow tells the client the traceback of what is no error of Flight, unless that cannot be formatted.
+    """An error whose traceback pyarrow does not send to the client.
 
-    Flight's own errors have no code for "not found", nor for "not implemented".
+    pyarrow appends the traceback to every exception that is not a Flight error, unless formatting the traceback fails.
+    Flight errors cannot be used, since none of them has the code for "not found" or "not implemented".
     """
 
-    __str__ = Exception.__str__  # KeyError would print the repr
+    __str__ = Exception.__str__  # KeyError would print the repr of its argument.
 
     @property
-    def __cause__(self) -> BaseException | None:  # type: ignore[override]  # what formats it asks for that first
+    # The formatter of tracebacks reads this attribute first.
+    def __cause__(self) -> BaseException | None:  # type: ignore[override]
         raise AttributeError("the traceback is not for clients")
 
 
 class NotFound(_WithoutTraceback, KeyError):
-    """Arrives as NOT_FOUND."""
+    """An error that the client receives as NOT_FOUND."""
 
 
 class NotAnswered(_WithoutTraceback, NotImplementedError):
-    """Arrives as UNIMPLEMENTED."""
+    """An error that the client receives as UNIMPLEMENTED."""
 
 
 class Refused(_WithoutTraceback, ValueError):
-    """Arrives as INVALID_ARGUMENT."""
+    """An error that the client receives as INVALID_ARGUMENT."""
 
 
 @contextmanager
 def flight_errors(log: LimitedLog, context: Any) -> Iterator[None]:
-    """Turn our errors into those that Flight carries to the client of the call with this `context`."""
+    """Convert exceptions to Flight errors for the client of the call with this `context`."""
     try:
         yield
     except DatasetNotFound as error:
@@ -78,7 +80,7 @@ def flight_errors(log: LimitedLog, context: Any) -> Iterator[None]:
     except DissociatedError as error:
         if error.reference is None:
             log.write(logging.INFO, "%s", error, event="refused", peer=context.peer())
-        else:  # the client is told the reference, which must lead to this line
+        else:  # The client receives the reference, which must lead to this line of the log.
             _log.log(log_level(error), "%s", log_message(error))
         kind, extra_info = flight.FlightServerError, b""
         if isinstance(error, CatalogUnreachable | DeadlineExceeded):
@@ -90,7 +92,7 @@ def flight_errors(log: LimitedLog, context: Any) -> Iterator[None]:
         raise
     except Exception as error:
         of_libarrow = isinstance(error, OSError) and error.errno is None
-        if of_libarrow or isinstance(error, pa.ArrowException):  # of what the client sent, or that it is gone
+        if of_libarrow or isinstance(error, pa.ArrowException):  # The client sent invalid data, or has disconnected.
             raise flight.FlightServerError(str(error)) from None
         why = "a call failed for a reason of ours"
         log.write(logging.ERROR, why, event="complaint", peer=context.peer(), exc_info=True)
@@ -98,15 +100,16 @@ def flight_errors(log: LimitedLog, context: Any) -> Iterator[None]:
 
 
 def _with_flight_errors(items: Iterator[Any], log: LimitedLog, context: Any) -> Iterator[Any]:
-    """The same items; what is raised between them is told, too."""
+    """Yield `items`, and convert exceptions that are raised between them to Flight errors."""
     with flight_errors(log, context):
         yield from items
 
 
 class _MessageLimit(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow has no type hints
-    """Marks the calls of clients that may take messages of up to 4 MiB only.
+    """Middleware that marks calls of clients that accept messages of 4 MiB at most.
 
-    That is what gRPC does by itself; Flight in C++, which is in pyarrow, R and Ruby, takes any.
+    That is the default of gRPC. The C++ implementation of Flight, which pyarrow, R and Ruby use, accepts messages of
+    any size.
     """
 
     def start_call(self, info: Any, headers: dict[str, list[str]]) -> flight.ServerMiddleware | None:
@@ -115,9 +118,9 @@ class _MessageLimit(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # py
 
 
 class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type hints
-    """Answers at `uri` for the catalog that it is given; calls that come before that wait.
+    """A Flight server that listens at `uri`, and answers calls once its catalog is set. Earlier calls wait.
 
-    gRPC answers from when it listens, and a catalog is made for the address at which it does.
+    gRPC answers as soon as it listens, but the catalog needs the address at which it listens.
     """
 
     def __init__(self, uri: str, **protection: Any) -> None:
@@ -129,7 +132,7 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
         super().__init__(uri, middleware=middleware, **protection)
 
     def set_catalog(self, catalog: Catalog) -> None:
-        """From now on."""
+        """Answer calls with `catalog` from now on."""
         self._actions |= _actions(catalog)
         self._binary |= {
             "RenewFlightEndpoint": (catalog.renew, "keep the ticket of an endpoint good for longer"),
@@ -138,12 +141,12 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
         self._catalog_future.set_result(catalog)
 
     def stop(self) -> None:
-        """There will be no catalog: whoever waits for one is told."""
+        """Fail the calls that wait for a catalog, if none was set."""
         if not self._catalog_future.done():
             self._catalog_future.set_exception(CatalogError("this catalog could not start"))
 
     def shutdown(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         super().shutdown()
         self._log.close()
 
@@ -159,14 +162,15 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
         try:
             with flight_errors(self._log, context):
                 return flight.SchemaResult(self._catalog.schema(descriptor))
-        except flight.FlightError as error:  # pyarrow sends the traceback of these, too, for GetSchema alone
+        except flight.FlightError as error:  # For GetSchema, pyarrow sends the traceback of Flight errors too.
             raise Refused(str(error)) from None
 
     def do_get(self, context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
         with flight_errors(self._log, context):
             reader = self._catalog.open(ticket.ticket)
             limited = context.get_middleware(_MESSAGE_LIMIT) is not None
-        # Both: pyarrow asks for the batches of a run by itself, and would tell the client what it is told there.
+        # Both iterators need `_with_flight_errors`: pyarrow pulls the batches of a run itself, and would send the
+        # client the text of any exception raised there.
         pairs = _with_flight_errors(checked(reader.schema, batches(reader), limited), self._log, context)
         messages = generate_get(pairs)
         return flight.GeneratorStream(reader.schema, _with_flight_errors(messages, self._log, context))
@@ -186,7 +190,7 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
     def do_action(self, context: Any, action: flight.Action) -> list[bytes]:
         content = action.body.to_pybytes()
         with flight_errors(self._log, context):
-            self._catalog_future.result()  # there are no actions before
+            self._catalog_future.result()  # Wait for the catalog, which defines the actions.
             if action.type in self._binary or action.type in self._actions:
                 require_action(context, action.type)
             try:
@@ -198,7 +202,7 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
             except DissociatedError:
                 raise
             except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
-                # Without the error's text, which may be all of the body, tickets included.
+                # Log without the text of the error, which may contain the whole body, including tickets.
                 line = "%s was called with a body that it does not take: %s"
                 kind, peer = type(error).__name__, context.peer()
                 self._log.write(logging.INFO, line, action.type, kind, event="body", peer=peer)
@@ -246,7 +250,7 @@ def _actions(catalog: Catalog) -> dict[str, tuple[Callable[[_Body], Any], str]]:
 
 
 def _only(body: _Body, key: str) -> str:
-    """The value of the one key that there is: who says more means something else."""
+    """Return the value of the only key in `body`. Raise ValueError if there are other keys, which would be ignored."""
     if [*body] != [key]:
         raise ValueError(f"{key} alone")
     return str(body[key])

@@ -1,4 +1,4 @@
-"""The guard of a catalog: TLS, and a bearer token with each call."""
+"""Access control for a catalog: TLS, and a bearer token in each call."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ _log = logging.getLogger(__name__)
 _MIDDLEWARE = "guard"
 _HEADER = "authorization"
 _AUTH_SCHEME = "bearer"
-_CALL_NAMES = {method: method.name.title().replace("_", "") for method in flight.FlightMethod}  # as in Flight.proto
+_CALL_NAMES = {method: method.name.title().replace("_", "") for method in flight.FlightMethod}  # names in Flight.proto
 
 
 def server_options(uri: str, security: Security) -> dict[str, Any]:
-    """What makes a Flight server at `uri` ask for tokens and speak TLS. Raises OptionError for files it cannot use."""
+    """Return the options for a Flight server at `uri`: middleware that checks tokens, and certificates for TLS.
+
+    Raises:
+        OptionError: The certificate is missing, or a file cannot be read.
+    """
     options: dict[str, Any] = {}
     if security.authorize is not None or security.peer is not None:
         options["middleware"] = {_MIDDLEWARE: Guard(security)}
@@ -35,15 +39,18 @@ def server_options(uri: str, security: Security) -> dict[str, Any]:
 
 
 class Guard(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow has no type hints
-    """Lets calls in whose bearer token has the role for it, or a peer's: a catalog or a node with the same secret."""
+    """Middleware that admits calls whose bearer token has the required role.
+
+    Catalogs and nodes that have the same secret are admitted as peers.
+    """
 
     def __init__(self, security: Security) -> None:
         self._authorize = security.authorize
         self._peer = security.peer
-        self._log = LimitedLog(_log)  # without peers, whom Flight does not tell here
+        self._log = LimitedLog(_log)  # Entries have no peer: Flight does not tell middleware the address of the client.
 
     def start_call(self, info: Any, headers: dict[str, list[str]]) -> Caller:
-        """Refuse the call, or let it go on. Tokens are never logged, nor what was made of them."""
+        """Admit the call, or raise. Neither tokens nor values derived from them are logged."""
         caller = self._identify(info, headers)
         call = _CALL_NAMES.get(info.method, "")
         caller.require(call, CALLS.get(call, Role.PEER))
@@ -62,7 +69,8 @@ class Guard(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow ha
         for token in tokens:
             try:
                 owner = identify(self._authorize, token)
-            except Exception as error:  # it is the operator's code: anything may come out of it, the token too
+            # `authorize` is the operator's code, so the text of its error may be anything, even the token.
+            except Exception as error:
                 kind = type(error).__name__
                 self._log.write(logging.ERROR, "a token could not be checked: %s in authorize", kind, event="authorize")
                 raise self._unauthenticated(info, "the catalog could not check the token") from None
@@ -80,14 +88,14 @@ class Guard(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow ha
 
 
 class Caller(flight.ServerMiddleware):  # type: ignore[misc]  # pyarrow has no type hints
-    """The maker of a call, with the role that the token or the secret gives."""
+    """The caller of a method, with the role that its token or secret gives."""
 
     def __init__(self, role: Role, log: LimitedLog) -> None:
         self._role = role
         self._log = log
 
     def require(self, call: str, role: Role) -> None:
-        """Raise FlightUnauthorizedError unless the caller has this role, which `call` needs, or a higher one."""
+        """Raise FlightUnauthorizedError unless the caller has `role`, which `call` needs, or a higher role."""
         if self._role >= role:
             return
         line = "%s was refused: it needs the role %s, and the caller has %s"
@@ -105,7 +113,7 @@ class Caller(flight.ServerMiddleware):  # type: ignore[misc]  # pyarrow has no t
 def require_action(context: Any, action: str) -> None:
     """Raise FlightUnauthorizedError unless the caller has the role that an action needs.
 
-    If there are neither tokens nor a secret, everybody has it.
+    Without tokens and without a secret, every caller may run every action.
     """
     caller = context.get_middleware(_MIDDLEWARE)
     if caller is not None:

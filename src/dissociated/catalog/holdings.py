@@ -1,4 +1,4 @@
-"""What this process holds of the datasets of a catalog: what it serves, and where writers put more."""
+"""The datasets of a catalog that this process serves, and the backend in which writers store more."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _log = logging.getLogger(__name__)
 
 
 class EndpointProvider(Protocol):
-    """Where what is served here can be requested."""
+    """The source of the URIs at which clients can request the datasets of this process."""
 
     def listener_uris(self) -> list[str]:
-        """The URIs that listeners have themselves."""
+        """Return the URIs of the listeners themselves."""
 
     def base_locations(self) -> list[str]:
-        """The URIs that any dataset can be requested at."""
+        """Return the URIs at which every dataset can be requested."""
 
     def dataset_locations(self, dataset: Dataset) -> list[str]:
-        """The locations of a dataset."""
+        """Return the locations of a dataset."""
 
     def reference_locations(self, dataset: Dataset) -> list[str]:
-        """The two URIs that the C++ reference expects; none without a place for it."""
+        """Return the two URIs that the C++ reference expects, or no URIs if a listener for it is missing."""
 
 
 class NoEndpoints:
-    """The places of a process that serves nothing."""
+    """The endpoints of a process that serves nothing."""
 
     def listener_uris(self) -> list[str]:
         return []
@@ -60,9 +60,13 @@ class NoEndpoints:
 
 
 class Holdings:
-    """The datasets in `registry`, whose segments `backend` keeps, requested at `endpoints`, counted by `activity`.
+    """The datasets that a process serves and stores. Its methods may be called from several threads.
 
-    Owns the backend. Safe to use from many threads.
+    Args:
+        registry: The datasets that are served.
+        backend: The storage of their segments, which this object owns.
+        endpoints: The URIs at which the datasets can be requested.
+        activity: The counters of requests and data.
     """
 
     def __init__(self, registry: Registry, backend: Backend, endpoints: EndpointProvider, activity: Activity) -> None:
@@ -73,20 +77,20 @@ class Holdings:
 
     @classmethod
     def empty(cls, tickets: Signer | Unsigned) -> Holdings:
-        """Those of a catalog alone, which only knows what its nodes have."""
+        """Return the holdings of a catalog that stores nothing and only knows the parts that its nodes hold."""
         return cls(Registry(tickets), NoBackend(), NoEndpoints(), Activity())
 
     def serve(self, prepared: Prepared, named: bool = False) -> None:
-        """Serve this, from now on; `named` if it is a dataset and not a part of one."""
+        """Serve a prepared dataset from now on; `named` if it is a whole dataset and not a part."""
         self.registry.serve(prepared.id, prepared.dataset, named)
 
     def describe_part(self, prepared: Prepared, number: int = 0) -> Part:
-        """What a catalog is told of it: part `number` of a version."""
+        """Return the record that describes a prepared dataset to a catalog as part `number` of a version."""
         dataset = prepared.dataset
         return Part(prepared.id, self.backend.id, dataset.ticket, dataset.rows, dataset.nbytes, number, prepared.serial)
 
     def describe_versions(self, versions: Iterable[Version]) -> list[AnnouncedVersion]:
-        """What a catalog is told of versions in the store."""
+        """Return the records that announce stored versions to a catalog."""
         return [self._describe_version(version) for version in versions]
 
     def _describe_version(self, version: Version) -> AnnouncedVersion:
@@ -111,16 +115,20 @@ class Holdings:
         )
 
     def delete_parts(self, parts: Sequence[str]) -> None:
-        """Keep these parts no more, and serve no part that is gone. Raises StoreError if one cannot be removed."""
+        """Delete parts, and stop serving the deleted ones. Raise StoreError if a part cannot be deleted."""
         try:
             self.backend.remove(parts)
         finally:
             self.registry.withdraw_parts([part for part in parts if self.backend.version(part) is None])
 
     def open(self, ticket: bytes) -> pa.RecordBatchReader:
-        """A reader over what a ticket is for, or a selection of that, for Flight.
+        """Return a reader of the data of a ticket, or of a selection of that data, for Flight.
 
-        Raises as `Registry.resolve_ticket` does, ColumnNotFound and SourceError.
+        Raises:
+            DatasetNotFound: No dataset has this ticket.
+            AccessDenied: The ticket is invalid or has expired.
+            ColumnNotFound: The selection has a column that the dataset lacks.
+            SourceError: The data cannot be read.
         """
         ticket, selection = parse_identifier(ticket)
         published, granted = self.registry.resolve_ticket(ticket)
@@ -135,11 +143,11 @@ class Holdings:
         return BatchReader(reader.schema, pairs())
 
     def record_change(self, kind: str, name: str, number: int | None, rows: int | None, nbytes: int | None) -> None:
-        """What the store did to a part, to make room."""
+        """Record an eviction or spill of a part."""
         self.activity.changes.add(Change(kind, name, number, rows, nbytes, "the store had to make room"))
 
     def store_status(self) -> StoreStatus | None:
-        """What the store holds, if there is one."""
+        """Return the usage of the store, or None if there is no store."""
         usage = self.backend.usage()
         aside = tuple(str(one) for one in self.backend.set_aside())
         return None if usage is None else StoreStatus(usage.total, usage.limit, aside)

@@ -1,4 +1,4 @@
-"""What Flight says of datasets: a FlightInfo of a version, an endpoint of each of its parts."""
+"""Flight descriptions of datasets: a FlightInfo for each version, with an endpoint for each of its parts."""
 
 from __future__ import annotations
 
@@ -16,21 +16,29 @@ from dissociated.catalog.holdings import Holdings
 from dissociated.control.records import NodeRecord, ReplicatedPart, VersionRecord
 from dissociated.control.schemas import deserialize
 
-#: "the client should re-use the connection that GetFlightInfo came over": for those who know only Flight.
+#: A location that tells a client to reuse the connection over which it called GetFlightInfo. Clients that know only
+#: Flight need it.
 REUSE_CONNECTION = "arrow-flight-reuse-connection://?"
 
 _SAME_HOST = ("shm", "inproc")
 
 
 class Listing:
-    """Tells versions as a node with these `holdings` does, of which it knows what is here."""
+    """Describes versions in terms of Flight, as the node that has `holdings`."""
 
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
         self._registry = holdings.registry
 
     def info(self, record: VersionRecord, caller: Mapping[str, Any], expires: float | None = None) -> flight.FlightInfo:
-        """What Flight says of a version."""
+        """Return the FlightInfo of a version.
+
+        Args:
+            record: The version.
+            caller: The host and boot id of the caller, if it sent them.
+            expires: The time at which its tickets may end, in seconds since the epoch; None if no lifetime is
+                guaranteed.
+        """
         app_metadata = {
             "host": host_name(),
             "boot_id": boot_id(),
@@ -51,7 +59,10 @@ class Listing:
         )
 
     def reference_info(self, record: VersionRecord, descriptor: flight.FlightDescriptor) -> flight.FlightInfo | None:
-        """What the C++ reference expects, whose command is a name; None where this server has no place for it."""
+        """Return the FlightInfo that the C++ reference expects for a command that is a name only.
+
+        The result is None if this server has no listener for the reference implementation.
+        """
         local = self._registry.lookup(record.parts[0].ticket) if len(record.parts) == 1 else None
         pair = [] if local is None else self._holdings.endpoints.reference_locations(local)
         if local is None or not pair:
@@ -67,9 +78,10 @@ class Listing:
         expires: float | None,
         columns: tuple[str, ...] | None = None,
     ) -> flight.FlightEndpoint:
-        """One part, and where it can be had, the nearest to who asks first. Dead nodes are told, and left out.
+        """Return the endpoint of one part, with the locations nearest to the caller first.
 
-        Who does not say on which host it is (our clients do) may know Flight alone, and take the first location.
+        Dead nodes are listed in the metadata, but get no location. A caller that does not send its host (our clients do
+        send it) may know only Flight and use the first location.
         """
         host, boot_id_of_caller = caller.get("host"), caller.get("boot_id")
         local = self._registry.lookup(part.ticket)
@@ -93,7 +105,7 @@ class Listing:
             {"id": node.id, "host": node.host, "boot_id": node.boot_id, "alive": node.alive} for node in part.nodes
         ]
         if local is not None and not local.repeatable:
-            expires = None  # whoever asks again may get nothing, or another stream
+            expires = None  # A second request may return nothing, or another stream.
         ticket = self._registry.tickets.sign(Grant(part.ticket, columns), time.time())
         expirations = [end for end in (expires, ticket.expires) if end is not None]
         return flight.FlightEndpoint(
@@ -105,5 +117,5 @@ class Listing:
 
 
 def earliest_expiry(promised: float | None, expires: float | None) -> float | None:
-    """When what is promised, if anything is, ends for a dataset that expires."""
+    """Return the earlier of `promised` and `expires`; None if no lifetime is promised."""
     return promised if promised is None or expires is None else min(promised, expires)

@@ -1,4 +1,4 @@
-"""The catalog that knows by itself, from its database, what there is and on which nodes."""
+"""The catalog that keeps its own database of datasets, and of the nodes that hold their parts."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ from dissociated.store.numbers import Removed
 
 
 class LocalCatalog(Catalog):
-    """Keeps what it knows in `database`, which it then owns.
+    """A catalog whose state is in `database`, which it owns.
 
-    `retain` is for how many seconds a ticket that was given out stays good after its version has been replaced.
+    Args:
+        retain: The number of seconds for which an issued ticket stays valid after its version was replaced.
     """
 
     def __init__(
@@ -48,13 +49,13 @@ class LocalCatalog(Catalog):
         self._database = database
         self._database.on_change = holdings.activity.changes.add
         self._publishing = threading.Lock()
-        self._latest: dict[str, Version] = {}  # while the store is read: what was published last of each name
+        self._latest: dict[str, Version] = {}  # the latest version of each name, while `start` reads the store
         self._listing = Listing(holdings)
         self._members = Members(database, node, security)
         if self._backend.has_stage:
             self._database.register(node, [], "", FOREVER, serial=-1)
 
-    # What there is
+    # Listing
 
     def infos(self, criteria: bytes) -> Iterator[flight.FlightInfo]:
         query = parse_criteria(criteria)
@@ -74,11 +75,11 @@ class LocalCatalog(Catalog):
         return schemas.deserialize(self._find(parse_get(descriptor)).schema)
 
     def _find(self, command: Mapping[str, Any], retain: float = 0.0) -> VersionRecord:
-        """The version that a descriptor speaks of. Raises DatasetNotFound."""
+        """Return the version that a parsed descriptor selects. Raise DatasetNotFound if it does not exist."""
         return self._database.find(command["name"], command.get("version"), retain)
 
     def _ticket_expiry(self) -> float | None:
-        """When a ticket that is given out now ends at the soonest; None where nothing is promised."""
+        """Return the earliest end of a ticket issued now; None if no lifetime is guaranteed."""
         return time.time() + self.retain if self.retain else None
 
     def versions(self, name: str) -> Sequence[dict[str, Any]]:
@@ -118,7 +119,7 @@ class LocalCatalog(Catalog):
     def drop(self, name: str) -> None:
         with self._publishing:
             if not self._database.is_durable:
-                # A restart goes by the store: it must have let go before the caller is told that this was dropped.
+                # A restart publishes every version in the store, so delete the versions before the drop is reported.
                 self._database.find(name)
                 stored = [version.id for version in self._backend.named(name)]
                 try:
@@ -145,7 +146,7 @@ class LocalCatalog(Catalog):
         schema = schemas.from_base64(body["schema"])
         by_node: dict[str, list[str]] = {}
         for node, segment in segments:
-            by_node.setdefault(node, []).extend([segment] if segment else [])  # a node without one has no rows
+            by_node.setdefault(node, []).extend([segment] if segment else [])  # A node without a segment has no rows.
         with self._publishing:
             if self._database.committed(key) is not None:
                 self._clean_up(lambda: self.discard(by_node.get(self.node.id, ())))
@@ -169,7 +170,7 @@ class LocalCatalog(Catalog):
         self._clean_up(self._delete_unreferenced, lambda: self.clear_stage([key]))
 
     def _is_single_part(self, request: CommitRequest) -> bool:
-        """Whether everything that the dataset will be is on this node, in one part."""
+        """Return whether the new version will consist of one part on this node."""
         if not request.append:
             return True
         try:
@@ -186,7 +187,7 @@ class LocalCatalog(Catalog):
                 record = self._database.find(request.name)
             except DatasetNotFound:
                 pass
-            else:  # of what is there nothing may be left out
+            else:  # An append must keep all rows of the previous version.
                 previous = self._registry.lookup(record.parts[0].ticket)
                 if previous is None:
                     raise DatasetNotFound(f"{request.name!r} was dropped just now, so nothing can be appended to it")
@@ -198,13 +199,13 @@ class LocalCatalog(Catalog):
         try:
             self._publish(request, prepared, before)
         except BaseException:
-            if self._database.version_of(prepared.id) is None:  # else a restart would publish it
+            if self._database.version_of(prepared.id) is None:  # If a version has the part, a restart would publish it.
                 self._registry.withdraw_parts([prepared.id])
                 self._backend.refuse(prepared.id)
             raise
 
     def _publish(self, request: CommitRequest, prepared: Prepared, before: Sequence[str]) -> None:
-        """Publish a part of this node as all of the dataset that `request` describes. See `Database.publish`."""
+        """Publish a part of this node as the whole dataset that `request` describes. See `Database.publish`."""
         stored = self._backend.version(prepared.id)
         self._database.publish(
             request.name,
@@ -213,13 +214,13 @@ class LocalCatalog(Catalog):
             [self.holdings.describe_part(prepared)],
             tags=request.tags,
             ttl=request.ttl,
-            created=None if stored is None else stored.created,  # as after a restart
+            created=None if stored is None else stored.created,  # A restart takes the time from the store as well.
             before=before,
             version=request.version,
         )
 
     def _commit_distributed(self, request: CommitRequest, by_node: Mapping[str, Sequence[str]]) -> None:
-        """Each node prepares its part; the catalog's transaction is the commit."""
+        """Have each node prepare its part, and publish all parts in one transaction of the database."""
         nodes = self._members.find(by_node)
         parts = []
         encoded_schemas = set()
@@ -252,7 +253,7 @@ class LocalCatalog(Catalog):
         self._clean_up(self._confirm)
 
     def _confirm(self) -> None:
-        """Let the store know which of what was prepared there is published."""
+        """Tell the store which of its prepared versions are published."""
         unconfirmed = [version.id for version in self._backend.unconfirmed()]
         published = self._database.referenced_parts(self.node.id, unconfirmed)
         self._backend.confirm(published)
@@ -266,7 +267,7 @@ class LocalCatalog(Catalog):
     def stage(self, caller: Mapping[str, Any]) -> dict[str, Any]:
         return super().stage(caller) if self._backend.has_stage else self._members.stage(caller)
 
-    # What nodes tell
+    # Messages of nodes
 
     def register(self, body: Mapping[str, Any]) -> dict[str, Any]:
         node = node_from_json(body["node"])
@@ -305,7 +306,7 @@ class LocalCatalog(Catalog):
         return {"known": known, **(self._node_reply(node, announced) if known else {})}
 
     def _node_reply(self, node: str, announced: Sequence[AnnouncedVersion]) -> dict[str, Any]:
-        """What a node should know of what it has told: which of that is published, and what of all it may forget."""
+        """Return the state of announced versions: the published ones, their new numbers, and the parts to delete."""
         unnumbered = [one.part.id for one in announced if not one.version]
         return {
             "wanted": self._database.referenced_parts(node, [one.part.id for one in announced]),
@@ -316,7 +317,7 @@ class LocalCatalog(Catalog):
     def deregister(self, node: str) -> None:
         self._database.deregister(node)
 
-    # Time
+    # Start, reconciliation and end
 
     def start(self) -> None:
         self._database.record_removed(self._backend.removed())
@@ -337,7 +338,7 @@ class LocalCatalog(Catalog):
             self._backend.confirm({version.id: True}, {version.id: number})
         latest = self._latest[version.name]
         if latest.id != version.id and latest.created + self.retain > time.time():
-            with suppress(DatasetNotFound):  # its time to live is over
+            with suppress(DatasetNotFound):  # Its time to live may be over.
                 self._database.find(version.name, retain=self.retain)
 
     def reconcile(self) -> None:
@@ -352,7 +353,7 @@ class LocalCatalog(Catalog):
         self._database.close()
 
     def _delete_unreferenced(self) -> None:
-        """Remove what no version has any more."""
+        """Delete the parts of this node that no version has."""
         announced = self.holdings.describe_versions(self._backend.unconfirmed())
         unreferenced = self._database.unreferenced_parts(self.node.id, announced)
         if unreferenced:
@@ -362,7 +363,7 @@ class LocalCatalog(Catalog):
                 self._forget_deleted(unreferenced)
 
     def _forget_deleted(self, parts: Sequence[str]) -> None:
-        """Remove from the database those of these parts that are in the store no more."""
+        """Delete from the database those parts that are no longer in the store."""
         self._database.delete_parts([part for part in parts if self._backend.version(part) is None])
 
     def _version_number(self, part: str) -> int | None:
@@ -371,7 +372,7 @@ class LocalCatalog(Catalog):
     def _on_parts_deleted(self, parts: Sequence[str]) -> None:
         self._database.delete_parts(parts)
 
-    # What comes of it
+    # Status
 
     def node_status(self) -> Sequence[NodeStatus]:
         now = time.time()

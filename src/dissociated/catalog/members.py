@@ -1,4 +1,4 @@
-"""The nodes that belong to a catalog, and how catalogs and nodes call each other."""
+"""The nodes of a catalog, and the client that catalogs and nodes call each other with."""
 
 from __future__ import annotations
 
@@ -23,26 +23,29 @@ from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceede
 
 T = TypeVar("T")
 
-PEER_TIMEOUT = 60.0  # seconds, for a peer to answer
-_ANSWER_TIMEOUT = 2.0  # seconds, for a node that is there to say so
+PEER_TIMEOUT = 60.0  # seconds in which a peer must answer
+_ANSWER_TIMEOUT = 2.0  # seconds in which a live node answers a check of its id
 
 
 class Peer(CatalogClient):
-    """Another catalog, or a node of this one, as a catalog speaks with it.
+    """A client for the calls between a catalog and its nodes.
 
-    Calls the catalog at `uri`, which answers within `timeout` seconds, proving itself as `security` says.
+    Args:
+        uri: The URI of the other catalog.
+        security: The credentials of this process.
+        timeout: The number of seconds in which the other catalog must answer.
     """
 
     def __init__(self, uri: str, security: Security, timeout: float = PEER_TIMEOUT) -> None:
-        unlimited = sys.maxsize  # what is relayed, whoever reads it limits
+        unlimited = sys.maxsize  # The final reader applies its own limit to relayed data.
         super().__init__(uri, timeout, security.peer, security.roots, max_metadata=unlimited)
 
     def forward(self, call: Callable[[flight.FlightClient], T]) -> T:
-        """What that one answers."""
+        """Call the Flight client, and return its result."""
         return self._calls.call(call)
 
     def forward_action(self, action: str, body: bytes) -> bytes:
-        """The answer to an action whose body is not JSON."""
+        """Return the answer to an action whose body is not JSON."""
         (result,) = self.forward(lambda client: [*client.do_action(flight.Action(action, body))])
         return bytes(result.body.to_pybytes())
 
@@ -54,9 +57,10 @@ class Peer(CatalogClient):
 
 
 class Members:
-    """The nodes that have registered in `database`. `own` is the process of the catalog itself, which is not called.
+    """The nodes that have registered in `database`. Its methods may be called from several threads.
 
-    What a node raises comes out of each call; CatalogError where it does not answer. Safe to use from many threads.
+    A method that calls a node raises the errors of the node, and CatalogError if the node does not answer. The record
+    `own` is that of the catalog's process, which is never called.
     """
 
     def __init__(self, database: Database, own: NodeRecord, security: Security) -> None:
@@ -65,7 +69,7 @@ class Members:
         self._security = security
 
     def find(self, ids: Iterable[str]) -> dict[str, NodeRecord]:
-        """The nodes with these ids. Raises CatalogError for one that has not registered."""
+        """Return the known nodes by id. Raise CatalogError if one of `ids` has not registered."""
         known = {node.id: node for node in self._database.nodes()}
         for id in ids:
             if id not in known:
@@ -73,7 +77,10 @@ class Members:
         return known
 
     def twin(self, node: NodeRecord) -> NodeRecord | None:
-        """Another node with the same id, which lives and answers elsewhere. What one holds, the other does not."""
+        """Return another live node that has the same id at a different address, or None.
+
+        Such nodes have copies of one store, but only one of them holds a newly written version.
+        """
         for known in self._database.nodes():
             if known.id == node.id and known.alive and known.flight != node.flight:
                 with suppress(DissociatedError), Peer(known.flight, self._security, _ANSWER_TIMEOUT) as peer:
@@ -82,9 +89,17 @@ class Members:
         return None
 
     def open(self, name: str, part: ReplicatedPart, ticket: bytes) -> pa.RecordBatchReader:
-        """The stream of `ticket`, a part of the dataset `name`, by Flight from the first node that has it and lives.
+        """Return the stream of a part, read by Flight from the first live node that has it.
 
-        Every batch is validated in full. Raises CatalogError where no such node lives.
+        Every batch is validated in full.
+
+        Args:
+            name: The name of the dataset, for messages.
+            part: The part.
+            ticket: The ticket of the part, perhaps with a selection.
+
+        Raises:
+            CatalogError: No node with the part is alive.
         """
         for node in part.nodes:
             if node.alive and node.id != self._own.id:
@@ -100,18 +115,18 @@ class Members:
         def pairs() -> Iterator[BatchAndMetadata]:
             with peer:
                 for batch, metadata in batches(reader):
-                    # It may be another's mistake, and would end this process.
+                    # The other process may have sent an invalid batch, on which libarrow would abort this process.
                     yield validator.check(batch, full=True), metadata
 
         return BatchReader(reader.schema, pairs())
 
     def prepare(self, node: NodeRecord, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Have a node make segments ready to be published. Returns its part: see `Catalog.prepare`."""
+        """Have a node make segments ready to be published. Return its answer: see `Catalog.prepare`."""
         with self._call(node) as peer:
             return peer.do_action("prepare", body)
 
     def stage(self, caller: Mapping[str, Any]) -> dict[str, Any]:
-        """The stage of a node: see `Catalog.stage`. Raises CatalogError where there is no node."""
+        """Return the stage of a node: see `Catalog.stage`. Raise CatalogError if no node is alive."""
         with self._call(self._nearest(caller)) as peer:
             return peer.do_action("stage", dict(caller))
 
@@ -122,10 +137,20 @@ class Members:
         pairs: Iterator[BatchAndMetadata],
         commit: Callable[[Mapping[str, str]], None],
     ) -> dict[str, Any]:
-        """Have a node write a stream that a Flight client sends, and `commit` what it wrote: node and segment.
+        """Have a node write a stream from a Flight client, and commit the result.
 
-        Returns what the node answers. Where `commit` raises, the node discards the segment. Raises CatalogError where
-        there is no node.
+        Args:
+            command: The command of the client.
+            schema: The schema of the stream.
+            pairs: The batches of the stream with their metadata.
+            commit: A function that publishes a segment, which is given as its node and name. If it raises, the node
+                discards the segment.
+
+        Returns:
+            The answer of the node.
+
+        Raises:
+            CatalogError: No node is alive.
         """
         node = self._nearest({})
         descriptor = flight.FlightDescriptor.for_command(json.dumps({**command, "staged": True, "end": True}))
@@ -141,8 +166,11 @@ class Members:
 
     @contextmanager
     def _call(self, node: NodeRecord) -> Iterator[Peer]:
-        """Whether something is published this catalog knows, whatever a node has not answered: that is no more than
-        another reason why it is not."""
+        """Open a client for a node, and raise CatalogError if the node does not answer.
+
+        The caller must not see CatalogUnreachable, which leaves the result of a commit unknown. This catalog decides
+        commits itself, so a silent node only means that nothing was published.
+        """
         with Peer(node.flight, self._security) as peer:
             try:
                 yield peer
@@ -150,7 +178,7 @@ class Members:
                 raise CatalogError(str(error)) from error
 
     def _nearest(self, caller: Mapping[str, Any]) -> NodeRecord:
-        """A node that lives: one on the caller's host if there is one."""
+        """Return a live node, preferably on the caller's host. Raise CatalogError if there is none."""
         nodes = [node for node in self._database.nodes() if node.alive and node.flight != self._own.flight]
         for node in nodes:
             if node.boot_id == caller.get("boot_id"):

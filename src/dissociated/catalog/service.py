@@ -1,18 +1,18 @@
-"""The catalog over Arrow Flight: what there is, and where it can be had.
+"""The catalog as a service over Arrow Flight.
 
-An ordinary Flight client can list (ListFlights), describe (GetFlightInfo, GetSchema), read (DoGet) and publish
-(DoPut) every dataset. A client of this library takes from the FlightInfo where it can be had without Flight.
+An ordinary Flight client can list (ListFlights), describe (GetFlightInfo, GetSchema), read (DoGet) and publish (DoPut)
+every dataset. A client of this library finds in the FlightInfo the locations that it can read without Flight.
 
-A descriptor is a path of one part, the name; or a command: the name, or JSON:
-    {"name": N, "version": V, "host": H, "boot_id": B}     V is one that was replaced; H and B say who asks
+A descriptor is a path with one part, the name of the dataset, or a command. A command is the name, or JSON:
+    {"name": N, "version": V, "host": H, "boot_id": B}     V is an earlier version; H and B identify the caller's host
 and for DoPut
     {"name": N, "mode": "overwrite" or "append", "tags": {...}, "ttl": seconds, "key": K, "end": true, "nbytes": B}
-where "end" says that nothing is published unless the writer says the end: see `dissociated.control.flight_streams`; and
-"nbytes" how much will come, so that room is made for all of it or not at all
+With "end", the stream is published only if it has an end marker: see `dissociated.control.flight_streams`. "nbytes" is
+the expected size; room for all of it is made in advance, or the call fails.
 
-ListFlights takes criteria, JSON too: {"prefix": P, "tags": {...}}.
+The criteria of ListFlights are JSON too: {"prefix": P, "tags": {...}}.
 
-Actions; their bodies and results are JSON, but for those that Flight defines:
+The bodies and results of actions are JSON, except for the actions that Flight defines:
     stage     {host, boot_id}           -> {directory, host, boot_id, node, flight, limited, inode, handover}
     reserve   {segment, size, wish}                  -> {size}
     commit    {name, segments, append, schema, key, tags, ttl}  -> {}
@@ -22,16 +22,16 @@ Actions; their bodies and results are JSON, but for those that Flight defines:
     drop      {name}                                 -> {}
     versions  {name}                                 -> {versions}
     nodes     {}                                     -> {nodes}
-    status    {}                                     -> what `ServerStatus.plain` says
-    RenewFlightEndpoint, CancelFlightInfo            as in Flight.proto
-and between catalogs and nodes: prepare, over, register, heartbeat, leave. `dissociated.base.roles` has the role that
-each of them needs if there are tokens or a secret.
+    status    {}                                     -> the result of `ServerStatus.plain`
+    RenewFlightEndpoint, CancelFlightInfo            messages of Flight.proto
+Catalogs and nodes call each other with prepare, over, register, heartbeat and leave. `dissociated.base.roles` has the
+role that each action needs if the catalog checks tokens or a secret.
 
-A segment in `commit` is a name in the stage of this catalog's own node, or {node, segment}. One catalog knows many
-nodes; one that is given an `upstream` is a node of that catalog, and answers with what that says.
+A segment in `commit` is the name of a segment in the stage of this catalog's own node, or {node, segment}. A catalog
+can have many nodes. A catalog that is created with an `upstream` is a node of that catalog and forwards calls to it.
 
-Within, and in the database, a publication has an identifier. `Security.tickets` make of it what clients ask with, and
-understand that again; without signatures the two are the same.
+Inside the process and in the database, a part has an identifier. `Security.tickets` converts it to the ticket that
+clients send, and back. Without signatures, ticket and identifier are equal.
 """
 
 from __future__ import annotations
@@ -68,22 +68,29 @@ from dissociated.uri import ANY_INTERFACE, Uri
 _log = logging.getLogger(__name__)
 
 _STOP_TIMEOUT = 5.0  # seconds
-_TICK_INTERVAL = 1.0  # seconds between looks at what is over
-_SWEEP_TICKS = 10  # ticks between looks at what writers left behind
+_TICK_INTERVAL = 1.0  # seconds between two ticks, which may reconcile
+_SWEEP_TICKS = 10  # ticks between two sweeps of the staging directory
 _ANY_INTERFACE = (*ANY_INTERFACE, "[::]")
 
 
 class CatalogService(ProcessBound):
-    """A catalog that answers over Arrow Flight at `uri`, on threads of gRPC's own.
+    """A catalog that answers over Arrow Flight at `uri`, on threads that gRPC owns.
 
-    `holdings`, which it then owns, are what this process serves: that makes it a node. Left out, it is a catalog alone.
-    What it knows is in `database`, which it owns too, and by default in memory. `retain` is for how many seconds a
-    ticket that was given out stays good after its version has been replaced. With `upstream` it is a node of that
-    catalog, which has both, and hears from it every `heartbeat_interval` seconds. `security` says who may call, and how
-    this one proves itself to others.
+    Args:
+        uri: The URI to listen at.
+        holdings: The datasets that this process serves, which makes it a node. The service owns them. If omitted, the
+            catalog only knows the parts that its nodes hold.
+        database: The database, which the service owns; by default in memory.
+        upstream: The URI of a catalog that this process is a node of. That catalog has the database.
+        retain: The number of seconds for which an issued ticket stays valid after its version was replaced.
+        heartbeat_interval: The number of seconds between two heartbeats to the upstream.
+        advertise: The host name to announce if the catalog listens on all interfaces; by default that of this host.
+        security: The access rules for callers, and the credentials of this process.
 
-    Raises TransportError if it cannot listen, UriError for what is no place, and AccessDenied where the upstream does
-    not take it.
+    Raises:
+        TransportError: The service cannot listen.
+        UriError: A catalog cannot be served at such a URI.
+        AccessDenied: The upstream refuses this node.
     """
 
     def __init__(
@@ -107,11 +114,12 @@ class CatalogService(ProcessBound):
             if database is not None:
                 undo.callback(database.close)
             use_grpc()
-            uri = _check_place(uri)  # gRPC would say it, and much else, on stderr
+            uri = _check_place(uri)  # gRPC would report the errors found here, with much else, on stderr.
             try:
                 self._flight = FlightServer(uri, **server_options(uri, security))
                 undo.callback(self._flight.shutdown)
-                undo.callback(self._flight.stop)  # else, calls that came early would wait, and shutdown for them
+                # Otherwise early calls would wait for a catalog, and the shutdown for these calls.
+                undo.callback(self._flight.stop)
                 if is_unix(uri):
                     os.chmod(socket_path(uri), 0o600)
             except (pa.ArrowException, OSError) as error:
@@ -130,27 +138,27 @@ class CatalogService(ProcessBound):
             self.catalog.start()
             undo.pop_all()
         self._flight.set_catalog(self.catalog)
-        # Not `serve`: gRPC answers already, and `serve` would take SIGINT and SIGTERM away from the program.
+        # Do not call `serve`: gRPC answers already, and `serve` would take over SIGINT and SIGTERM from the program.
         self._ticker = threading.Thread(target=self._tick, name="catalog", daemon=True)
         self._ticker.start()
         self.bind_to_process()
 
     def after_fork_in_child(self) -> None:
-        """See `dissociated.base.fork`."""
+        """Leave the gRPC server untouched. See `dissociated.base.fork`."""
         leak(self._flight)
 
     def record_publication(self, dataset: Dataset, ttl: float | None = None) -> None:
-        """See `Catalog.record_publication`."""
+        """Record a dataset that this process serves. See `Catalog.record_publication`."""
         self.check_process()
         self.catalog.record_publication(dataset, ttl)
 
     def drop(self, name: str) -> None:
-        """Make a dataset unavailable. Raises DatasetNotFound."""
+        """Make a dataset unavailable. Raise DatasetNotFound if it does not exist."""
         self.check_process()
         self.catalog.drop(name)
 
     def status(self) -> ServerStatus:
-        """What is served here; of a catalog alone what there is, and who serves it."""
+        """Return the datasets served here. A catalog without a stage returns the datasets of its nodes."""
         self.check_process()
         return self.catalog.status()
 
@@ -171,7 +179,7 @@ class CatalogService(ProcessBound):
                 _log.exception("%s: what is over was not looked at", self.uri)
 
     def close(self) -> None:
-        """Stop answering. Calls that run are waited for, but not for ever: a client may have stopped reading."""
+        """Stop answering. Calls in progress get a few seconds to end, since a client may have stopped reading."""
         if self.is_inherited:
             return
         self._stopped.set()
@@ -188,7 +196,7 @@ class CatalogService(ProcessBound):
 
 
 def _advertised_uri(uri: str, port: int, advertise: str | None) -> str:
-    """Return where others reach the server that listens at `uri` on this `port`."""
+    """Return the URI at which others reach the server that listens at `uri` on this `port`."""
     if is_unix(uri):
         return uri
     scheme, _, host = uri.partition("://")
@@ -197,7 +205,12 @@ def _advertised_uri(uri: str, port: int, advertise: str | None) -> str:
 
 
 def _check_place(uri: str) -> str:
-    """Return `uri`, with a path if it is `grpc+unix:` alone. Raises UriError, and TransportError if it is in use."""
+    """Return `uri`, with a path added to a bare `grpc+unix:`.
+
+    Raises:
+        UriError: A catalog cannot be served at such a URI.
+        TransportError: The address is in use or cannot be bound.
+    """
     located = Uri.parse(uri)
     if located.scheme == UNIX_SCHEME:
         path = Path(located.path) if located.path else runtime_directory() / f"{os.getpid()}-{token_hex(4)}.sock"

@@ -1,4 +1,4 @@
-"""The backend of a node: versions in a store, which outlive it."""
+"""The backend of a node: versions in a store, which outlive the node."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class StoreBackend(Backend):
-    """Versions in a store, opened when they are read. What is served of them is in `registry`."""
+    """A backend that keeps versions in a store. They are served in `registry`, and opened when they are read."""
 
     limited = True
 
@@ -37,7 +37,7 @@ class StoreBackend(Backend):
         self.id = store.id
         self._store = store
         self._registry = registry
-        self._refused: set[str] = set()  # ids of versions that are to be removed
+        self._refused: set[str] = set()  # the ids of versions that are still to be removed
         store.eviction.in_use = self._in_use
         store.eviction.is_exposed = self._is_exposed
         store.eviction.withdraw = self._withdraw
@@ -58,12 +58,12 @@ class StoreBackend(Backend):
         self._retry_when_full(lambda: self._store.ensure_room(name, size))
 
     def _retry_when_full(self, operation: Callable[[], T]) -> T:
-        """What needs room, and once more where there was none: what may go is known as of the last look only."""
+        """Run `operation`; if the store is full, reconcile with the catalog, which may free space, and retry once."""
         try:
             return operation()
         except StoreFull:
-            with suppress(DissociatedError):  # a catalog that does not answer has nothing new
-                self.reconcile()  # not within the store, which others use meanwhile
+            with suppress(DissociatedError):  # An unreachable catalog cannot free space.
+                self.reconcile()  # The store is not locked here, so others can use it meanwhile.
             return operation()
 
     def prepare(self, request: CommitRequest) -> Prepared:
@@ -71,7 +71,7 @@ class StoreBackend(Backend):
         if previous is not None and self._store.by_key(request.key) is None:
             current = self._store.current(request.name)
             if current is None or self.load_version(current).dataset is not previous:
-                previous.appendable()  # which may say why not
+                previous.appendable()  # This raises with the reason, if there is one.
                 raise StoreError(f"{request.name!r} does not lie in this store, so nothing can be appended to it")
         committed = self._store.by_key(request.key)
         version = self._store.commit(
@@ -88,7 +88,7 @@ class StoreBackend(Backend):
             max_metadata=self.max_metadata,
         )
         try:
-            self._open_version(version)  # nothing is published that nobody could read
+            self._open_version(version)  # A version that nobody can read must not be published.
         except DissociatedError:
             if committed is None or version.id != committed.id:
                 self.refuse(version.id)
@@ -97,9 +97,11 @@ class StoreBackend(Backend):
         return self.load_version(version)
 
     def load_version(self, version: Version) -> Prepared:
-        """A version, to be served; it is opened when it is read.
+        """Return a version in a form that can be served. Its segments are opened when it is read.
 
-        Raises SourceError where what an older library wrote cannot be read: its schema is in its segments alone.
+        Raises:
+            SourceError: The version was written by an older library, which kept the schema in the segments alone, and
+                the segments cannot be read.
         """
         dataset = self._registry.lookup_part(version.id)
         if dataset is None:
@@ -108,7 +110,7 @@ class StoreBackend(Backend):
             )
             stored.ticket = version.ticket
             dataset = self._registry.serve(version.id, stored)
-            if self._store.version(version.id) is None:  # it was removed meanwhile
+            if self._store.version(version.id) is None:  # The version was removed meanwhile.
                 self._registry.withdraw_parts([version.id])
         return Prepared(version.id, dataset, version.number)
 
@@ -118,7 +120,12 @@ class StoreBackend(Backend):
         return pa.ipc.read_schema(pa.py_buffer(version.schema))
 
     def _open_version(self, version: Version) -> SegmentsDataset:
-        """What is read of a version. Raises SourceError where it cannot be, DatasetNotFound where it is gone."""
+        """Return the segments of a version, opened.
+
+        Raises:
+            SourceError: The segments cannot be read.
+            DatasetNotFound: The version was deleted meanwhile.
+        """
         try:
             opened = self._store.segments(version)
             return opened.serve_once(lambda: SegmentsDataset(version.name, [*opened]))
@@ -140,7 +147,7 @@ class StoreBackend(Backend):
         return self._store.prepared()
 
     @property
-    def changes(self) -> int:  # type: ignore[override]  # which nobody writes
+    def changes(self) -> int:  # type: ignore[override]  # A read-only property in place of the attribute.
         return self._store.changes
 
     def changed(self, since: int) -> list[str] | None:
@@ -159,7 +166,7 @@ class StoreBackend(Backend):
         return self._store.set_aside
 
     def hand_over(self, descriptor: int) -> str:
-        """See Store.hand_over."""
+        """Take over a sealed memfd as a staged segment. See `Store.hand_over`."""
         return self._retry_when_full(lambda: self._store.hand_over(descriptor))
 
     def staged(self) -> list[str]:
@@ -181,7 +188,7 @@ class StoreBackend(Backend):
 
     def _remove_refused(self, id: str) -> None:
         version = self._store.version(id)
-        if version is not None:  # its number is used up, but nobody was told that it was published
+        if version is not None:  # Its number is used up, but no client was told that the version was published.
             self._store.remove(replace(version, prepared=True))
 
     def confirm(self, published: Mapping[str, bool], numbers: Mapping[str, int] | None = None) -> None:

@@ -1,16 +1,17 @@
-"""The tables of a catalog: one SQLite database, in a file or in memory.
+"""The tables of a catalog: an SQLite database, in a file or in memory.
 
-nodes          who serves parts, and until when it is believed to live
-versions       what a dataset was at one commit; the one that was not replaced is the dataset. `number` is counted for
-               each name, and never given twice; `id` is known within the database alone. `origin` is an `Origin`
-numbers        the last number that was given for each name, and the last that was published, also of one that is gone;
-               `lost` if that was neither dropped nor replaced
-parts          what one node holds under one ticket; one that no version has is to be released by its node
-version_parts  a version is its parts, in the order of their numbers; those with one number are copies
-commits        the key of every commit, so that one that is sent twice is done once
-aborts         the key of every commit that shall never come
-unused         the parts that no version has any more
-unsettled      the parts that were all of a version and are not any more, until their nodes say that they know
+nodes          The processes that serve parts, each with the time until which it is considered alive.
+versions       The versions of datasets. The current version of a dataset has no time in `replaced`. `number` counts the
+               versions of a name and is never reused. `id` has a meaning only within the database. `origin` is an
+               `Origin`.
+numbers        For each name, the last number assigned and the last number published, also if that version is gone.
+               `lost` is set if that version is gone without having been dropped or replaced.
+parts          The data that one node holds under one ticket. The node deletes parts that no version has.
+version_parts  The parts of each version, in the order of their numbers. Parts with the same number are copies.
+commits        The key of every commit, so that a repeated commit has no effect.
+aborts         The key of every commit that must not be made any more.
+unused         The parts that no version has.
+unsettled      The parts that were the whole of a version and no longer are, until their nodes acknowledge that.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 _SCHEMA_VERSION = 3
 _MEMORY = ":memory:"
-_RECOGNIZED = 1 << 20  # bytes of a damaged file that are searched for the name of a table
+_RECOGNIZED = 1 << 20  # the number of bytes of a damaged file that are searched for the name of a table
 _TABLES = """
 CREATE TABLE nodes (
     id TEXT PRIMARY KEY, host TEXT NOT NULL, boot_id TEXT NOT NULL, flight TEXT NOT NULL, locations TEXT NOT NULL,
@@ -80,7 +81,8 @@ CREATE TABLE aborts (key TEXT PRIMARY KEY, at REAL NOT NULL, crc INTEGER NOT NUL
 CREATE INDEX commits_by_age ON commits (at);
 CREATE INDEX aborts_by_age ON aborts (at);
 """
-#: The columns of each table whose checksum is in its `crc`. The columns of other tables are in their indexes, too.
+#: The columns of each table whose checksum is in its column `crc`. The other tables consist of indexed columns only, so
+#: the integrity check of SQLite covers them.
 _SEALED = {
     "nodes": ("id", "host", "boot_id", "flight", "locations", "seen", "lives_until", "digest"),
     "versions": (
@@ -105,7 +107,8 @@ def _seals() -> Iterator[str]:
 
 
 _SCHEMA = _TABLES + "\n".join(_seals())
-#: From tables of the schema before: numbers were the ids of all versions together, and stay as they are.
+#: Queries that convert the tables of the previous schema. There, the number of a version was its id, which counted the
+#: versions of all names together. Existing numbers stay as they are.
 _UPGRADES = {
     "nodes": "SELECT id, host, boot_id, flight, locations, seen, lives_until, digest, 0 FROM nodes",
     "versions": "SELECT id, name, id, schema, rows, nbytes, tags, created, expires, replaced, promised, began, 0, 0"
@@ -121,13 +124,14 @@ _UPGRADES = {
 
 
 class Tables(ProcessBound):
-    """The tables in the file `path`, which is locked until `close`. Whatever is run is within a `transaction`.
+    """The tables in the file `path`, which is locked until `close`. Statements run within a `transaction`.
 
-    The file is this user's alone, since the tickets in it are as good as the data. Others may read its directory. A
-    file that is damaged is set aside, with an event in the log, and new tables take its place: nodes tell again what
-    they have.
+    Only this user may read the file, since the tickets in it give access to the data. Others may read its directory. A
+    damaged file is renamed, which is logged as an error, and replaced by empty tables. The nodes then register again
+    with all their parts.
 
-    Raises CatalogError if the file cannot be used, or if another catalog uses it.
+    Raises:
+        CatalogError: The file cannot be used, or another catalog uses it.
     """
 
     def __init__(self, path: str) -> None:
@@ -157,7 +161,8 @@ class Tables(ProcessBound):
                 raise
 
     def after_fork_in_child(self) -> None:
-        leak(self._connection)  # SQLite takes its parent's locks for its own, and would remove the log that is in use
+        # In the child, SQLite would consider the locks of its parent its own, and remove the log that the parent uses.
+        leak(self._connection)
 
     def _prepare(self) -> None:
         self._connection.execute("PRAGMA locking_mode = EXCLUSIVE")
@@ -181,11 +186,11 @@ class Tables(ProcessBound):
             self._check_structure()
             self._check_rows()
         self._connection.execute("PRAGMA foreign_keys = ON")
-        #: Tells these tables, and copies of the file, from all others.
+        #: The id of these tables and of copies of the file. Other databases have other ids.
         self.id: int = self._connection.execute("PRAGMA application_id").fetchone()[0]
 
     def _create(self, upgraded: bool = False) -> None:
-        """Make the tables, with what is in those of the schema before where they are `upgraded`, at once or not."""
+        """Create the tables in one transaction. With `upgraded`, keep the rows of the previous schema."""
         run = self._connection.execute
         run("BEGIN IMMEDIATE")
         try:
@@ -206,14 +211,14 @@ class Tables(ProcessBound):
             raise
 
     def _check_structure(self) -> None:
-        """Raise CatalogDamaged where pages or indexes are not as SQLite has written them."""
+        """Raise CatalogDamaged if pages or indexes are not as SQLite wrote them."""
         if self._path != _MEMORY:
             (answer,) = self._connection.execute("PRAGMA integrity_check(1)").fetchone()
             if answer != "ok":
                 raise self._damaged(answer)
 
     def _check_rows(self) -> None:
-        """Raise CatalogDamaged where a row is not as it was written."""
+        """Raise CatalogDamaged if the checksum of a row is wrong."""
         for table, columns in _SEALED.items():
             sql = f"SELECT 1 FROM {table} WHERE crc IS NOT checksum({', '.join(columns)}) LIMIT 1"
             try:
@@ -226,7 +231,7 @@ class Tables(ProcessBound):
                 raise self._damaged(f"a row of {table} has another checksum")
 
     def check(self, table: str, row: sqlite3.Row) -> None:
-        """Raise CatalogDamaged where this row of a table, read whole, is not as it was written."""
+        """Raise CatalogDamaged if the checksum of `row`, which has all columns of the table, is wrong."""
         if row["crc"] != _checksum(*(row[column] for column in _SEALED[table])):
             raise self._damaged(f"a row of {table} has another checksum")
 
@@ -238,10 +243,10 @@ class Tables(ProcessBound):
 
     @contextmanager
     def _errors(self, at_start: bool = False) -> Iterator[None]:
-        """Raise CatalogError for what SQLite raises."""
+        """Convert the errors of SQLite to CatalogError."""
         try:
             yield
-        except UnicodeDecodeError as error:  # of a name in the file, or in what SQLite says of it
+        except UnicodeDecodeError as error:  # The invalid text is a name in the file, or part of a message of SQLite.
             raise self._damaged(error) from None
         except sqlite3.Error as error:
             code = (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
@@ -251,11 +256,11 @@ class Tables(ProcessBound):
             raise CatalogError(f"the catalog's database {self._path}: {error}{hint}") from None
 
     def run(self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> sqlite3.Cursor:
-        """Run one statement."""
+        """Run one statement, and return its cursor."""
         return self._connection.execute(sql, values)
 
     def all(self, sql: str, *values: Any) -> list[sqlite3.Row]:
-        """All rows of a query."""
+        """Run a query, and return all its rows."""
         return self._connection.execute(sql, values).fetchall()
 
     def close(self) -> None:
@@ -267,25 +272,30 @@ class Tables(ProcessBound):
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All or nothing, by one thread at a time. Raises CatalogError for what SQLite raises."""
+        """Run a transaction, in one thread at a time. Errors of SQLite are raised as CatalogError."""
         self.check_process()
         with self._lock, self._errors():
-            self._connection.rollback()  # what Ctrl-C has left, which may come between any two lines of this
+            # End a transaction that Ctrl-C interrupted, which can happen between any two lines here.
+            self._connection.rollback()
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield
             except BaseException:
-                self._connection.rollback()  # SQLite itself has done so where the disk is full
+                self._connection.rollback()  # If the disk is full, SQLite has rolled back already.
                 raise
             self._connection.execute("COMMIT")
 
 
 def _close_to_others(path: Path) -> None:
-    """Make sure that a database, which is created if it is missing, is this user's alone. Raises CatalogError."""
+    """Make sure that a database file is accessible to this user alone; create the file if it is missing.
+
+    Raises:
+        CatalogError: Other users can access the file, or the file cannot be created.
+    """
     try:
-        # Whoever can create a log beside the database can have SQLite read anything from it.
+        # A user who can create a log file next to the database could make SQLite read anything from it.
         os.close(open_private_directory(path.absolute().parent.resolve(), owners=[0], readable=True))
-        claim_private_file(path, create=True)  # SQLite gives its logs the same mode
+        claim_private_file(path, create=True)  # SQLite gives its logs the same mode.
         for log in ("-wal", "-shm", "-journal"):
             with suppress(FileNotFoundError):
                 claim_private_file(f"{path}{log}")
@@ -313,7 +323,7 @@ def _statements(script: str) -> Iterator[str]:
 
 
 def _schema_of(connection: sqlite3.Connection) -> set[tuple[str, str | None]]:
-    """The names of tables, indexes and triggers, and the statements that have made them."""
+    """Return the names of tables, indexes and triggers, with the statements that created them."""
     return {(row[0], row[1]) for row in connection.execute("SELECT name, sql FROM sqlite_master")}
 
 
@@ -326,7 +336,7 @@ def _expected_schema() -> set[tuple[str, str | None]]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file that is damaged was the database of a catalog: nothing else may be set aside."""
+    """Return whether a damaged file was the database of a catalog. No other file may be renamed."""
     try:
         with path.open("rb") as file:
             return b"version_parts" in file.read(_RECOGNIZED)
@@ -335,7 +345,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _set_aside(path: Path) -> Path:
-    """Rename a database with its log. Returns what it is called then. Raises CatalogError."""
+    """Rename a database and its log, and return the new path. Raise CatalogError if that fails."""
     aside = path.with_name(f"{path.name}.damaged")
     number = 1
     while aside.exists():

@@ -1,6 +1,7 @@
-"""The catalog of a node that belongs to another catalog, its upstream: it says what that one says.
+"""The catalog of a node: it forwards requests to the catalog that the node belongs to, its upstream.
 
-It tells the upstream what this process holds, and learns from the answers what of that is published and what may go.
+It reports the versions that this process holds to the upstream. The replies say which of them are published and which
+can be deleted.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ from dissociated.store.directory import Version
 
 _log = logging.getLogger(__name__)
 
-_TIMEOUT_PER_VERSION = 0.01  # seconds more, for each version that the upstream is told of at once
+_TIMEOUT_PER_VERSION = 0.01  # seconds that each reported version adds to the timeout
 
 
 class UpstreamCatalog(Catalog):
-    """Belongs to the catalog at `upstream`, which hears from it every `heartbeat_interval` seconds.
+    """A catalog that belongs to the catalog at `upstream` and sends it a heartbeat every `heartbeat_interval` seconds.
 
-    Raises AccessDenied where the upstream does not take this node. One that does not answer is told later.
+    If the upstream does not answer at the start, the node registers later.
+
+    Raises:
+        AccessDenied: The upstream refuses this node.
     """
 
     def __init__(
@@ -44,12 +48,12 @@ class UpstreamCatalog(Catalog):
         super().__init__(node, holdings, security)
         self.reconcile_interval = heartbeat_interval
         self._upstream = Peer(upstream, security)
-        self._report_lock = threading.Lock()  # the upstream, in the order in which it happened
+        self._report_lock = threading.Lock()  # keeps reports in the order of the changes
         self._digest = ""
-        self._reported_changes: int | None = None  # how much had changed in the store when the upstream was told of it
-        self._incarnation = secrets.token_hex(8)  # of this process: how much has changed counts from its start
+        self._reported_changes: int | None = None  # the number of changes to the store at the last report
+        self._incarnation = secrets.token_hex(8)  # random for each process, since its count of changes starts at 0
 
-    # What there is
+    # Listing
 
     def infos(self, criteria: bytes) -> Iterator[flight.FlightInfo]:
         yield from self._upstream.forward(lambda client: [*client.list_flights(criteria)])
@@ -100,7 +104,7 @@ class UpstreamCatalog(Catalog):
         resolved: Sequence[str] = self._upstream.do_action("over", {"keys": [*keys]})["over"]
         return resolved
 
-    # What nodes tell
+    # Messages of nodes
 
     def register(self, body: Mapping[str, Any]) -> dict[str, Any]:
         raise self._not_a_catalog()
@@ -114,7 +118,7 @@ class UpstreamCatalog(Catalog):
     def _not_a_catalog(self) -> CatalogError:
         return CatalogError(f"this is a node of the catalog at {self._upstream.uri}: register there")
 
-    # What this node tells
+    # Reports to the upstream
 
     def start(self) -> None:
         super().start()
@@ -124,23 +128,24 @@ class UpstreamCatalog(Catalog):
             _log.warning("%s: %s; it will be told later", self.node.flight, error)
 
     def _restore(self, version: Version, prepared: Prepared) -> None:
-        pass  # the upstream says whether it is published
+        pass  # The upstream decides whether the version is published.
 
     def reconcile(self) -> None:
         self._report_changes()
         self.clear_stage()
 
     def _report_changes(self) -> None:
-        """Tell the upstream what has changed; or everything, where it knows this node otherwise or not at all."""
+        """Report the changes to the upstream, or everything if the upstream does not know the last report."""
         with self._report_lock:
-            changes = self._backend.changes  # before it is looked at: what comes meanwhile is told once more
+            changes = self._backend.changes  # Read the count first: changes made from now on are reported once more.
             changed_parts = self._changed_parts()
             if changed_parts is None or not self._report(self._upstream, "heartbeat", changes, **changed_parts):
                 self._report_everything(changes)
 
     def _report_everything(self, changes: int) -> None:
-        """Tell the upstream everything."""
-        serial, versions = self._backend.serial(), self._backend.versions()  # in this order: all were made before
+        """Report everything that this node holds."""
+        # The order matters: `versions` must include every version up to `serial`.
+        serial, versions = self._backend.serial(), self._backend.versions()
         with Peer(self._upstream.uri, self.security, PEER_TIMEOUT + len(versions) * _TIMEOUT_PER_VERSION) as peer:
             self._report(
                 peer,
@@ -155,7 +160,11 @@ class UpstreamCatalog(Catalog):
             )
 
     def _report(self, upstream: Peer, action: str, changes: int, **body: Any) -> bool:
-        """Returns whether the upstream then knows what this node has. It says what has become of that, too."""
+        """Send a report, and apply the reply: confirm published versions and delete unreferenced ones.
+
+        Returns:
+            False if the upstream does not know the report that this one is based on.
+        """
         digest = f"{self._incarnation}:{changes}"
         reply = upstream.do_action(action, {**body, "digest": digest, "lives": 3 * self.reconcile_interval})
         if not reply.get("known", True):
@@ -167,12 +176,12 @@ class UpstreamCatalog(Catalog):
         return True
 
     def _changed_parts(self) -> dict[str, Any] | None:
-        """What a heartbeat tells; None where everything must be told."""
+        """Return the changes for a heartbeat, or None if everything must be reported."""
         changed = None if self._reported_changes is None else self._backend.changed(self._reported_changes)
         if changed is None:
             return None
         versions = {id: self._backend.version(id) for id in changed}
-        # again, until it is known what became of them
+        # Repeat unconfirmed versions until the upstream knows whether they are published.
         versions |= {version.id: version for version in self._backend.unconfirmed()}
         present = [version for version in versions.values() if version is not None]
         return {
@@ -193,10 +202,10 @@ class UpstreamCatalog(Catalog):
         self._upstream.close()
 
     def _version_number(self, part: str) -> int | None:
-        return None  # the upstream knows
+        return None  # Only the upstream knows numbers.
 
     def _on_parts_deleted(self, parts: Sequence[str]) -> None:
-        pass  # the upstream hears of it with the next heartbeat
+        pass  # The next heartbeat reports the deletion.
 
     def node_status(self) -> Sequence[NodeStatus]:
         return []

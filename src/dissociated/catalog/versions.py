@@ -1,4 +1,4 @@
-"""Versions of datasets and their parts, as one transaction of a catalog's database finds and changes them."""
+"""Queries and changes of versions and their parts within one transaction of a catalog's database."""
 
 from __future__ import annotations
 
@@ -19,25 +19,30 @@ from dissociated.store.numbers import ANY_NAME, Removed
 
 _log = logging.getLogger(__name__)
 
-#: The versions of which this part has no other copy.
+#: A condition for versions of which the given part has no other copy.
 _SOLE_COPY = (
     "id IN (SELECT mine.version FROM version_parts mine WHERE mine.part = ? AND NOT EXISTS (SELECT 1"
     " FROM version_parts other WHERE other.version = mine.version AND other.number = mine.number"
     " AND other.part != mine.part))"
 )
-_COMMIT_KEY_TTL = 30 * 86_400.0  # seconds for which the key of a commit is known
+_COMMIT_KEY_TTL = 30 * 86_400.0  # seconds for which the key of a commit is kept
 
 
 class Origin(IntEnum):
-    """How a catalog came to know of a version. A found version never replaces one with a lower origin."""
+    """The way by which a catalog learned of a version. A found version never replaces a version with a lower origin."""
 
-    COMMITTED = 0  # it has published it itself
-    FOUND = 1  # in the store of a node, with the number that an earlier catalog gave it
-    FOUND_WITHOUT_NUMBER = 2  # there, written by an older library
+    COMMITTED = 0  # This catalog published it.
+    FOUND = 1  # It was in the store of a node, with a number from an earlier catalog.
+    FOUND_WITHOUT_NUMBER = 2  # It was in the store of a node, written by an older library.
 
 
 class Versions:
-    """What a transaction on `tables` sees at the moment `now`. `changes` is what has become of datasets in it."""
+    """The versions of datasets as a transaction on `tables` sees them at the time `now`.
+
+    Attributes:
+        now: The time of the transaction, in seconds since the epoch.
+        changes: The changes to datasets in this transaction.
+    """
 
     def __init__(self, tables: Tables, now: float) -> None:
         self.now = now
@@ -45,7 +50,7 @@ class Versions:
         self._tables = tables
 
     def expire(self, now: float) -> None:
-        """Forget what is over: datasets by their time to live, replaced versions when nobody was promised more."""
+        """Remove expired datasets, and replaced versions whose tickets are no longer guaranteed."""
         for condition in (
             "name IN (SELECT name FROM versions WHERE replaced IS NULL AND expires <= ?)",
             "replaced IS NOT NULL AND promised <= ?",
@@ -54,8 +59,15 @@ class Versions:
                 self.remove("expired", "its time to live is over", condition, now)
 
     def remove(self, kind: str, why: str, condition: str, *values: Any) -> None:
-        """Delete the versions of which this is true. Those that had been replaced were not the dataset any more."""
-        # The plus keeps SQLite from going through all versions in the order of their ids, in place of using an index.
+        """Remove the versions that meet an SQL condition.
+
+        Args:
+            kind: The kind of the change. Versions that had been replaced before are recorded as retired.
+            why: The reason of the change.
+            condition: The condition, with placeholders for `values`.
+            values: The values of the placeholders.
+        """
+        # The plus makes SQLite use an index, in place of scanning all versions in the order of their ids.
         for row in self._tables.all(f"SELECT * FROM versions WHERE {condition} ORDER BY +id", *values):
             outcome = (kind, why) if row["replaced"] is None else ("retired", "it was replaced, and kept no longer")
             self._change(row, *outcome)
@@ -68,21 +80,21 @@ class Versions:
         self.changes.append(change)
 
     def remove_missing(self, part: str, host: str) -> None:
-        """A node does not hold this any more."""
+        """Remove a part that its node no longer holds, and record the versions without another copy as evicted."""
         self.remove("evicted", f"{host} does not hold it any more", _SOLE_COPY, part)
         self.delete_part(part)
 
     def delete_part(self, part: str) -> None:
-        """A part is gone; what has no other copy of it is gone with it."""
+        """Delete a part, and the versions without another copy of it."""
         for row in self._tables.all(f"SELECT name FROM versions WHERE replaced IS NULL AND {_SOLE_COPY}", part):
             self.mark_lost(row["name"])
         self._tables.run(f"DELETE FROM versions WHERE {_SOLE_COPY}", (part,))
         self._tables.run("DELETE FROM parts WHERE id = ?", (part,))
 
-    # The numbers of versions
+    # Version numbers
 
     def next_number(self, name: str, append: bool) -> int:
-        """See `Database.next_version`."""
+        """Return a new number for a version of `name`. See `Database.next_version`."""
         known = self._tables.run(
             "SELECT coalesce((SELECT last FROM numbers WHERE name = :name),"
             " (SELECT last FROM numbers WHERE name = :any), 0) AS last,"
@@ -100,7 +112,7 @@ class Versions:
         return number
 
     def use_number(self, name: str, number: int) -> None:
-        """Keep this number, and all lower ones, from the versions of `name` to come."""
+        """Reserve this number and all lower ones, so that no later version of `name` gets one of them."""
         if number:
             self._tables.run(
                 "INSERT INTO numbers (name, last) VALUES (?, ?)"
@@ -117,11 +129,11 @@ class Versions:
         )
 
     def mark_lost(self, name: str) -> None:
-        """Record that the dataset is gone, though nobody has dropped or replaced it."""
+        """Record that the dataset is gone, though no client dropped or replaced it."""
         self._tables.run("UPDATE numbers SET lost = 1 WHERE name = ?", (name,))
 
     def record_removed(self, name: str, removed: Removed) -> None:
-        """See `Database.record_removed`."""
+        """Record a version that is gone from a store. See `Database.record_removed`."""
         self.use_number(name, removed.used)
         known = self._tables.all("SELECT 1 FROM numbers WHERE name = ? AND published >= ?", name, removed.version)
         if not known or removed.lost:
@@ -130,7 +142,7 @@ class Versions:
     # Publishing
 
     def record_commit(self, version: int, append: bool) -> None:
-        """A version was committed just now, and not only learnt of."""
+        """Record the change of a version that was committed now, as opposed to found in a store."""
         (row,) = self._tables.all("SELECT * FROM versions WHERE id = ?", version)
         sql = "SELECT max(number) AS number FROM versions WHERE name = ? AND number < ?"
         (previous,) = self._tables.all(sql, row["name"], row["number"])
@@ -139,10 +151,11 @@ class Versions:
         self._change(row, "committed", why)
 
     def learn(self, one: AnnouncedVersion) -> None:
-        """Make a version that was found in a store the dataset, with its number, unless later ones are known.
+        """Publish a version that was found in a store, with its number, unless a later version is known.
 
-        A version that another catalog has numbered does not replace one that this catalog has committed: the other
-        catalog is lost, or was left. The numbers of this catalog may be unknown if its file is from a backup.
+        A version with a number from another catalog does not replace a version that this catalog committed: the node
+        has left the other catalog, or that catalog is lost. Numbers of this catalog may be unknown if its file was
+        restored from a backup.
         """
         current = self._tables.all("SELECT origin FROM versions WHERE name = ? AND replaced IS NULL", one.name)
         origin = Origin.FOUND if one.version else Origin.FOUND_WITHOUT_NUMBER
@@ -179,7 +192,14 @@ class Versions:
         keys: Sequence[str] = (),
         origin: Origin = Origin.COMMITTED,
     ) -> int:
-        """See `Database.publish`, whose `before` are `keys`. Returns the id of the row. Raises CatalogError."""
+        """Publish parts as a version. See `Database.publish`, whose argument `before` is `keys` here.
+
+        Returns:
+            The id of the row.
+
+        Raises:
+            CatalogError: The schema differs from that of the version to append to, or a part is on an unknown node.
+        """
         run = self._tables.run
         self._publish_number(name, number, lost=False)
         current = self._tables.all("SELECT * FROM versions WHERE name = ? AND replaced IS NULL", name)
@@ -196,7 +216,8 @@ class Versions:
         expires = None if ttl is None else created + ttl
         if previous is not None:
             run("UPDATE versions SET replaced = ? WHERE id = ?", (created, previous["id"]))
-        for part in parts:  # a ticket that whoever publishes has chosen stands for the latest alone
+        # If the publisher has chosen the ticket itself, the ticket is valid for the latest version only.
+        for part in parts:
             sql = "SELECT id FROM parts WHERE ticket = ? AND id != ?"
             for other in self._tables.all(sql, part.ticket, part.id):
                 condition = "id IN (SELECT version FROM version_parts WHERE part = ?)"
@@ -215,7 +236,7 @@ class Versions:
             )
             (row,) = self._tables.all("SELECT max(number) AS last FROM version_parts WHERE version = ?", version)
             first = row["last"] + 1
-            if first == 1:  # so they were all of it
+            if first == 1:  # The previous version had one part.
                 run(
                     "INSERT OR IGNORE INTO unsettled SELECT part FROM version_parts WHERE version = ?",
                     (previous["id"],),
@@ -237,7 +258,7 @@ class Versions:
         return version
 
     def record(self, row: sqlite3.Row) -> VersionRecord:
-        """Return the version in a row of its table, with its parts. Raises CatalogDamaged."""
+        """Return the version in a row of its table, with its parts. Raise CatalogDamaged if the checksum is wrong."""
         self._tables.check("versions", row)
         parts_by_number: dict[int, tuple[sqlite3.Row, list[NodeRecord]]] = {}
         for part in self._tables.all(
@@ -263,7 +284,7 @@ class Versions:
         )
 
     def node(self, row: sqlite3.Row) -> NodeRecord:
-        """Return the node in a row of its table. Raises CatalogDamaged."""
+        """Return the node in a row of its table. Raise CatalogDamaged if the checksum is wrong."""
         self._tables.check("nodes", row)
         return NodeRecord(
             id=row["id"],
@@ -276,14 +297,14 @@ class Versions:
         )
 
     def extend_promise(self, version: sqlite3.Row, retain: float) -> None:
-        """Keep a version for so many seconds from now on, even if it is replaced."""
+        """Guarantee the tickets of a version for `retain` seconds from now, even if it is replaced."""
         if retain and version["promised"] < self.now + retain:
-            # Somewhat longer than was asked for, so that not every request has to write.
+            # The guarantee is longer than requested, so that not every request has to write.
             until = self.now + 1.25 * retain
             self._tables.run("UPDATE versions SET promised = ? WHERE id = ?", (until, version["id"]))
 
     def is_single_part(self, version: int) -> bool:
-        """Whether all parts of a version are copies of one."""
+        """Return whether the version has one part, of which there may be several copies."""
         first, last = (
             f"(SELECT number FROM version_parts WHERE version = :v ORDER BY number {order} LIMIT 1)"
             for order in ("ASC", "DESC")
@@ -291,16 +312,16 @@ class Versions:
         return bool(self._tables.run(f"SELECT {first} = {last}", {"v": version}).fetchone()[0])
 
     def is_resolved(self, key: str) -> bool:
-        """Whether a commit with this key has come, or never may."""
+        """Return whether a commit with this key was made or aborted."""
         sql = "SELECT 1 FROM commits WHERE key = ? UNION SELECT 1 FROM aborts WHERE key = ?"
         return bool(self._tables.all(sql, key, key))
 
     def abort(self, key: str) -> None:
-        """No commit with this key may come."""
+        """Forbid any commit with this key."""
         self._tables.run("INSERT INTO aborts (key, at) VALUES (?, ?)", (key, self.now))
 
 
 def _sum_known(numbers: Any) -> int | None:
-    """Their sum; None where one of them is not known."""
+    """Return the sum, or None if one of the numbers is unknown."""
     known = [*numbers]
     return None if None in known else sum(known)

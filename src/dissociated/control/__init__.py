@@ -1,1 +1,1 @@
-"""The words that clients and catalogs share: where datasets are, commits, descriptors, stages and URIs of catalogs."""
+"""The vocabulary shared by clients and catalogs: locations, commits, descriptors, stages and the URIs of catalogs."""

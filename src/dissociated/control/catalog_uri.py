@@ -1,8 +1,8 @@
-"""The URI of a catalog, and who can reach the catalog there.
+"""The URI of a catalog, which determines who can reach the catalog.
 
-    grpc://HOST:PORT            everybody who reaches the port
-    grpc+tls://HOST:PORT        the same, encrypted
-    grpc+unix:///DIR/FILE.sock  this user and root alone: a Unix socket in a private directory
+    grpc://HOST:PORT            every user who can reach the port
+    grpc+tls://HOST:PORT        every user who can reach the port; connections are encrypted
+    grpc+unix:///DIR/FILE.sock  only this user and root: a Unix socket in a private directory
 
 The name of a socket ends in `.sock`, so that `grpc+unix:///DIR/FILE.sock/NAME` can name a dataset, too.
 """
@@ -24,8 +24,8 @@ from dissociated.uri import Uri
 
 UNIX_SCHEME = "grpc+unix"
 _SUFFIX = ".sock"
-_PATH_MAX = 107  # struct sockaddr_un
-_UNUSABLE = "%#?"  # gRPC decodes a path twice, and takes the rest for a query
+_PATH_MAX = 107  # bytes, by struct sockaddr_un
+_UNUSABLE = "%#?"  # gRPC decodes a path twice, and would read the rest as a query
 
 
 def is_unix(uri: str) -> bool:
@@ -44,24 +44,24 @@ def socket_path(uri: str) -> Path:
 
 
 def split_unix(uri: str) -> tuple[str, str]:
-    """Return the catalog and the dataset in `grpc+unix:///DIR/FILE.sock/NAME`; the name may be empty."""
+    """Split `grpc+unix:///DIR/FILE.sock/NAME` into the URI of the catalog and the name, which may be empty."""
     head, separator, name = uri.partition(f"{_SUFFIX}/")
     return (f"{head}{_SUFFIX}", name) if separator else (uri, "")
 
 
 def is_usable(path: Path) -> bool:
-    """Return whether Flight can answer on a Unix socket at `path`, and a URI can name a dataset there."""
+    """Return whether Flight can listen on a Unix socket at `path`, and a URI can name a dataset there."""
     text = os.fspath(path)
     fits = len(os.fsencode(text)) <= _PATH_MAX and not any(sign in text for sign in _UNUSABLE)
     return fits and _SUFFIX not in os.fspath(path.parent)
 
 
 def check_socket(path: Path) -> None:
-    """Raise if a catalog cannot answer on the Unix socket `path`, or not for this user alone.
+    """Raise if a catalog cannot listen on the Unix socket `path`, or if other users could reach it.
 
     Raises:
-        UriError: The path is not absolute, or has characters or a length that Flight does not take.
-        TransportError: Another server answers there, another file is there, or others may enter the directory.
+        UriError: The path is not absolute, or Flight does not accept its characters or length.
+        TransportError: Another server listens there, another file is there, or other users may enter the directory.
     """
     if not path.is_absolute() or path.suffix != _SUFFIX or not is_usable(path):
         raise UriError(
@@ -81,7 +81,7 @@ def check_socket(path: Path) -> None:
             try:
                 probe.connect(os.fspath(path))
             except ConnectionRefusedError:
-                return  # its server was killed: gRPC removes the socket
+                return  # The server was killed, and gRPC will replace its socket.
     except NotPrivate as error:
         raise TransportError(f"the catalog cannot listen at {path}: {error}") from None
     except OSError as error:
@@ -90,9 +90,9 @@ def check_socket(path: Path) -> None:
 
 
 def check_owner(path: Path) -> None:
-    """Raise AccessDenied if the catalog at the Unix socket `path` is for another user, or may be that of another.
+    """Raise AccessDenied if the catalog at the Unix socket `path` belongs to another user, or admits only another user.
 
-    A socket that does not exist is left to the connection, which says so.
+    A missing socket is not an error here; the attempt to connect reports it.
     """
     try:
         owner = os.lstat(path).st_uid
@@ -110,9 +110,9 @@ def check_owner(path: Path) -> None:
 
 
 def describe_reach(uri: str, security: Security) -> str | None:
-    """Return who can reach an unguarded catalog at `uri`, and the remedy; None if nobody but its user can.
+    """Return a warning that says who can reach an unguarded catalog at `uri`, with the remedy.
 
-    A catalog that asks for tokens is guarded.
+    The result is None if only the user of the catalog can reach it, or if the catalog checks tokens.
     """
     if is_unix(uri) or security.authorize is not None:
         return None

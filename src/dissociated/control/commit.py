@@ -1,4 +1,4 @@
-"""What a writer says of a dataset: checked here, by who sends it before anything moves, and by who is asked."""
+"""The options of a publication. The sender checks them before any data moves, and the receiver checks them again."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ from dissociated.datasets.base import check_name, is_plain_text
 from dissociated.errors import OptionError
 
 _MODES = ("overwrite", "append")
-_MAX_TTL = 1e10  # seconds: its end is a date, and those end with the year 9999
+_MAX_TTL = 1e10  # seconds; the time of expiry is a date, and dates end with the year 9999
 
 
 @dataclass(frozen=True)
 class Publication:
-    """A name, whether to replace what has it or to add to that, tags, and after how many seconds it is over.
+    """The name, mode and options of a publication.
 
-    Raises OptionError for what makes no sense.
+    Attributes:
+        name: The name of the dataset.
+        mode: `overwrite` to replace the dataset, or `append` to add rows to it.
+        tags: The tags of the new version.
+        ttl: The time to live in seconds; None if the version does not expire.
+
+    Raises:
+        OptionError: A value is invalid.
     """
 
     name: str
@@ -45,7 +52,7 @@ class Publication:
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Publication:
-        """What a client asks for, as JSON."""
+        """Return the publication in the JSON body of a client's request."""
         return cls(body["name"], body.get("mode", "overwrite"), body.get("tags") or {}, body.get("ttl"))
 
 

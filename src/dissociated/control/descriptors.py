@@ -1,4 +1,4 @@
-"""What Flight's descriptors and messages say, as a catalog takes them."""
+"""Parsers for Flight descriptors, list criteria and action messages that clients send to a catalog."""
 
 from __future__ import annotations
 
@@ -12,36 +12,38 @@ from dissociated.base import strict_json
 from dissociated.errors import CatalogError
 
 _JSON_TYPES: Mapping[type, str] = {str: "a text", int: "a whole number", bool: "true or false", dict: "an object"}
-_FIRST_FIELD = 0x0A  # of a protobuf message, as bytes
+_FIRST_FIELD = 0x0A  # the tag of field 1, of the wire type for bytes, in a protobuf message
 
 
-#: What a command may say, beside its name, and of which type: what is unknown was misspelt, or is not understood here.
+#: The keys that a command may have besides `name`, with the type of each value. Unknown keys are errors, since they are
+#: misspelt or ask for something that this version cannot do.
 _CALLER: Mapping[str, type] = {"host": str, "boot_id": str}
 _GET: Mapping[str, type] = {"version": int, **_CALLER}
-_PUBLICATION: Mapping[str, type] = {"mode": object, "tags": object, "ttl": object}  # which checks them itself
+# `Publication` checks these values itself.
+_PUBLICATION: Mapping[str, type] = {"mode": object, "tags": object, "ttl": object}
 _PUT: Mapping[str, type] = {**_PUBLICATION, "key": str, "end": bool, "nbytes": int, "staged": bool}
 _LIST: Mapping[str, type] = {"prefix": str, "tags": dict, **_CALLER}
 
 
 def parse_criteria(criteria: bytes) -> dict[str, Any]:
-    """What is asked of a list: everything where that is empty."""
+    """Return the parsed criteria of a list; an empty dict, which selects everything, if they are empty."""
     if not criteria:
         return {}
     return _check_keys(_parse_json(criteria, 'the criteria are JSON: {"prefix": "...", "tags": {...}}'), _LIST)
 
 
 def parse_get(descriptor: flight.FlightDescriptor) -> dict[str, Any]:
-    """What a descriptor asks to read."""
+    """Return the name and options of a dataset to read. Raise CatalogError if the descriptor is invalid."""
     return _parse(descriptor, _GET)
 
 
 def parse_put(descriptor: flight.FlightDescriptor) -> dict[str, Any]:
-    """What a descriptor asks to publish."""
+    """Return the name and options of a dataset to publish. Raise CatalogError if the descriptor is invalid."""
     return _parse(descriptor, _PUT)
 
 
 def _parse(descriptor: flight.FlightDescriptor, known: Mapping[str, type]) -> dict[str, Any]:
-    """What a descriptor asks for: a name, and whatever else its command says."""
+    """Return the content of a descriptor: the name, and the other keys of a command."""
     if descriptor.descriptor_type == flight.DescriptorType.PATH and len(descriptor.path) == 1:
         return {"name": descriptor.path[0].decode(errors="replace")}
     if descriptor.descriptor_type == flight.DescriptorType.CMD:
@@ -63,7 +65,7 @@ def _check_keys(command: dict[str, Any], known: Mapping[str, type]) -> dict[str,
 
 
 def _parse_json(text: bytes, expected: str) -> dict[str, Any]:
-    """An object in JSON. Raises CatalogError that says what is `expected`."""
+    """Parse a JSON object. Raise CatalogError with the text `expected` if that fails."""
     try:
         parsed = strict_json.loads(text)
     except ValueError as error:
@@ -74,7 +76,7 @@ def _parse_json(text: bytes, expected: str) -> dict[str, Any]:
 
 
 def first_field(message: bytes) -> bytes:
-    """The first field of a protobuf message that has only that: bytes. Raises ValueError where it is none."""
+    """Return the bytes in a protobuf message that has field 1 only. Raise ValueError for any other message."""
     length = shift = 0
     for at, byte in enumerate(message[1:6], 1):
         length |= (byte & 0x7F) << shift

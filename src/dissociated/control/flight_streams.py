@@ -1,14 +1,14 @@
-"""What travels beside record batches over Flight, as JSON in `app_metadata`.
+"""Streams of record batches over Flight, with additional data as JSON in `app_metadata`.
 
     {"dissociated.metadata": [[KEY, VALUE], ...]}       custom metadata of a batch, both in base64
-    {"dissociated.end": {"batches": B, "rows": R}}      of DoPut, last and without a batch: that was all
+    {"dissociated.end": {"batches": B, "rows": R}}      the end marker of DoPut: the last message, without a batch
 
-Metadata of a batch come with it in DoPut. In DoGet they come just before it, with an empty batch: pyarrow sends
-`app_metadata` only beside batches whose dictionaries have been sent already. Where that is the first batch of all,
-dictionaries are sent first, with one more empty batch, and `"dissociated.first": true` says so.
+In DoPut, metadata are in the message of their batch. In DoGet they precede it, in a message with an empty batch, since
+pyarrow sends `app_metadata` only with a batch whose dictionaries have been sent. If the first batch of a stream has
+metadata, one more empty batch precedes it to send the dictionaries, and the metadata have `"dissociated.first": true`.
 
-A stream that broke off looks to a server like one that is over (its writer was closed by a `with` that was left by an
-exception, or collected): hence the end.
+The end marker is needed because a server cannot tell an interrupted stream from a complete one: an exception in the
+client leaves the `with` block of the writer, or the writer is collected, and either closes the stream normally.
 """
 
 from __future__ import annotations
@@ -28,16 +28,24 @@ from dissociated.errors import CatalogError, DissociatedError
 _METADATA_KEY = "dissociated.metadata"
 _FIRST_KEY = "dissociated.first"
 _END_KEY = "dissociated.end"
-_MAX_MESSAGE = 3 << 20  # bytes of a batch for clients of gRPC that take 4 MiB
+_MAX_MESSAGE = 3 << 20  # The maximum number of bytes in a message, for clients whose gRPC accepts 4 MiB.
 
 
 # DoPut
 
 
 def upload(client: Any, descriptor: Any, schema: pa.Schema, pairs: Iterable[BatchAndMetadata]) -> dict[str, Any]:
-    """Send all of it by DoPut of a Flight `client`, and the end. Returns what the server answers.
+    """Send batches by DoPut, followed by the end marker, and return the answer of the server.
 
-    Raises what `pairs` raise, or else what the server says.
+    Args:
+        client: A Flight client.
+        descriptor: The descriptor of the dataset.
+        schema: The schema of the batches.
+        pairs: The batches with their metadata. An error that this iterator raises is raised to the caller.
+
+    Raises:
+        FlightError: The server refused the stream, or failed.
+        CatalogError: The answer is missing or invalid.
     """
     writer, metadata_reader = client.do_put(descriptor, schema)
     try:
@@ -49,7 +57,7 @@ def upload(client: Any, descriptor: Any, schema: pa.Schema, pairs: Iterable[Batc
         except (pa.ArrowException, OSError):
             if isinstance(error, DissociatedError) or not isinstance(error, Exception):
                 raise error from None
-            raise  # what the server says, where the other only says that it takes no more
+            raise  # The error of the server is the cause; the first error only says that it takes no more data.
         raise
     writer.close()
     if answer is None:
@@ -58,7 +66,7 @@ def upload(client: Any, descriptor: Any, schema: pa.Schema, pairs: Iterable[Batc
 
 
 def parse_answer(content: pa.Buffer, question: str) -> dict[str, Any]:
-    """What a catalog answers to a `question`: an object in JSON. Raises CatalogError."""
+    """Parse a catalog's answer, a JSON object, to a `question`. Raise CatalogError if it is invalid."""
     try:
         plain = strict_json.loads(content.to_pybytes())
     except ValueError:
@@ -82,10 +90,16 @@ def _send(pairs: Iterable[BatchAndMetadata], writer: Any, validator: Validator) 
 
 
 def receive_put(reader: Iterable[Any], cancelled: Callable[[], bool], marked: bool) -> Iterator[BatchAndMetadata]:
-    """Everything that comes by a Flight `reader`. Raises CatalogError in place of its end where that is not all.
+    """Yield the batches that arrive in `reader`, with their metadata.
 
-    So it is where the call is `cancelled`, as by the end of its process; and where a stream that is `marked` has
-    another end than it must.
+    Args:
+        reader: The Flight reader of a DoPut.
+        cancelled: A function that returns whether the call was cancelled, for example by the end of the client's
+            process.
+        marked: Whether the stream must have an end marker.
+
+    Raises:
+        CatalogError: The stream ended, but was cancelled, or its end marker is missing or wrong.
     """
     batches = rows = 0
     end = None
@@ -103,9 +117,10 @@ def receive_put(reader: Iterable[Any], cancelled: Callable[[], bool], marked: bo
 
 
 def generate_get(pairs: Iterator[BatchAndMetadata]) -> Iterator[Any]:
-    """What a `flight.GeneratorStream` sends: runs of batches, which know their dictionaries, and metadata between.
+    """Yield the items of a `flight.GeneratorStream`: readers over runs of batches, with metadata between them.
 
-    The batches are those of `checked`.
+    pyarrow tracks sent dictionaries within one reader, so a run goes on until a batch has metadata. The batches must
+    come from `checked`.
     """
     following = next(pairs, None)
 
@@ -131,19 +146,26 @@ def generate_get(pairs: Iterator[BatchAndMetadata]) -> Iterator[Any]:
 
 
 def checked(schema: pa.Schema, pairs: Iterable[BatchAndMetadata], split: bool) -> Iterator[BatchAndMetadata]:
-    """Return the same batches, each checked. With `split`, those larger than gRPC takes by itself come as several.
+    """Yield `pairs` with every batch checked.
 
-    Raises SourceError before a batch on which libarrow would abort.
+    Args:
+        schema: The schema of the batches.
+        pairs: The batches with their metadata.
+        split: Whether to divide batches that exceed the default message size of gRPC. The first piece keeps the
+            metadata.
+
+    Raises:
+        SourceError: The next batch is invalid, and libarrow would abort on it.
     """
     validator = Validator(schema)
     for batch, metadata in pairs:
-        checked = validator.check(batch, full=split)  # pieces end at offsets that nothing less looks at
+        checked = validator.check(batch, full=split)  # Only full validation checks the offsets at which pieces end.
         for number, piece in enumerate(_split(checked) if split else [checked]):
             yield piece, None if number else metadata
 
 
 def _split(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Pieces of it that are small enough, but for a row that is larger by itself."""
+    """Yield pieces of a batch that are small enough for one message, unless a single row is larger."""
     if batch.num_rows <= 1 or pa.ipc.get_record_batch_size(batch) <= _MAX_MESSAGE:
         yield batch
         return
@@ -153,9 +175,13 @@ def _split(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 
 
 def receive_get(reader: Any) -> Iterator[BatchAndMetadata]:
-    """The same batches and metadata, where it arrives by a Flight `reader`; all batches of a stream of others."""
+    """Yield the batches that arrive in a Flight `reader`, with their metadata.
+
+    The stream may come from another implementation, and then all its batches are yielded without metadata.
+    """
     metadata = None
-    empty: list[pa.RecordBatch] = []  # an empty first batch, until it is known whether it is one
+    # an empty first batch, until the next message tells whether it only carried dictionaries
+    empty: list[pa.RecordBatch] = []
     for number, chunk in enumerate(reader):
         app_metadata = _decode_app_metadata(chunk.app_metadata)
         if _METADATA_KEY in app_metadata:
@@ -186,7 +212,7 @@ def _encode_app_metadata(plain: dict[str, Any]) -> pa.Buffer:
 
 
 def _decode_app_metadata(content: pa.Buffer | None) -> dict[str, Any]:
-    """What it says, if it is ours."""
+    """Return the JSON object in `content`, or an empty dict if another program wrote something else."""
     if content is None:
         return {}
     try:

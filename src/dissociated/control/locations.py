@@ -1,4 +1,4 @@
-"""Where a dataset can be read: endpoints, and what is told of a dataset."""
+"""Descriptions of datasets as a client receives them, with the locations at which each part can be read."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dissociated.errors import CatalogError, UriError
 from dissociated.transport import registry
 from dissociated.uri import DEVICE, Uri
 
-_WIDTH = 60  # characters, of what is shown to people
-_MAX_LINES = 40  # of a table that is shown
+_WIDTH = 60  # the maximum number of characters in a line of a description
+_MAX_LINES = 40  # the maximum number of lines in a table
 
-_REUSE_CONNECTION = "arrow-flight-reuse-connection"  # a scheme: the server that has told of the endpoint
+_REUSE_CONNECTION = "arrow-flight-reuse-connection"  # A scheme that stands for the server that described the endpoint
 
-#: What our catalogs tell in `app_metadata`, and of which type: of a version, of a part, and of a node that has it.
+#: The fields in the `app_metadata` of our catalogs, with their types: of a version, a part, and a node with the part.
 _VERSION_FIELDS: FieldTypes = {
     "host": (str,),
     "boot_id": (str,),
@@ -41,21 +41,22 @@ _NODE_FIELDS: FieldTypes = {"id": (str,), "host": (str,), "boot_id": (str,)}
 class Endpoint:
     """A part of a dataset.
 
-    - `ticket`: the identifier to ask with. Whoever has it can read.
-    - `locations`: the URIs that can be asked, the nearest first. None of them where its node says nothing any more; or,
-      of a Flight server of somebody else's, where that server itself is to be asked.
-    - `hosts`: where that node is. None of them where a server of somebody else's told of it.
-    - `rows`: how many it has. None where the catalog does not know.
+    Attributes:
+        ticket: The identifier to request the part with. It gives access to the part.
+        locations: The URIs at which the part can be requested, nearest first. They are empty if its node does not
+            respond. An endpoint of another Flight server may also have none, which means that server itself.
+        hosts: The hosts of the nodes that have the part; empty for endpoints of other Flight servers.
+        rows: The number of rows; None if the catalog does not know it.
     """
 
-    ticket: bytes = field(repr=False)  # whoever has it can read
+    ticket: bytes = field(repr=False)  # The ticket gives access to the data, so it is not shown.
     locations: tuple[str, ...]
     hosts: tuple[str, ...] = ()
     rows: int | None = None
 
     @classmethod
     def parse(cls, endpoint: Any) -> Self:
-        """From a FlightEndpoint."""
+        """Return the endpoint in a FlightEndpoint."""
         told = _parse_app_metadata(endpoint.app_metadata, _PART_FIELDS)
         nodes = told.get("nodes", ())
         ours = all(has_fields(node, _NODE_FIELDS) for node in nodes)
@@ -68,7 +69,7 @@ class Endpoint:
 
     @property
     def schemes(self) -> list[str]:
-        """How it can be read, as far as its locations say: shm, tcp, grpc."""
+        """The schemes of the locations, such as `shm`, `tcp` and `grpc`."""
         schemes = {one.partition(":")[0] for one in self.locations}
         named = schemes - {_REUSE_CONNECTION}
         return sorted(named) or (["grpc"] if flight_uris(self) else [])
@@ -87,7 +88,7 @@ class Endpoint:
 
     @property
     def _places(self) -> list[str]:
-        """Where it can be asked for, without what only programs need."""
+        """The locations without their parameters, which only programs need."""
         places = (one.partition("?")[0] for one in self.locations)
         named = [*dict.fromkeys(one for one in places if not one.startswith(_REUSE_CONNECTION))]
         return named or (["the server that told of it"] if flight_uris(self) else ["no place now"])
@@ -95,15 +96,20 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """What a catalog says of a dataset.
+    """The description of a dataset by a catalog.
 
-    - `rows`, `nbytes`: how many rows and bytes it has. None where the catalog does not know.
-    - `endpoints`: its parts, in order.
-    - `version`: changes with every commit, also one that appends.
-    - `created`, `expires`: seconds since the epoch. `expires` is None for a dataset without a time to live.
-    - `tags`: as they were given to `Client.put`.
-    - `lineage_id`: changes when the dataset is replaced or dropped, and not when something is appended. While it stays,
-      rows keep their positions.
+    Attributes:
+        name: The name of the dataset.
+        schema: The schema of the dataset.
+        rows: The number of rows; None if the catalog does not know it.
+        nbytes: The number of bytes; None if the catalog does not know it.
+        endpoints: The parts of the dataset, in order.
+        version: The number of the version, which changes with every commit, including appends.
+        created: The time of the commit, in seconds since the epoch.
+        expires: The time of expiry, in seconds since the epoch; None if the dataset does not expire.
+        tags: The tags given to `Client.put`.
+        lineage_id: An identifier that changes when the dataset is replaced or dropped, but not when rows are appended.
+            While it stays equal, rows keep their positions.
     """
 
     name: str
@@ -119,11 +125,11 @@ class DatasetInfo:
 
     @classmethod
     def parse(cls, info: Any, schema: pa.Schema, name: str) -> Self:
-        """From a FlightInfo of the dataset `name`."""
+        """Return the description in a FlightInfo of the dataset `name`."""
         told = _parse_app_metadata(info.app_metadata, _VERSION_FIELDS)
         if not (is_moment(told.get("created")) and is_moment(told.get("expires"))):
             told = {}
-        least = 0 if told else 1  # in a message of others, 0 may be what nobody has set
+        least = 0 if told else 1  # Another implementation may leave a count unset, which reads as 0.
         return cls(
             name=name,
             schema=schema,
@@ -148,12 +154,12 @@ class DatasetInfo:
 
     @property
     def schemes(self) -> list[str]:
-        """How it can be read: shm, tcp, grpc."""
+        """The schemes by which the dataset can be read, such as `shm`, `tcp` and `grpc`."""
         return sorted({one for endpoint in self.endpoints for one in endpoint.schemes})
 
     @property
     def size(self) -> str:
-        """Rows and bytes, for people."""
+        """The number of rows and bytes, formatted."""
         tensors = self.tensors
         number = self.rows if tensors is None else tensors.number
         what = "row" if tensors is None else "tensor"
@@ -197,12 +203,12 @@ class DatasetInfo:
 
     @property
     def tensors(self) -> TensorsInfo | None:
-        """What tensors it has; None for a dataset of record batches."""
+        """The description of the tensors in the dataset; None for a dataset of record batches."""
         return parse_tensors_info(self.schema)
 
 
 class DatasetList(list[DatasetInfo]):
-    """Datasets, shown as a table."""
+    """A list of datasets that is displayed as a table."""
 
     _HEAD = ("name", "rows", "size", "columns", "version", "over")
     _RIGHT = (1, 2, 3, 4)
@@ -234,10 +240,11 @@ class DatasetList(list[DatasetInfo]):
 
 
 def locations(endpoint: Endpoint) -> list[list[Uri]]:
-    """The ways to reach an endpoint that this library knows: each one URI, or one for metadata and one for bodies.
+    """Return the routes to an endpoint that this library supports.
 
-    Locations are alternatives, but for a pair: marked by a `stream` parameter or, as the C++ reference does it,
-    exactly two of one scheme that differ in want_data.
+    Each route is one URI, or a pair of URIs for metadata and for bodies. Locations are alternatives, except in such a
+    pair. The URIs of a pair have the parameter `stream`. The C++ reference instead gives exactly two URIs of one scheme
+    that differ in `want_data`.
     """
     schemes = registry.schemes()
     uris = []
@@ -262,8 +269,8 @@ def locations(endpoint: Endpoint) -> list[list[Uri]]:
 
 
 def flight_uris(endpoint: Endpoint) -> list[str | None]:
-    """Where Flight's DoGet is answered for an endpoint. None is the server that has told of it, and stands first."""
-    if endpoint.hosts:  # it is a catalog of ours, which answers for all its parts
+    """Return the URIs at which DoGet serves an endpoint. None stands for the server that described it, and is first."""
+    if endpoint.hosts:  # A catalog of ours relays all parts of its nodes.
         return [None] if endpoint.locations else []
     if not endpoint.locations:
         return [None]
@@ -273,13 +280,13 @@ def flight_uris(endpoint: Endpoint) -> list[str | None]:
 
 
 def descriptor_name(descriptor: Any) -> str:
-    """The name that a FlightDescriptor stands for."""
+    """Return the name in a FlightDescriptor."""
     content = b"/".join(descriptor.path or ()) or descriptor.command or b""
     return content.decode(errors="backslashreplace")
 
 
 def _parse_app_metadata(content: bytes, fields: FieldTypes) -> dict[str, Any]:
-    """What a catalog of ours tells beside what Flight says; nothing where that is somebody else's, whatever it is."""
+    """Return the fields that our catalogs add to Flight messages; an empty dict for another server's metadata."""
     try:
         plain = strict_json.loads(content or b"{}")
     except ValueError:
@@ -288,7 +295,13 @@ def _parse_app_metadata(content: bytes, fields: FieldTypes) -> dict[str, Any]:
 
 
 def device_routes(endpoint: Endpoint, scheme: str | None, identity: str) -> list[Uri]:
-    """Where an endpoint that lies on the device of that identity can be asked for by its addresses there."""
+    """Return the URIs at which the device addresses of an endpoint can be requested.
+
+    Args:
+        endpoint: The endpoint.
+        scheme: The scheme that the URIs must have; None for any.
+        identity: The identity of the device that must hold the data.
+    """
     return [
         uri
         for route in locations(endpoint)
@@ -300,9 +313,19 @@ def device_routes(endpoint: Endpoint, scheme: str | None, identity: str) -> list
 
 
 def reachable(name: str, endpoint: Endpoint, scheme: str | None, allow_rma: bool) -> list[list[Uri]]:
-    """The ways by which an endpoint of `name` can be reached from here, the nearest first; none where only Flight does.
+    """Return the routes by which this process can reach an endpoint, nearest first.
 
-    Raises CatalogError where nothing does.
+    Args:
+        name: The name of the dataset, for messages.
+        endpoint: The endpoint.
+        scheme: The scheme that the routes must have; None for any.
+        allow_rma: Whether to include routes by remote memory access.
+
+    Returns:
+        The routes. They are empty if only Flight reaches the endpoint.
+
+    Raises:
+        CatalogError: Its node does not respond, or no route and no Flight server reaches it.
     """
     if not endpoint.locations and endpoint.hosts:
         raise CatalogError(
@@ -322,7 +345,8 @@ def reachable(name: str, endpoint: Endpoint, scheme: str | None, allow_rma: bool
         raise CatalogError(
             f"{name!r} cannot be reached from here by {scheme or 'any transport'}: it is offered by {offered}"
         )
-    return sorted(routes, key=_preference, reverse=True)  # which leaves those that are alike in their order
+    # The sort is stable, so routes of equal preference keep the order of the server.
+    return sorted(routes, key=_preference, reverse=True)
 
 
 def _preference(uris: Sequence[Uri]) -> tuple[int, bool, bool]:

@@ -1,4 +1,4 @@
-"""What nodes and catalogs tell each other, as JSON."""
+"""JSON messages between nodes and catalogs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, TypeAlias, TypeGuard
 
 from dissociated.control.records import AnnouncedVersion, NodeRecord, Part
 
-#: The extra information of an error of Flight: the catalog that this one asked has not answered.
+#: The extra information of a Flight error whose cause is that another catalog did not answer.
 NO_ANSWER = b"no answer"
-#: Fields of an object in JSON, by name, each with the types that it may have.
+#: The fields of a JSON object, by name, each with the types that it may have.
 FieldTypes: TypeAlias = Mapping[str, tuple[type, ...]]
-#: What a catalog answers to `versions` and to `nodes`, for each.
+#: The fields of each entry in a catalog's answers to the actions `versions` and `nodes`.
 VERSION_FIELDS: FieldTypes = {
     "version": (int,),
     "created": (int, float),
@@ -27,7 +27,7 @@ NODE_FIELDS: FieldTypes = {
     "alive": (bool,),
     "seen": (int, float),
 }
-_LAST_MOMENT = 253_402_300_800 - 86_400  # the year 9999 in all time zones, where calendars end
+_LAST_MOMENT = 253_402_300_800 - 86_400  # the end of the year 9999, when calendars end, less a day for time zones
 
 
 def has_fields(plain: object, fields: FieldTypes) -> TypeGuard[dict[str, Any]]:
@@ -36,12 +36,12 @@ def has_fields(plain: object, fields: FieldTypes) -> TypeGuard[dict[str, Any]]:
 
 
 def is_moment(seconds: float | None) -> bool:
-    """Return whether a calendar has the moment so many seconds after the epoch. None is no moment, and passes."""
+    """Return whether a calendar can represent the time `seconds` after the epoch. None, for no time, is accepted."""
     return seconds is None or 0 <= seconds <= _LAST_MOMENT
 
 
 def node_to_json(node: NodeRecord) -> dict[str, Any]:
-    """A node, without what only the catalog knows of it."""
+    """Return a node as JSON, without the state that only the catalog knows."""
     return {
         "id": node.id,
         "host": node.host,
@@ -52,7 +52,11 @@ def node_to_json(node: NodeRecord) -> dict[str, Any]:
 
 
 def node_from_json(plain: Mapping[str, Any]) -> NodeRecord:
-    """The opposite of `node_to_json`. Raises KeyError, TypeError or ValueError, as all of these do."""
+    """Return the node in the result of `node_to_json`.
+
+    Raises:
+        KeyError, TypeError, ValueError: The message is invalid. The other functions here raise the same errors.
+    """
     return NodeRecord(
         id=str(plain["id"]),
         host=str(plain["host"]),
@@ -63,17 +67,17 @@ def node_from_json(plain: Mapping[str, Any]) -> NodeRecord:
 
 
 def part_to_json(part: Part) -> dict[str, Any]:
-    """A part of a dataset."""
+    """Return a part of a dataset as JSON."""
     return {**asdict(part), "ticket": base64.b64encode(part.ticket).decode()}
 
 
 def part_from_json(plain: Mapping[str, Any]) -> Part:
-    """The opposite of `part_to_json`."""
+    """Return the part in the result of `part_to_json`."""
     return Part(**{**plain, "ticket": base64.b64decode(plain["ticket"])})
 
 
 def announced_to_json(one: AnnouncedVersion) -> dict[str, Any]:
-    """A version in the store of a node."""
+    """Return a version in the store of a node as JSON."""
     return {
         **asdict(one),
         "part": part_to_json(one.part),
@@ -83,7 +87,7 @@ def announced_to_json(one: AnnouncedVersion) -> dict[str, Any]:
 
 
 def announced_from_json(plain: Mapping[str, Any]) -> AnnouncedVersion:
-    """The opposite of `announced_to_json`."""
+    """Return the version in the result of `announced_to_json`."""
     return AnnouncedVersion(
         **{**plain, "part": part_from_json(plain["part"]), "schema": base64.b64decode(plain["schema"])}
     )

@@ -1,4 +1,4 @@
-"""Nodes, the parts that they hold, and versions of datasets, as a catalog's database has them."""
+"""Records of nodes, the parts that they hold, and versions of datasets, as a catalog keeps them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from dataclasses import dataclass, field
 class NodeRecord:
     """A process that serves parts.
 
-    - `boot_id`: of the kernel that it runs on.
-    - `flight`: the URI where its own catalog answers.
-    - `locations`: the URIs of its transports.
-    - `seen`: its last heartbeat, in seconds since the epoch.
-    - `alive`: whether its heartbeats are still in time.
+    Attributes:
+        id: The id of the node, which is that of its store.
+        host: The name of its host.
+        boot_id: The boot id of its kernel.
+        flight: The URI of the node's own catalog.
+        locations: The URIs of its transports.
+        seen: The time of its last heartbeat, in seconds since the epoch.
+        alive: Whether its heartbeats are on time.
     """
 
     id: str
@@ -28,10 +31,16 @@ class NodeRecord:
 
 @dataclass(frozen=True)
 class Part:
-    """What one node holds under one ticket.
+    """The data that one node holds under one ticket.
 
-    `node` is the id of the node, `number` the place among the parts of a version. `serial` grows with every part that
-    the node makes.
+    Attributes:
+        id: The id of the part.
+        node: The id of the node.
+        ticket: The identifier of the data.
+        rows: The number of rows; None if unknown.
+        nbytes: The number of bytes; None if unknown.
+        number: The position among the parts of a version.
+        serial: A number that grows with every part that the node creates.
     """
 
     id: str
@@ -45,7 +54,7 @@ class Part:
 
 @dataclass(frozen=True)
 class AnnouncedVersion:
-    """A version in the store of a node, as the node tells it. `schema` is empty where it cannot be read now."""
+    """A version in the store of a node, as the node reports it. `schema` is empty if it cannot be read at present."""
 
     part: Part
     name: str
@@ -56,17 +65,17 @@ class AnnouncedVersion:
     whole: bool = True
     tags: Mapping[str, str] = field(default_factory=dict)
     ttl: float | None = None
-    #: the keys of the commits that this one was appended to
+    #: The keys of the earlier commits to which this one appended
     before: Sequence[str] = ()
-    #: the number that a catalog gave it; 0 where an older library wrote it
+    #: The number that a catalog assigned; 0 if an older library wrote the version
     version: int = 0
-    #: tells the database of that catalog from all others
+    #: The id of that catalog's database
     catalog: int = 0
 
 
 @dataclass(frozen=True)
 class ReplicatedPart:
-    """A part, and all nodes that hold it under its ticket."""
+    """A part, with all nodes that hold it under its ticket."""
 
     ticket: bytes
     nodes: tuple[NodeRecord, ...]
@@ -75,12 +84,20 @@ class ReplicatedPart:
 
 @dataclass(frozen=True)
 class VersionRecord:
-    """One version of a dataset. Times are seconds since the epoch.
+    """A version of a dataset. Times are in seconds since the epoch.
 
-    `version` is its number, counted for each dataset from 1. No number is used twice.
-
-    `lineage_id` is the key of the commit that began the lineage. All versions of a lineage have it, and begin with the
-    same rows. `current` says whether no other version has replaced it.
+    Attributes:
+        version: The number of the version, counted from 1 for each dataset. No number is used twice.
+        name: The name of the dataset.
+        schema: The schema, serialized.
+        rows: The number of rows; None if unknown.
+        nbytes: The number of bytes; None if unknown.
+        tags: The tags of the version.
+        created: The time of the commit.
+        expires: The time of expiry; None if the version does not expire.
+        lineage_id: The key of the commit that began the lineage. All versions of a lineage begin with the same rows.
+        current: Whether no later version has replaced this one.
+        parts: The parts of the version, in order.
     """
 
     version: int
@@ -96,7 +113,7 @@ class VersionRecord:
     parts: tuple[ReplicatedPart, ...]
 
     def merged_options(self, tags: Mapping[str, str], ttl: float | None) -> tuple[Mapping[str, str], float | None]:
-        """The tags and the time to live of a version that more is appended to: what is not said stays as it was."""
+        """Return the tags and time to live of a version that appends to this one. Omitted options keep their values."""
         if ttl is None and self.expires is not None:
             ttl = self.expires - self.created
         return {**self.tags, **tags}, ttl

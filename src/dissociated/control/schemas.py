@@ -1,4 +1,4 @@
-"""Schemas as catalogs keep and tell them: the bytes of an encapsulated message, in JSON as base64."""
+"""Conversion of schemas to the bytes of an encapsulated IPC message, and to base64 for JSON."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import pyarrow as pa
 
 
 def serialize(schema: pa.Schema) -> bytes:
-    """The schema as a message."""
+    """Return a schema as an IPC message."""
     return bytes(schema.serialize())
 
 
 def deserialize(schema: bytes) -> pa.Schema:
-    """The opposite."""
+    """Return the schema in an IPC message."""
     return pa.ipc.read_schema(pa.py_buffer(schema))
 
 
 def to_base64(schema: pa.Schema) -> str:
-    """The same for JSON."""
+    """Return a schema as an IPC message in base64."""
     return base64.b64encode(serialize(schema)).decode()
 
 
 def from_base64(text: str) -> pa.Schema:
-    """The opposite of `to_base64`."""
+    """Return the schema in the result of `to_base64`."""
     return deserialize(base64.b64decode(text))

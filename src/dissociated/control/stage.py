@@ -1,4 +1,4 @@
-"""Where writers put segments, as a catalog tells them."""
+"""The description of a stage: the directory of a node in which writers put segments."""
 
 from __future__ import annotations
 
@@ -18,13 +18,20 @@ from dissociated.store.layout import STAGING, store_id
 
 @dataclass(frozen=True)
 class StagePlace:
-    """The directory where writers put segments, and its host. The catalog that names it may lie.
+    """The directory in which writers put segments, as a catalog describes it.
 
-    A process writes only where `open` leads: into the staging directory of that node, which belongs to this user.
+    The catalog is not trusted. A process writes only to the path from `open`, which leads to the staging directory of
+    the node `node`, owned by this user.
 
-    `node` is the node that has it, `flight` where that answers. Where it is `limited`, writers must reserve room.
-    `inode` tells the directory from one that has the same path in another container.
-    `handover` is the Unix socket where it takes sealed memfds, empty where it takes none.
+    Attributes:
+        directory: The path of the directory.
+        host: The name of its host.
+        boot_id: The boot id of its host's kernel.
+        node: The id of the node that has it.
+        flight: The URI of that node's catalog.
+        limited: Whether writers must reserve room.
+        inode: An identifier that differs for a directory at the same path in another container.
+        handover: The path of the Unix socket at which the node accepts sealed memfds; empty if it accepts none.
     """
 
     directory: str
@@ -38,7 +45,7 @@ class StagePlace:
 
     @classmethod
     def parse(cls, plain: Mapping[str, Any]) -> Self:
-        """From JSON, of which it leaves out what it does not know. Raises CatalogError."""
+        """Return the stage in a JSON object, without unknown fields. Raise CatalogError if the object is invalid."""
         told = {one.name: plain[one.name] for one in fields(cls) if one.name in plain}
         try:
             place = cls(**told)
@@ -52,7 +59,7 @@ class StagePlace:
 
     @property
     def here(self) -> bool:
-        """Whether this process can write there."""
+        """Whether this process can write to the directory."""
         try:
             with self.open() as path:
                 return os.access(path, os.W_OK | os.X_OK)
@@ -61,10 +68,12 @@ class StagePlace:
 
     @contextmanager
     def open(self) -> Iterator[Path]:
-        """Open the staging directory, and give a path to it that nobody can make lead elsewhere.
+        """Open the staging directory, and yield a path to it that no other process can redirect.
 
-        The path is good within the `with`. Raises StoreError if there is no such directory on this host, if it is not
-        this user's alone, or not that of the node.
+        The path is valid within the `with` block.
+
+        Raises:
+            StoreError: This host has no such directory, other users can access it, or it belongs to another node.
         """
         path = Path(self.directory)
         with store_errors(f"the staging directory {path}"):

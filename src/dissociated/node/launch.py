@@ -1,4 +1,4 @@
-"""Start a node on this host, or find the one that runs there."""
+"""Finding the running node of a store on this host, or starting a new one."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from dissociated.errors import AccessDenied, DissociatedError, StoreError
 from dissociated.store.eviction import Policy
 from dissociated.store.layout import NODE_LOG, START_LOCK, known_id, store_id
 
-#: The file in a store that says where its node answers.
+#: The file in a store that contains the address of its node.
 ADDRESS_FILE = "node.json"
-_ANSWER_TIMEOUT = 5.0  # seconds, for a node that is there to say so
+_ANSWER_TIMEOUT = 5.0  # seconds in which a running node must answer
 
 
 @dataclass(frozen=True)
 class NodeAddress:
-    """Where the catalog of a node answers, and its process."""
+    """The URI of a node's catalog, and the id of the node's process."""
 
     uri: str
     pid: int
@@ -38,17 +38,18 @@ class NodeAddress:
 def default_store() -> Path:
     """Return the directory of the default store: in memory, private to this user.
 
-    Anybody may create that directory in /dev/shm first, so it is always opened by `open_private_directory`, which then
-    refuses it. $XDG_RUNTIME_DIR would be nobody else's, but is no place for data: systemd gives it a tenth of the
-    memory, shares that with the sockets of the session, and empties it when the user logs out.
+    Any user can create that directory in /dev/shm first. Therefore it is always opened by `open_private_directory`,
+    which refuses a directory of another user. $XDG_RUNTIME_DIR is private but unsuitable for data: systemd limits it to
+    a tenth of the memory, shares that with the sockets of the session, and empties it when the user logs out.
     """
     return Path("/dev/shm") / f"dissociated-store-{os.geteuid()}"
 
 
 def running(directory: str | os.PathLike[str], timeout: float = _ANSWER_TIMEOUT) -> NodeAddress | None:
-    """The node that owns the store in `directory` and answers within so many seconds, if there is one.
+    """Return the node that owns the store in `directory`, or None if no node answers within `timeout` seconds.
 
-    Raises NotPrivate if the directory is not this user's alone.
+    Raises:
+        NotPrivate: Other users can access the directory.
     """
     try:
         store = open_private_directory(directory)
@@ -70,11 +71,11 @@ def _running(store: int, directory: Path, timeout: float = _ANSWER_TIMEOUT) -> N
         client = CatalogClient(address.uri, timeout)
         try:
             if client.stage().node != id:
-                return None  # ours was killed, and another has its port now
+                return None  # The node of this store was killed, and another node has its port now.
         finally:
             client.close()
     except AccessDenied:
-        pass  # it answers, though not us: it asks for a token, or its certificate must be trusted first
+        pass  # A node answers, but it requires a token, or its certificate is not trusted yet.
     except DissociatedError:
         return None
     return address
@@ -94,22 +95,30 @@ def ensure(
     starter: int | None = None,
     timeout: float = 30.0,
 ) -> NodeAddress:
-    """The node of the store in `directory`, which is started where there is none.
+    """Return the node of the store in `directory`, and start one if none is running.
 
-    The node is a process of its own, that goes on when this one ends. However many processes ask at once, one node is
-    started. All options but `directory` and `timeout` are for a node that is started.
+    A started node is a separate process, which continues when this process ends. If several processes call this at
+    once, they start one node. All arguments except `directory` and `timeout` apply only to a node that is started.
 
-    - `catalog`: the upstream that it is a node of, if any.
-    - `limit`, `policy`, `spill`: what the store may take, in bytes, and what happens at the limit.
-    - `listen`, `flight`: where it serves, and where its own catalog answers. Without `flight`, the catalog answers this
-      user alone: see `Node`.
-    - `idle_exit`: end when nobody has read or written for so many seconds. What is committed stays.
-    - `options`: further options of the command `dissociated node`, as those for access.
-    - `starter`: the end of a pipe that is read from, and stays yours. When its other end has been closed everywhere,
-      the node ends, too, if nothing has been committed and nobody is there.
-    - `timeout`: seconds in which it must answer.
+    Args:
+        directory: The directory of the store; by default `default_store()`.
+        catalog: The URI of the upstream catalog that the node belongs to; None for a node with its own database.
+        limit: The maximum number of bytes in the store.
+        policy: The behaviour of the store at its limit.
+        spill: A directory to which the store moves versions at its limit.
+        listen: The URIs at which the node serves datasets.
+        flight: The URI of the node's catalog. By default, only this user can reach the catalog: see `Node`.
+        idle_exit: The number of seconds without readers or writers after which the node ends. Committed data stay.
+        options: Further options of the command `dissociated node`, for example for access control.
+        starter: The read end of a pipe, which the caller keeps. When the write end is closed in all processes, the node
+            ends if no version was committed and no client is connected.
+        timeout: The number of seconds in which the node must answer.
 
-    Raises StoreError where none answers in time, with what it said.
+    Returns:
+        The address of the node.
+
+    Raises:
+        StoreError: No node answered in time. The message has the last line of the node's log.
     """
     store = Path(directory or default_store()).absolute()
     arguments = ["--store", str(store), "--policy", policy.value]
@@ -130,7 +139,7 @@ def ensure(
         opened = open_private_directory(store, create=True)
     try:
         with store_errors(f"the store {store}"):
-            known_id(opened, store)  # raises for a directory that is no store, before anything is made there
+            known_id(opened, store)  # Raise for a directory that is not a store before anything is created there.
         with _start_lock(opened, store, deadline):
             found = _running(opened, store)
             return found if found is not None else _start(opened, store, arguments, deadline, starter)
@@ -140,7 +149,7 @@ def ensure(
 
 @contextlib.contextmanager
 def _start_lock(opened: int, store: Path, deadline: float) -> Iterator[None]:
-    """Let one process at a time start a node."""
+    """Hold the lock that lets one process at a time start a node. Raise StoreError at the `deadline`."""
     with (
         store_errors(f"starting a node for {store}"),
         os.fdopen(open_private_file(START_LOCK, os.O_WRONLY | os.O_CREAT, within=opened), "w") as lock,
@@ -152,7 +161,7 @@ def _start_lock(opened: int, store: Path, deadline: float) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     raise StoreError(f"another process is starting a node for {store}, and it does not end") from None
-                time.sleep(0.05)  # the kernel waits for a lock without a deadline, or not at all
+                time.sleep(0.05)  # A lock of the kernel has no timeout, so poll.
         yield
 
 
@@ -176,7 +185,7 @@ def _start(opened: int, store: Path, arguments: Sequence[str], deadline: float, 
                 )
         finally:
             os.close(write)
-        process.returncode = 0  # it is on its own from here: nobody waits for it
+        process.returncode = 0  # Nobody waits for this process, so Popen must consider it finished.
         line = _line(pipe, deadline)
     found = _running(opened, store) if line else None
     if found is None:

@@ -1,4 +1,4 @@
-"""The node of this host: found through its catalog, or started."""
+"""The node of this host for a catalog: found through the catalog, or started."""
 
 from __future__ import annotations
 
@@ -18,19 +18,28 @@ from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceede
 from dissociated.node.launch import NodeAddress, default_store, ensure
 from dissociated.uri import Uri
 
-#: What the command `dissociated node` is given where a node is started on this host.
+#: The environment variable with options of `dissociated node` for a node that is started on this host.
 OPTIONS = "DISSOCIATED_NODE"
 
 _CATALOG_PORT = 8815
 
 
 def stage_here(catalog: str, connect: Callable[[str], Client], timeout: float = 30.0) -> StagePlace:
-    """The stage of a node on this host that belongs to `catalog`; where there is none, one is started.
+    """Return the stage of a node on this host that belongs to `catalog`, and start a node if there is none.
 
-    The nodes of this boot that can be written to will do, first those that give the same name to the host. One that is
-    started has a store of its own for this catalog, in memory, and listens where this host faces the catalog; the
-    variable DISSOCIATED_NODE has further options. It goes on when this process ends. Raises CatalogError and
-    AccessDenied where the catalog refuses, StoreError where no node can be started within `timeout` seconds.
+    Any writable node of the current boot is suitable. Nodes with the same host name are tried first. A started node has
+    a store in memory for this catalog alone, and listens at the address that this host uses towards the catalog. It
+    continues when this process ends. The variable DISSOCIATED_NODE has further options for it.
+
+    Args:
+        catalog: The URI of the catalog.
+        connect: A function that opens a client for a URI.
+        timeout: The number of seconds in which a started node must answer.
+
+    Raises:
+        CatalogError: The catalog cannot be reached, or refuses the request.
+        AccessDenied: The catalog refuses the caller.
+        StoreError: No node can be started in time.
     """
     with connect(catalog) as client:
         nodes = [node for node in client.nodes() if node["alive"] and node["boot_id"] == boot_id()]
@@ -46,9 +55,13 @@ def stage_here(catalog: str, connect: Callable[[str], Client], timeout: float = 
 
 
 def restart_here(catalog: str, timeout: float = 30.0) -> bool:
-    """Start the node again that `stage_here` has started here for `catalog`, if it has ended.
+    """Restart the node that `stage_here` once started on this host for `catalog`, if it has ended.
 
-    False where there never was one: its store is not there. Raises as `stage_here`.
+    Returns:
+        False if no such node was ever started, which is the case if its store is missing.
+
+    Raises:
+        CatalogError, AccessDenied, StoreError: The node cannot be started. See `stage_here`.
     """
     if not _store(catalog, _options()).exists():
         return False
@@ -74,12 +87,12 @@ def _options() -> list[str]:
 
 
 def _stage(flight: str, connect: Callable[[str], Client]) -> StagePlace | None:
-    """The stage of the node that answers there, if one does and this process can write to it."""
+    """Return the stage of the node at `flight`; None if no node answers or the stage is not writable."""
     try:
         with connect(flight) as client:
             place = client.stage()
     except (CatalogUnreachable, DeadlineExceeded):
-        return None  # it was killed, and the catalog has not noticed
+        return None  # The node was killed, and the catalog has not noticed yet.
     return place if place.here else None
 
 
@@ -91,7 +104,11 @@ def _option_value(option: str, options: Sequence[str]) -> str | None:
 
 
 def _store(catalog: str, options: Sequence[str]) -> Path:
-    """One for each catalog, since a node belongs to one; and for each host, where one machine is several."""
+    """Return the path of a store for this catalog and this boot.
+
+    A node belongs to one catalog, so each catalog needs a store of its own. The boot id keeps hosts apart that share a
+    file system.
+    """
     option = _option_value("--store", options)
     if option is not None:
         return Path(option)
@@ -101,7 +118,7 @@ def _store(catalog: str, options: Sequence[str]) -> Path:
 
 
 def _local_address(catalog: str) -> str:
-    """The address that this host has towards the catalog: whoever reaches that may reach this."""
+    """Return the address that this host uses towards the catalog. Clients of the catalog can reach it, too."""
     uri = Uri.parse(catalog)
     if not uri.host:
         raise UriError(f"{catalog} is not the URI of a catalog: grpc://HOST:PORT")
@@ -109,7 +126,7 @@ def _local_address(catalog: str) -> str:
         found = socket.getaddrinfo(uri.host, uri.port or _CATALOG_PORT, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, address = found[0]
         with socket.socket(family, kind, protocol) as sock:
-            sock.connect(address)  # sends nothing
+            sock.connect(address)  # This selects a route, and sends nothing.
             own_address = str(sock.getsockname()[0])
     except OSError as error:
         raise CatalogError(f"{uri.host}, where the catalog is, cannot be reached: {error.strerror}") from None

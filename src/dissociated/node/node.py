@@ -1,4 +1,4 @@
-"""A node: serves whatever is committed in one store, and a writer that needs one starts it."""
+"""A node: a process that serves the versions in one store. A writer that needs a node starts it."""
 
 from __future__ import annotations
 
@@ -29,25 +29,40 @@ from dissociated.transport.framed.shm import runtime_directory
 
 _log = logging.getLogger(__name__)
 
-#: For how many seconds a ticket stays good after its version has been replaced.
+#: The number of seconds for which a ticket stays valid after its version was replaced.
 RETAIN = 300.0
 _SHM_SOCKET = "shm.sock"
 _MEMFD_SOCKET = "memfd.sock"
 _FLIGHT_SOCKET = "flight.sock"
-_PATH_MAX = 107  # bytes, of a Unix socket
+_PATH_MAX = 107  # bytes in the path of a Unix socket
 
 
 class Node(ProcessBound):
-    """Serves the versions in `store`, which it then owns, at `listen`, with a catalog of its own at `flight`.
+    """A server for the versions in a store, with a catalog.
 
-    Without `flight`, its catalog answers this user alone, at a Unix socket in the store (`grpc+unix:`); or at the
-    loopback interface, if the node is to be reached by a `catalog` that is not at a Unix socket itself.
-    With `catalog` it is a node of that catalog and publishes what that says. `retain` and `heartbeat_interval` are in
-    seconds: see CatalogService. The others are those of Server; a node and its `catalog` have the same `secret`, and
-    trust each other's certificates where these are in `tls_roots`. Raises StoreError, TransportError, CatalogError,
-    AccessDenied and OptionError where it cannot.
+    Use it as a context manager, or `close` it. Clients that find the store also find the node, since its address is in
+    a file of the store.
 
-    Use it as a context manager, or `close` it. Whoever finds the store finds the node: its address lies there.
+    Args:
+        store: The store, which the node owns.
+        listen: The URIs at which the node serves datasets.
+        flight: The URI of the node's catalog. By default the catalog listens at a Unix socket in the store
+            (`grpc+unix:`), which only this user can reach. If the node belongs to a `catalog` that has no Unix socket
+            itself, the default is the loopback interface, so that the catalog can reach the node.
+        catalog: The URI of the upstream catalog that the node belongs to; None for a node with its own database.
+        database: The path of the database, or `:memory:`; not used with `catalog`.
+        retain: See `CatalogService`. In seconds.
+        heartbeat_interval: See `CatalogService`. In seconds.
+        advertise: See `Server`, which also explains the arguments below.
+        secret: See `Server`. A node and its upstream catalog need the same secret.
+        tls_roots: Certificates to trust. A node and its upstream catalog must trust each other's certificates.
+
+    Raises:
+        StoreError: The store cannot be used.
+        TransportError: The node cannot listen.
+        CatalogError: The database cannot be used.
+        AccessDenied: The upstream catalog refuses the node.
+        OptionError: An argument is invalid.
     """
 
     def __init__(
@@ -131,28 +146,40 @@ class Node(ProcessBound):
         return unix_uri(self._socket(_FLIGHT_SOCKET, is_usable)) if uri == f"{UNIX_SCHEME}:" else uri
 
     def _socket(self, name: str, fits: Callable[[Path], bool] = lambda path: True) -> Path:
-        """The same path after each start, in the store, if that is short enough: so whoever mounts that has both."""
+        """Return the path of a socket in the store, or in the runtime directory if the first would be too long.
+
+        The path is the same after a restart. A container that mounts the store has its sockets, too.
+        """
         path = self.store.directory / "run" / name
         if len(os.fsencode(path)) > _PATH_MAX or not fits(path):
             return runtime_directory() / f"{self.store.id}.{name}"
-        with store_errors(f"the directory {path.parent}"):  # of its own: who listens there locks it for a moment
+        # The sockets have a directory of their own, since listeners lock the directory for a moment.
+        with store_errors(f"the directory {path.parent}"):
             os.close(open_private_directory(path.parent, create=True))
         return path
 
     @property
     def uri(self) -> str:
-        """Where its catalog answers: grpc+unix:///PATH.sock, or grpc://HOST:PORT."""
+        """The URI of the node's catalog: grpc+unix:///PATH.sock, or grpc://HOST:PORT."""
         return self.service.uri
 
     @property
     def idle(self) -> bool:
-        """Whether nobody reads and nothing waits to be committed."""
+        """Whether no client is connected and no segment waits for its commit."""
         return not self.server.connections and not any(self.store.staging.iterdir())
 
     def drain(
         self, timeout: float, on_waiting: Callable[[Sequence[ConsumerStatus]], None] = lambda waited: None
     ) -> bool:
-        """Take nothing new, and wait for streams in progress. See `Server.drain`."""
+        """Accept no new connections, and wait for streams in progress. See `Server.drain`.
+
+        Args:
+            timeout: The maximum number of seconds to wait.
+            on_waiting: A callback that receives the connections that the node is waiting for.
+
+        Returns:
+            Whether all streams ended in time.
+        """
         self.check_process()
         (self.store.directory / ADDRESS_FILE).unlink(missing_ok=True)
 
@@ -168,11 +195,11 @@ class Node(ProcessBound):
         return done
 
     def close(self) -> None:
-        """End every stream. What is committed stays in the store."""
+        """End every stream. Committed versions stay in the store."""
         if self.is_inherited:
             return
         if self._closed:
-            return  # by now, what lies there may be that of another node
+            return  # The address file may belong to another node by now.
         self._closed = True
         (self.store.directory / ADDRESS_FILE).unlink(missing_ok=True)
         self._handover.close()
@@ -188,5 +215,5 @@ class Node(ProcessBound):
 
 
 def _default_flight(catalog: str | None) -> str:
-    """Return where a node answers that was not told, privately unless `catalog` is to reach it otherwise."""
+    """Return the default URI of a node's catalog: private, unless an upstream at `catalog` must reach it."""
     return f"{UNIX_SCHEME}:" if catalog is None or is_unix(catalog) else "grpc://127.0.0.1:0"
