@@ -61,11 +61,11 @@ import dissociated as dis
 from dissociated.protocol.message import Message
 from dissociated.protocol import receiver
 from dissociated.transport.native import connection as native
-from dissociated.transport.native.fabric import credit
+from dissociated.transport.native.fabric import control
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 
-cap = native._MAX_FROM_SERVER = credit.MAX_IN_FLIGHT = receiver.MAX_WAITING_BYTES = int(sys.argv[2]) << 20
+cap = native._MAX_FROM_SERVER = control.MAX_IN_FLIGHT = receiver.MAX_WAITING_BYTES = int(sys.argv[2]) << 20
 
 def memory():
     return int(re.search(r"VmHWM:[^0-9]+([0-9]+)", open("/proc/self/status").read())[1]) // 1000

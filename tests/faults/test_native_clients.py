@@ -18,7 +18,7 @@ from dissociated.protocol.message import Message
 from dissociated.transport.base import Connection
 from dissociated.transport.native.fabric.connection import FabricConnection
 from dissociated.transport.native.fabric.control import CONTROL, CONTROL_SIZE, LARGE, Kind
-from dissociated.transport.native.fabric.outgoing import PendingSend
+from dissociated.transport.native.fabric.outbox import PendingSend
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 from helpers import case, wait_until
@@ -142,7 +142,9 @@ def test_one_who_lies_beside_the_protocol_goes_and_harms_nobody(serve: Serve) ->
             wait_until(lambda: good.server.connections, "it is there")
             for tag, content in words:
                 with connection._lock:
-                    connection._outbox.send(PendingSend(tag, [connection._ffi.from_buffer(content)]), connection)
+                    connection._outbox.send(
+                        PendingSend(tag, [connection._ffi.from_buffer(content)]), connection._settled
+                    )
                 connection.arrived()
             wait_until(lambda: not good.server.connections, "the server has let go of it")
         good.check()

@@ -23,8 +23,7 @@ from dissociated.memory.region import Region
 from dissociated.memory.remote import Span, with_spans
 from dissociated.protocol.message import Incoming, Message
 from dissociated.transport.base import Listener
-from dissociated.transport.native import heartbeat
-from dissociated.transport.native.fabric import _ofi
+from dissociated.transport.native.fabric import _ofi, heartbeat
 from dissociated.transport.native.fabric import connection as connections
 from dissociated.transport.native.fabric import domain as domains
 from dissociated.transport.native.fabric import endpoint as endpoints
@@ -157,7 +156,7 @@ def where(request: pytest.FixtureRequest) -> Uri:
 def send_untagged(server: FabricConnection, messages: list[bytes]) -> None:
     """Send them without a tag, whatever their size."""
     ended: list[Completion] = []
-    peer = server._outbox.peer
+    peer = server._handshake.address
     assert peer is not None
     for message in messages:
         with server._lock:
@@ -215,7 +214,7 @@ def test_too_much_said_beside_the_protocol_ends_the_connection(where: Uri, size:
     with leaving_nothing(), closing(transport("fabric").listen(where)) as listener:
         client, server = connected(listener)
         with client, server:
-            peer = client._outbox.peer
+            peer = client._handshake.address
             assert peer is not None
             tag, much = 0xFE44_4953_534F_0000 | Kind.CREDIT, [client._ffi.from_buffer(bytes(size))]
             talk(client, before)  # there are receives for so much
@@ -247,7 +246,7 @@ def test_memory_that_is_read_into_stays_until_that_has_ended() -> None:
         span = listener.expose(region)
         client, server = connected(listener, [span])
         with client, server:
-            endpoint, peer, ended = client._endpoint, client._outbox.peer, list[Completion]()
+            endpoint, peer, ended = client._endpoint, client._handshake.address, list[Completion]()
             assert isinstance(endpoint, FabricEndpoint)
             assert peer is not None
             memory = Memory(source.size)

@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import threading
 
-from dissociated.transport.native.heartbeat import Heartbeat
+from dissociated.transport.native.fabric.heartbeat import Heartbeat
 from helpers import PATIENCE
 
 
 class Failing:
     """A connection that cannot send its heartbeats."""
-
-    heartbeat = 0.01
 
     def __init__(self) -> None:
         self.beats = threading.Semaphore(0)
@@ -21,8 +19,8 @@ class Failing:
 
 def test_one_that_fails_does_not_end_the_heartbeats() -> None:
     heart, connection = Heartbeat(), Failing()
-    heart.add(connection)
+    heart.add(connection.send_heartbeat, 0.01)
     try:
         assert all(connection.beats.acquire(timeout=PATIENCE) for _ in range(3))
     finally:
-        heart.remove(connection)
+        heart.remove(connection.send_heartbeat)

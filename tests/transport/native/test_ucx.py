@@ -19,8 +19,8 @@ from dissociated.memory.region import Region
 from dissociated.memory.remote import Span, with_spans
 from dissociated.protocol.message import Message
 from dissociated.transport.base import Connection, Listener
-from dissociated.transport.native.ucx import callbacks, endpoint
 from dissociated.transport.native.ucx import connection as connections
+from dissociated.transport.native.ucx import endpoint
 from dissociated.transport.native.ucx._ucp import installed_library
 from dissociated.transport.native.ucx.closing import ClosingConnection, ClosingConnections
 from dissociated.transport.native.ucx.listener import UcxListener
@@ -211,7 +211,7 @@ def test_an_interruption_while_ucx_calls_reaches_the_caller_who_is_told_that_som
             attended(listener, listener.uri, tell) as client,
         ):
             client.send([Message(1, (b"body",))], PATIENCE)
-            with Interruption(callbacks, callback), pytest.raises(KeyboardInterrupt):
+            with Interruption(endpoint, callback), pytest.raises(KeyboardInterrupt):
                 client.receive(PATIENCE, lambda tag, length: bytearray(length))
             with pytest.raises(ConnectionClosed, match=r"lost what the ucx server .* sent: KeyboardInterrupt"):
                 client.receive(PATIENCE, lambda tag, length: bytearray(length))

@@ -26,9 +26,9 @@ from dissociated.protocol.message import Incoming, Message, Run
 from dissociated.transport.base import Allocate
 from dissociated.transport.framed.framing import MAX_CONTROL, MAX_UNTAGGED
 from dissociated.transport.native.interrupts import interrupts_held
-from dissociated.transport.native.progress import MAX_SLEEP, ProgressConnection
+from dissociated.transport.native.progress import ProgressConnection
 from dissociated.transport.native.runs import RUN, with_runs
-from dissociated.transport.native.threads import start_thread
+from dissociated.transport.native.threads import MAX_SLEEP, start_thread
 from dissociated.transport.runs import MAX_RUN, MIN_RUN, parse_run
 
 #: Bytes that are under way in one direction: a peer that takes nothing costs no more memory than this, or one message.

@@ -1,4 +1,4 @@
-"""A shared library that a transport needs: opening it, and the messages if it cannot be used."""
+"""A shared library that a transport needs, and its memory, by way of cffi: opening it, and why it cannot be used."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow as pa
+
+from dissociated.base.buffers import Buffer
 from dissociated.errors import TransportError
 
 
@@ -76,3 +79,12 @@ class Library(NamedTuple):
             f"{where} has {self.name} {theirs} and this process {ours}, which do not work together: install the same "
             f"on both sides, or let {self.variable} name the same {self.file}"
         )
+
+
+def view_of(ffi: Any, data: Buffer) -> Any:
+    """cffi's view of a buffer, which it keeps.
+
+    Arrow holds a memoryview for it. Where CPython finds one in a cycle that is garbage, it clears it although cffi has
+    a view of it, and the process ends as that is given back.
+    """
+    return ffi.from_buffer(pa.py_buffer(data) if isinstance(data, memoryview) else data)

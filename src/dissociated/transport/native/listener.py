@@ -16,12 +16,10 @@ from dissociated.memory.region import Region
 from dissociated.memory.remote import Span
 from dissociated.transport.base import Connection, Listener
 from dissociated.transport.native.interrupts import interrupts_held
-from dissociated.transport.native.waker import Waker
+from dissociated.transport.native.threads import Waker
 
 #: Withdraws memory that peers can fetch from: when it is called, or when the region is collected.
 Withdraw: TypeAlias = "weakref.finalize[..., Region]"
-
-MAX_SLEEP = 1.0  # seconds, should the medium ever forget to wake us
 
 
 def withdraw_with(region: Region, withdraw: Callable[..., None], *arguments: Any) -> Withdraw:

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 from dissociated.errors import ConnectionClosed, DissociatedError
 from dissociated.transport.base import Connection
-from dissociated.transport.native.waker import Waker
+from dissociated.transport.native.threads import MAX_SLEEP, Waker
 
-MAX_SLEEP = 1.0  # seconds, should the medium ever forget to wake us
 _NO_WAKE = 0.005  # seconds: when the peer is gone the medium may tell no more, and has only to be looked at
 
 

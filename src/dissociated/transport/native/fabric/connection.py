@@ -30,25 +30,22 @@ from dissociated.transport.native.fabric.control import (
     BYES,
     CONSUMED,
     CONTROL,
+    CONTROL_BUFFERS,
     CONTROL_SIZE,
     JOINS,
     KIND_MASK,
     LARGE,
     TAKES_RUNS,
+    Credit,
+    Handshake,
     Kind,
+    is_control,
 )
-from dissociated.transport.native.fabric.control_receiver import ControlReceiver
-from dissociated.transport.native.fabric.credit import Credit
-from dissociated.transport.native.fabric.domain import RMA_KEY
-from dissociated.transport.native.fabric.endpoint import MAX_SMALL_UNTAGGED, PeekedMessage
-from dissociated.transport.native.fabric.handshake import Handshake
-from dissociated.transport.native.fabric.info import QUEUE
-from dissociated.transport.native.fabric.liveness import Liveness
-from dissociated.transport.native.fabric.operations import Completion
-from dissociated.transport.native.fabric.outbox import Outbox
-from dissociated.transport.native.fabric.outgoing import Outgoing, PendingSend
-from dissociated.transport.native.fabric.provider import ConnectionEndpoint
-from dissociated.transport.native.heartbeat import heartbeat_of
+from dissociated.transport.native.fabric.domain import QUEUE, RMA_KEY
+from dissociated.transport.native.fabric.endpoint import MAX_SMALL_UNTAGGED, ConnectionEndpoint, PeekedMessage
+from dissociated.transport.native.fabric.heartbeat import Liveness, heartbeat_of
+from dissociated.transport.native.fabric.operations import Completion, Done
+from dissociated.transport.native.fabric.outbox import Outbox, Outgoing, PendingSend
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +53,7 @@ _MAX_UNDER_WAY = QUEUE // 2  # messages, so that libfabric always takes a heartb
 _RETRY_DELAY = 0.002  # seconds, while libfabric wants something to be tried again
 _LAST_TIMEOUT = 0.25  # seconds for the last word
 _MAX_PEEKS = 256  # messages that are taken before somebody else's turn
+_MAX_CONTROL_WAITING = 128  # messages beside the protocol that may wait at once: libfabric keeps many more beside them
 _LOCK_TIMEOUT = 0.05  # seconds that a heartbeat waits for whoever uses the connection
 _MAX_ROUNDS = 16  # of completions that are looked at before somebody else is
 
@@ -70,27 +68,27 @@ class FabricConnection(NativeConnection):
         super().__init__(peer, accepted=client is not None)
         self._endpoint = endpoint
         self._ffi = endpoint.ofi.ffi
-        self._outbox = Outbox(endpoint)
-        self._handshake = Handshake(endpoint, self._outbox, peer, client)
+        self._handshake = Handshake(endpoint, peer, client)
+        self._outbox = Outbox(endpoint, self._handshake)
         self._again = False  # whether a read must be tried again
         self._receiving = self._receiving_bytes = 0  # on their way into memory
         self._happened = False  # more than heartbeats
         self._ended_before = 0  # operations, when a thread last wanted to sleep
         self._credit = Credit(self._accepted)
-        self._control = ControlReceiver(self._ffi, endpoint, peer)
+        self._control_waiting = 0  # messages beside the protocol that came in a row, and that nobody waited for
         self._byes: set[int] = set()  # of the last words, those that were heard
-        self.heartbeat = heartbeat
         self._liveness = Liveness()
         #: Libfabric woke us while a message is on its way: how many operations had ended by then.
         self._woken_at: int | None = None
         try:
             with self._lock:
-                self._control.start(self)
+                for _ in range(CONTROL_BUFFERS):
+                    self._receive_control(self._ffi.new(f"char[{CONTROL_SIZE}]"))
                 for _ in range(2):
                     self._receive_untagged(self._ffi.new(f"char[{MAX_SMALL_UNTAGGED * (2 if self._accepted else 16)}]"))
-            heartbeat_of(os.getpid()).add(self)
+            heartbeat_of(os.getpid()).add(self._send_heartbeat, heartbeat)
         except BaseException:
-            heartbeat_of(os.getpid()).remove(self)
+            heartbeat_of(os.getpid()).remove(self._send_heartbeat)
             self._waker.close()
             raise
 
@@ -113,10 +111,10 @@ class FabricConnection(NativeConnection):
         def done(completion: Completion) -> None:
             reading.ended = self._happened = self._liveness.heard = True
             if completion.error:
-                self.lose_by(completion.error)
+                self._lose_by(completion.error)
 
         def begun() -> bool:
-            source = self._outbox.peer
+            source = self._handshake.address
             assert source is not None
             where = address if virtual else address - span.base
             self._again = not (self._gone or self._endpoint.read(source, where, key, into, at, length, done))
@@ -130,7 +128,7 @@ class FabricConnection(NativeConnection):
         handshake = self._handshake
         end = time.monotonic() + timeout  # of all this: a server that says other things is not waited for either
         with self._lock:
-            self._outbox.peer = self._endpoint.insert(listener)
+            self._handshake.address = self._endpoint.insert(listener)
             self._send_control(Kind.HELLO, handshake.hello)
             self._until(lambda: handshake.welcomed, end, timeout)
             if self._reason is not None:
@@ -157,18 +155,22 @@ class FabricConnection(NativeConnection):
 
     def _start(self, message: Outgoing) -> None:
         self._credit.send(message.size)
-        sending = self._outbox.send_message(message, self)
+        sending = self._outbox.send_message(message, self._settled)
         if not sending.ended:
             self._posted(sending, 0, None)
 
     def _send_control(self, kind: Kind, payload: bytes = b"") -> PendingSend:
-        return self._outbox.send(PendingSend(CONTROL | kind, [self._ffi.from_buffer(payload[:CONTROL_SIZE])]), self)
+        sending = PendingSend(CONTROL | kind, [self._ffi.from_buffer(payload[:CONTROL_SIZE])])
+        return self._outbox.send(sending, self._settled)
 
     def _send_controls(self, kinds: Sequence[Kind], payload: bytes = b"") -> list[PendingSend]:
         return [self._send_control(kind, payload) for kind in kinds[: self._endpoint.lanes]]
 
-    def sent(self, sending: PendingSend) -> None:
-        """It has been sent."""
+    def _settled(self, sending: PendingSend, error: int | None) -> None:
+        """Count a message as sent, unless there was an error: the peer is gone then."""
+        if error is not None:
+            self._lose_by(error)
+            return
         self.written += sending.size
         self._happened |= sending.tag != CONTROL | Kind.CREDIT
 
@@ -182,7 +184,7 @@ class FabricConnection(NativeConnection):
         return self._credit.spent or len(self._byes) == self._endpoint.lanes
 
     def _send_abort(self, reason: str) -> bool:
-        if self._outbox.peer is None:
+        if self._handshake.address is None:
             return False  # a client that has not joined hears nothing
         self._send_control(Kind.ABORT, reason.encode(errors="backslashreplace"))
         return True
@@ -195,7 +197,7 @@ class FabricConnection(NativeConnection):
             self._report_if_due()
 
     def _report_if_due(self) -> None:
-        if self._credit.should_report and not self._closed and not self._gone and self._outbox.peer is not None:
+        if self._credit.should_report and not self._closed and not self._gone and self._handshake.address is not None:
             self._report_consumed()
 
     def _report_consumed(self) -> None:
@@ -204,7 +206,7 @@ class FabricConnection(NativeConnection):
     def _receive_untagged(self, memory: Any) -> None:
         def done(completion: Completion) -> None:
             if completion.error:
-                self.lose_by(completion.error)
+                self._lose_by(completion.error)
                 return
             if completion.flags & c.RECV:
                 self._arrive(Incoming(None, bytes(self._ffi.buffer(completion.pointer, completion.length))))
@@ -213,12 +215,30 @@ class FabricConnection(NativeConnection):
 
         self._endpoint.receive_untagged(memory, done)
 
-    def break_off(self, error: RemoteProtocolError) -> None:
-        """The peer breaks the rules. What it did first counts."""
+    def _break_off(self, error: RemoteProtocolError) -> None:
+        """Remember that the peer breaks the rules. Its first error counts."""
         if self._broken is None:
             self._broken = error
 
-    def control_arrived(self, tag: int, data: bytes) -> None:
+    def _receive_control(self, memory: Any) -> None:
+        """Receive what the peer says beside the protocol, for as long as the endpoint is open."""
+        self._endpoint.receive_tagged(memory, CONTROL, KIND_MASK, self._on_control(memory, again=True))
+
+    def _on_control(self, memory: Any, again: bool) -> Done:
+        """Return what to do once `memory` holds a message beside the protocol. If `again`, it receives the next."""
+
+        def done(completion: Completion) -> None:
+            if completion.error:
+                self._lose_by(completion.error)
+                return
+            data = bytes(self._ffi.buffer(memory, completion.length))
+            if again:
+                self._receive_control(memory)
+            self._control_arrived(completion.tag, data)
+
+        return done
+
+    def _control_arrived(self, tag: int, data: bytes) -> None:
         """The peer says something beside the protocol."""
         self._liveness.heard = True
         kind = tag & KIND_MASK
@@ -240,7 +260,7 @@ class FabricConnection(NativeConnection):
         elif kind in BYES and kind not in self._byes:
             self._byes.add(kind)
             if len(self._byes) == self._endpoint.lanes:
-                if not self._closed and not self._gone and self._outbox.peer is not None:
+                if not self._closed and not self._gone and self._handshake.address is not None:
                     self._send_controls(BYES)
                 self._lose()
         else:
@@ -250,8 +270,27 @@ class FabricConnection(NativeConnection):
         return bool(self._receiving) or self._peek() is not None
 
     def _peek(self) -> PeekedMessage | None:
-        """A message of the protocol that nobody waits for."""
-        return self._control.peek(self)
+        """Return a message of the protocol that nobody waits for, if there is one.
+
+        Messages beside the protocol that come before it are received: whoever waits for it would starve.
+        """
+        for _ in range(_MAX_PEEKS):  # each look lets more arrive: a peer that sends without end shall not keep us here
+            found = self._endpoint.peek()
+            if found is None or not is_control(found.tag):
+                self._control_waiting = 0 if found is None else self._control_waiting
+                return found
+            self._control_waiting += 1
+            if self._control_waiting > _MAX_CONTROL_WAITING:
+                self._break_off(
+                    RemoteProtocolError(f"{self._peer} says {self._control_waiting} things at once beside the protocol")
+                )
+            if found.length <= CONTROL_SIZE:
+                memory = self._ffi.new(f"char[{CONTROL_SIZE}]")
+                self._endpoint.claim(memory, self._on_control(memory, again=False))
+            else:
+                self._endpoint.discard()
+                self._break_off(RemoteProtocolError(f"{self._peer} says {found.length} bytes beside the protocol"))
+        return None
 
     def _take(self, allocate: Allocate, most: int) -> bool:
         only_small = self._only_small(allocate)
@@ -301,7 +340,7 @@ class FabricConnection(NativeConnection):
             self._receiving_bytes -= size
             if completion.error:
                 self._broken = ConnectionClosed(f"{self._peer} closed the connection in the middle of a message")
-                self.lose_by(completion.error)
+                self._lose_by(completion.error)
             elif tag == LARGE:
                 self._arrive(Incoming(None, bytes(memory)))
             else:
@@ -321,7 +360,7 @@ class FabricConnection(NativeConnection):
     # The endpoint
 
     def _progress(self) -> bool:
-        self._outbox.advance(self)
+        self._outbox.advance(self._settled)
         for _ in range(_MAX_ROUNDS):
             if not self._endpoint.progress():
                 break
@@ -344,11 +383,11 @@ class FabricConnection(NativeConnection):
 
     def _sleep(self, seconds: float) -> None:
         ended = self._endpoint.ended
-        retries = self._again or (self._outbox.first is not None and self._outbox.peer is not None)
+        retries = self._again or (self._outbox.first is not None and self._handshake.address is not None)
         woken = self._endpoint.sleep(self._waker, min(seconds, _RETRY_DELAY) if retries else seconds)
         self._woken_at = ended if woken and self._receiving else None
 
-    def send_heartbeat(self) -> None:
+    def _send_heartbeat(self) -> None:
         """Tell the peer that we are here, and see whether it is.
 
         Also see to it that a client which sends without end while nobody here receives is not kept for: each time
@@ -370,7 +409,7 @@ class FabricConnection(NativeConnection):
             if missed or self._liveness.refuses(self._refused()):
                 _log.info("%s is gone without a word", self._peer)
                 self._lose()
-            elif self._outbox.peer is not None and not self._outbox.first:
+            elif self._handshake.address is not None and not self._outbox.first:
                 self._report_consumed()
         except RemoteProtocolError as error:
             self._broken = error
@@ -385,7 +424,7 @@ class FabricConnection(NativeConnection):
         idle = not self._under_way and not self._receiving
         return self._outbox.first if idle and self._credit.used else None
 
-    def lose_by(self, error: int) -> None:
+    def _lose_by(self, error: int) -> None:
         """An operation failed: the peer is gone."""
         if not self._gone:
             _log.debug("%r: %s", self, self._endpoint.ofi.explain(error))
@@ -398,13 +437,13 @@ class FabricConnection(NativeConnection):
 
     def close(self) -> None:
         try:
-            heartbeat_of(os.getpid()).remove(self)
+            heartbeat_of(os.getpid()).remove(self._send_heartbeat)
         finally:  # a signal shall not leave it to nobody
             super().close()
 
     def _release(self) -> None:
         try:
-            if self._outbox.peer is not None and not self._gone and self._broken is None:
+            if self._handshake.address is not None and not self._gone and self._broken is None:
                 self._say_goodbye()
         finally:  # a signal shall not leave it to nobody
             self._outbox.clear()

@@ -1,28 +1,30 @@
-"""An endpoint of libfabric for reliable datagrams (RDM): messages of two kinds, between any endpoints that know each
-other's names, and one descriptor to wait on. Nothing here is thread-safe, and nothing knows what messages mean.
+"""Endpoints of libfabric for reliable datagrams (RDM): messages of two kinds, between any endpoints that know each
+other's names, and descriptors to wait on. Nothing here is thread-safe, and nothing knows what messages mean.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import resource
+import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from dissociated.base.once import once
 from dissociated.errors import TransportError
+from dissociated.transport.native.addresses import host_and_port
 from dissociated.transport.native.fabric import _ofi as c
 from dissociated.transport.native.fabric._ofi import ofi
-from dissociated.transport.native.fabric.domain import Domain, close_object
-from dissociated.transport.native.fabric.info import QUEUE, find_info
+from dissociated.transport.native.fabric.domain import QUEUE, Domain, close_object, find_info
 from dissociated.transport.native.fabric.operations import Completion, Done, Filling, Operation, Operations
-from dissociated.transport.native.fabric.sockets import shut_down
 from dissociated.transport.native.interrupts import interrupts_held
-from dissociated.transport.native.waker import Waker
+from dissociated.transport.native.threads import Waker
+from dissociated.uri import ANY_INTERFACE
 
 ANY_TAG = 2**64 - 1
 _ANYBODY = 2**64 - 1
@@ -407,7 +409,7 @@ class FabricEndpoint:
         if self._known is None:
             return
         with suppress(ValueError, struct.error):  # providers that do not use TCP have other names
-            shut_down(self.name, self._known)
+            _shut_down(self.name, self._known)
         end = time.monotonic() + _CUT_OFF_TIMEOUT
         with suppress(TransportError):
             while self._operations.fetching and time.monotonic() < end:
@@ -436,3 +438,122 @@ class FabricEndpoint:
             self.domain.leave()
             self._heap.closed()
         self._operations.clear()
+
+
+class DualEndpoint:
+    """Two endpoints that are used as one, for providers with which a message that nobody claims holds up all behind it.
+
+    Messages whose tag is `apart` go from second to second, and are the only ones to be looked for; all others are
+    waited for by the first, which nothing can hold up. Between the two there is no order. The name is that of both.
+    """
+
+    lanes = 2
+
+    def __init__(self, provider: str, node: str, apart: Callable[[int], bool]) -> None:
+        self._apart = apart
+        self._first = first = FabricEndpoint(provider, node, None)
+        try:
+            # In a domain of its own: what waits to be claimed is found by whoever looks in the same.
+            self._second = FabricEndpoint(provider, node, None)
+        except BaseException:
+            first.close()
+            raise
+        self.ofi, self.iov_limit, self.max_message = first.ofi, first.iov_limit, first.max_message
+        self.protocol, self.eager_limit, self.max_untagged = first.protocol, first.eager_limit, first.max_untagged
+        self.wakes = first.wakes + self._second.wakes
+        self.find, self.read = first.find, first.read
+        self.receive_untagged, self.receive_tagged = first.receive_untagged, first.receive_tagged
+        self.peek, self.claim, self.discard = self._second.peek, self._second.claim, self._second.discard
+
+    @property
+    def name(self) -> bytes:
+        """What others insert to reach this one."""
+        return self._first.name + self._second.name
+
+    def insert(self, name: bytes) -> int:
+        """Make another known. Its number, for sending to it. Raises TransportError for what is no name of two."""
+        half = len(self._first.name)
+        number = self._first.insert(name[:half])
+        other = self._second.insert(name[half:] or name)  # one that is no pair takes a number in both, too
+        if number != other:
+            raise TransportError(f"{name.hex()} names one endpoint twice")
+        return number
+
+    @property
+    def ended(self) -> int:
+        """How many operations have ended, but for looking."""
+        return self._first.ended + self._second.ended
+
+    @property
+    def peeked(self) -> PeekedMessage | None:
+        """What was found and is neither claimed nor discarded."""
+        return self._second.peeked
+
+    def send(self, to: int, tag: int | None, pieces: Sequence[Any], done: Done) -> bool:
+        """See `FabricEndpoint`."""
+        apart = tag is not None and self._apart(tag)
+        return (self._second if apart else self._first).send(to, tag, pieces, done)
+
+    def progress(self) -> bool:
+        """Let libfabric work, for both. Whether anything was done."""
+        first, second = self._first.progress(), self._second.progress()
+        return first or second
+
+    def arm(self) -> bool:
+        """Whether one may sleep now: otherwise there is something to do."""
+        return self._first.arm() and self._second.arm()
+
+    def sleep(self, waker: Waker, seconds: float) -> bool:
+        """See `FabricEndpoint`. The only method that another thread may run beside others."""
+        return waker.sleep(self.wakes, seconds)
+
+    def close(self) -> None:
+        """Close both. What was under way is dropped."""
+        try:
+            self._second.close()
+        finally:
+            self._first.close()
+
+
+#: The endpoint, or two, of one connection.
+ConnectionEndpoint: TypeAlias = FabricEndpoint | DualEndpoint
+
+
+def _shut_down(name: bytes, other: bytes) -> None:
+    """End the TCP connections of the endpoint of this name, and those with the other. Raises ValueError, struct.error.
+
+    libfabric gives no way to them: they are found among the descriptors of this process. The C library is asked, which
+    takes no descriptor: a `socket` would have to be a duplicate, and there may be no more.
+
+    Whoever calls this has the endpoint for itself: libfabric closes those connections only while it is let work, so a
+    number cannot become another's here. A duplicate would not be safer: closing one of a file gives up the locks of
+    this process on it, such as those of SQLite.
+    """
+    (host, port), peer = host_and_port(name), host_and_port(other)
+    libc, stream = ctypes.CDLL(None), struct.pack("i", socket.SOCK_STREAM)
+    for descriptor in _descriptors():
+        with suppress(OSError, ValueError, struct.error):  # closed meanwhile, or none of those
+            here = host_and_port(_told(libc.getsockname, descriptor))
+            is_stream = _told(libc.getsockopt, descriptor, socket.SOL_SOCKET, socket.SO_TYPE) == stream
+            ours = here[1] == port and (here[0] == host or host in ANY_INTERFACE)
+            if is_stream and (ours or host_and_port(_told(libc.getpeername, descriptor)) == peer):
+                libc.shutdown(descriptor, socket.SHUT_RDWR)
+
+
+def _told(call: Callable[..., int], descriptor: int, *about: int) -> bytes:
+    """What the C library tells about a socket. Raises OSError."""
+    memory, length = ctypes.create_string_buffer(256), ctypes.c_uint32(256)
+    if call(descriptor, *about, memory, ctypes.byref(length)):
+        raise OSError(f"the descriptor {descriptor} is none of a socket of that kind")
+    return memory.raw[: length.value]
+
+
+def _descriptors() -> Iterable[int]:
+    """Those of this process, or all that it can have, where there is none left to list them with.
+
+    These are hardly more: where none is left, almost all are open. Each takes a few microseconds.
+    """
+    try:
+        return map(int, os.listdir("/proc/self/fd"))
+    except OSError:
+        return range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])

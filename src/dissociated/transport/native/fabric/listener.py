@@ -29,8 +29,9 @@ from dissociated.transport.native.fabric.provider import (
     open_endpoint,
     provider_of,
 )
-from dissociated.transport.native.listener import MAX_SLEEP, NativeListener, Withdraw, withdraw_with
+from dissociated.transport.native.listener import NativeListener, Withdraw, withdraw_with
 from dissociated.transport.native.runs import OFFER
+from dissociated.transport.native.threads import MAX_SLEEP
 from dissociated.uri import Uri
 
 _log = logging.getLogger(__name__)
@@ -148,7 +149,7 @@ class FabricListener(NativeListener):
         self._known.append(client)
         if len(self._known) > _MAX_KNOWN_CLIENTS:
             self._endpoint.remove(self._known.popleft())
-        if version != bytes([VERSION]) or len(name) != len(self._endpoint.name) * lanes(self._provider):
+        if version != VERSION or len(name) != len(self._endpoint.name) * lanes(self._provider):
             self._answer(client, Kind.ABORT, b"the server exchanges names in another way: install the same version")
             return
         # Memory is registered with a domain, so that endpoints from which it is read share the listener's.
@@ -161,7 +162,7 @@ class FabricListener(NativeListener):
             raise
         connection.exposes_memory = self.exposes_memory
         self._joining.append((time.monotonic(), weakref.ref(connection)))
-        self._answer(client, Kind.WELCOME, bytes([VERSION]) + endpoint.name, connection)
+        self._answer(client, Kind.WELCOME, VERSION + endpoint.name, connection)
 
     def _answer(self, client: int, kind: Kind, payload: bytes, connection: Connection | None = None) -> None:
         self._answers.append(_Answer(client, kind, self._ffi.from_buffer(payload), connection))

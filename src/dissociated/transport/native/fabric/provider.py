@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 from dissociated.errors import UriError
 from dissociated.transport.native.fabric._ofi import LIBRARY, ofi
 from dissociated.transport.native.fabric.control import held_up
 from dissociated.transport.native.fabric.domain import Domain
-from dissociated.transport.native.fabric.dual import DualEndpoint
-from dissociated.transport.native.fabric.endpoint import FabricEndpoint
+from dissociated.transport.native.fabric.endpoint import ConnectionEndpoint, DualEndpoint, FabricEndpoint
 from dissociated.uri import Uri
 
 PROVIDER = "tcp;ofi_rxm"
 _HEARTBEAT = 2.0  # seconds
-
-#: What one connection has.
-ConnectionEndpoint: TypeAlias = FabricEndpoint | DualEndpoint
 
 
 def allows_rma(uri: Uri, provider: str) -> bool:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import os
 import time
+from array import array
 from collections import deque
 from typing import Any, NamedTuple
+
+import pyarrow as pa
 
 from dissociated.base.buffers import Buffer
 from dissociated.errors import (
@@ -23,11 +26,11 @@ from dissociated.memory.remote import Span
 from dissociated.protocol.message import Incoming, Message
 from dissociated.transport.base import Allocate
 from dissociated.transport.native.connection import OVERHEAD, NativeConnection
+from dissociated.transport.native.library import view_of
 from dissociated.transport.native.ucx import _ucp as c
-from dissociated.transport.native.ucx.callbacks import params
+from dissociated.transport.native.ucx._ucp import Ucp
 from dissociated.transport.native.ucx.closing import ClosingConnection, closing_connections
-from dissociated.transport.native.ucx.endpoint import ABORT, METADATA, UcxEndpoint
-from dissociated.transport.native.ucx.outgoing import Outgoing, encode, gather
+from dissociated.transport.native.ucx.endpoint import ABORT, METADATA, UcxEndpoint, params
 from dissociated.transport.native.ucx.worker import Worker
 
 _MAX_REASON = 1 << 12  # bytes of a reason for giving up
@@ -39,6 +42,7 @@ _SMALL = 1 << 13
 _GATHER = 1 << 22
 _DEVICE_MEMORY = "DISSOCIATED_UCX_DEVICE_MEMORY"
 _ENDPOINT_CLOSE_TIMEOUT = 0.1  # seconds for an endpoint to close
+_COPY_LIMIT = 1 << 12  # bytes up to which parts are copied together
 
 
 class _ProbedMessage(NamedTuple):
@@ -55,6 +59,42 @@ class _Receiving(NamedTuple):
     request: Any
     tag: int | None
     data: Buffer
+
+
+class Outgoing(NamedTuple):
+    """A message as UCX takes it: `length` bytes at `pointer`, or so many pieces. `keep` is what lies there."""
+
+    tag: int | None
+    size: int
+    pointer: Any
+    length: int
+    pieces: bool
+    keep: Any
+
+
+def encode(u: Ucp, message: Message) -> Outgoing:
+    """A message as UCX takes it: in its parts, unless they are small."""
+    parts: list[Buffer] = [part for part in message.parts if len(part)]
+    size = sum(map(len, parts))
+    if len(parts) > 1 and size > _COPY_LIMIT:
+        pieces = array("Q")
+        keep = []
+        for part in parts:
+            view = view_of(u.ffi, part)
+            keep.append(view)
+            pieces.extend((u.address(view), len(view)))
+        return Outgoing(message.tag, size, u.ffi.from_buffer(pieces), len(parts), True, keep)
+    data = parts[0] if len(parts) == 1 else b"".join(parts)
+    return Outgoing(message.tag, size, view_of(u.ffi, data), size, False, None)
+
+
+def gather(u: Ucp, message: Outgoing) -> Outgoing:
+    """The same message in one piece, which goes straight into the receiver's memory, and pieces do not."""
+    pointer, at = u.ffi.from_buffer(pa.allocate_buffer(message.size)), 0
+    for piece in message.keep:
+        u.ffi.memmove(pointer + at, piece, len(piece))
+        at += len(piece)
+    return Outgoing(message.tag, message.size, pointer, message.size, False, None)
 
 
 class UcxConnection(NativeConnection):

@@ -11,10 +11,10 @@ from dissociated.base.fork import ProcessBound
 from dissociated.base.once import once
 from dissociated.errors import ForkedError, TransportError
 from dissociated.memory.device.base import DeviceType
+from dissociated.transport.native.threads import Waker
 from dissociated.transport.native.ucx import _ucp as c
 from dissociated.transport.native.ucx._ucp import Ucp, ucp
 from dissociated.transport.native.ucx.handshake import client_id
-from dissociated.transport.native.waker import Waker
 
 #: The largest TCP segment that our contexts receive, and send to peers who have said that they receive it. UCX compares
 #: nothing: what is larger than the peer's buffer is written beyond that.

@@ -10,7 +10,7 @@ pytest.importorskip("cffi", reason="cffi is not installed: pip install 'dissocia
 SCRIPT = """
 import gc
 from cffi import FFI
-from dissociated.transport.native.views import view_of
+from dissociated.transport.native.library import view_of
 
 gc.disable()
 for make in (lambda: memoryview(bytearray(8)), lambda: memoryview(b"12345678")[2:], lambda: b"1", lambda: bytearray(8)):
