@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -129,7 +130,7 @@ class Slow(Quiet):
 
 
 def test_ctrl_c_at_any_line_of_what_closing_waits_for_gives_everything_back() -> None:
-    for module, functions in ((connecting, ("_end",)), (progress, ("_drive", "_wait", "_wake_up"))):
+    for module, functions in ((connecting, ("_end", "_release_once")), (progress, ("_drive", "_wait", "_wake_up"))):
         at, interrupted = 0, True
         while interrupted:
             with case((functions, at)), leaving_nothing():
@@ -146,13 +147,13 @@ def test_ctrl_c_at_any_line_of_what_closing_waits_for_gives_everything_back() ->
 
 
 def ctrl_c_at_first(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, but its first call is interrupted."""
+    """The method, but Ctrl-C comes as it is called for the first time."""
     calls: list[None] = []
 
     def interrupted(*arguments: Any) -> Any:
         calls.append(None)
         if len(calls) == 1:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         return method(*arguments)
 
     return interrupted
@@ -253,6 +254,34 @@ def test_ctrl_c_while_clients_are_turned_away_gives_everything_back() -> None:
         listener = QuietListener()
         listener._turn_away = ctrl_c_at_first(listener._turn_away)  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
+            listener.close()
+        assert listener.released == 1
+
+
+def test_ctrl_c_at_any_line_of_giving_a_listener_back_gives_everything_back() -> None:
+    at, interrupted = 0, True
+    while interrupted:
+        with case(at), leaving_nothing():
+            listener = QuietListener()
+            with suppress(KeyboardInterrupt), Interruption(listening, "_release_all", at=at) as interruption:
+                listener.close()
+            interrupted = interruption.came
+            assert listener.released == 1
+        at += 1
+    assert at > 3
+
+
+class Clinging(QuietListener):
+    """It cannot turn its clients away."""
+
+    def _turn_away(self) -> None:
+        raise TransportError("they stay")
+
+
+def test_a_listener_that_cannot_turn_clients_away_gives_everything_back() -> None:
+    with leaving_nothing():
+        listener = Clinging()
+        with pytest.raises(TransportError, match="they stay"):
             listener.close()
         assert listener.released == 1
 

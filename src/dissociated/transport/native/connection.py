@@ -112,7 +112,10 @@ class NativeConnection(ProgressConnection):
 
     @abstractmethod
     def _release(self) -> None:
-        """Give everything back to the medium, within moments. What was under way may be dropped after that."""
+        """Give everything back to the medium, within moments. What was under way may be dropped after that.
+
+        Ctrl-C is held back meanwhile.
+        """
 
     # What that makes
 
@@ -224,16 +227,15 @@ class NativeConnection(ProgressConnection):
         self._waker.set()
 
     def close(self) -> None:
-        with self._lock:
+        with interrupts_held(), self._lock:
             try:
                 if not self._interrupted:
                     self._end(lambda: not self._under_way or self._gone, _CLOSE_TIMEOUT)
-                self._release_once()
             finally:
-                self._release_once()  # a signal may have interrupted it, or what comes before
+                self._release_once()
 
     def _release_once(self) -> None:
-        """Give everything back, once nobody uses the medium any more. Only the first call does."""
+        """Give everything back, once no thread uses the medium any more. Only the first call does."""
         self._closed = self._interrupted = True
         while self._asleep or self._moving:
             self._waker.set()
@@ -241,15 +243,14 @@ class NativeConnection(ProgressConnection):
             self._lock.wait()
         if self._released:
             return
-        with interrupts_held():
-            self._released = True
-            try:
-                self._release()
-            finally:
-                self._under_way.clear()
-                self._retained.clear()
-                self._arrived.clear()
-                self._waker.close()
+        self._released = True
+        try:
+            self._release()
+        finally:
+            self._under_way.clear()
+            self._retained.clear()
+            self._arrived.clear()
+            self._waker.close()
 
     @property
     def backlog(self) -> int:

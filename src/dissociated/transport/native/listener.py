@@ -9,6 +9,7 @@ import threading
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, TypeAlias
 
 from dissociated.errors import ConnectionClosed, TransportError
@@ -71,11 +72,11 @@ class NativeListener(Listener):
 
     @abstractmethod
     def _turn_away(self) -> None:
-        """Reject those that have come and were not handed over. A signal may interrupt it: then it is called again."""
+        """Reject the clients that have come and were not handed over. Ctrl-C is held back meanwhile."""
 
     @abstractmethod
     def _release(self) -> None:
-        """Give everything back to the medium."""
+        """Give everything back to the medium. Ctrl-C is held back meanwhile."""
 
     # What that makes
 
@@ -114,29 +115,24 @@ class NativeListener(Listener):
             return self._exposed[region][0]
 
     def close(self) -> None:
-        self._closed = True
-        self._waker.set()
-        try:
-            self._release_once()
-        finally:
-            self._release_once()  # a signal may have interrupted it
+        with interrupts_held():
+            self._closed = True
+            self._waker.set()
+            with self._lock:
+                while self._asleep:
+                    self._lock.wait()
+                if not self._released:
+                    self._released = True
+                    self._release_all()
 
-    def _release_once(self) -> None:
-        """Give everything back, once nobody accepts any more. Only the first call does."""
-        with self._lock:
-            while self._asleep:
-                self._lock.wait()
-            if self._released:
-                return
-            self._turn_away()
+    def _release_all(self) -> None:
+        """Give everything back, whatever any of it raises."""
+        with ExitStack() as undo:  # the last comes first
+            undo.callback(self._waker.close)
+            undo.callback(self._release)
             for _, withdraw in self._exposed.values():
-                withdraw()
-            with interrupts_held():
-                self._released = True
-                try:
-                    self._release()
-                finally:
-                    self._waker.close()
+                undo.callback(withdraw)
+            undo.callback(self._turn_away)
 
     def after_fork_in_child(self) -> None:
         for _, withdraw in self._exposed.values():

@@ -46,6 +46,7 @@ from dissociated.transport.native.fabric.endpoint import MAX_SMALL_UNTAGGED, Con
 from dissociated.transport.native.fabric.heartbeat import Liveness, heartbeat_of
 from dissociated.transport.native.fabric.operations import Completion, Done
 from dissociated.transport.native.fabric.outbox import Outbox, Outgoing, PendingSend
+from dissociated.transport.native.interrupts import interrupts_held
 
 _log = logging.getLogger(__name__)
 
@@ -436,16 +437,15 @@ class FabricConnection(NativeConnection):
         super()._lose()
 
     def close(self) -> None:
-        try:
+        with interrupts_held():
             heartbeat_of(os.getpid()).remove(self._send_heartbeat)
-        finally:  # a signal shall not leave it to nobody
             super().close()
 
     def _release(self) -> None:
         try:
             if self._handshake.address is not None and not self._gone and self._broken is None:
                 self._say_goodbye()
-        finally:  # a signal shall not leave it to nobody
+        finally:
             self._outbox.clear()
             self._endpoint.close()
 

@@ -355,7 +355,7 @@ class UcxConnection(NativeConnection):
             endpoint.destroy()  # at once: UCX 1.22 would go on with connecting, or with its end, and crash
             return
         over = False
-        try:  # a signal shall not leave to nobody what UCX, or the peer, still reads
+        try:  # an error in a call by UCX shall not leave to nobody what UCX, or the peer, still reads
             try:
                 if not endpoint.err_mode_none:
                     self._let_arrive()

@@ -145,11 +145,9 @@ class UcxListener(NativeListener):
             self._ucp.lib.ucp_listener_reject(self._listener, self._requests.popleft())
 
     def _release(self) -> None:
-        try:
-            self._ucp.lib.ucp_listener_destroy(self._listener)
-        finally:  # a signal shall not leave it to nobody
-            self._worker.destroy()
-            self._handle = None
+        self._ucp.lib.ucp_listener_destroy(self._listener)
+        self._worker.destroy()
+        self._handle = None
 
 
 def _withdraw(u: Ucp, context: Any, handle: Any, memory: Any) -> None:
