@@ -129,7 +129,7 @@ class FabricConnection(NativeConnection):
         handshake = self._handshake
         end = time.monotonic() + timeout  # of all this: a server that says other things is not waited for either
         with self._lock:
-            self._handshake.address = self._endpoint.insert(listener)
+            handshake.address = self._endpoint.insert(listener)
             self._send_control(Kind.HELLO, handshake.hello)
             self._until(lambda: handshake.welcomed, end, timeout)
             if self._reason is not None:
@@ -240,7 +240,7 @@ class FabricConnection(NativeConnection):
         return done
 
     def _control_arrived(self, tag: int, data: bytes) -> None:
-        """The peer says something beside the protocol."""
+        """Handle a message of the peer that is beside the protocol."""
         self._liveness.heard = True
         kind = tag & KIND_MASK
         if kind == Kind.CREDIT and len(data) == CONSUMED.size:
@@ -273,7 +273,7 @@ class FabricConnection(NativeConnection):
     def _peek(self) -> PeekedMessage | None:
         """Return a message of the protocol that nobody waits for, if there is one.
 
-        Messages beside the protocol that come before it are received: whoever waits for it would starve.
+        Messages beside the protocol that come before it are received: their receiver would starve.
         """
         for _ in range(_MAX_PEEKS):  # each look lets more arrive: a peer that sends without end shall not keep us here
             found = self._endpoint.peek()

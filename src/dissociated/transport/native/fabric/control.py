@@ -1,6 +1,7 @@
-"""What the two ends of a connection over libfabric say to each other beside the protocol: see docs/fabric-peers.md.
+"""Control messages, which the two ends of a connection over libfabric exchange beside the protocol.
 
-Their names, when they meet; how much they have consumed; and why they give up, or that they close.
+They hold the names of the ends, how many bytes have been consumed, and why an end gives up, or that it closes: see
+docs/fabric-peers.md.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ KIND_MASK = 0xFF
 LARGE = CONTROL | 0x100
 CONTROL_SIZE = 4096  # bytes of a control message, at most
 CONTROL_BUFFERS = 8
-#: What a client that takes runs says as it joins; others say nothing.
+#: The content of the JOIN of a client that takes runs; that of others is empty.
 TAKES_RUNS = b"\x01"
 #: How many bytes have been consumed.
 CONSUMED = struct.Struct("<Q")
@@ -33,7 +34,7 @@ def is_control(tag: int | None) -> bool:
 
 
 class Kind(IntEnum):
-    """What a control message says: the lowest byte of its tag."""
+    """The kind of a control message: the lowest byte of its tag."""
 
     #: client to listener: the version, and the name of the client's endpoint
     HELLO = 1
@@ -52,7 +53,7 @@ class Kind(IntEnum):
     BODIES_BYE = 8
 
 
-#: What is said at each endpoint of a connection, first and last.
+#: The first and the last message at each endpoint of a connection.
 JOINS, BYES = (Kind.JOIN, Kind.BODIES_JOIN), (Kind.BYE, Kind.BODIES_BYE)
 
 
@@ -86,7 +87,7 @@ class Handshake:
 
     @property
     def hello(self) -> bytes:
-        """What a client says first."""
+        """The first message of a client."""
         return VERSION + self._endpoint.name
 
     @property
@@ -95,7 +96,7 @@ class Handshake:
         return self._welcome is not None
 
     def receive(self, kind: int, data: bytes) -> bool:
-        """Take what the peer says. False where that is no part of this, or has been said before."""
+        """Take a message of the peer. Return False if it is no part of a handshake, or has come before."""
         if kind == Kind.WELCOME and not self._accepted and self._welcome is None:
             self._welcome = data
         elif kind == Kind.JOIN and self._client is not None:
@@ -130,7 +131,7 @@ _REPORTS_PER_WINDOW = 8  # parts of what may be under way that are worth telling
 
 
 class Credit:
-    """What each side has sent and consumed: bytes, each message with its overhead."""
+    """The bytes that each side has sent and consumed, each message with its overhead."""
 
     def __init__(self, accepted: bool) -> None:
         self._sent = self._peer_consumed = 0
@@ -158,7 +159,7 @@ class Credit:
     def has_room(self, size: int) -> bool:
         """Whether a message of this size may be under way, too.
 
-        What is in flight is what the peer has not consumed, or has not told yet, which can be a part of all.
+        Bytes are in flight until the peer has told that it consumed them.
         """
         in_flight = self._sent - self._peer_consumed
         return in_flight < self._window // 2 or in_flight + size <= self._window
@@ -200,10 +201,10 @@ class Credit:
         return self._consumed - self._reported >= self._peer_window // _REPORTS_PER_WINDOW
 
     def report(self) -> bytes:
-        """What tells the peer how much was consumed."""
+        """Return the message that tells the peer how much was consumed."""
         self._reported = self._consumed
         return self.last_report()
 
     def last_report(self) -> bytes:
-        """The same as was told last."""
+        """Return the last such message once more."""
         return CONSUMED.pack(self._reported)

@@ -15,7 +15,7 @@ QUEUE = 256
 
 
 def find_info(ofi: Ofi, provider: str, node: str, service: str | None, flags: int, rma: bool, action: str) -> Any:
-    """What libfabric offers first. The caller owns it (fi_freeinfo). Raises TransportError where that is nothing."""
+    """Return the first offer of libfabric, which the caller owns (fi_freeinfo). Raise TransportError without one."""
     ffi, lib = ofi.ffi, ofi.lib
     hints = lib.fi_dupinfo(ffi.NULL)
     hints.caps = c.MSG | c.TAGGED | (c.RMA if rma else 0)

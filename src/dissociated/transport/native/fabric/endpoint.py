@@ -525,7 +525,7 @@ def _shut_down(name: bytes, other: bytes) -> None:
     libfabric gives no way to them: they are found among the descriptors of this process. The C library is asked, which
     takes no descriptor: a `socket` would have to be a duplicate, and there may be no more.
 
-    Whoever calls this has the endpoint for itself: libfabric closes those connections only while it is let work, so a
+    The caller has the endpoint for itself: libfabric closes those connections only while it is let work, so a
     number cannot become another's here. A duplicate would not be safer: closing one of a file gives up the locks of
     this process on it, such as those of SQLite.
     """
@@ -541,7 +541,7 @@ def _shut_down(name: bytes, other: bytes) -> None:
 
 
 def _told(call: Callable[..., int], descriptor: int, *about: int) -> bytes:
-    """What the C library tells about a socket. Raises OSError."""
+    """Ask the C library about a socket. Raises OSError."""
     memory, length = ctypes.create_string_buffer(256), ctypes.c_uint32(256)
     if call(descriptor, *about, memory, ctypes.byref(length)):
         raise OSError(f"the descriptor {descriptor} is none of a socket of that kind")
@@ -549,9 +549,9 @@ def _told(call: Callable[..., int], descriptor: int, *about: int) -> bytes:
 
 
 def _descriptors() -> Iterable[int]:
-    """Those of this process, or all that it can have, where there is none left to list them with.
+    """List the descriptors of this process, or all that it can have if none is left to list them with.
 
-    These are hardly more: where none is left, almost all are open. Each takes a few microseconds.
+    The latter are hardly more: almost all are open then. Each takes a few microseconds.
     """
     try:
         return map(int, os.listdir("/proc/self/fd"))

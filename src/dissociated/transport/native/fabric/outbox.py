@@ -116,7 +116,7 @@ class Outbox:
 
     @property
     def first(self) -> PendingSend | None:
-        """What waits for longest; None if nothing waits."""
+        """The message that waits for longest; None if none waits."""
         return self._waiting[0] if self._waiting else None
 
     def encode(self, message: Message) -> Outgoing:
