@@ -55,7 +55,7 @@ def executor() -> int:
 
 
 def mapped(spark: SparkSession, rows: int, partitions: int, function: Callable[..., Iterator[pa.RecordBatch]]) -> Any:
-    """Return numbers from 0 whose batches pass through `function`, which also gets partition, attempt and attempt ID."""
+    """Return numbers from 0 whose batches pass through `function`, which also gets partition, attempt and its ID."""
 
     def through(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from pyspark import TaskContext
