@@ -30,10 +30,10 @@ def batch(*words: str) -> pa.RecordBatch:
 
 
 EMPTY = batch("a").slice(0, 0)
-# Batches with metadata: the first, one with another dictionary and an empty one. The others have none.
+#: Batches with metadata: the first, one with another dictionary and an empty one. The others have none.
 PAIRS: Pairs = [(batch("a", "b"), KEPT), (batch("a"), None), (batch("c", "d", "e"), KEPT), (EMPTY, KEPT), (EMPTY, None)]
 SCHEMA = EMPTY.schema
-# The streams: with a dictionary, without one, beginning with an empty batch, and without metadata.
+#: The streams: with a dictionary, without one, beginning with an empty batch, and without metadata.
 PLAIN: Pairs = [(one.select(["n", "s"]), metadata) for one, metadata in PAIRS]
 STREAMS = {"dictionary": PAIRS, "plain": PLAIN, "empty first": PAIRS[::-1], "none": [(one, None) for one, _ in PAIRS]}
 

@@ -40,7 +40,7 @@ UNION = pa.UnionArray.from_dense(
 )
 WORDS = pa.DictionaryArray.from_arrays(pa.array([1, 0, 1], pa.int32()), pa.array(["a", "b"]))
 
-# Streams that would make libarrow, which trusts offsets and indices, read outside its buffers or abort.
+#: Streams that would make libarrow, which trusts offsets and indices, read outside its buffers or abort.
 DAMAGED = {
     "list offsets beyond the child": damaged(LISTS, 1, 0, 2, 5_000_000),
     "list offsets beyond the child, all of them": damaged(LISTS, 1, 5_000_000, 5_000_000, 5_000_000),
@@ -128,7 +128,7 @@ def test_a_table_that_is_damaged_is_an_error_for_who_reads_it_over_flight() -> N
                 client.read(name, transport="grpc", columns=columns).read_all()
 
 
-# Changes a few bytes of good segments again and again, and lets a node serve the result. The node must not die.
+#: Changes a few bytes of good segments again and again, and lets a node serve the result. The node must not die.
 FUZZ = """
 import io, os, random, sys
 from pathlib import Path

@@ -175,7 +175,7 @@ def test_a_file_of_somebody_else_stays_as_it_is(memory: Path) -> None:
     assert [one.name for one in memory.iterdir()] == ["catalog.db"]
 
 
-# The tables of release 2, reduced to the columns that matter.
+#: The tables of release 2, reduced to the columns that matter.
 OLD = """
 CREATE TABLE nodes (
     id TEXT PRIMARY KEY, host TEXT NOT NULL, boot_id TEXT NOT NULL, flight TEXT NOT NULL, locations TEXT NOT NULL,

@@ -82,7 +82,7 @@ def endpoint(*locations: str, ticket: bytes = b"t", told: bytes = b"", expires: 
     return flight.FlightEndpoint(ticket, [*locations], expires, told)
 
 
-# Values of app_metadata that this library did not write.
+#: Values of app_metadata that this library did not write.
 TOLD = [
     b"\x00\xff",
     b"hello",

@@ -22,7 +22,7 @@ from dissociated.store.store import Store
 from helpers import case
 
 NOBODY = 65534
-# A name that a store gives to a segment in its trash.
+#: A name that a store gives to a segment in its trash.
 REMOVED = "00000000000001-0123456789ab-0000.arrows"
 LETTER = "Dear Sir" * (1 << 14)
 TABLE = pa.table({"n": pa.array(range(1 << 15), pa.int64())})

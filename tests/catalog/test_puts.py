@@ -65,7 +65,7 @@ def nothing_has_changed(uri: str, stage: Path) -> None:
         assert len(client.list()) == 1
 
 
-# A writer that puts batches without end, until it ends in the requested way.
+#: A writer that puts batches without end, until it ends in the requested way.
 WRITER = """
 import signal, sys, time
 import pyarrow as pa, pyarrow.flight as flight
@@ -103,7 +103,7 @@ else:
 """
 
 
-# The `dissociated` command, also when the shell ignores Ctrl-C.
+#: The `dissociated` command, also when the shell ignores Ctrl-C.
 COMMAND = """
 import signal
 from dissociated.cli import main
@@ -114,8 +114,8 @@ raise SystemExit(main())
 
 
 MARKED = '{"name": "d", "end": true}'
-# The client, and how it ends: by a signal while it writes, or by itself. A put by plain Flight without the marker that
-# raises looks like a complete one to the server.
+#: The client, and how it ends: by a signal while it writes, or by itself. A put by plain Flight without the marker that
+#: raises looks like a complete one to the server.
 ENDS: list[tuple[str, str, int | None]] = [
     ("shm", "wait", signal.SIGKILL),
     ("shm", "wait", signal.SIGINT),
@@ -223,7 +223,7 @@ def test_a_put_that_is_published_says_so_although_its_answer_is_lost(
         assert client.describe("d").rows == 9
 
 
-# A node that dies between a commit and its answer.
+#: A node that dies between a commit and its answer.
 GONE = """
 import os, sys
 from dissociated.catalog.local import LocalCatalog
@@ -254,7 +254,7 @@ def test_where_nobody_knows_whether_a_put_is_published_the_error_says_so(tmp_pat
         assert client.describe("d").rows == 3
 
 
-# A catalog that dies or hangs between a commit and its answer to the node that forwarded it.
+#: A catalog that dies or hangs between a commit and its answer to the node that forwarded it.
 GONE_UPSTREAM = """
 import os, sys, time
 from contextlib import closing

@@ -32,7 +32,7 @@ from pages import ROOT
 TABLE = pa.table({"n": [1, 2, 3]})
 SECRET = bytes(range(32))
 TOKENS = {"r": ("a reader", "read"), "w": ("a writer", "write"), "a": ("an operator", "admin"), "u": "without a role"}
-# From the fewest to the most permissions.
+#: From the fewest to the most permissions.
 ORDER = ("read", "write", "admin", "peer")
 
 CALLS = {

@@ -29,7 +29,7 @@ WORDS = [
 ]
 NUMBERS = [pa.record_batch({"n": np.arange(5) + at, "s": ["x", None, "", "yy", "z"]}) for at in (0, 10)]
 
-# A message for the decoder: its tag, or None, and its content.
+#: A message for the decoder: its tag, or None, and its content.
 Fed = tuple[int | None, bytes | pa.Buffer]
 
 

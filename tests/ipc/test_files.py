@@ -99,7 +99,7 @@ def native(path: Path, content: bytes) -> pa.NativeFile:
     return pa.OSFile(str(written(path, content)))
 
 
-# Functions that make a source of the content, and whether arrays lie in the source itself.
+#: Functions that make a source of the content, and whether arrays lie in the source itself.
 SOURCES: dict[str, tuple[Callable[[Path, bytes], Any], bool]] = {
     "path": (written, True),
     "text path": (lambda path, content: str(written(path, content)), True),

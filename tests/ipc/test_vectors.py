@@ -103,7 +103,7 @@ def whole(*vectors: Vector) -> bytes:
     return b"".join(one.whole for one in vectors) + END
 
 
-# Streams, and the values and the metadata of each of their batches.
+#: Streams, and the values and the metadata of each of their batches.
 STREAMS: dict[str, tuple[bytes, list[tuple[list[Any], dict[bytes, bytes] | None]]]] = {
     "no batch": (whole(SCHEMA), []),
     "batches": (

@@ -14,8 +14,8 @@ import dissociated as dis
 from dissociated.errors import JavaNotFound
 from dissociated.spark import publish, read, session
 
-# Options for the Java processes of these tests. Without `-Xlog:disable`, messages about the archive go to standard
-# output.
+#: Options for the Java processes of these tests. Without `-Xlog:disable`, messages about the archive go to standard
+#: output.
 OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xlog:disable"
 
 

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 pyspark = pytest.importorskip("pyspark", reason="pyspark is not installed")
 
-# Whether Spark reads and writes in its JVM, which is the default, or by the Python data source.
+#: Whether Spark reads and writes in its JVM, which is the default, or by the Python data source.
 IN_JVM = os.environ.get("DISSOCIATED_TEST_JVM", "true")
 
-# PySpark 4.1 leaves the sockets of `collect` and similar calls to the garbage collector, and cannot stream with us.
+#: PySpark 4.1 leaves the sockets of `collect` and similar calls to the garbage collector, and cannot stream with us.
 SPARK_4_1 = pyspark.__version__.startswith("4.1.")
 
-# Warnings that PySpark itself raises.
+#: Warnings that PySpark itself raises.
 OF_PYSPARK = ["ignore:PySpark does not yet fully support pandas:FutureWarning"]
 if SPARK_4_1:
     OF_PYSPARK.append("ignore:unclosed <socket.socket:ResourceWarning")

@@ -14,7 +14,7 @@ from arrow_cases import ARRAYS, batches
 from dissociated.errors import ColumnNotFound, OptionError, SourceError
 from dissociated.spark.columns import Columns, spark_schema
 
-# Spark's name of each type in DDL, or None if Spark has no such type.
+#: Spark's name of each type in DDL, or None if Spark has no such type.
 NAMES: dict[str, str | None] = {
     "null": "void",
     "bool": "boolean",

@@ -28,7 +28,7 @@ from helpers import case, files_below, wait_until
 from support.injection import Fault, calls
 
 SCHEMA = pa.schema({"id": pa.int64()})
-# The numbers of each partition.
+#: The numbers of each partition.
 NUMBERS = ([1, 2], [3])
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("spark")  # which knows types by name
 
-# Type of the dataset, type and values of the appended data, and the values that are then read.
+#: Type of the dataset, type and values of the appended data, and the values that are then read.
 WIDENED: list[tuple[pa.DataType, str, list[Any], list[Any]]] = [
     (pa.int64(), "int", [-(2**31), None], [-(2**31), None]),
     (pa.float64(), "int", [2**31 - 1], [2.0**31 - 1]),

@@ -21,7 +21,7 @@ from .test_streaming import numbers, put, run, staged, stream, wait_for
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-# Three concurrent writes that never finish.
+#: Three concurrent writes that never finish.
 DRIVER = """
 import sys
 from threading import Thread

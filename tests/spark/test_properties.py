@@ -51,7 +51,7 @@ def decimals(precision: int, scale: int) -> st.SearchStrategy[Decimal]:
     return st.integers(-most, most).map(lambda number: Decimal((number < 0, tuple(map(int, str(abs(number)))), -scale)))
 
 
-# Types without children, and their values.
+#: Types without children, and their values.
 FLAT: list[tuple[DataType, st.SearchStrategy[Any]]] = [
     (BooleanType(), st.booleans()),
     *[
@@ -76,7 +76,7 @@ FLAT: list[tuple[DataType, st.SearchStrategy[Any]]] = [
     (TimestampNTZType(), st.datetimes()),
     (DayTimeIntervalType(), st.timedeltas(-100_000 * DAY, 100_000 * DAY)),
 ]
-# The flat types that can be keys of a map, also in Python.
+#: The flat types that can be keys of a map, also in Python.
 KEYS = [one for one in FLAT if isinstance(one[0], (IntegerType, StringType, DateType, DecimalType))]
 
 

@@ -14,9 +14,9 @@ from dissociated.node.node import Node
 from dissociated.store.store import Store
 
 SCHEMA = pa.schema([("n", pa.int64())])
-# A step: name of the dataset, the mode or "drop", and the numbers to write.
+#: A step: name of the dataset, the mode or "drop", and the numbers to write.
 Step: TypeAlias = tuple[str, str, list[int]]
-# Numbers by dataset name.
+#: Numbers by dataset name.
 State: TypeAlias = dict[str, list[int]]
 
 STEPS: Sequence[Step] = (

@@ -20,7 +20,7 @@ from nodes import put
 
 ROWS = 100_000  # 800 kB in each batch; a TCP socket holds two
 FEW_ROWS = 18_000  # 144 kB; a Unix socket holds one
-# Media for which the server closes a connection as soon as the kernel has all data. For others it waits for the reader.
+#: Media on which the server closes a connection as soon as the kernel has all data. On others it waits for the reader.
 QUEUED = ("tcp", "tls", "shm, packed")
 MEDIA = (*QUEUED, "shm", "ucx", "ucx, rma", "fabric", "inproc")
 ENDS = ("drop", "replace", "append", "expire", "restart")

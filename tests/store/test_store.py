@@ -384,7 +384,7 @@ def test_the_pages_of_what_was_removed_are_written_over_only_when_nobody_reads_t
 # Processes that are killed
 
 
-# A writer that writes a segment into the stage, reports that, and waits to be killed.
+#: A writer that writes a segment into the stage, reports that, and waits to be killed.
 WRITER = """
 import sys, pyarrow as pa
 from pathlib import Path
@@ -400,7 +400,7 @@ print("reached", flush=True)
 sys.stdin.read()
 """
 
-# A process that owns the store, commits without end, and reports each commit after it has returned.
+#: A process that owns the store, commits without end, and reports each commit after it has returned.
 COMMITTER = """
 import itertools, os, sys, pyarrow as pa
 from dissociated.store.store import Store
