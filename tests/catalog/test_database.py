@@ -230,7 +230,7 @@ def test_parts_prepared_for_a_commit_that_never_came_are_released_after_a_while(
     assert database.unreferenced_parts("a", mine) == []
     clock.now += PREPARE_TIMEOUT + 1
     assert database.unreferenced_parts("a", mine) == ["1"]
-    # its node may have removed the part by now
+    # Its node may have removed the part by now.
     with pytest.raises(CatalogError, match="has been aborted: write it again"):
         database.publish("d", "key 1", SCHEMA, [mine[0].part])
     assert database.unreferenced_parts("a", mine) == ["1"]

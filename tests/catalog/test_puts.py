@@ -43,7 +43,7 @@ def place(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[str, Path]]:
     """Yield the URI of a node or of its catalog, with a dataset in it, and the staging directory."""
-    # sweep the leftovers of killed writers within a second instead of ten
+    # Sweep the leftovers of killed writers within a second instead of ten.
     monkeypatch.setattr(service, "_SWEEP_TICKS", 1)
     with ExitStack() as running:
         store = tmp_path / "store"
@@ -114,8 +114,8 @@ raise SystemExit(main())
 
 
 MARKED = '{"name": "d", "end": true}'
-#: The client, and how it ends: by a signal while it writes, or by itself. A put by plain Flight without the marker that
-#: raises looks like a complete one to the server.
+#: The client, and how it ends: by a signal while it writes, or by itself. An exception in a put by plain Flight without
+#: the marker is left out: to the server such a put looks complete.
 ENDS: list[tuple[str, str, int | None]] = [
     ("shm", "wait", signal.SIGKILL),
     ("shm", "wait", signal.SIGINT),

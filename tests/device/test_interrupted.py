@@ -57,7 +57,7 @@ class Interruption:
 
 
 def test_a_consumer_in_c_never_sees_the_end_too_early(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    # from 3.13 on, PyMapping_HasKey reports the exceptions that it has caught
+    # From 3.13 on, PyMapping_HasKey reports the exceptions that it has caught.
     monkeypatch.setattr(sys, "unraisablehook", id)
     whole = 0
     for at in itertools.count():

@@ -55,7 +55,7 @@ def test_two_hundred_consumers_of_one_dataset(memory: Path, start: Start, table:
     (there,) = status.datasets
     assert there.streams == CROWD
     if scheme == "shm":
-        # four buffers in each of three batches: all columns, the first column alone, and the three buffers of strings
+        # Four buffers in each of three batches: all columns, the first column alone, and the three buffers of strings.
         assert status.leases == 67 * 12 + 67 * 3 + 66 * 9
     nothing_is_left_of(node, memory / "store")
 

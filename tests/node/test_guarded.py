@@ -135,7 +135,7 @@ def test_only_peers_make_the_calls_between_catalogs_and_nodes(
         with pytest.raises(flight.FlightUnauthorizedError, match="only catalogs and nodes call this"):
             list(bare.do_action(flight.Action(action, b"{}"), bearing("sesame")))
         with pytest.raises(flight.FlightServerError, match=r"is not what it takes|no stage of its own|register there"):
-            # authorized, but without arguments
+            # Authorized, but without arguments.
             list(bare.do_action(flight.Action(action, b"{}"), bearing(guarded.peer)))
 
 

@@ -250,7 +250,7 @@ def test_a_full_file_system_is_told_to_whoever_puts_and_harms_nobody(tmp_path: P
     for _ in range(2):
         with pytest.raises(CatalogError, match=r"the file system of .*/small/store is full: .*in Docker, --shm-size"):
             put(node.uri, "large", large)
-    # a segment that fits is accepted: nothing remains of the one that did not
+    # A segment that fits is accepted: nothing remains of the one that did not.
     put(node.uri, "e", large.slice(0, MIB // 2))
     assert read(node.uri, "e", "tcp") == [*range(MIB // 2)]
     assert read(node.uri, "d", "tcp") == read(node.uri, "d", "grpc") == [1, 2]

@@ -263,7 +263,7 @@ def test_a_server_that_sends_damaged_batches_fails_the_task_and_nothing_else(
 def test_a_server_that_is_killed_fails_the_task(spark: SparkSession, catalog: Catalog) -> None:
     def answer(wire: Wire) -> None:
         wire.send(encode(UNTAGGED, metadata(0, SCHEMA.header)), HEADER, PLACED, PLACED[:100])
-        # reset the connection, as when a host fails
+        # Reset the connection, as when a host fails.
         wire.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     message = r"ended the connection within a message|cannot be read: .*reset"

@@ -92,7 +92,7 @@ def test_a_segment_has_batches_of_some_size_and_their_statistics(spark: SparkSes
             column = batch.column(number)
             told = [statistics[f"{number}.{what}"][at] for what in ("null_count", "min", "max")]
             assert told[0].as_py() == column.null_count, field
-            # these equal the batch before
+            # The statistics leave out bounds that equal the ones of the batch before.
             alike = at in (1, 2) and field.name in ("flag", "money", "text", "raw", "many digits", "empty")
             if field.name in ("wide", "special") or alike:  # the values are long, or include NaNs
                 assert (told[1].is_valid, told[2].is_valid) == (False, False)

@@ -246,7 +246,7 @@ def test_a_query_reads_the_version_that_was_planned(spark: SparkSession, tmp_pat
 
 
 def test_a_dataframe_reads_its_version_or_none_after_a_restart(spark: SparkSession, tmp_path: Path) -> None:
-    """The node has another store after the first restart, where the number means another version, and then its own."""
+    """Another store gives the version number to another version; its own store never reuses the number."""
     uri = f"grpc://127.0.0.1:{free_port()}"
 
     def node(store: str) -> Node:

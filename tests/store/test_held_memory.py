@@ -52,7 +52,7 @@ def test_eviction_and_spilling_and_the_use_of_pages_again(memory: Path, tmp_path
             table = numbers(number)
             with case(f"dataset {number}"), dis.connect(node.uri) as client:
                 name = f"d{number % 9}"
-                # an evicted dataset cannot be appended to
+                # An evicted dataset cannot be appended to.
                 mode = "append" if not number % 4 and name in client else "overwrite"
                 put(node.uri, name, table, mode=mode)
                 read = client.read(name, transport="shm").read_all()

@@ -124,7 +124,7 @@ def test_what_was_handed_over_counts_for_as_long_as_somebody_has_it_mapped(memor
         again = handed(store, large(2))
         with memfd(large(3)) as descriptor, pytest.raises(StoreError, match=r"is full: it holds .* and the memory"):
             store.hand_over(descriptor)
-        # handed-over files count towards the limit
+        # Handed-over files count towards the limit.
         with pytest.raises(StoreError, match="is full"), store.writer("w", SCHEMA) as writer:
             writer.write_table(large(3))
         store.discard([again])

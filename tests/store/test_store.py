@@ -594,7 +594,7 @@ def test_a_version_whose_mover_was_killed_is_there_once(memory: Path) -> None:
         version = put(store, "a", 1, 2)
     with Store(disk):
         pass
-    # the state before the removal of the original
+    # The state before the removal of the original.
     shutil.copytree(home / "segments" / version.id, disk / "segments" / version.id)
     with Store(home, policy=Policy.SPILL, spill=disk) as store:
         assert store.versions() == [version]
