@@ -109,7 +109,7 @@ def test_a_client_that_asks_for_nonsense_again_and_again_fills_no_log(caplog: py
         with dis.connect(server.catalog_uri) as ours:
             assert ours.read("d").read_all() == table
     records = [vars(one) for one in caplog.records if vars(one).get("outcome") != "done" and "change" not in vars(one)]
-    # The lines about access to the catalog.
+    # Leave out the lines that say who can reach the catalog.
     records = [one for one in records if one["name"] != "dissociated.catalog.service"]
     assert 4 * 20 <= len(records) <= 4 * 30
     written = [one for one in records if not one["message"].startswith("suppressed lines")]

@@ -450,7 +450,7 @@ def test_a_stream_without_its_end_is_not_published(tmp_path: Path, options: dict
                     writer.write_table(table)
             whole = sink.getvalue()
             cut = whole[: -4 if "use_legacy_format" in options else -8]
-            # libarrow accepts the stream, in accordance with the specification
+            # libarrow accepts the stream, in accordance with the specification.
             content = pa.ipc.open_stream(cut).read_all()
             path.write_bytes(whole)
             for source, given in (("-", whole), (path, b"")):

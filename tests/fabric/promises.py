@@ -61,7 +61,7 @@ def over_routes(directory: Path) -> None:
     for way in WAYS:
         if not way.medium.startswith("fabric") or (way.medium == "fabric, tcp" and missing("libfabric 2")):
             continue
-        if way.arrangement == "two" or way.bodies == "mixed":  # for the library these ways equal others
+        if way.arrangement == "two" or way.bodies == "mixed":  # a library cannot tell these ways from others
             continue
         with leaving_nothing(), closing(Route(way, certified)) as route:
             for check in ROUTES:

@@ -56,7 +56,7 @@ def test_our_client_reads_from_the_reference(table: pa.Table, reference: Referen
 
 
 def test_our_client_asks_and_closes_in_the_order_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The metadata comes first."""
+    """The client asks for the metadata first, and closes that connection first."""
     asked: list[int | None] = []
     on: list[UcxConnection] = []
     closed: list[UcxConnection] = []

@@ -74,7 +74,7 @@ def who_asks(sock: socket.socket) -> str:
 
 @contextmanager
 def serving(catalog: Catalog, schema: pa.Schema, answer: Callable[[Wire], Any]) -> Iterator[list[str]]:
-    """Run a server that anybody could have written, and yield a list of the programs that asked it."""
+    """Run a server of the framing that answers with `answer`, and yield a list of the programs that asked it."""
     asked: list[str] = []
 
     def answered(server: Server, wire: Wire) -> None:

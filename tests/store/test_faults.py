@@ -27,7 +27,7 @@ from support.injection import Fault, calls, clock_step
 from .steps import SCHEMA, STEPS, State, after, node, served, take
 
 FOR_GOOD = 1 << 30  # calls: until the process ends
-ROWS, LIMIT = 1 << 14, 5 << 16  # of a dataset of 128 kB; in bytes, with room for two such datasets
+ROWS, LIMIT = 1 << 14, 5 << 16  # rows of 128 kB; bytes with room for two such datasets
 
 
 def restarted(directory: Path, **options: Any) -> State:

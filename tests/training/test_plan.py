@@ -72,5 +72,5 @@ def test_orders_are_of_their_epoch_and_seed_and_never_change() -> None:
     assert order(5, 7) == ORDER
 
 
-#: The order of epoch 5 with seed 7: eight blocks of two rows, four rows at a time, eight together.
+#: The order of epoch 5 with seed 7, for eight blocks of two rows, batches of four rows and a window of eight rows.
 ORDER = [12, 9, 11, 10, 13, 8, 0, 1, 4, 15, 5, 3, 6, 7, 14, 2]
