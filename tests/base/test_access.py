@@ -1,4 +1,4 @@
-"""Tickets and tokens: what the wrong one gets, which is nothing and a sentence."""
+"""Tickets and tokens: a wrong one gets an error message and no data."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_secrets_and_lifetimes_that_make_no_sense() -> None:
 
 @pytest.fixture
 def server(serve: Serve, trusted: Certificates) -> dis.Server:
-    """Its tickets are signed and good for an hour."""
+    """Start a server with signed tickets that are valid for an hour."""
     made = serve(*(f"{scheme}:" for scheme in TRANSPORTS), ticket_lifetime=3600.0, **trusted.options)
     made.publish("data", TABLE)
     return made
@@ -105,7 +105,7 @@ def server(serve: Serve, trusted: Certificates) -> dis.Server:
 
 @contextmanager
 def at(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Iterator[None]:
-    """So much later, for whoever looks at the clock."""
+    """Move the clock forward within the `with` block."""
     now = time.time()
     with monkeypatch.context() as patch:
         patch.setattr(time, "time", lambda: now + seconds)
@@ -127,7 +127,7 @@ def test_only_a_ticket_of_this_server_in_its_time_is_served(
     other.publish("data", TABLE, ticket=server.dataset("data").ticket)
     refused(server, scheme, other.ticket("data"), "not made by this server, or was altered")
     refused(server, scheme, ticket[:-1] + bytes([ticket[-1] ^ 1]), "not made by this server, or was altered")
-    # The identifier itself, which can be read in every signed ticket, is good for nothing.
+    # The identifier itself, which can be read in every signed ticket, does not suffice.
     refused(server, scheme, server.dataset("data").ticket, "not made by this server, or was altered")
     with at(monkeypatch, 3601):
         refused(server, scheme, ticket, "this ticket has expired")
@@ -155,7 +155,7 @@ def test_a_ticket_for_some_columns_is_good_for_no_others(server: dis.Server, sch
     assert dis.open_stream(location(server, "data", scheme), ticket).read_all() == wide.select(["a", "b"])
     with pytest.raises(dis.errors.ColumnNotFound, match="no column 'secret'; there are a, b"):
         dis.open_stream(location(server, "data", scheme), ticket, columns=["secret"])
-    # What it says of columns is signed, too.
+    # The signature covers the columns, too.
     for part in (ticket.partition(b"[")[0], ticket.replace(b'"b"', b'"s"')):
         refused(server, scheme, part, "not made by this server, or was altered")
 
@@ -239,7 +239,7 @@ def test_a_file_of_tokens(tmp_path: Path) -> None:
         ),
         (b"# roles\na b peer\n", "line 2 of"),
         (b"a b WRITE\n", "line 1 of"),
-        (b"hunter2 write\n", "line 1 of"),  # nobody wants "write" to be a token
+        (b"hunter2 write\n", "line 1 of"),  # "write" is probably not meant as a token
         (b"write\n", "line 1 of"),
         (b"a b write more\n", "line 1 of"),
         ("sésame\n".encode(), "printable ASCII"),

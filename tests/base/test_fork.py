@@ -1,4 +1,4 @@
-"""Processes that are forked, or spawned, from one that uses this library: nothing of the parent's is touched."""
+"""Processes that are forked or spawned from a user of this library: they do not touch resources of the parent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import dissociated as dis
 import workers
 from helpers import PATIENCE
 
-#: Datasets, whose every value says where it stands.
+#: Datasets whose values give their own positions.
 BEGIN = """
     import gc, os, signal, sys
     import pyarrow as pa

@@ -1,4 +1,4 @@
-"""A log that peers cannot fill: what is written, what is counted, and that no count is lost."""
+"""A log that peers cannot fill: the written lines, the counts of suppressed lines, and that no count is lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOGGER = logging.getLogger("dissociated.test")
 
 
 class Clock:
-    """Seconds, which pass when a test says so."""
+    """A clock that advances when a test says so."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -37,7 +37,7 @@ def log(clock: Clock, caplog: pytest.LogCaptureFixture) -> LimitedLog:
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str | None, int | None]]:
-    """What was written: the line, the peer, and how many lines before it were not."""
+    """Return the written lines, each with its peer and the number of suppressed lines before it."""
     found = [(one.getMessage(), vars(one).get("peer"), vars(one).get("suppressed")) for one in caplog.records]
     caplog.clear()
     return found
@@ -52,7 +52,7 @@ def test_a_peer_has_some_lines_and_then_one_now_and_then(
     for number in range(10):
         refuse(number)
     assert lines(caplog) == [(f"refused {n}", f"tcp client 10.0.0.7:{4000 + n}", None) for n in range(3)]
-    refuse(1, "tcp client 10.0.0.8")  # another peer, and another event, have lines of their own
+    refuse(1, "tcp client 10.0.0.8")  # another peer and another event have limits of their own
     log.write(logging.WARNING, "gone", event="gone", peer="tcp client 10.0.0.7:1")
     assert [line for line, _, _ in lines(caplog)] == ["refused 1", "gone"]
     clock.now += 10.0
@@ -92,7 +92,7 @@ def test_ever_new_peers_take_no_more_memory_and_no_count_is_lost(
 
 
 def test_a_client_that_asks_for_nonsense_again_and_again_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
-    """Over TCP, over shared memory and over Flight; and everybody is served all the while."""
+    """The client uses TCP, shared memory and Flight, and every other request is served meanwhile."""
     caplog.set_level(logging.INFO, "dissociated")
     table = pa.table({"n": [1, 2, 3]})
     with dis.Server(["tcp:", "shm:"]) as server, flight.connect(server.catalog_uri) as client:
@@ -109,9 +109,10 @@ def test_a_client_that_asks_for_nonsense_again_and_again_fills_no_log(caplog: py
         with dis.connect(server.catalog_uri) as ours:
             assert ours.read("d").read_all() == table
     records = [vars(one) for one in caplog.records if vars(one).get("outcome") != "done" and "change" not in vars(one)]
-    records = [one for one in records if one["name"] != "dissociated.catalog.service"]  # who can reach the catalog
+    # Leave out the lines that say who can reach the catalog.
+    records = [one for one in records if one["name"] != "dissociated.catalog.service"]
     assert 4 * 20 <= len(records) <= 4 * 30
     written = [one for one in records if not one["message"].startswith("suppressed lines")]
     assert (
         len(written) + sum(one.get("suppressed", 0) for one in records) == 5 * 60
-    )  # the second call over Flight has two
+    )  # the second call over Flight logs two lines

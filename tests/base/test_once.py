@@ -1,4 +1,4 @@
-"""What is made on first use is made once, however many threads come first."""
+"""Values that are created on first use: they are created once, also if several threads come first."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_those_who_come_while_it_is_made_get_the_same() -> None:
     @once
     def thing(name: str) -> object:
         begun.set()
-        # Nobody else may begin, so this is waited for in vain: long enough for all who have come to try.
+        # No other thread may begin, so this wait times out: it gives the other threads time to try.
         threading.Event().wait(0.05)
         made.append(name)
         return object()
@@ -56,7 +56,7 @@ def test_what_fails_is_tried_again() -> None:
 
 
 def test_a_process_that_is_forked_meanwhile_does_not_wait_for_the_parents_thread() -> None:
-    """In a process of its own, whose child would hang."""
+    """The test runs in a separate process, whose child would hang."""
     script = """
         import os, threading
         from dissociated.base.once import once
@@ -84,7 +84,7 @@ def test_a_process_that_is_forked_meanwhile_does_not_wait_for_the_parents_thread
     assert subprocess.run([sys.executable, "-c", textwrap.dedent(script)], timeout=PATIENCE).returncode == 0
 
 
-#: Threads that use UCX and libfabric for the first time, all at once, as servers and clients.
+#: Threads that all use UCX and libfabric for the first time at once, as servers and clients.
 FIRST_USE = """
     import sys, threading
     from concurrent.futures import ThreadPoolExecutor
@@ -107,7 +107,7 @@ FIRST_USE = """
 
 @pytest.mark.needs("ucx", "libfabric")
 def test_threads_that_use_ucx_and_libfabric_first_find_one_library_each() -> None:
-    """In a fresh process: with two copies of a library cffi raises, or the process dies, 70 times of 70."""
+    """A fresh process is needed. With two copies of a library, cffi raises or the process dies, 70 times of 70."""
     environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(FIRST_USE)],

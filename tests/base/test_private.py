@@ -1,4 +1,4 @@
-"""Private directories and files: others are refused, and nothing is touched before it is checked."""
+"""Private directories and files: directories of other users are rejected, and nothing is touched before the check."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mode(path: Path) -> int:
 
 @pytest.fixture
 def umask() -> Iterator[None]:
-    """A umask that closes nothing, as a service may have."""
+    """Set a umask that removes no permissions, like some services do."""
     before = os.umask(0)
     yield
     os.umask(before)
@@ -79,7 +79,7 @@ def test_a_directory_that_is_not_this_users_alone_is_refused(tmp_path: Path) -> 
 
 
 def test_a_file_is_claimed_without_being_opened(tmp_path: Path) -> None:
-    """A process that closes a database which SQLite has open loses its locks."""
+    """A process that opens and closes a database which SQLite has open loses SQLite's locks."""
     database = tmp_path / "db"
     claim_private_file(database, create=True)
     assert mode(database) == 0o600

@@ -1,4 +1,4 @@
-"""JSON from outside: what every part of the library can work with, or a ValueError."""
+"""JSON from outside: values that every part of the library supports, or a ValueError."""
 
 from __future__ import annotations
 

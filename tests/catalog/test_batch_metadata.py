@@ -1,4 +1,4 @@
-"""Custom metadata of record batches arrive whichever way a batch comes, and readers that have none can be asked."""
+"""Custom metadata of record batches: it arrives by every path, and readers return None for batches without any."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def batch(*words: str) -> pa.RecordBatch:
 
 
 EMPTY = batch("a").slice(0, 0)
-#: The first has metadata, and so has one whose dictionary is another, and an empty one; others have none.
+#: Batches with metadata: the first, one with another dictionary and an empty one. The others have none.
 PAIRS: Pairs = [(batch("a", "b"), KEPT), (batch("a"), None), (batch("c", "d", "e"), KEPT), (EMPTY, KEPT), (EMPTY, None)]
 SCHEMA = EMPTY.schema
-#: The same without a dictionary, and one that begins with an empty batch.
+#: The streams: with a dictionary, without one, beginning with an empty batch, and without metadata.
 PLAIN: Pairs = [(one.select(["n", "s"]), metadata) for one, metadata in PAIRS]
 STREAMS = {"dictionary": PAIRS, "plain": PLAIN, "empty first": PAIRS[::-1], "none": [(one, None) for one, _ in PAIRS]}
 
@@ -100,7 +100,7 @@ def test_from_a_server(kind: str, signed: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", STREAMS)
 def test_through_put_nodes_and_get(kind: str, tmp_path: Path) -> None:
-    """A put by way of a catalog, in two parts on one node each; read by way of the catalog, and copied into a file."""
+    """Two parts are put on a node through the catalog, read through the catalog, and copied into a file."""
     pairs = STREAMS[kind]
     with ExitStack() as running:
         catalog = running.enter_context(closing(CatalogService("grpc://127.0.0.1:0"))).uri
@@ -121,7 +121,10 @@ def test_through_put_nodes_and_get(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", STREAMS)
 def test_through_handles(kind: str, tmp_path: Path) -> None:
-    """A handle and a scanner are sources like a reader, and cut batches and columns in another order have it, too."""
+    """A handle and a scanner are sources like a reader.
+
+    Batches that were cut or have reordered columns keep their metadata.
+    """
     pairs = STREAMS[kind]
     names = pairs[0][0].schema.names[::-1]
     with (
@@ -142,7 +145,7 @@ def test_through_handles(kind: str, tmp_path: Path) -> None:
 
 
 def readers(reader: Callable[[], BatchReader]) -> Iterator[pa.Table]:
-    """Everything by the ways in which Python and C++ pull from a reader."""
+    """Read everything in each of the ways in which Python and C++ pull from a reader."""
     yield reader().read_all()
     yield pa.Table.from_batches([*reader()], reader().schema)
     yield pa.RecordBatchReader.from_stream(reader()).read_all()
@@ -185,6 +188,6 @@ def test_what_a_reader_of_batches_is_given_to_raise_comes_out_of_it() -> None:
         ds.Scanner.from_batches(BatchReader(SCHEMA, failing())).to_table()
     exported = pa.RecordBatchReader.from_stream(BatchReader(SCHEMA, failing()))
     exported.read_next_batch()
-    for _ in range(2):  # what failed once does not end as if it were whole
+    for _ in range(2):  # after a failure the stream does not end as if it were complete
         with pytest.raises(pa.ArrowInvalid, match="no more"):
             exported.read_next_batch()

@@ -1,4 +1,4 @@
-"""The catalog: what there is and where, for this library's clients and for any client of Arrow Flight."""
+"""The catalog's datasets and locations, for clients of this library and for any client of Arrow Flight."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def server() -> Iterator[dis.Server]:
 
 @pytest.fixture(scope="module")
 def plain(server: dis.Server) -> Iterator[flight.FlightClient]:
-    """A client that knows nothing but Arrow Flight."""
+    """Return a client that knows only Arrow Flight."""
     with flight.FlightClient(server.catalog_uri) as connected:
         yield connected
 
@@ -85,7 +85,7 @@ def test_a_dataset_that_does_not_exist(client: dis.Client) -> None:
 
 
 def test_a_name_is_never_taken_for_another(server: dis.Server, client: dis.Client) -> None:
-    """Others' servers are asked in other ways what they call so, too: what `ls` shows with bytes escaped, say."""
+    """Foreign servers are also asked by other descriptors, such as a name with escaped bytes that `ls` prints."""
     server.publish("A", TABLE)
     assert client.describe("A").rows == 3
     for name in (r"\x41", '{"name": "A"}', '{"name": "A", "version": 1}'):
@@ -103,7 +103,7 @@ def test_a_transport_that_is_not_offered(client: dis.Client) -> None:
 
 
 def test_the_nearest_transport_is_used(server: dis.Server, client: dis.Client) -> None:
-    """inproc copies nothing: its arrays are those of the table itself."""
+    """The transport inproc copies nothing: its arrays are those of the table itself."""
     server.publish("near", pa.table({"n": np.arange(1000)}))
     reader = client.read("near")
     sent = server.dataset("near").open_reader().read_all()["n"].chunk(0).buffers()[1]
@@ -158,7 +158,7 @@ def test_a_commit_shows_all_segments_at_once(client: dis.Client) -> None:
     client.commit("written", names, "overwrite", schema)
     assert read(client, "written") == [1, 2, 3]
     assert list(Path(client.stage().directory).iterdir()) == []
-    client.commit("written", names, "overwrite", schema)  # said again, as Spark may: nothing happens
+    client.commit("written", names, "overwrite", schema)  # a repeated commit, which Spark may send, has no effect
     assert read(client, "written") == [1, 2, 3]
     client.commit("written", [write(client, "c", 4)], "append", schema)
     assert read(client, "written") == [1, 2, 3, 4]
@@ -205,7 +205,7 @@ def test_an_unknown_action_is_answered_with_those_there_are(plain: flight.Flight
     }
 
 
-# For any client of Arrow Flight
+# Any client of Arrow Flight
 
 
 def test_flight_do_get(plain: flight.FlightClient) -> None:
@@ -222,7 +222,7 @@ def test_flight_info(server: dis.Server, plain: flight.FlightClient) -> None:
         told = [location.uri.decode() for location in endpoint.locations]
         assert told == [server.catalog_uri, *server.locations("static"), REUSE_CONNECTION]
         assert all(Uri.parse(uri).want_data is not None for uri in told[1:-1])
-        with flight.connect(endpoint.locations[0]) as there:  # as Flight's own documentation does it
+        with flight.connect(endpoint.locations[0]) as there:  # like in the documentation of Flight
             assert there.do_get(endpoint.ticket).read_all() == TABLE
         assert info.ordered
         assert json.loads(info.app_metadata).keys() >= {"host", "boot_id", "version", "tags"}
@@ -259,7 +259,7 @@ def test_flight_says_what_is_not_answered(plain: flight.FlightClient) -> None:
 
 
 def test_what_is_not_understood_is_refused(server: dis.Server, plain: flight.FlightClient) -> None:
-    """A key that was misspelt would be read over: another version than was asked for, or a list of everything."""
+    """Ignoring a misspelt key would return another version than requested, or a list of all datasets."""
 
     def ask(**asked: Any) -> None:
         plain.get_flight_info(flight.FlightDescriptor.for_command(json.dumps(asked)))
@@ -289,11 +289,11 @@ def test_what_is_not_understood_is_refused(server: dis.Server, plain: flight.Fli
             ["shm:///s?want_data=1", "tcp://h:1?want_data=1"],
             [["shm:///s?want_data=1"], ["tcp://h:1?want_data=1"]],
         ),
-        (  # exactly two of one scheme that differ in want_data: metadata and bodies, as the C++ reference does it
+        (  # exactly two of one scheme that differ in want_data: metadata and bodies, like in the C++ reference
             ["tcp://h:1?want_data=1", "tcp://h:1?want_data=2"],
             [["tcp://h:1?want_data=1", "tcp://h:1?want_data=2"]],
         ),
-        (  # the same want_data: alternatives
+        (  # equal want_data: alternatives
             ["tcp://h:1?want_data=1", "tcp://g:1?want_data=1"],
             [["tcp://h:1?want_data=1"], ["tcp://g:1?want_data=1"]],
         ),

@@ -1,4 +1,4 @@
-"""Damaged segments that were committed: an error for who reads them over Flight, and no harm to the node."""
+"""Damaged segments that were committed: an error for readers over Flight, and no harm to the node."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS = 100
 
 
 def damaged(array: pa.Array, buffer: int, *values: int, to: type = np.int32) -> bytes:
-    """The same with other values in one of its buffers, which pyarrow makes of no array."""
+    """Return the stream of an array with other values in one of its buffers, which pyarrow cannot build."""
     content = bytearray(stream_of(array))
     before = array.buffers()[buffer].to_pybytes()[: np.dtype(to).itemsize * len(values)]
     at = content.rindex(before)
@@ -40,7 +40,7 @@ UNION = pa.UnionArray.from_dense(
 )
 WORDS = pa.DictionaryArray.from_arrays(pa.array([1, 0, 1], pa.int32()), pa.array(["a", "b"]))
 
-#: Each made so that libarrow, which trusts offsets and indices, leaves its buffers or aborts on some way out.
+#: Streams that would make libarrow, which trusts offsets and indices, read outside its buffers or abort.
 DAMAGED = {
     "list offsets beyond the child": damaged(LISTS, 1, 0, 2, 5_000_000),
     "list offsets beyond the child, all of them": damaged(LISTS, 1, 5_000_000, 5_000_000, 5_000_000),
@@ -58,7 +58,7 @@ DAMAGED = {
 
 
 def commit(uri: str, name: str, content: bytes) -> None:
-    """Write a segment as somebody else's program would, and publish it."""
+    """Write a segment like a foreign program, and publish it."""
     with dis.connect(uri) as client:
         place = client.stage()
         (Path(place.directory) / f"{name}.arrows").write_bytes(content)
@@ -67,7 +67,7 @@ def commit(uri: str, name: str, content: bytes) -> None:
 
 
 def refused_by(uri: str) -> None:
-    """Every one of them is an error, and only that, and what is good is served beside it."""
+    """Check that every damaged dataset raises an error, while the good one is still served."""
     with flight.FlightClient(uri) as client:
         for name in (*DAMAGED, *DAMAGED):
             info = client.get_flight_info(flight.FlightDescriptor.for_path(name))
@@ -94,7 +94,7 @@ def test_what_is_damaged_harms_neither_a_node_nor_the_catalog_that_asks_it(tmp_p
 
 
 class Liar(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type hints
-    """A node that sends what pyarrow lets through."""
+    """A node that sends the damage which pyarrow does not detect."""
 
     def do_get(self, context: object, ticket: flight.Ticket) -> flight.RecordBatchStream:
         return flight.RecordBatchStream(pa.ipc.open_stream(DAMAGED[ticket.ticket.decode()]))
@@ -117,7 +117,7 @@ def test_a_catalog_does_not_believe_what_a_node_sends() -> None:
 
 
 def test_a_table_that_is_damaged_is_an_error_for_who_reads_it_over_flight() -> None:
-    """Also by columns, and of a callable."""
+    """The table is also read by columns, and from a callable."""
     table = pa.ipc.open_stream(DAMAGED["string offsets beyond the text in the middle"]).read_all()
     worse = pa.ipc.open_stream(DAMAGED["list offsets beyond the child"]).read_all()
     with dis.Server(["tcp://127.0.0.1:0"]) as server, dis.connect(server.catalog_uri) as client:
@@ -128,7 +128,7 @@ def test_a_table_that_is_damaged_is_an_error_for_who_reads_it_over_flight() -> N
                 client.read(name, transport="grpc", columns=columns).read_all()
 
 
-#: Changes a few bytes of good segments, again and again, and lets a node serve what comes of it. It must not die.
+#: Changes a few bytes of good segments again and again, and lets a node serve the result. The node must not die.
 FUZZ = """
 import io, os, random, sys
 from pathlib import Path

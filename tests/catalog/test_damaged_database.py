@@ -1,4 +1,4 @@
-"""A catalog's file that is damaged, of an older library, or somebody else's."""
+"""Database files of a catalog that are damaged, of an older library, or of another program."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def part(name: str, node: str = "a") -> Part:
 
 
 def fill(path: Path) -> list[AnnouncedVersion]:
-    """Datasets, of which nodes know all that the catalog does."""
+    """Create a database of datasets, and return the announcements of its nodes, which hold the same facts."""
     with closing(Database(str(path), clock=lambda: 1000.0)) as database:
         for node in NODES:
             database.register(node, [], "digest", FOREVER)
@@ -175,7 +175,7 @@ def test_a_file_of_somebody_else_stays_as_it_is(memory: Path) -> None:
     assert [one.name for one in memory.iterdir()] == ["catalog.db"]
 
 
-#: As release 2 of the tables had it, as far as it matters.
+#: The tables of release 2, reduced to the columns that matter.
 OLD = """
 CREATE TABLE nodes (
     id TEXT PRIMARY KEY, host TEXT NOT NULL, boot_id TEXT NOT NULL, flight TEXT NOT NULL, locations TEXT NOT NULL,
@@ -216,7 +216,7 @@ def test_a_database_of_an_older_library_keeps_its_numbers(memory: Path) -> None:
     path = memory / "catalog.db"
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript(OLD)
-    for number in range(2):  # and then it is one of this library
+    for number in range(2):  # the second time the file is already one of this library
         with closing(Database(str(path), clock=lambda: 10.0)) as database:
             assert [record.version for record in database.versions("d")][:2] == [7, 9]
             assert (database.committed("k9"), database.resolved_commits(["k8"])) == (9, ["k8"])

@@ -1,4 +1,4 @@
-"""What the catalog knows: whole commits, in one order, that outlive the process."""
+"""The catalog's database: whole commits in one order, which outlive the process."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_time_to_live(database: Database, clock: Clock) -> None:
     clock.now += 9.9
     assert database.find("d", retain=60).expires == 1010.0
     clock.now += 0.2
-    assert database.datasets() == database.versions("d") == []  # with what it replaced: that shall not come back
+    assert database.datasets() == database.versions("d") == []  # with all that it replaced, which must not come back
     assert database.unreferenced_parts("a") == ["0", "1"]
 
 
@@ -190,7 +190,7 @@ def test_what_a_node_published_itself_becomes_known_when_it_registers(database: 
     database.register(A, mine, "", FOREVER, serial=9)
     assert tickets(database, "d") == [b"ticket 2"]
     assert tickets(database, "newer") == [b"ticket n"]
-    assert database.unreferenced_parts("a", mine) == ["1"]  # what is merely older than another node's stays
+    assert database.unreferenced_parts("a", mine) == ["1"]  # another node's older part stays
 
 
 def test_a_version_that_a_node_tells_of_is_shown_unless_a_later_one_was_published(database: Database) -> None:
@@ -201,7 +201,7 @@ def test_a_version_that_a_node_tells_of_is_shown_unless_a_later_one_was_publishe
     database.register(B, [told("7", 7), told("6", 6)], "", FOREVER, serial=9)
     assert (tickets(database, "d"), database.find("d").version) == ([b"ticket 7"], 7)
     database.register(B, [told("7", 7)], "", FOREVER, serial=9, removed={"d": Removed(9, True, 10)})
-    assert database.find("d").version == 7  # that it is gone, only its own node may say
+    assert database.find("d").version == 7  # only the node of the dataset may report that it was removed
     database.register(B, [], "", FOREVER, serial=9)
     with pytest.raises(CatalogError, match="'d' cannot be appended to: version 9 was evicted"):
         database.next_version("d", append=True)
@@ -218,7 +218,7 @@ def test_what_a_node_has_lost_is_gone_but_not_what_it_made_since(database: Datab
     database.publish("new", "4", SCHEMA, [part("4", serial=8)])
     database.register(A, [], "", FOREVER, serial=7)
     assert [record.name for record in database.datasets()] == ["new"]
-    assert database.unreferenced_parts("b") == ["3"]  # a dataset that lacks a part is none
+    assert database.unreferenced_parts("b") == ["3"]  # a dataset that lacks a part is not listed
 
 
 def test_parts_prepared_for_a_commit_that_never_came_are_released_after_a_while(
@@ -230,7 +230,8 @@ def test_parts_prepared_for_a_commit_that_never_came_are_released_after_a_while(
     assert database.unreferenced_parts("a", mine) == []
     clock.now += PREPARE_TIMEOUT + 1
     assert database.unreferenced_parts("a", mine) == ["1"]
-    with pytest.raises(CatalogError, match="has been aborted: write it again"):  # its node may have removed it by now
+    # Its node may have removed the part by now.
+    with pytest.raises(CatalogError, match="has been aborted: write it again"):
         database.publish("d", "key 1", SCHEMA, [mine[0].part])
     assert database.unreferenced_parts("a", mine) == ["1"]
 
@@ -241,7 +242,7 @@ def test_a_node_is_told_what_is_published_and_whether_that_is_all(database: Data
     assert database.referenced_parts("a", []) == {}
     database.publish("d", "more", SCHEMA, [part("2", "b")], append=True)
     assert database.referenced_parts("b", ["2"]) == {"2": False}
-    for _ in range(2):  # until it says that it knows
+    for _ in range(2):  # repeated until the node confirms
         assert database.referenced_parts("a", []) == {"1": False}
     assert database.touch_node("a", "then", FOREVER, since="", announced=[replace(announced("1", "d"), whole=False)])
     assert database.referenced_parts("a", []) == {}
@@ -262,7 +263,7 @@ def test_a_node_tells_what_has_changed_to_a_catalog_that_knows_the_rest(database
     assert [one.name for one in database.datasets()] == ["e", "f"]
     assert not database.touch_node("a", "second", FOREVER, since="first", **told)  # type: ignore[arg-type]
     assert database.touch_node("a", "second", FOREVER)
-    assert database.touch_node("b", "mine", FOREVER, since="", gone=["2"])  # which is another's
+    assert database.touch_node("b", "mine", FOREVER, since="", gone=["2"])  # the part belongs to another node
     assert [one.name for one in database.datasets()] == ["e", "f"]
 
 
@@ -316,7 +317,7 @@ def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
 
 
 def test_a_database_that_others_could_read_is_closed_to_them(tmp_path: Path) -> None:
-    """As older libraries made it."""
+    """Older libraries created the file with such permissions."""
     path = tmp_path / "catalog.db"
     umask = os.umask(0)
     try:
@@ -388,7 +389,7 @@ def test_a_catalog_killed_at_any_moment_has_whole_commits_only(tmp_path: Path) -
         database.close()
         last = len(found) // 3 - 1
         assert found == [f"{n}-{k}".encode() for n in range(last + 1) for k in range(3)]
-        assert last - told in (0, 1)  # the last may not have been told any more
+        assert last - told in (0, 1)  # the last commit may not have been reported before the kill
         told = last
 
 

@@ -1,4 +1,4 @@
-"""Every write of a catalog's database that can fail: what was acknowledged is what the next catalog knows."""
+"""Failing writes of a catalog's database: the next catalog knows exactly the acknowledged commits."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ with SQLiteFault(int(sys.argv[2]), None):
 def test_a_catalog_killed_at_any_write_has_done_what_it_said_and_at_most_one_step_more(
     tmp_path: Path, forks: None
 ) -> None:
-    states: list[dict[str, int]] = [{}]  # parts, by the names of datasets
+    states: list[dict[str, int]] = [{}]  # number of parts by dataset name
     for name, mode, _ in STEPS:
         others = {other: count for other, count in states[-1].items() if other != name}
         states.append(others if mode == "drop" else {**others, name: 1 + (mode == "append") * states[-1].get(name, 0)})

@@ -1,4 +1,4 @@
-"""Filters and limits where the data is: the same rows as here, and no more bytes than they need."""
+"""Filters and limits that the server applies: the rows of a local filter, and no more bytes than they need."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def client(node: Node) -> Iterator[dis.Client]:
 
 
 def moved(client: dis.Client, read: Callable[[], Any]) -> tuple[Any, int]:
-    """What `read` gives, and how many bytes of bodies that took."""
+    """Return the result of `read`, and the number of body bytes that it transferred."""
 
     def sent() -> tuple[int, int]:
         (one,) = (one for one in client.status().datasets if one.name == "data")
@@ -59,7 +59,7 @@ def moved(client: dis.Client, read: Callable[[], Any]) -> tuple[Any, int]:
 
 
 def query(sql: str, data: Any) -> list[tuple[Any, ...]]:
-    """DuckDB finds what its queries name among the variables of whoever calls it."""
+    """Run a DuckDB query over `data`, which DuckDB finds among the variables of its caller."""
     return duckdb.execute(sql).fetchall()
 
 
@@ -110,16 +110,16 @@ def test_in_shared_memory_batches_are_left_out_by_their_statistics(client: dis.C
     data = client.dataset("data", transport="shm")
     read, nbytes = moved(client, lambda: data.to_table(["c3"], (n == 5) | (n == ROWS - 1)))
     assert read["c3"].to_pylist() == [8, ROWS + 2]
-    assert nbytes == 2 * 2 * BATCH * 8  # of two batches two columns
+    assert nbytes == 2 * 2 * BATCH * 8  # two columns of two batches
 
 
 def shown(table: pa.Table) -> list[str]:
-    """What is in it: NaN is there what it is here."""
+    """Return the values of a table as text, in which NaN equals itself."""
     made = []
     for column in table.columns:
         try:
             made.append(repr(column.to_pylist()))
-        except (OverflowError, ValueError):  # days that Python does not know
+        except (OverflowError, ValueError):  # days outside the range of Python
             made.append(column.combine_chunks().to_string(window=100))
     return made
 
@@ -212,7 +212,7 @@ def test_tickets_for_some_columns_filter_by_no_others(tmp_path: Path) -> None:
 
 
 def test_files_that_are_replaced_are_read_as_they_were_published_or_not_at_all(tmp_path: Path) -> None:
-    """As wide as they were, and uncompressed: so nothing but their footers tells that the columns come otherwise."""
+    """The new files have the same size, uncompressed: only their footers tell that the column order differs."""
     (tmp_path / "directory" / "k=1").mkdir(parents=True)
     files = [tmp_path / "file.parquet", tmp_path / "directory" / "k=1" / "1.parquet"]
 
@@ -242,7 +242,7 @@ def test_files_that_are_replaced_are_read_as_they_were_published_or_not_at_all(t
 
 
 def test_polars_gets_what_it_would_filter_itself() -> None:
-    """Whatever of a predicate can be said as conditions."""
+    """The client sends every part of a predicate that can be expressed as conditions."""
     nan = float("nan")
     table = pa.table(
         {

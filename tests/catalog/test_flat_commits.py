@@ -1,6 +1,6 @@
-"""What a commit or a drop costs does not follow how many datasets there are.
+"""The cost of a commit or a drop: it does not grow with the number of datasets.
 
-Instructions are counted: time would be that of the machine.
+The tests count instructions, because times depend on the machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FEW, MORE, TRIED = 50, 600, 5  # datasets
 
 
 class Instructions:
-    """Those that Python runs in this thread within the `with`."""
+    """A count of the Python instructions that this thread runs within the `with` block."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -41,7 +41,7 @@ class Instructions:
         sys.settrace(self._before)
 
     def _trace(self, frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:
-        if frame.f_code.co_name == "step":  # of SQLite, which are counted there
+        if frame.f_code.co_name == "step":  # a callback of SQLite, which counts its own instructions
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         self.count += event == "opcode"
@@ -49,7 +49,7 @@ class Instructions:
 
 
 class Work(NamedTuple):
-    """What a call takes: instructions of the catalog, of its database, and of a node that prepares the data for it."""
+    """The cost of a call in instructions: of the catalog, of its database, and of a node that prepares the data."""
 
     catalog: int
     database: int
@@ -57,7 +57,7 @@ class Work(NamedTuple):
 
 
 class Changing:
-    """Commits one row under one name after the other, and drops them, and counts what is run for some."""
+    """Counted commits and drops of datasets with one row."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._preparing = 0
@@ -72,7 +72,7 @@ class Changing:
         patch.setattr(Catalog, "prepare", counted)
 
     def use(self, catalog: CatalogService, node: Node) -> None:
-        """To be called before any of the others."""
+        """Set the catalog and the node to count. Call it before any other method."""
         assert isinstance(catalog.catalog, LocalCatalog)
         self._catalog, self._node = catalog.catalog, node
         self._connection: sqlite3.Connection = catalog.catalog._database._tables._connection
@@ -90,9 +90,9 @@ class Changing:
             self._catalog.commit(self._staged(number, "first"))
 
     def work(self, numbers: Sequence[int]) -> dict[str, tuple[Work, Work]]:
-        """For some that are new, and replaced, and replaced again, and dropped: the least and the most.
+        """Count creating, replacing twice and dropping some datasets; return the least and the most work of each step.
 
-        They differ with what comes upon one now and then: what a thread of the node's has done already, or not yet.
+        The counts vary because some work may or may not have been done by a thread of the node already.
         """
         did: dict[str, list[Work]] = {}
         for what in ("first", "second", "third"):
@@ -124,7 +124,7 @@ def look(changing: Changing) -> None:
     before = changing.work(range(FEW, FEW + TRIED))
     changing.commit(range(FEW, FEW + MORE))
     after = changing.work(range(FEW + MORE, FEW + MORE + TRIED))
-    # A single instruction for each dataset would be as many as there are.
+    # A single instruction per dataset would add one instruction for each of the additional datasets.
     more = {
         (what, whose): (most, least)
         for what, (_, was) in before.items()
@@ -136,8 +136,8 @@ def look(changing: Changing) -> None:
 
 def test_of_a_node(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changing = Changing(monkeypatch)
-    # Without a heartbeat meanwhile: SQLite's lock is waited for with the GIL where the handler is set, and the handler
-    # that runs in another thread needs the GIL.
+    # No heartbeat may run meanwhile: while a handler is set, a thread keeps the GIL as it waits for SQLite's lock, and
+    # the handler in the thread that has the lock needs the GIL.
     with Node(Store(memory), heartbeat_interval=600) as node:
         changing.use(node.service, node)
         look(changing)

@@ -1,4 +1,4 @@
-"""Every call that a catalog answers, by a client that knows nothing but Arrow Flight."""
+"""Every call that a catalog answers, from a client that knows only Arrow Flight."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def plain(node: Node) -> Iterator[flight.FlightClient]:
 
 @pytest.fixture(params=["node", "server", "catalog"])
 def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[flight.FlightClient]:
-    """A client of a node, of the catalog in a server, or of one alone that has a node."""
+    """Yield a client of a node, of the catalog in a server, or of a separate catalog that has a node."""
     with ExitStack() as running:
         if request.param == "server":
             uri = running.enter_context(dis.Server(["shm:"])).catalog_uri
@@ -83,7 +83,7 @@ def act(client: flight.FlightClient, name: str, body: bytes) -> bytes:
 
 
 def request(message: bytes) -> bytes:
-    """A message of Flight.proto whose first field is another one."""
+    """Encode a message of Flight.proto whose first field is another message."""
     length, size = b"", len(message)
     while size > 0x7F:
         length += bytes([size & 0x7F | 0x80])
@@ -105,7 +105,10 @@ def test_put_list_describe_and_get(anywhere: flight.FlightClient) -> None:
 
 
 def test_a_client_that_takes_messages_of_4_mib_gets_batches_that_are_larger(plain: flight.FlightClient) -> None:
-    """So are those of Go, Rust and JavaScript; this one is gRPC's own, with what Flight.proto says of its messages."""
+    """The clients of Go, Rust and JavaScript have this limit.
+
+    This test uses gRPC's own, which reads Flight.proto messages.
+    """
     grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
     rows = 500_000
     table = pa.table({"n": range(rows), "s": [None, *"x" * (rows - 2), "y" * (1 << 20)]})
@@ -126,7 +129,7 @@ def test_a_client_that_takes_messages_of_4_mib_gets_batches_that_are_larger(plai
 
 
 def test_batches_with_wrong_offsets_are_not_cut_for_such_a_client() -> None:
-    """libarrow would end the process, or send what lies beside them."""
+    """libarrow would abort the process, or send adjacent memory."""
     rows, length = 8, 1 << 20
     offsets = np.arange(0, (rows + 1) * length, length, dtype=np.int32)
     offsets[rows // 2] = np.iinfo(np.int32).max
@@ -140,11 +143,11 @@ def test_batches_with_wrong_offsets_are_not_cut_for_such_a_client() -> None:
             [run.read_all() for run in generate_get(checked(batch.schema, iter([(batch, None)]), True))]
 
 
-DATA_HEADER, DATA_BODY = 2, 1000  # of FlightData
+DATA_HEADER, DATA_BODY = 2, 1000  # field numbers of FlightData
 
 
 def fields(message: bytes) -> dict[int, bytes]:
-    """The fields of a protobuf message that are bytes, by number."""
+    """Return the fields of a protobuf message that contain bytes, by number."""
     found, at = {}, 0
 
     def number() -> int:
@@ -229,7 +232,7 @@ def test_endpoints_of_the_catalog_in_a_server_expire_and_are_renewed_where_it_re
         server.publish("d", TABLE)
         (endpoint,) = plain.get_flight_info(path("d")).endpoints
         server.publish("d", TABLE.slice(2))
-        assert plain.do_get(endpoint.ticket).read_all() == TABLE  # again and again, until it is over
+        assert plain.do_get(endpoint.ticket).read_all() == TABLE  # a ticket can be used again until it expires
         assert dis.open_stream(endpoint.locations[1].uri.decode(), endpoint.ticket.ticket).read_all() == TABLE
         renewed = flight.FlightEndpoint.deserialize(act(plain, "RenewFlightEndpoint", request(endpoint.serialize())))
         for one in (endpoint, renewed):
@@ -300,7 +303,7 @@ def test_a_put_that_makes_no_sense_publishes_nothing(
 def test_hostile_calls_are_refused_and_are_no_fault_of_the_server(
     plain: flight.FlightClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No error in the log, and no line of the server's code for the client."""
+    """The server logs no error, and the client sees no line of the server's code."""
     put(plain, path("d"), TABLE)
     ticket = plain.get_flight_info(command(name="d")).endpoints[0].ticket.ticket
     deep = b'{"name":' * 60_000
@@ -324,7 +327,7 @@ def test_hostile_calls_are_refused_and_are_no_fault_of_the_server(
 
 
 def selected(ticket: bytes, stop: int) -> bytes:
-    """A request for the batches up to that number."""
+    """Return a request for the batches up to the number `stop`."""
     return b"DISSCOL\x01" + len(ticket).to_bytes(4, "little") + ticket + json.dumps({"batches": [0, stop]}).encode()
 
 
@@ -341,7 +344,7 @@ def test_a_put_that_is_refused_leaves_nothing(node: Node, plain: flight.FlightCl
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[tuple[CatalogService, list[Node]]]:
-    """A catalog that holds nothing, and two nodes of it. At the end nothing of theirs is open or mapped."""
+    """Yield an empty catalog and its two nodes, and check that they leave nothing open or mapped at the end."""
     with ExitStack() as owned:
         catalog = CatalogService("grpc://127.0.0.1:0", database=Database(str(tmp_path / "db")), retain=RETAIN)
         owned.enter_context(closing(catalog))

@@ -1,4 +1,4 @@
-"""Our client at Flight servers that are not ours, and what ours offers to clients that are not."""
+"""This library's client at foreign Flight servers, and its servers with foreign clients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ TABLE = pa.table({"n": [1, 2, 3]})
 
 
 class Foreign(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type hints
-    """Knows one dataset, by one kind of descriptor; refuses the others in a way of its own. It does not list."""
+    """A Flight server with one dataset, which it finds by one kind of descriptor and cannot list.
+
+    It rejects other descriptors in its own way.
+    """
 
     def __init__(self, known: flight.FlightDescriptor, refuse: Callable[[str], Exception]) -> None:
         super().__init__("grpc://127.0.0.1:0")
@@ -82,7 +85,7 @@ UNIONS = {
 
 
 def test_tables_with_unions_without_rows_are_published(tmp_path: Path) -> None:
-    """pyarrow's nbytes crashes on those that libarrow has read from IPC: so this is tried in a process of its own."""
+    """pyarrow's `nbytes` crashes on such unions that were read from IPC, so a separate process tries it."""
     files = []
     for kind, array in UNIONS.items():
         for deep in ("flat", "in a list", "in a struct"):

@@ -1,4 +1,4 @@
-"""Our client at Flight servers of others, which tell and answer whatever Flight lets them."""
+"""This library's client at foreign Flight servers, which answer in every way that Flight permits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Streams = dict[bytes, pa.Table]
 
 
 class Flights(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type hints
-    """Knows datasets by the bytes of their descriptors, and streams by their tickets. Gives nothing for criteria."""
+    """A server that finds datasets by descriptor and streams by ticket, and lists nothing if criteria are set."""
 
     def __init__(self, uri: str = "grpc://127.0.0.1:0", **options: Any) -> None:
         super().__init__(uri, middleware={"headers": _Headers()}, **options)
@@ -55,7 +55,7 @@ class Flights(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no 
 
 
 class _Headers(flight.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Keeps the tokens that come with a call."""
+    """A middleware that records the token of each call."""
 
     def start_call(self, info: Any, headers: dict[str, list[str]]) -> flight.ServerMiddleware:
         return _Call(headers.get("authorization", []))
@@ -82,7 +82,7 @@ def endpoint(*locations: str, ticket: bytes = b"t", told: bytes = b"", expires: 
     return flight.FlightEndpoint(ticket, [*locations], expires, told)
 
 
-#: What may stand in app_metadata, of which nothing is ours.
+#: Values of app_metadata that this library did not write.
 TOLD = [
     b"\x00\xff",
     b"hello",
@@ -126,9 +126,9 @@ def test_what_others_tell_is_not_taken_for_ours(
 
 
 def test_a_dataset_is_read_wherever_flight_says(server: Flights, client: dis.Client) -> None:
-    """With the token of the catalog. The ticket of `other` is known there alone."""
+    """The token of the catalog is sent along. Only `other` knows its ticket."""
     with Flights() as other, dis.connect(server.uri, token="sesame") as guarded, socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))  # and does not listen
+        silent.bind(("127.0.0.1", 0))  # without listening
         other.streams = {b"there": TABLE}
         here = [[], [server.uri], [server.uri.replace("grpc:", "grpc+tcp:")], [REUSE], ["weird:bar", REUSE]]
         dead = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
@@ -163,7 +163,7 @@ def test_a_token_that_tls_kept_secret_is_not_sent_in_the_clear(certified: Certif
 
 
 def test_several_endpoints_are_one_dataset_in_their_order(server: Flights, client: dis.Client) -> None:
-    """Also those whose time is over: whether they are still good, their server knows."""
+    """Expired endpoints are read as well: only their server knows whether they are still valid."""
     server.streams |= {bytes([n]): pa.table({"n": [n]}) for n in range(3)}
     server.streams[b"other"] = pa.table({"m": [1]})
     server.add("d", *(endpoint(ticket=bytes([n]), expires=GONE) for n in (2, 0, 1)))
@@ -180,7 +180,7 @@ def test_several_endpoints_are_one_dataset_in_their_order(server: Flights, clien
 
 
 def test_columns_are_those_of_the_stream_and_rows_are_counted(server: Flights, client: dis.Client) -> None:
-    """Whatever its FlightInfo says: 0 rows may be what nobody has set."""
+    """The FlightInfo is ignored: its 0 rows may mean that the server did not set the number."""
     server.infos[b"d"] = flight.FlightInfo(
         pa.schema([("a", pa.int64()), ("b", pa.int64())]), flight.FlightDescriptor.for_path("d"), [endpoint()], 0, 0
     )
@@ -191,7 +191,7 @@ def test_columns_are_those_of_the_stream_and_rows_are_counted(server: Flights, c
 
 
 class Obliging(Flights):
-    """Answers any descriptor, and looks at the ticket only when somebody reads."""
+    """A server that answers any descriptor, and checks the ticket only when the stream is read."""
 
     def get_flight_info(self, context: Any, descriptor: flight.FlightDescriptor) -> flight.FlightInfo:
         return flight.FlightInfo(TABLE.schema, descriptor, [endpoint(ticket=descriptor.command)])
@@ -209,7 +209,10 @@ def test_a_server_that_takes_any_descriptor_is_asked_by_the_name() -> None:
 
 
 def test_what_is_listed_is_found_by_the_name_that_it_is_listed_by(server: Flights, client: dis.Client) -> None:
-    """Paths of several parts, and what is no text. Criteria of ours make this server list nothing."""
+    """Paths of several parts and names that are not text are listed.
+
+    This server lists nothing if it gets the criteria that this library sends.
+    """
     for_path, for_command = flight.FlightDescriptor.for_path, flight.FlightDescriptor.for_command
     listed = {
         "a/b": for_path("a", "b"),
@@ -228,14 +231,14 @@ def test_what_is_listed_is_found_by_the_name_that_it_is_listed_by(server: Flight
 
 
 class Mute(Flights):
-    """Tells no columns with a dataset."""
+    """A server whose FlightInfo has no schema."""
 
     def get_flight_info(self, context: Any, descriptor: flight.FlightDescriptor) -> flight.FlightInfo:
         return flight.FlightInfo(None, descriptor, [endpoint()])
 
 
 class Telling(Mute):
-    """Tells them by GetSchema."""
+    """A server that returns the schema by GetSchema only."""
 
     def get_schema(self, context: Any, descriptor: flight.FlightDescriptor) -> flight.SchemaResult:
         return flight.SchemaResult(TABLE.schema)
@@ -251,7 +254,7 @@ def test_columns_that_are_not_told_are_asked_for() -> None:
 
 
 class Echoing(Flights):
-    """Repeats what it was asked where it knows no such thing."""
+    """A server that echoes the descriptor of an unknown dataset."""
 
     def __init__(self, refuse: Callable[[str], Exception]) -> None:
         super().__init__()
@@ -270,7 +273,7 @@ def test_a_version_of_others_is_refused_without_what_our_client_says_of_itself()
 
 
 class Answering(Flights):
-    """Takes every action and every put, and answers in its own way."""
+    """A server that takes every action and every put, and answers in its own way."""
 
     answers: tuple[bytes, ...] = ()
     taken: tuple[flight.FlightDescriptor, ...] = ()
@@ -310,7 +313,7 @@ def test_what_others_answer_to_actions_and_puts_is_refused_with_a_sentence() -> 
             for call in calls:
                 with pytest.raises(CatalogError, match=r"answer|published"):
                     call(client)
-        assert server.taken == ()  # nothing is put where our JSON would be its name
+        assert server.taken == ()  # nothing is put under a name that is our JSON
         server.answers = (b'{"committed": false}',)
         with pytest.raises(CatalogError, match="does not say how many rows it published"):
             client.put("d", TABLE)

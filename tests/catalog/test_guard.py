@@ -1,4 +1,4 @@
-"""A guarded catalog: TLS, tokens, and what those get who have not the right ones."""
+"""A guarded catalog: TLS, tokens, and the errors of clients without the right ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TLS = "grpc+tls://127.0.0.1:0"
 
 @pytest.fixture(scope="module")
 def server(certified: Certificates) -> Iterator[dis.Server]:
-    """Asks for a token, and speaks TLS wherever it can be heard from elsewhere."""
+    """Yield a server that requires a token, and TLS for connections from other hosts."""
     with dis.Server(
         ["shm:", "tls:"],
         catalog=TLS,
@@ -65,7 +65,7 @@ def test_without_the_right_token_nothing_is_answered(
         with pytest.raises(AccessDenied, match=sentence):
             CALLS[call](client)
         with pytest.raises(AccessDenied, match=sentence):
-            client.do_get(server.ticket("data"))  # not even with a ticket
+            client.do_get(server.ticket("data"))  # a valid ticket alone is not enough
     assert server.names() == ["data"]
 
 
@@ -85,7 +85,7 @@ def test_a_plain_flight_client_sends_its_token_in_the_usual_header(server: dis.S
 
 
 def test_a_certificate_that_is_not_trusted_ends_it(server: dis.Server, tmp_path: Path) -> None:
-    """Also one of an authority that is trusted for something else."""
+    """A certificate of an authority that is trusted for other servers is rejected, too."""
     other = certificates(tmp_path)
     for roots in (None, other.roots):
         with dis.connect(server.catalog_uri, token="sesame", tls_roots=roots, timeout=10) as client:
@@ -107,7 +107,7 @@ def test_a_certificate_for_another_host_ends_it(tmp_path: Path) -> None:
 def test_what_an_eavesdropper_hears_has_neither_token_nor_ticket_nor_data(
     server: dis.Server, certified: Certificates
 ) -> None:
-    """Nor does one who asks without TLS hear anything."""
+    """A client without TLS receives nothing either."""
     in_the_clear = dis.connect(server.catalog_uri.replace("+tls", ""), token="sesame", timeout=2)
     with in_the_clear as client, pytest.raises((CatalogError, dis.errors.DeadlineExceeded)):
         client.list()
@@ -137,7 +137,7 @@ def test_a_callable_decides(caplog: pytest.LogCaptureFixture) -> None:
                 else:
                     with pytest.raises(AccessDenied):
                         client.list()
-    assert [*dict.fromkeys(asked)] == ["sesame", "wrong", "broken"]  # a list of nothing is asked for twice
+    assert [*dict.fromkeys(asked)] == ["sesame", "wrong", "broken"]  # an empty list is requested twice
     errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     assert errors == ["a token could not be checked: KeyError in authorize"]
 
@@ -155,7 +155,7 @@ def test_a_withdrawn_token_is_refused_at_the_next_call() -> None:
 
 
 def test_what_a_catalog_says_of_trust_is_not_believed(server: dis.Server, certified: Certificates) -> None:
-    """Locations could say what is to be trusted; only the client may."""
+    """Locations must not define which roots are trusted; only the client may."""
     uri = location(server, "data", "tls")
 
     with dis.Server([]) as lying:

@@ -1,4 +1,4 @@
-"""A handle on one version of a dataset: read again and again, by every tool, and never another version's rows."""
+"""A handle on one version of a dataset: every tool can read it repeatedly, and never sees rows of another version."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_what_pyarrow_would_read_by_itself_is_refused_and_not_empty(client: dis.
 
 
 def test_a_handle_keeps_nothing_of_who_made_it(client: dis.Client) -> None:
-    """Not by an error that pyarrow would keep, whose traceback has the frames: handles would never be freed."""
+    """An error that pyarrow keeps would hold the frames of its traceback, and handles would never be freed."""
 
     def read_within_a_function() -> list[weakref.ref[Any]]:
         table, handle = pa.table({"n": [1]}), client["data"]

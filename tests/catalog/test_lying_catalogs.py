@@ -29,7 +29,7 @@ TABLE = pa.table({"n": pa.array(range(1 << 15), pa.int64())})
 
 
 class LyingCatalog(flight.FlightServerBase):  # type: ignore[misc]
-    """Answers as a catalog does, and names `directory` as its stage."""
+    """A catalog that names `directory` as its stage."""
 
     def __init__(self, directory: Path, node: str) -> None:
         super().__init__("grpc://127.0.0.1:0")
@@ -47,7 +47,7 @@ class LyingCatalog(flight.FlightServerBase):  # type: ignore[misc]
 
 @pytest.fixture
 def folder(memory: Path) -> Path:
-    """A user's own, private folder, laid out as a store is."""
+    """Create a private folder of a user that has the layout of a store."""
     folder = memory / "folder"
     for name in ("", "staging", "trash"):
         (folder / name).mkdir(mode=0o700)
@@ -69,7 +69,7 @@ def check_nothing_is_written(directory: Path, node: str, letter: Path) -> None:
 
 def test_a_client_writes_into_no_folder_of_its_user_that_is_no_store(folder: Path) -> None:
     check_nothing_is_written(folder / "staging", "", folder / "trash" / REMOVED)
-    (folder / "id").write_text("0123456789abcdef")  # of another store than that of the node
+    (folder / "id").write_text("0123456789abcdef")  # the ID of another store than the node's
     check_nothing_is_written(folder / "staging", "0123456789abcdee", folder / "trash" / REMOVED)
 
 

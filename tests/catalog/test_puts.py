@@ -1,4 +1,4 @@
-"""A put is there whole and at once, or not at all: whatever becomes of the writer, what had the name stays."""
+"""Puts: they are published whole and at once, or not at all, and a failed put leaves the previous dataset."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ BATCH = pa.record_batch({"n": pa.array(range(100), pa.int64())})
 def place(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[str, Path]]:
-    """Where to put, a node or a catalog that has one, and the stage that it ends in. There is a dataset already."""
-    monkeypatch.setattr(service, "_SWEEP_TICKS", 1)  # what killed writers leave goes within a second, not ten
+    """Yield the URI of a node or of its catalog, with a dataset in it, and the staging directory."""
+    # Sweep the leftovers of killed writers within a second instead of ten.
+    monkeypatch.setattr(service, "_SWEEP_TICKS", 1)
     with ExitStack() as running:
         store = tmp_path / "store"
         catalog = None
@@ -64,7 +65,7 @@ def nothing_has_changed(uri: str, stage: Path) -> None:
         assert len(client.list()) == 1
 
 
-#: Puts batches for ever, until it ends in the way that it is told.
+#: A writer that puts batches without end, until it ends in the requested way.
 WRITER = """
 import signal, sys, time
 import pyarrow as pa, pyarrow.flight as flight
@@ -102,7 +103,7 @@ else:
 """
 
 
-#: `dissociated`, also where a shell has Ctrl-C ignored.
+#: The `dissociated` command, also when the shell ignores Ctrl-C.
 COMMAND = """
 import signal
 from dissociated.cli import main
@@ -113,8 +114,8 @@ raise SystemExit(main())
 
 
 MARKED = '{"name": "d", "end": true}'
-#: Whose writer, and how it ends: by a signal while it writes, or by itself. A plain one that is not marked and raises
-#: has said the end, for all that a server sees.
+#: The client, and how it ends: by a signal while it writes, or by itself. An exception in a put by plain Flight without
+#: the marker is left out: to the server such a put looks complete.
 ENDS: list[tuple[str, str, int | None]] = [
     ("shm", "wait", signal.SIGKILL),
     ("shm", "wait", signal.SIGINT),
@@ -204,7 +205,7 @@ def test_a_source_that_fails_is_named_and_publishes_nothing(place: tuple[str, Pa
 def test_a_put_that_is_published_says_so_although_its_answer_is_lost(
     place: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who is told that it failed tries it again, and has the rows twice."""
+    """A writer that is told of a failure tries again, and would append the rows twice."""
     for way in ("_commit_local", "_commit_distributed"):
         original = getattr(LocalCatalog, way)
 
@@ -222,7 +223,7 @@ def test_a_put_that_is_published_says_so_although_its_answer_is_lost(
         assert client.describe("d").rows == 9
 
 
-#: A node that is gone between a commit and its answer.
+#: A node that dies between a commit and its answer.
 GONE = """
 import os, sys
 from dissociated.catalog.local import LocalCatalog
@@ -253,7 +254,7 @@ def test_where_nobody_knows_whether_a_put_is_published_the_error_says_so(tmp_pat
         assert client.describe("d").rows == 3
 
 
-#: A catalog that is gone, or says nothing more, between a commit and its answer to the node that passed it on.
+#: A catalog that dies or hangs between a commit and its answer to the node that forwarded it.
 GONE_UPSTREAM = """
 import os, sys, time
 from contextlib import closing
@@ -400,11 +401,11 @@ def test_what_makes_no_sense_is_refused_before_anything_moves(place: tuple[str, 
                 client.commit(segments=[], schema=OLD.schema, **{"mode": "overwrite", **asked})
             if isinstance(asked["name"], str):
                 writer, _ = plain.do_put(flight.FlightDescriptor.for_command(json.dumps(asked)), BATCH.schema)
-                not_json = "a command is a name, or JSON"  # NaN, infinity and 10**400, of which Python's JSON knows
+                not_json = "a command is a name, or JSON"  # NaN, infinity and 10**400 are known to Python's JSON
                 with pytest.raises(flight.FlightServerError, match=f"{why}|{not_json}"):
                     writer.close()
         nothing_has_changed(*place)
-        client.put("longest", OLD, ttl=1e10)  # of which the end can still be said
+        client.put("longest", OLD, ttl=1e10)  # the end of this lifetime can still be printed
         assert "\nuntil " in repr(client.describe("longest"))
         client.drop("longest")
 
@@ -419,7 +420,7 @@ def test_the_command_put_refuses_what_makes_no_sense_before_it_looks_for_a_catal
         (["--ttl", "nan"], "ttl is a positive"),
         (["--tag", "team"], "--tag team gives it no value: KEY=VALUE"),
         (["--tag", "=x"], "tags are texts"),
-        (["--tag", "team=\udcff"], "tags are texts"),  # as Python gives a byte that is no text
+        (["--tag", "team=\udcff"], "tags are texts"),  # Python's form of a byte that is not text
     ):
         for place in ("grpc://127.0.0.1:1/d", "d"):
             assert main(["put", str(file), place, "--store", str(tmp_path / "store"), *arguments]) == 1

@@ -1,4 +1,4 @@
-"""Reading by name, while servers and datasets come and go."""
+"""Reads by name while servers and datasets come and go."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_next_nearest_transport_is_tried() -> None:
         path = Uri.parse(server.locations("data")[0]).path
         os.unlink(path)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
-            dead.bind(path)  # there, and nobody listens
+            dead.bind(path)  # bound, but not listening
         assert client.read("data").read_all() == TABLE
         with pytest.raises(TransportError, match="Connection refused"):
             client.read("data", transport="shm")
@@ -40,7 +40,7 @@ def test_where_no_transport_leads_flight_does() -> None:
     with dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
         server.publish("data", TABLE)
         handle = client["data"]
-        os.unlink(Uri.parse(server.locations("data")[0]).path)  # as from another host
+        os.unlink(Uri.parse(server.locations("data")[0]).path)  # like on another host
         assert client.read("data").read_all() == handle.to_table() == TABLE
         with pytest.raises(CatalogError, match="cannot be reached from here by shm: it is offered by grpc, shm"):
             client.read("data", transport="shm")
@@ -69,7 +69,7 @@ def test_a_dataset_that_is_replaced_all_the_time_can_be_read(transport: str) -> 
         replacing.start()
         try:
             for _ in range(50):
-                wanted.release(5)  # while it is read, and less often than it is looked up again
+                wanted.release(5)  # replaced during reads, and less often than the name is looked up
                 assert client.read("data", transport=transport).read_all() == TABLE
                 for _ in range(5):
                     assert done.acquire(timeout=PATIENCE)
@@ -81,7 +81,7 @@ def test_a_dataset_that_is_replaced_all_the_time_can_be_read(transport: str) -> 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 def test_rows_by_their_positions(transport: str, tmp_path: Path) -> None:
-    """Of a dataset with batches of 10 rows."""
+    """The dataset has batches of 10 rows."""
     with Node(Store(tmp_path / "store"), ["shm:", "tcp://127.0.0.1:0"]) as node, dis.connect(node.uri) as client:
         for first in range(0, 100, 10):
             client.put("data", pa.table({"n": range(first, first + 10)}).to_reader(), mode="append")
@@ -104,7 +104,7 @@ def test_rows_of_fields_by_their_positions(transport: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 def test_rows_of_parquet_by_their_positions(transport: str, tmp_path: Path) -> None:
-    """In row groups that do not end where batches do, and with each choice of columns."""
+    """The row groups do not end at batch boundaries. Each choice of columns is read."""
     table = pa.table({"n": range(200_000), "m": range(200_000)})
     pq.write_table(table, tmp_path / "data.parquet", row_group_size=50_000)
     with dis.Server() as server, dis.connect(server.catalog_uri) as client:
@@ -139,7 +139,7 @@ def test_over_tcp_the_batches_before_the_wanted_rows_do_not_move(tmp_path: Path)
         client.put("data", pa.Table.from_batches(batches).to_reader())
         read = client.read("data", rows=range(985_000, 1_000_000)).read_all()
         assert read["n"].to_pylist() == [*range(5_000, 10_000), *range(10_000)]
-        assert connections_left(node.server) == 0  # what a connection has sent is counted behind the client's back
+        assert connections_left(node.server) == 0  # the server counts sent bytes asynchronously
         (status,) = client.status().datasets
         assert status.bytes == 2 * 80_000
 
@@ -179,7 +179,7 @@ def test_a_server_on_all_interfaces_names_a_host() -> None:
 
 
 def test_limits_hold_over_grpc_too_or_are_refused() -> None:
-    """A body that is small until it is decompressed; metadata of the schema and of a batch."""
+    """The limits concern a body that grows when decompressed, and the metadata of the schema and of a batch."""
     zeros = pa.record_batch({"n": pa.array([0] * 10_000)})  # 80,000 bytes
     wide = pa.table({"n": [1]}, schema=pa.schema([("n", pa.int64())], metadata={"x": "y" * 2000}))
     sink = pa.BufferOutputStream()

@@ -1,4 +1,4 @@
-"""What a catalog knows of a node follows what the node has, whoever is killed and whatever message is lost."""
+"""The catalog's knowledge of a node: it matches the node's store, although processes are killed and messages lost."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from dissociated.node.node import Node
 from dissociated.store.store import Store
 from nodes import put, read, table
 
-SELDOM = 600.0  # seconds: each heartbeat is one of the test's own
+SELDOM = 600.0  # seconds: the tests trigger each heartbeat themselves
 
 
 class Catalog(LocalCatalog):
-    """Loses what nodes tell, or what it answers, while it is told to."""
+    """A catalog that loses the messages of nodes, or its answers, on request."""
 
     losing = ""
 
@@ -44,7 +44,7 @@ class Catalog(LocalCatalog):
 
 
 class Pair:
-    """A node and its catalog, each of which can be started anew."""
+    """A node and its catalog, each of which can be restarted."""
 
     def __init__(self, directory: Path, running: ExitStack) -> None:
         self._directory, self._running = directory, running
@@ -54,7 +54,7 @@ class Pair:
         self.start_node()
 
     def start_catalog(self, fresh: bool = False) -> None:
-        """At the same place, with what it knew, unless a `fresh` one takes its place."""
+        """Start the catalog at its address, with its database or, if `fresh`, with an empty one."""
         self._files += fresh
         database = Database(str(self._directory / f"catalog-{self._files}.db"))
         with pytest.MonkeyPatch.context() as patch:
@@ -70,7 +70,7 @@ class Pair:
         self._running.callback(self.node.close)
 
     def tell(self) -> None:
-        """As with a heartbeat; and with one more, which says what became of what was told."""
+        """Send a heartbeat, and another one to learn the result of the first."""
         self.node.service.catalog.reconcile()
         self.node.service.catalog.reconcile()
 
@@ -95,7 +95,7 @@ def test_a_catalog_knows_what_a_node_has_whatever_was_lost_or_killed(memory: Pat
             for _ in range(chance.randrange(3)):
                 name = chance.choice("abcdef")
                 if name in expected and chance.random() < 0.4:
-                    with suppress(CatalogError):  # the heartbeat that follows is lost
+                    with suppress(CatalogError):  # the following heartbeat is lost
                         chance.choice([pair.catalog, pair.node.service]).drop(name)
                     del expected[name]
                 else:
@@ -108,7 +108,7 @@ def test_a_catalog_knows_what_a_node_has_whatever_was_lost_or_killed(memory: Pat
             what = chance.choice(["", "node", "catalog", "fresh catalog", "both"])
             steps.append((number, "", what, None))
             if what == "fresh catalog":
-                pair.tell()  # what it had not confirmed it knew alone
+                pair.tell()  # only the old catalog knew its unconfirmed changes
             if "node" in what or what == "both":
                 pair.node.close()
             if "catalog" in what or what == "both":
@@ -154,7 +154,7 @@ def test_more_has_changed_than_is_remembered(memory: Path, monkeypatch: pytest.M
 def test_a_node_that_was_down_for_long_keeps_what_it_did_not_know_to_be_published(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether it was published the catalog knows alone, also while that does not answer."""
+    """Only the catalog knows whether the part was published, also while it does not answer."""
     with ExitStack() as running:
         pair = Pair(memory, running)
         put(pair.node.uri, "a", table(1))
@@ -168,7 +168,7 @@ def test_a_node_that_was_down_for_long_keeps_what_it_did_not_know_to_be_publishe
 
 
 def test_a_part_of_a_dataset_is_not_taken_for_all_of_it(memory: Path) -> None:
-    """A node that had all of it is told when another has the rest, though nothing else has changed there."""
+    """A node that had the whole dataset learns that another node has the rest, although its own part did not change."""
     with ExitStack() as running:
         pair = Pair(memory, running)
         put(pair.node.uri, "d", table(1))
@@ -188,7 +188,7 @@ def test_a_part_of_a_dataset_is_not_taken_for_all_of_it(memory: Path) -> None:
 
 
 def test_a_node_whose_store_was_copied_is_not_taken(memory: Path) -> None:
-    """Each would say that it holds nothing else, and remove what the other had written."""
+    """Each of the two nodes would report that it holds nothing else, and so remove the data of the other."""
     with ExitStack() as running:
         pair = Pair(memory, running)
         put(pair.node.uri, "d", table(1))
@@ -196,5 +196,5 @@ def test_a_node_whose_store_was_copied_is_not_taken(memory: Path) -> None:
         with pytest.raises(AccessDenied, match=f"the node at {pair.node.uri} on .* has the same id"):
             Node(Store(memory / "copy"), [], catalog=pair.catalog.uri)
         pair.node.close()
-        with Node(Store(memory / "copy"), ["shm:"], catalog=pair.catalog.uri):  # now it is the only one
+        with Node(Store(memory / "copy"), ["shm:"], catalog=pair.catalog.uri):  # now it is the only node
             assert read(pair.catalog.uri, "d") == [1]

@@ -1,4 +1,4 @@
-"""Roles of tokens: every call of Flight, every action and every page, by each role."""
+"""Roles of tokens: every call of Flight, every action and every page with each role."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pages import ROOT
 TABLE = pa.table({"n": [1, 2, 3]})
 SECRET = bytes(range(32))
 TOKENS = {"r": ("a reader", "read"), "w": ("a writer", "write"), "a": ("an operator", "admin"), "u": "without a role"}
-#: From the least to the most that may be done.
+#: From the fewest to the most permissions.
 ORDER = ("read", "write", "admin", "peer")
 
 CALLS = {
@@ -77,7 +77,7 @@ PAGES = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """A catalog that asks for tokens and its node, by URI, with a page each; and the token of a peer."""
+    """Yield the URIs of a catalog that requires tokens and of its node, their pages, and the token of a peer."""
     directory = tmp_path_factory.mktemp("roles")
     guarded = security(authorize=TOKENS, secret=SECRET, peers=True)
     assert guarded.peer is not None
@@ -111,7 +111,7 @@ def act(client: flight.FlightClient, action: str, options: flight.FlightCallOpti
 
 
 def is_refused(call: Callable[[], Any]) -> bool:
-    """Whether a call is refused for its role; another error means that it was let in."""
+    """Return whether a call is rejected because of its role; any other error means that the role sufficed."""
     try:
         call()
     except flight.FlightUnauthorizedError:
@@ -122,7 +122,7 @@ def is_refused(call: Callable[[], Any]) -> bool:
 
 
 def test_every_call_action_and_page_has_a_role(place: dict[str, Any]) -> None:
-    """One that is added to the server, and to no table, fails here; and is refused meanwhile."""
+    """A call that is added to the server without a role fails this test, and the server rejects it meanwhile."""
     for uri in (place["catalog"], place["node"]):
         with flight.FlightClient(uri) as plain:
             assert {action.type for action in plain.list_actions(bearing("r"))} == {*ACTIONS}

@@ -1,4 +1,4 @@
-"""The text of a source's exception stays in the server's log over Flight, too."""
+"""The text of a source's exception: Flight does not send it, and the server logs it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from secret_sources import ERRORS, SOURCES, check, told
 
 @pytest.mark.parametrize("live", [False, True], ids=["read anew", "live"])
 def test_the_text_of_a_source_s_exception_is_not_told_over_flight(caplog: pytest.LogCaptureFixture, live: bool) -> None:
-    """To our client, and to any other."""
+    """Neither this library's client nor any other gets the text."""
     with dis.Server(["tcp:"]) as server, dis.connect(server.catalog_uri) as client:
         for source in ("after a batch",) if live else SOURCES:
             for error, make in ERRORS.items():

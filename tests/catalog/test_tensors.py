@@ -1,4 +1,4 @@
-"""Tensors by name: what the catalog says of them, and of reading one kind of dataset as the other."""
+"""Tensors by name: their description in the catalog, and errors of reading a tensor as a table or the reverse."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_catalog_describes_tensors(client: dis.Client) -> None:
     pair = client.describe("pair")
     assert pair.schema.names == []
     assert pair.rows is None
-    assert pair.nbytes == 24 * 8 + 64 + 64 + 24  # the cube; 5 begins and 5 columns, each aligned to 64; 5 floats
+    assert pair.nbytes == 24 * 8 + 64 + 64 + 24  # the cube; 5 row offsets and 5 columns, each aligned to 64; 5 floats
     assert pair.tensors == TensorsInfo(
         2,
         (TensorInfo("dense", "int64", (2, 3, 4), ()), TensorInfo("CSR", "float", (4, 6), ("row", "column"))),

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: its output, its exit status, and real processes where one stays."""
+"""The command line for its users: output, exit status, and real processes for commands that keep running."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from dissociated.store.segment import Segment, SegmentWriter
 from helpers import Child, wait_until
 
 _ENVIRONMENT = ("DISSOCIATED_CATALOG", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE")
-PATIENCE = 30.0  # seconds; nothing waits this long but a test that fails
+PATIENCE = 30.0  # seconds; only failing tests wait this long
 TABLE = pa.table({"n": range(1000), "text": [f"value {n % 7}" if n % 5 else None for n in range(1000)]})
 
 
@@ -46,7 +46,7 @@ def command(*arguments: str | Path) -> list[str]:
 
 
 def run(*arguments: str | Path, given: bytes = b"", **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command within this process, which spares half a second. It is given this on its standard input."""
+    """Run the command within this process, which saves half a second, with `given` on its standard input."""
     stdin = io.TextIOWrapper(io.BufferedReader(io.BytesIO(given)))
     written = [io.BytesIO(), io.BytesIO()]
     stdout, stderr = (io.TextIOWrapper(one, encoding="utf-8", write_through=True) for one in written)
@@ -67,13 +67,13 @@ def run(*arguments: str | Path, given: bytes = b"", **environment: str) -> subpr
 
 
 def in_terminal(columns: int, arguments: list[str], **environment: str) -> str:
-    """What a terminal of so many columns is sent."""
+    """Return the output of a command in a terminal with this number of columns."""
     around = {name: value for name, value in os.environ.items() if name not in _ENVIRONMENT}
     return processes.in_terminal(columns, arguments, {**around, **environment})
 
 
 def until_catalog(output: IO[str]) -> str:
-    """What `serve` prints up to the line that names its catalog, and that line's URI last."""
+    """Return the output of `serve` up to the line of its catalog, which ends with the URI."""
     lines = []
     for line in output:
         lines.append(line)
@@ -97,7 +97,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def size(files: Path) -> str:
-    """What all bodies of planes.arrow have together, by libarrow's count."""
+    """Return the total size of all bodies in planes.arrow, by libarrow's count."""
     reader = pa.ipc.MessageReader.open_stream(pa.py_buffer((files / "planes.arrow").read_bytes()[8:]))
     total = sum(message.body.size for message in [*reader][1:])
     return f"{total / 1000:.1f} kB"
@@ -105,7 +105,7 @@ def size(files: Path) -> str:
 
 @pytest.fixture(scope="module")
 def catalog(files: Path) -> Iterator[str]:
-    """The catalog of a `dissociated serve` of both files."""
+    """Yield the catalog of a `dissociated serve` of both files."""
     with Child(command("serve", files), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield until_catalog(process.stdout).split()[-1]
@@ -138,7 +138,7 @@ def test_a_server_leaves_signals_to_the_program(number: int) -> None:
         "with dissociated.Server(['shm:']) as server:\n"
         "    print(server.catalog_uri, flush=True)\n"
         "    while True:\n"
-        "        time.sleep(0.1)\n"  # not for ever: a signal that came just before it would not end it
+        "        time.sleep(0.1)\n"  # not for ever: a signal that came just before the sleep would not end it
     )
     with Child([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -216,7 +216,7 @@ def test_sql_asks_datasets_by_their_names(catalog: str, files: Path) -> None:
     for asked, why in [
         ("SELECT * FROM nothing", "no dataset 'nothing' is published here, and DuckDB has no table of that name"),
         ("SELEC 1", "Parser Error: syntax error"),
-        ("FROM client", "no dataset 'client' is published here"),  # and no variable of the command
+        ("FROM client", "no dataset 'client' is published here"),  # SQL does not see variables of the command
         ("SELECT x FROM planes", 'Referenced column "x" not found'),
     ]:
         refused = run("sql", asked, "--catalog", catalog)
@@ -225,7 +225,7 @@ def test_sql_asks_datasets_by_their_names(catalog: str, files: Path) -> None:
 
 
 def test_what_asks_nobody_loads_no_library() -> None:
-    """Help, and the names of commands, which a shell asks for at each key."""
+    """These are help and the names of commands, which a shell requests at each key."""
     script = """if True:
         import sys
         import dissociated as dis
@@ -244,7 +244,7 @@ def test_what_asks_nobody_loads_no_library() -> None:
 
 
 def test_a_shell_completes_commands_options_and_names(catalog: str) -> None:
-    """As argcomplete's code for bash asks: by the environment, and on descriptor 8."""
+    """The test asks like argcomplete's code for bash: by the environment, and on descriptor 8."""
     pytest.importorskip("argcomplete", reason="argcomplete is not installed")
     around = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_SHELL": "bash", "DISSOCIATED_CATALOG": catalog, "IFS": "\v"}
     script = ["bash", "-c", f"{shlex.join(command())} 8>&1 >/dev/null"]
@@ -272,7 +272,7 @@ def test_a_shell_completes_commands_options_and_names(catalog: str) -> None:
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_complete(shell: str, catalog: str, tmp_path: Path) -> None:
-    """A real one, interactive where it completes nothing else: bash is asked in the test before."""
+    """The shell is a real one, interactive if it completes only then. The test before covers bash."""
     pytest.importorskip("argcomplete", reason="argcomplete is not installed")
     if shutil.which(shell) is None:
         pytest.skip(f"there is no {shell} on this machine")
@@ -299,7 +299,7 @@ def test_other_shells_complete(shell: str, catalog: str, tmp_path: Path) -> None
 def interactive(
     arguments: list[str], environment: dict[str, str]
 ) -> Iterator[tuple[Callable[[str], None], Callable[[bytes], int]]]:
-    """A shell in a terminal: what waits until it has written a text, and what types one."""
+    """Run a shell in a terminal; yield a function that waits for output, and one that types a text."""
     ours, theirs = pty.openpty()
     with Child(
         arguments, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
@@ -319,7 +319,7 @@ def interactive(
 
 
 def test_rows_are_shown_as_wide_as_a_terminal_is(catalog: str) -> None:
-    """A real terminal, narrower than the rows: some of the columns, whole, and no escape where it is dumb."""
+    """A terminal narrower than the rows gets some whole columns, and a dumb terminal gets no escape sequences."""
     table = "n  …\r\n0  …\r\n1 of 2 columns: --columns A,B shows others\r\n"
     arguments = command("head", f"{catalog}/planes", "-n", "1")
     assert in_terminal(6, arguments, TERM="dumb") == table
@@ -354,7 +354,7 @@ def test_what_a_dataset_says_cannot_move_the_cursor(tmp_path: Path) -> None:
 
 
 def test_json_lines_say_what_arrow_says(catalog: str) -> None:
-    """What Python's own values would lose, too: nanoseconds, the digits of decimals, the keys of maps."""
+    """The output keeps details that Python's own values lose: nanoseconds, digits of decimals, keys of maps."""
     columns: dict[str, tuple[pa.DataType, Any, Any]] = {
         "t": (pa.timestamp("ns", "UTC"), 123456789123456789, "1973-11-29 21:33:09.123456789Z"),
         "time": (pa.time64("ns"), 1, "00:00:00.000000001"),
@@ -438,7 +438,7 @@ def test_what_breaks_off_in_a_pipe_is_not_published_as_all_of_it(monkeypatch: py
 
 @pytest.mark.parametrize("options", [{}, {"compression": "zstd"}, {"use_legacy_format": True}], ids=str)
 def test_a_stream_without_its_end_is_not_published(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Its writer may have died: to whoever reads it, that looks like its end."""
+    """Its writer may have died, and readers would take the end of the data for the end of the stream."""
     dictionary = pa.table({"text": TABLE["text"].combine_chunks().dictionary_encode()})
     path = tmp_path / "some.arrows"
     with dis.Server(["tcp://127.0.0.1:0"]) as server, dis.connect(server.catalog_uri) as client:
@@ -450,7 +450,8 @@ def test_a_stream_without_its_end_is_not_published(tmp_path: Path, options: dict
                     writer.write_table(table)
             whole = sink.getvalue()
             cut = whole[: -4 if "use_legacy_format" in options else -8]
-            content = pa.ipc.open_stream(cut).read_all()  # libarrow takes it, as the specification has it
+            # libarrow accepts the stream, in accordance with the specification.
+            content = pa.ipc.open_stream(cut).read_all()
             path.write_bytes(whole)
             for source, given in (("-", whole), (path, b"")):
                 assert run("put", source, name, given=given).returncode == 0
@@ -468,9 +469,9 @@ def test_a_stream_without_its_end_is_not_published(tmp_path: Path, options: dict
 
 
 def test_a_stream_that_something_follows_is_not_published(tmp_path: Path) -> None:
-    """Nobody would read that. Statistics follow a segment, and are of it."""
+    """Readers would ignore the trailing data. The statistics after a segment are part of it."""
     path, segment = tmp_path / "some.arrows", tmp_path / "segment"
-    large = pa.record_batch({"n": range(20_000)})  # as few have none
+    large = pa.record_batch({"n": range(20_000)})  # segments with few rows have no statistics
     with SegmentWriter(segment, large.schema) as writer:
         writer.write_batch(large)
     assert Segment.open(segment).statistics is not None
@@ -494,7 +495,8 @@ def test_a_stream_that_something_follows_is_not_published(tmp_path: Path) -> Non
                         publish("ends", path)
                     with pytest.raises(SourceError, match=r"goes on after.*publish each stream by itself$"):
                         publish("ends", first + more)
-        path.write_bytes(stream[:-8] + bytes(4096))  # cut off in a file that was made longer before it was written
+        # The end is missing in a file that was extended before it was written.
+        path.write_bytes(stream[:-8] + bytes(4096))
         for source, given in (("-", path.read_bytes()), (path, b"")):
             assert run("put", source, name, given=given).returncode == 1
         assert "ends" not in client
@@ -505,7 +507,7 @@ def test_a_stream_that_something_follows_is_not_published(tmp_path: Path) -> Non
 
 
 def test_files_after_each_other_are_not_published(tmp_path: Path) -> None:
-    """The footer of the last would list messages of the first."""
+    """The footer of the last file would list messages of the first."""
     path = tmp_path / "some.arrow"
 
     def file(*numbers: int) -> bytes:
@@ -676,7 +678,7 @@ def test_put_ls_get_and_drop(files: Path, tmp_path: Path) -> None:
         assert put.stderr.startswith("both: 2,000 rows in ")
         (tmp_path / "of=dir").mkdir()
         (tmp_path / "of=dir" / "part.parquet").symlink_to(files / "flights.parquet")
-        assert run("put", tmp_path, f"{uri}/directory").returncode != 0  # the store is in it
+        assert run("put", tmp_path, f"{uri}/directory").returncode != 0  # the directory contains the store
         assert run("put", tmp_path / "of=dir", f"{uri}/directory").stderr.startswith("directory: 1,000 rows in ")
         assert run("drop", f"{uri}/directory").returncode == 0
         assert run("put", files / "planes.arrow", f"{uri}/both", "--append", "--ttl", "3600").returncode == 0
@@ -703,7 +705,7 @@ def test_put_ls_get_and_drop(files: Path, tmp_path: Path) -> None:
 
 
 def test_put_takes_what_get_writes(catalog: str, tmp_path: Path) -> None:
-    """From files and from the standard input, each into a dataset that is the same."""
+    """Files and the standard input are put into equal datasets."""
     for number, written in enumerate(("arrow", "arrows", "parquet", "csv", "jsonl")):
         path, name = tmp_path / f"out.{written}", f"{catalog}/put-{number}"
         assert run("get", f"{catalog}/planes", "-o", path, "-f", written, "--rows", "1:5").returncode == 0
@@ -717,7 +719,7 @@ def test_put_takes_what_get_writes(catalog: str, tmp_path: Path) -> None:
 
 
 def test_put_keeps_texts_that_look_like_times(catalog: str) -> None:
-    """libarrow would make times of them, without their zone."""
+    """libarrow would convert them to timestamps without their zone."""
     line = '{"a": "2013-01-01T10:00:00Z", "b": [{"c": "2013-01-01"}]}\n'
     assert run("put", "-", f"{catalog}/times", "-f", "jsonl", given=line.encode()).returncode == 0
     assert run("cat", f"{catalog}/times", "-f", "jsonl").stdout == line
@@ -725,7 +727,7 @@ def test_put_keeps_texts_that_look_like_times(catalog: str) -> None:
 
 
 def test_put_takes_no_json_that_is_not_utf_8(catalog: str) -> None:
-    """libarrow would, and whoever read the text would fail."""
+    """libarrow would accept it, and readers of the text would fail."""
     put = run("put", "-", f"{catalog}/latin", "-f", "jsonl", given='{"a": "Zürich"}\n'.encode("latin-1"))
     assert (put.returncode, "Invalid UTF8" in put.stderr) == (1, True)
 

@@ -1,4 +1,4 @@
-"""What conditions mean that people write: what DuckDB says that they mean."""
+"""Conditions on the command line: they mean the same to DuckDB."""
 
 from __future__ import annotations
 

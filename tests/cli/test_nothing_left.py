@@ -1,4 +1,4 @@
-"""What a command leaves behind that fails or is killed: nothing that could be taken for all of it."""
+"""Commands that fail or are killed: they leave nothing behind that looks like complete output."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ from processes import Fork
 pytestmark = pytest.mark.usefixtures("forks")
 
 BATCH = pa.record_batch({"n": pa.array(range(1000), pa.int64())})
-LARGE_BATCH = pa.record_batch({"n": pa.array(range(1 << 16), pa.int64())})  # more than a writer to a pipe keeps back
+# Larger than the buffer of a writer to a pipe.
+LARGE_BATCH = pa.record_batch({"n": pa.array(range(1 << 16), pa.int64())})
 
-#: `dissociated`, also where a file system knows no files without a name, with `nohup`, and with PYTHONUNBUFFERED.
+#: The `dissociated` command, also on file systems without unnamed files, with `nohup`, and with PYTHONUNBUFFERED.
 COMMAND = """
 import io, os, signal, sys
 from dissociated.cli import main
@@ -61,7 +62,7 @@ def command(
 
 
 def output(process: subprocess.Popen[str]) -> IO[bytes]:
-    """What it writes, as bytes."""
+    """Return the output of a process as a binary stream."""
     assert isinstance(process.stdout, io.TextIOWrapper)
     return process.stdout.buffer
 
@@ -130,7 +131,7 @@ def test_what_a_killed_command_wrote_to_a_pipe_is_no_whole_stream() -> None:
                 process.send_signal(number)
                 written += output(process).read()
                 ended(process)
-            if number == signal.SIGKILL:  # of which it cannot tell anybody
+            if number == signal.SIGKILL:  # a process cannot report SIGKILL
                 assert written == first
             else:
                 with pytest.raises(OSError, match="Invalid IPC message"):
@@ -151,7 +152,7 @@ def test_what_a_killed_command_wrote_to_a_pipe_is_no_whole_stream() -> None:
 
 @pytest.mark.parametrize("kind", ["arrows", "jsonl"])
 def test_a_command_without_a_buffer_that_is_stopped_meanwhile_goes_on(kind: str) -> None:
-    """The system then says that it took less than it was given. In a container, Python often has no buffer."""
+    """The system then reports a short write. In containers, Python often runs unbuffered."""
     with dis.Server(["tcp://127.0.0.1:0"]) as server:
         server.publish("data", pa.table({"n": pa.array(["x" * (1 << 20)] * 2)}))
         arguments = ("get", f"{server.catalog_uri}/data", "-o", "-", "--format", kind)
@@ -175,12 +176,12 @@ def state(process: subprocess.Popen[str]) -> str:
 
 
 def waiting(process: subprocess.Popen[str]) -> int:
-    """Bytes in the pipe."""
+    """Return the number of bytes in the pipe."""
     return int.from_bytes(fcntl.ioctl(output(process), termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 class Pipe(io.RawIOBase):
-    """Takes a page at a time, and before some of them there are signals for this process."""
+    """A pipe that takes a page at a time, and signals this process before some of the pages."""
 
     def __init__(self, signals: dict[int, int]) -> None:
         self._signals = signals
@@ -209,7 +210,7 @@ READ = {
 @pytest.mark.parametrize("kind", READ)
 @pytest.mark.parametrize("fails", [False, True], ids=["", "fails"])
 def test_whenever_signals_come_what_was_written_to_a_pipe_is_whole_or_refused(kind: str, fails: bool) -> None:
-    """Batches end with a page: a reader would take what ends there for all there is."""
+    """Batches end with a page: readers would take such an end for the end of the data."""
     some = [pa.record_batch({"n": pa.array(range(rows), pa.int64())}) for rows in (2048, 2048, 10)]
     whole = pa.Table.from_batches(some)
 
@@ -230,9 +231,9 @@ def test_whenever_signals_come_what_was_written_to_a_pipe_is_whole_or_refused(ki
                 reading.write_away(reader, sink, FILE_FORMATS[kind])
             came = len(signals) < len(numbers)
             signals.clear()
-            if not came and kind != "arrows":  # then a footer is missing
+            if not came and kind != "arrows":  # harmless after a failure: the footer is missing
                 sink.flush()
-            taken = pipe.taken  # no more is, if this process is killed now
+            taken = pipe.taken  # all that a reader would get if this process were killed now
             try:
                 found = READ[kind](taken)
             except (pa.ArrowException, OSError):
@@ -244,7 +245,7 @@ def test_whenever_signals_come_what_was_written_to_a_pipe_is_whole_or_refused(ki
 
 
 def test_a_signal_that_comes_within_a_finalizer_is_not_lost() -> None:
-    """Python drops what is raised there, and the second signal is one that comes because of the first."""
+    """Python drops exceptions that are raised in finalizers. The second signal comes because of the first."""
     script = """
 import io, signal, weakref
 import pyarrow as pa
@@ -290,7 +291,7 @@ def test_put_that_fails_leaves_no_node(tmp_path: Path) -> None:
 
 
 class Stop(StopSignal):
-    """Comes when it is set, and leaves the signals of this process alone."""
+    """A stop signal that comes when it is set, and does not install signal handlers."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
@@ -301,7 +302,7 @@ class Stop(StopSignal):
 
 
 def test_a_node_that_somebody_else_uses_meanwhile_stays(tmp_path: Path) -> None:
-    """Here what decides that runs in the thread of the test, which so sees when it has."""
+    """The thread of the test runs the check, so the test knows when it is done."""
     starter, written = os.pipe()
     with closing(Stop()) as stop, Node(Store(tmp_path / "store"), []) as node:
         before = node.store.versions()

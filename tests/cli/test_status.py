@@ -1,4 +1,4 @@
-"""`dissociated status` as a user meets it, in a terminal and elsewhere; and a guarded `serve`."""
+"""`dissociated status` for its users, in a terminal and elsewhere, and a guarded `serve`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_for_machines(server: dis.Server) -> None:
 
 
 class Terminal:
-    """A command in a terminal of 24 lines of 90 columns, and what it shows."""
+    """A command in a terminal of 24 lines of 90 columns, and its output."""
 
     def __init__(self, *arguments: str) -> None:
         self._master, slave = pty.openpty()
@@ -67,7 +67,7 @@ class Terminal:
         self.shown = ""
 
     def wait_for(self, pattern: str) -> str:
-        """Wait until the last screen shows `pattern`. Returns that screen."""
+        """Wait until the last screen shows `pattern`, and return that screen."""
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             screen = self.shown.rpartition("\x1b[H\x1b[J")[2]
@@ -76,12 +76,12 @@ class Terminal:
             if select.select([self._master], [], [], 0.1)[0]:
                 try:
                     self.shown += os.read(self._master, 1 << 16).decode().replace("\r\n", "\n")
-                except OSError:  # it has ended
+                except OSError:  # the command has ended
                     break
         raise AssertionError(f"never showed {pattern!r}: {self.shown[-2000:]!r}")
 
     def end(self) -> str:
-        """Press Ctrl-C. Returns what came last."""
+        """Press Ctrl-C, and return the last screen."""
         self.process.send_signal(signal.SIGINT)
         assert self.process.wait(PATIENCE) == 0
         return self.wait_for(r"\x1b\[\?1049l$")
@@ -105,7 +105,7 @@ def test_in_a_terminal_it_is_renewed(server: dis.Server) -> None:
             server.publish(f"one of many {number}", WIDE)
         assert len(terminal.wait_for(r"\.\.\. and \d+ more lines").splitlines()) <= 24
         server.close()
-        # The last view stays, cut to the height, and the command goes on trying.
+        # The last view stays, cut to the height, and the command tries again.
         assert terminal.process.poll() is None
         terminal.end()
     assert terminal.shown.startswith("\x1b[?1049h\x1b[?25l")
@@ -154,7 +154,7 @@ def test_durations(seconds: float, shown: str) -> None:
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory, certified: Certificates) -> Iterator[tuple[str, str, Path]]:
-    """The catalog and the metrics of a `serve` that asks for a token, and where its files are."""
+    """Yield the catalog and the metrics of a `serve` that requires a token, and the directory of its files."""
     directory = tmp_path_factory.mktemp("guarded")
     with pa.ipc.new_file(directory / "planes.arrow", TABLE.schema) as writer:
         writer.write_table(TABLE)
@@ -198,7 +198,7 @@ def test_commands_show_their_token_and_check_the_certificate(
         refused = run(asked, uri, *more, *options)
         assert refused.returncode == 1
         assert sentence in refused.stderr
-        assert refused.stderr.count("\n") == 1 or "absl" in refused.stderr  # but for gRPC's own
+        assert refused.stderr.count("\n") == 1 or "absl" in refused.stderr  # except for gRPC's own lines
         assert refused.stdout == ""
     for options in ([*roots, *token], []):
         told = run(asked, uri, *more, *options)

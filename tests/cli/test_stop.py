@@ -1,4 +1,4 @@
-"""Commands that serve end at a signal, whatever they are doing at that moment."""
+"""Commands that serve: a signal ends them at any moment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from helpers import PATIENCE
 
-#: Waits for its end again and again, in children, with a signal before each line that runs within.
+#: A script whose children wait for their end, with a signal before each line that runs within.
 AT_EACH_LINE = textwrap.dedent(
     """
     import os, signal, sys

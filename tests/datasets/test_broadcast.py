@@ -1,4 +1,4 @@
-"""Streams that are read once for several consumers: each has its own place in it, and its own leases."""
+"""Streams that are read once for several consumers: each has its own position and its own leases."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def reader(batches: Iterator[pa.RecordBatch], schema: pa.Schema = SCHEMA) -> pa.
 
 
 class Fed:
-    """A source that gives what the test puts in. `closed` is set when whoever reads it lets go."""
+    """A source that yields the batches that the test puts in. `closed` is set when its reader releases it."""
 
     def __init__(self, schema: pa.Schema = SCHEMA) -> None:
         self.put = SimpleQueue[Any]().put
@@ -69,7 +69,7 @@ def numbers(source: pa.RecordBatchReader) -> list[int]:
 
 
 def test_all_consumers_get_the_same_stream_over_every_transport(serve: Serve) -> None:
-    """25 MB through 2 MB, by address and inline, and through the catalog's own DoGet."""
+    """25 MB pass through 2 MB, by address and inline, and through the catalog's own DoGet."""
     server = serve(*MEDIA, catalog="grpc://127.0.0.1:0", live_limit=2 << 20)
     reads = threading.Lock()
 
@@ -134,7 +134,7 @@ def test_nothing_is_read_before_enough_consumers_are_there(serve: Serve) -> None
 
     server.publish("live", reader(batches()), live=dis.Live(consumers=2))
     first = open_live(server, "shm")
-    assert first.schema == SCHEMA  # who waits knows the schema
+    assert first.schema == SCHEMA  # a waiting consumer already knows the schema
     assert not asked.is_set()
     second = open_live(server, "shm")
     assert asked.wait(PATIENCE)
@@ -262,12 +262,12 @@ def test_every_consumer_learns_why_there_is_no_more_and_keeps_what_it_has(serve:
             elif end != "closed":
                 assert "'live' was dropped by whoever published it" in str(caught.value)
             del caught
-        # Another stream has its chance to take the memory.
+        # Other streams may take the memory.
         if end == "replaced":
             assert open_live(server, "shm").read_all().num_rows == ROWS
         assert held == [batch(0)] * 3
         if end == "fails":
-            assert shared_bytes("live") > 0  # one of them holds it
+            assert shared_bytes("live") > 0  # a consumer still holds it
             with pytest.raises(dis.errors.RemoteError, match="says more"):
                 open_live(server, "shm")
         if end == "replaced":
@@ -279,7 +279,7 @@ def test_every_consumer_learns_why_there_is_no_more_and_keeps_what_it_has(serve:
 
 
 def test_a_consumer_that_holds_up_the_others_is_cut_off(serve: Serve) -> None:
-    """What it holds stays as it is; the others get everything."""
+    """The batches that it holds stay as they are; the others receive everything."""
     server = serve(*MEDIA, live_limit=2 << 20)
     server.publish("live", reader(map(batch, range(100))), live=dis.Live(consumers=3, stall_timeout=1.0))
     stalled = open_live(server, "shm")
@@ -298,7 +298,7 @@ def test_a_consumer_that_holds_up_the_others_is_cut_off(serve: Serve) -> None:
 
 
 def test_a_slow_consumer_is_waited_for(serve: Serve) -> None:
-    """It takes longer in all than a consumer may stall, but never stalls for so long."""
+    """It takes longer in all than a consumer may stall, but no single pause is that long."""
     server = serve("shm:", live_limit=1 << 20)
     server.publish("live", reader(map(batch, range(20))), live=dis.Live(consumers=2, stall_timeout=1.0))
     slow = open_live(server, "shm")
@@ -307,7 +307,7 @@ def test_a_slow_consumer_is_waited_for(serve: Serve) -> None:
         found = []
         for one in slow:
             found.append(one["n"][0].as_py())
-            threading.Event().wait(0.06)  # what it does with it takes time
+            threading.Event().wait(0.06)  # processing takes time
         assert found == fast.result(PATIENCE) == list(range(20))
 
 
@@ -322,7 +322,7 @@ def test_a_consumer_that_stops_does_not_hold_up_the_others(serve: Serve) -> None
 
 
 def test_what_a_consumer_that_stops_was_not_sent_any_more_is_free(serve: Serve) -> None:
-    """It holds a batch of half the limit; of the next, which the server finds it cannot send, it knows nothing."""
+    """It holds a batch of half the limit. The server cannot send the next one, of which the consumer knows nothing."""
     large = pa.record_batch({"n": np.arange(7 << 13)})
     server = serve("shm:", live_limit=1 << 20)
     with Fed(large.schema) as fed:

@@ -1,4 +1,4 @@
-"""What can be published, and what a dataset says of itself."""
+"""Sources that can be published, and the descriptions of datasets."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_what_cannot_be_published(source: Any, problem: str) -> None:
 
 @pytest.mark.parametrize("once", [iter(TABLE.to_batches()), (batch for batch in TABLE.to_batches()), TABLE.to_reader()])
 def test_a_callable_that_gives_the_same_reader_again(once: Any) -> None:
-    """It would give the rest of it, or nothing, as if that were all."""
+    """The reader would yield the rest, or nothing, as if that were the whole."""
     made = make_dataset("data", lambda: once)
     with pytest.raises(SourceError, match=r"the callable gives the same .* each time"):
         made.open_reader()
@@ -121,13 +121,13 @@ def test_a_parquet_file_that_is_damaged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["file", "directory"])
 def test_parquet_that_is_written_anew_is_read_as_one_state_of_it_or_not(kind: str, tmp_path: Path) -> None:
-    """In place, as most do it: a file that is cut short while it is mapped would end the process."""
+    """The file is overwritten in place, as is common: truncating a mapped file would crash the process."""
     file = tmp_path / "data.parquet"
 
     def write(value: int, rows: int) -> None:
         table = pa.table({"n": [value] * rows, "more": [value] * rows})
         pq.write_table(table, file, row_group_size=2, compression="none", use_dictionary=False)
-        os.utime(file, (value, value))  # clocks of file systems tick slowly
+        os.utime(file, (value, value))  # the timestamps of file systems are coarse
 
     write(1, 6)
     made = make_dataset("data", file if kind == "file" else tmp_path)

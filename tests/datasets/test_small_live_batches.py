@@ -1,4 +1,4 @@
-"""Live streams of small batches: they hold what they weigh, and travel many at once, but none waits alone."""
+"""Live streams of small batches: they count by their size and travel many at a time, but none waits alone."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ SCHEMA = pa.schema([("n", pa.int64()), ("s", pa.string()), ("d", pa.dictionary(p
 MEDIA = ("shm:", "tcp://127.0.0.1:0", "inproc:")
 WORDS = pa.array(["a", "b", "c"])
 
-#: how to publish: for all readers at once, or for each alone
+#: How to publish: a single read for all readers, or a read for each.
 SHARED_OR_NOT: list[dict[str, Any]] = [{"live": dis.Live()}, {}]
 
 
 def test_a_reader_may_be_many_small_batches_behind(serve: Serve) -> None:
-    """20,000 of one row are 300 kB; each in pages of its own would be 80 MB. The reader pauses until all are there."""
+    """20,000 batches of one row are 300 kB; in pages of their own they would be 80 MB.
+
+    The reader pauses until all are there.
+    """
     rows = pa.record_batch({"n": np.arange(20_000), "v": np.arange(20_000) / 7})
     exhausted = threading.Event()
 
@@ -49,7 +52,7 @@ def test_a_reader_may_be_many_small_batches_behind(serve: Serve) -> None:
 
 
 def test_what_waits_is_within_the_limit_whatever_its_size(serve: Serve) -> None:
-    """The source stops where a paused reader is so far behind, goes on with it, and gives up on it in the end."""
+    """The source stops when a paused reader is that far behind, continues with it, and gives up on it in the end."""
     limit = 1 << 20
     for size in (1, 1000, 4000):
         batch = pa.record_batch({"n": np.arange(size)})
@@ -70,7 +73,7 @@ def test_what_waits_is_within_the_limit_whatever_its_size(serve: Serve) -> None:
             return server.status().consumers[0].state == "cut off"
 
         wait_until(given_up, "it is given up")
-        assert given[0] * batch.nbytes <= 4 * limit  # what waits, and what the socket and its two ends took
+        assert given[0] * batch.nbytes <= 4 * limit  # the waiting batches, and those in the socket and at its two ends
         assert shared_bytes("live") <= limit + (1 << 16)
         with pytest.raises(dis.errors.RemoteError, match="held up the others"):
             held.extend(one)
@@ -82,7 +85,10 @@ def test_what_waits_is_within_the_limit_whatever_its_size(serve: Serve) -> None:
 
 @pytest.fixture
 def native() -> list[str]:
-    """The media of libraries that are there. To look opens descriptors of UCX's: before those of a test are counted."""
+    """Return the media of the installed libraries.
+
+    The check opens descriptors of UCX, so it runs before the descriptors of a test are counted.
+    """
     return [
         *(() if missing("ucx") else ("ucx:", "ucx:?err_mode=none")),
         *(() if missing("libfabric") else ("fabric:",)),
@@ -90,7 +96,10 @@ def native() -> list[str]:
 
 
 def test_batches_of_all_sizes_in_one_stream(native: list[str], serve: Serve) -> None:
-    """Runs of alike ones, others between them, large ones, dictionaries that change: everybody gets all, in order."""
+    """The stream has runs of similar batches, others between them, large ones and changing dictionaries.
+
+    Every reader gets all batches, in order.
+    """
     values = np.random.default_rng(5)
     sizes = [*[1] * 40, *values.integers(0, 3, 60), 5000, *[2] * 30, 0, 700, *values.integers(0, 900, 60), *[1] * 100]
     sent = []
@@ -139,7 +148,7 @@ def test_what_a_source_gave_before_it_failed_arrives(serve: Serve) -> None:
 
 
 def test_readers_that_go_leave_no_thread_behind(serve: Serve) -> None:
-    """The source of its own that each reads ends with it, whether it is busy, or goes on after a pause."""
+    """Each reader's own source ends with its reader, whether it is busy, or continues after a pause."""
     batch = pa.record_batch({"n": [1]})
     ended, goes_on = threading.Semaphore(0), threading.Event()
 
@@ -169,7 +178,7 @@ def test_readers_that_go_leave_no_thread_behind(serve: Serve) -> None:
 
 
 def test_no_batch_waits_for_others(serve: Serve) -> None:
-    """The source pauses after one batch, or some, until all that it gave have arrived: nothing else lets them go."""
+    """The source pauses after one or more batches until they have all arrived: no later batch pushes them out."""
     batch = pa.record_batch({"n": [1]})
     bursts = [*[1] * 30, 2, 7, 8, 9, 1, 300, 1, 1, 40, 2, 2, 2, 2000, 1]
     arrived = threading.Semaphore(0)
@@ -194,7 +203,7 @@ def test_no_batch_waits_for_others(serve: Serve) -> None:
 
 
 def test_a_source_may_use_its_memory_again(serve: Serve) -> None:
-    """A batch has been taken over, or sent, when the next one is asked for."""
+    """The server has taken over or sent a batch when it requests the next one."""
     memory = np.zeros(3000, np.int64)
 
     def source() -> Iterator[pa.RecordBatch]:
@@ -207,7 +216,8 @@ def test_a_source_may_use_its_memory_again(serve: Serve) -> None:
 
     server = serve(*MEDIA)
     for publish in SHARED_OR_NOT:
-        for scheme in ("shm", "tcp", "inproc") if publish else ("shm", "tcp"):  # alone, inproc gives what it got
+        # Without sharing, inproc passes on the source's own batches.
+        for scheme in ("shm", "tcp", "inproc") if publish else ("shm", "tcp"):
             server.publish("live", reader, **publish)
             numbers = [one["n"].unique().to_pylist() for one in open_live(server, scheme)]
             assert numbers == [[number] for number in range(300)], (publish, scheme)

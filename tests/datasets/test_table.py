@@ -1,4 +1,4 @@
-"""A Table under a name, and its copy in shared memory, which is read while it is still being written."""
+"""A published Table, and its copy in shared memory, which clients read while it is still being written."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def batch(number: int, rows: int = _ROWS) -> pa.RecordBatch:
     )
 
 
-#: One batch in the middle has no rows, and one at the end has few.
+#: A batch in the middle has no rows, and one at the end has few.
 TABLE = pa.Table.from_batches([*map(batch, range(20)), batch(20, 0), *map(batch, range(20, 40)), batch(40, 3)])
 
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let about three batches be copied at once, and every Table be large enough to be copied ahead."""
+    """Let about three batches be copied at once, and copy every Table ahead, however small."""
     for module in (copying, encoding, table):
         monkeypatch.setattr(module, "STEP", 6000)
     monkeypatch.setattr(table, "_MIN_AHEAD", 0)
@@ -46,12 +46,12 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let nothing be copied before somebody asks."""
+    """Let nothing be copied before a client requests it."""
     monkeypatch.setattr(table, "_MIN_AHEAD", 1 << 40)
 
 
 def memfds(name: str) -> int:
-    """How many memfds of that name this process has open."""
+    """Return the number of memfds of that name that this process has open."""
     return len({os.fstat(number).st_ino for number, what in descriptors().items() if f"dissociated:{name}" in what})
 
 
@@ -60,16 +60,16 @@ def open_shm(server: dis.Server, **options: Any) -> pa.RecordBatchReader:
 
 
 def read_until(reader: pa.RecordBatchReader, why: str) -> list[pa.RecordBatch]:
-    """What it gives before the server gives up."""
+    """Return the batches that a reader yields before the server gives up."""
     read: list[pa.RecordBatch] = []
     with pytest.raises(dis.errors.RemoteError, match=why):
-        read.extend(reader)  # which has them one by one
+        read.extend(reader)  # keeps the batches before the error
     return read
 
 
 @contextmanager
 def little_space() -> Iterator[None]:
-    """No memfd of this process may have more than 64 KiB."""
+    """Limit each memfd of this process to 64 KiB."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
@@ -80,7 +80,7 @@ def little_space() -> Iterator[None]:
 
 @contextmanager
 def pinned(memory: pa.Buffer) -> Iterator[None]:
-    """The kernel holds the first page of it, as it does for a device that reads there, or a socket that sends it."""
+    """Make the kernel hold the first page of `memory`, like a device that reads it, or a socket that sends it."""
     piece = (ctypes.c_void_p * 2)(memory.address, 1)
     ends = os.pipe()
     try:
@@ -111,7 +111,7 @@ def test_a_copy_is_written_by_whoever_needs_it(serve: Serve) -> None:
     assert not is_sealed(copy)
     written = bytes(copy.region.memory)
     copy.wait(copy.region.base + 5000)
-    assert bytes(copy.region.memory) == written  # it is there already
+    assert bytes(copy.region.memory) == written  # already written
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: copy.wait(end), range(8)))
     assert is_sealed(copy)
@@ -137,7 +137,7 @@ def test_what_is_read_while_it_is_copied_is_the_table(
     for _ in range(5):
         server.publish("t", TABLE)
         check_read(open_shm(server))
-    monkeypatch.delattr(stream, "join_deliveries")  # and when all is there it is read in place
+    monkeypatch.delattr(stream, "join_deliveries")  # after the copy is complete, it is read in place
     check_read(open_shm(server))
 
 
@@ -147,7 +147,7 @@ def test_what_is_there_is_read_before_the_rest_is(serve: Serve) -> None:
     server.publish("t", TABLE)
     copy = copy_of(server)
     copy.wait(copy.region.base + 20_000)
-    copy._writing = True  # as if somebody were just writing
+    copy._writing = True  # simulates a write in progress
     try:
         reader = open_shm(server)
         assert [reader.read_next_batch() for _ in range(3)] == TABLE.to_batches()[:3]
@@ -202,13 +202,13 @@ def test_an_error_within_the_copy_reaches_each_reader_until_it_passes(serve: Ser
             read = read_until(reader, why)
             assert 10 < len(read) < 40
             assert read == large.to_batches()[: len(read)]
-            for again in (reader.read_all, reader.read_next_batch, reader.read_all):  # what failed has not ended
+            for again in (reader.read_all, reader.read_next_batch, reader.read_all):  # a failed stream has not ended
                 with pytest.raises(dis.errors.RemoteError, match=why):
                     again()
     assert open_shm(server).read_all() == large
     with little_space(), pytest.raises(dis.errors.StoreError, match=why):
         server.publish("t", large.slice(1), wait=True)
-    assert open_shm(server).read_all() == large  # which that did not replace
+    assert open_shm(server).read_all() == large  # the first copy was not replaced
 
 
 def test_a_copy_ahead_that_fails_is_made_when_it_is_asked_for(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
@@ -221,7 +221,7 @@ def test_a_copy_ahead_that_fails_is_made_when_it_is_asked_for(serve: Serve, capl
 
 @pytest.mark.usefixtures("on_demand")
 def test_who_has_pages_of_a_copy_pinned_keeps_nobody_from_reading(serve: Serve) -> None:
-    """Memory cannot be sealed for as long."""
+    """Such memory cannot be sealed."""
     server = serve("shm:")
     server.publish("t", TABLE)
     copy = copy_of(server)
@@ -236,7 +236,7 @@ def test_who_has_pages_of_a_copy_pinned_keeps_nobody_from_reading(serve: Serve) 
 
 
 def test_tables_that_are_copied_ahead_leave_memory_free(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When each is published there is room for it, and not for all."""
+    """There is room for each when it is published, but not for all."""
     server = serve("shm:")
     free = 5 * TABLE.nbytes
     published = threading.Event()
@@ -263,7 +263,7 @@ def test_to_wait_is_to_publish_what_is_copied(serve: Serve) -> None:
     server.publish("waited for", TABLE, wait=True)
     (mapped,) = server.dataset("waited for").mapped()  # type: ignore[attr-defined]
     assert is_sealed(mapped.segment)
-    server.publish("t", TABLE.to_reader(), wait=True)  # nothing of which is copied
+    server.publish("t", TABLE.to_reader(), wait=True)  # a reader, which is not copied
     assert open_shm(server).read_all() == TABLE
 
 
@@ -275,7 +275,7 @@ def test_what_is_dropped_while_it_is_read_is_read_to_its_end(serve: Serve) -> No
         begun = [reader.read_next_batch() for reader in readers]
         server.drop("t")
         assert [reader.read_all() for reader in readers] == [TABLE.slice(_ROWS)] * 3
-        assert connections_left(server, patience=0) == 3  # whose arrays are still there
+        assert connections_left(server, patience=0) == 3  # their arrays still exist
         del begun, readers
         clients_end()
         wait_until(lambda: not memfds("t"), "everything of it to be given back", PATIENCE)

@@ -1,4 +1,4 @@
-"""What the tests of devices send."""
+"""Batches that the tests of devices send."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from arrow_cases import ARRAYS, batches
 
 _whole = [batches(arrays) for arrays in ARRAYS.values()]
 NAMES = [f"{type_} {name}" for type_, (batch, *_) in zip(ARRAYS, _whole, strict=True) for name in batch.schema.names]
-#: Batches of every type side by side: whole, empty, a slice that begins and ends within a byte, one row.
+#: Batches with columns of every type: whole, empty, a slice that begins and ends within a byte, and a single row.
 ALL_TYPES = [
     pa.record_batch([column for batch in some for column in batch.columns], NAMES) for some in zip(*_whole, strict=True)
 ]

@@ -1,4 +1,4 @@
-"""The devices that the suite runs on: one of our own, everywhere, and a GPU where there is one."""
+"""The devices of the tests: an emulated one everywhere, and a GPU on machines that have one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from helpers import clients_end, connections_left
 
 @pytest.fixture(params=["test:0", "cuda:0"])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    """A device on which the test must leave nothing."""
+    """Yield a device, and check that the test leaves nothing on it."""
     try:
         found = open_device(request.param)
     except DeviceNotFound as error:
@@ -32,7 +32,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 
 @pytest.fixture
 def emulated() -> Iterator[EmulatedDevice]:
-    """The device of our own, to be limited and lost."""
+    """Yield the emulated device, which tests may limit and lose."""
     found = open_device("test:1")
     assert isinstance(found, EmulatedDevice)
     limit = found.limit
@@ -46,7 +46,10 @@ def emulated() -> Iterator[EmulatedDevice]:
 
 @pytest.fixture
 def server() -> Iterator[dis.Server]:
-    """One that all its readers have left at the end, and that then drops what it served: its memory is the device's."""
+    """Yield a server, and check that all readers have left at the end.
+
+    Then drop its datasets, because their memory is the device's.
+    """
     with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server:
         yield server
         gc.collect()
@@ -57,7 +60,7 @@ def server() -> Iterator[dis.Server]:
 
 @pytest.fixture
 def client(server: dis.Server) -> Iterator[dis.Client]:
-    """Of this server, or the module's own. What it has read is given back at its end."""
+    """Yield a client of this server, or the module's own, and release the memory of its reads at the end."""
     with dis.connect(server.catalog_uri) as client:
         yield client
         gc.collect()

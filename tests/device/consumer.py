@@ -1,4 +1,4 @@
-"""A library of somebody else's: it knows the Arrow C Device interface and DLPack, and copies from the device."""
+"""A foreign library: it knows the Arrow C Device interface and DLPack, and copies from the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _rename = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("P
 
 
 class TakenTensor:
-    """What was in a capsule of `__dlpack__`, taken as its rules say. `delete` gives it back."""
+    """A tensor taken from a capsule of `__dlpack__` by the rules of DLPack. `delete` gives it back."""
 
     _USED = b"used_dltensor"
 
@@ -37,7 +37,7 @@ class TakenTensor:
 
 
 class Taken:
-    """What was in a capsule of `__arrow_c_device_array__`, moved out of it. `release` gives it back."""
+    """A batch moved out of a capsule of `__arrow_c_device_array__`. `release` gives it back."""
 
     def __init__(self, source: Any) -> None:
         schema, array = source.__arrow_c_device_array__()
@@ -52,7 +52,7 @@ class Taken:
 
 
 class TakenStream:
-    """What was in a capsule of `__arrow_c_device_stream__`."""
+    """A stream taken from a capsule of `__arrow_c_device_stream__`."""
 
     def __init__(self, source: Any) -> None:
         self._capsule = source.__arrow_c_device_stream__()
@@ -70,7 +70,7 @@ class TakenStream:
         return pa.Schema._import_from_c(ctypes.addressof(place))
 
     def next(self) -> ArrowDeviceArray | None:
-        """The next array, which the caller releases. Raises OSError with what the stream says."""
+        """Return the next array, which the caller releases, or raise OSError with the message of the stream."""
         place = ArrowDeviceArray()
         ctypes.memset(ctypes.addressof(place), 0xAA, ctypes.sizeof(place))
         place.array.release = type(place.array.release)()
@@ -80,7 +80,7 @@ class TakenStream:
 
 
 def fetched(device: Device, address: int, length: int, event: int | None, stream: Stream | None = None) -> bytes:
-    """Bytes of the device, as a `stream` of the library's own sees them that has waited for `event`."""
+    """Return bytes of the device, as a `stream` of this library sees them after it has waited for `event`."""
     stream = device.stream() if stream is None else stream
     if event:
         stream.wait(event)
@@ -92,7 +92,7 @@ def fetched(device: Device, address: int, length: int, event: int | None, stream
 
 
 def same(device: Device, struct: ArrowDeviceArray, expected: pa.RecordBatch) -> None:
-    """Fails unless what lies on the device is `expected`, buffer by buffer."""
+    """Fail unless the data on the device is `expected`, buffer by buffer."""
     host = ArrowDeviceArray()
     expected._export_to_c(ctypes.addressof(host))
     try:
@@ -105,8 +105,8 @@ def same(device: Device, struct: ArrowDeviceArray, expected: pa.RecordBatch) -> 
 
 
 def _sizes(batch: pa.RecordBatch) -> list[int]:
-    """Bytes of each buffer, in the order in which the C interface has them. There are no views in it."""
-    found: list[int] = [0]  # a batch is a struct, with a validity bitmap that is not there
+    """Return the bytes of each buffer in the order of the C interface. The batch must not contain views."""
+    found: list[int] = [0]  # a batch is a struct without a validity bitmap
 
     def add(array: pa.Array) -> None:
         if isinstance(array, pa.ExtensionArray):

@@ -1,4 +1,4 @@
-"""The benchmark of devices, which somebody with a GPU runs first."""
+"""The benchmark of devices, which is the first thing to run on a new GPU."""
 
 from __future__ import annotations
 

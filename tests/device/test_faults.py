@@ -1,4 +1,4 @@
-"""What goes wrong on devices: documented errors, nothing left, and nobody else harmed."""
+"""Failures on devices: they raise documented errors, leave nothing behind, and harm no other client."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ with dis.connect(sys.argv[1]) as client:
 
 @contextmanager
 def process(script: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process, and the line that it says first."""
+    """Yield a process and its first line of output."""
     command = [sys.executable, "-c", script, *arguments]
     with Child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
         assert started.stdout is not None
@@ -86,7 +86,7 @@ def test_a_server_that_is_killed_while_its_memory_is_open(device: Device) -> Non
         killed.wait(PATIENCE)
         with pytest.raises(dis.errors.DissociatedError):
             client.read("n", device=device)
-        if isinstance(device, EmulatedDevice):  # of a GPU's, NVIDIA promises nothing
+        if isinstance(device, EmulatedDevice):  # NVIDIA gives no such promise for GPUs
             assert first.to_host()["n"].to_pylist() == [*range(100)]
         del first, reader
         gc.collect()
@@ -150,7 +150,7 @@ def test_a_context_that_is_lost(emulated: EmulatedDevice, server: dis.Server, cl
 def test_memory_stays_while_a_copy_cannot_be_waited_for(
     emulated: EmulatedDevice, server: dis.Server, client: dis.Client
 ) -> None:
-    """A reader that is closed while a graph is captured: its bodies are in blocks that the next reader takes."""
+    """A reader is closed while a graph is captured. Its bodies are in blocks that the next reader takes."""
     for name, value in {"ones": 1, "twos": 2}.items():
         server.publish(name, pa.table({"n": [value] * 10_000}))
 
@@ -176,7 +176,7 @@ def test_a_servers_memory_is_given_back_when_nothing_can_read_it_any_more(
     for module in (memory_leases, client_leases):
         monkeypatch.setattr(module, "RETRY_INTERVAL", 0.01)
     published(server, emulated)
-    device = EmulatedDevice(emulated.number)  # the same, as another process has it
+    device = EmulatedDevice(emulated.number)  # the device as seen by another process
     for keep in (True, False):
         with client.read("numbers", device=device) as reader:
             batches = [reader.read_next_batch()] if keep else []
@@ -215,7 +215,7 @@ def test_what_libarrow_would_look_into_is_refused(device: Device, server: dis.Se
     with pytest.raises(RemoteProtocolError, match="how many nulls"):
         whole(client, device)
     odd = [(address + 1 if length else 0, length) for address, length in first.extents]
-    for extents in (first.extents, odd):  # read where they lie, and copied to where libarrow takes them
+    for extents in (first.extents, odd):  # read in place, and copied to a place that libarrow accepts
         for rows, why in ((7_001, "56000 bytes for 7001 values"), (-7_000, "a batch of -7000 rows")):
             lying = encode_record_batch(rows, [(rows, 0)] * 3, buffers, (), first.parsed.body_length)
             dataset.placed = [schema, first._replace(header=lying, extents=extents), *rest]

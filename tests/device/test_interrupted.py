@@ -1,4 +1,4 @@
-"""Ctrl-C wherever C asks us for batches, or we ask for them: nothing that is not whole looks as if it were."""
+"""Ctrl-C while C code asks us for batches, or we ask C code: an incomplete stream never looks complete."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from helpers import case
 
 from . import consumer
 
-#: Not here, where memory is let go of: Python drops Ctrl-C there. What is lost by it is memory, and no rows.
+#: Not in these functions, which free memory: Python drops Ctrl-C there. That can leak memory, but loses no rows.
 RELEASES = ("__del__", "_release", "_release_array", "_release_stream", "destroy")
 ROWS = [pa.record_batch({"n": [n]}) for n in range(4)]
 
@@ -32,7 +32,7 @@ def reader_of(device: Device) -> DeviceReader:
 
 
 class Interruption:
-    """Raises KeyboardInterrupt where number `at` of the functions and lines of `cdevice` begins."""
+    """A tracer that raises KeyboardInterrupt at the start of function or line number `at` of `cdevice`."""
 
     def __init__(self, at: int) -> None:
         self.left = at
@@ -57,7 +57,8 @@ class Interruption:
 
 
 def test_a_consumer_in_c_never_sees_the_end_too_early(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "unraisablehook", id)  # from 3.13 on, PyMapping_HasKey says what it has caught
+    # From 3.13 on, PyMapping_HasKey reports the exceptions that it has caught.
+    monkeypatch.setattr(sys, "unraisablehook", id)
     whole = 0
     for at in itertools.count():
         stream = consumer.TakenStream(reader_of(device))
@@ -103,7 +104,7 @@ def test_what_was_interrupted_is_not_published(device: Device) -> None:
 
 
 class Untouched:
-    """Another library's stream, with a callback of ctypes that was interrupted: it has done nothing, and returns 0."""
+    """A foreign stream whose ctypes callback was interrupted: it has done nothing, and returns 0."""
 
     def __init__(self, reader: DeviceReader) -> None:
         self._capsule = reader.__arrow_c_device_stream__()

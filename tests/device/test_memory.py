@@ -1,4 +1,4 @@
-"""The words for memory of a device, on each device that there is."""
+"""Memory functions of a device, on each available device."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_memory_stays_while_nobody_can_tell_what_reads_it(emulated: EmulatedDevi
 
 
 class Interrupts(_EmulatedEvent):
-    """Ctrl-C, where somebody waits for the copies that wait for this."""
+    """An event that raises KeyboardInterrupt in a thread that waits for the copies behind it."""
 
     def synchronize(self) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Publishing what lies on a device, to clients that can open it there, and to others."""
+"""Publishing data that lies on a device, to clients that can open it there, and to others."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_addresses_are_leased_and_nothing_is_copied(device: Device, server: dis.
     assert batches[0]["n"].__dlpack__(max_version=(1, 0))
     assert batches[0]["n"].array_interface()["data"][1], "only read"
     assert (device.allocations, device.nbytes) == before
-    for options in ({}, {"copy": True}):  # what may be written to, or might be, is a copy
+    for options in ({}, {"copy": True}):  # data that is writable, or may be, is copied
         stream = device.stream()
         capsule = batches[0]["n"].__dlpack__(stream=stream.handle or None, **options)
         address = ctypes.c_uint64.from_address(pointer(capsule, b"dltensor")).value
@@ -110,10 +110,10 @@ def test_addresses_are_leased_and_nothing_is_copied(device: Device, server: dis.
 
 
 class Exported:
-    """Rows of a batch that somebody has on a device. The columns, or the `struct` they are in, say where they begin;
-    none says how many nulls it has.
+    """Rows of a batch that a foreign library has on a device.
 
-    pyarrow's own slices would be counted when they are exported, and die.
+    The columns, or the `struct` they are in, have offsets; none has a null count. pyarrow would count the nulls of its
+    own slices when it exports them, and crash.
     """
 
     def __init__(self, batch: DeviceBatch, first: int, length: int, struct: bool = False) -> None:
@@ -202,7 +202,7 @@ def test_memory_goes_back_when_streams_of_others_have_read_it(
     server.publish("host", NUMBERS)
     server.publish("numbers", on_device(device, [NUMBERS.to_batches()[0]]))
     expected = NUMBERS["n"].to_numpy()
-    for name in ("host", "numbers"):  # memory of ours, and of the server's
+    for name in ("host", "numbers"):  # memory of this process, and of the server
         batch = client.read(name, device=device).read_next_batch()
         batch.synchronize()
         taken = consumer.Taken(batch)
@@ -224,7 +224,7 @@ def test_an_address_goes_back_when_what_was_begun_there_is_done(
     server.publish("numbers", on_device(device, [*pieces()]))
     expected = next(pieces())["n"].to_numpy()
     with client.read("numbers", device=device) as reader:
-        batch, *others = reader  # to the end: all is sent, and stays counted until it comes back
+        batch, *others = reader  # read to the end: all batches are sent, and stay counted until they come back
     held = server.status().leases
     taken = consumer.Taken(batch)
     address = taken.struct.array.children[0].contents.buffers[1]
@@ -233,7 +233,7 @@ def test_an_address_goes_back_when_what_was_begun_there_is_done(
     del batch
     taken.release()
     wait_until(lambda: server.status().leases < held, "the addresses of one batch come back")
-    writer.clear(address, target.size)  # a server may use it again now
+    writer.clear(address, target.size)  # the server may reuse the memory now
     writer.synchronize()
     stream.synchronize()
     assert (np.frombuffer(target, np.int64) == expected).all()

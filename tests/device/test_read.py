@@ -74,7 +74,10 @@ def test_other_libraries_take_it_where_it_lies_and_wait_for_it(client: dis.Clien
 
 
 def test_who_takes_a_batch_without_memory_is_told_of_no_event(device: Device) -> None:
-    """libarrow keeps no validity of what has no nulls. Here it keeps nothing, and so nothing would keep an event."""
+    """libarrow drops the validity of columns without nulls.
+
+    Here no buffer remains, so nothing would keep an event alive.
+    """
     splitter = Splitter(pa.schema([("s", pa.struct([]))]), LAYOUT)
     validity = pa.py_buffer(b"\xff" * 64)
     header = encode_record_batch(8, [(8, 0)], [(0, 1)], [], 64)
@@ -131,7 +134,7 @@ print(os.held[0].shape)
 
 
 def test_others_may_give_back_what_they_hold_when_the_interpreter_ends() -> None:
-    """The modules of the standard library are taken apart after ours."""
+    """The interpreter clears the modules of the standard library after ours."""
     run = subprocess.run([sys.executable, "-c", HELD_AT_EXIT], capture_output=True, text=True, timeout=120)
     assert (run.returncode, run.stdout) == (0, "(1000,)\n"), run.stderr
     assert "Traceback" not in run.stderr
@@ -175,7 +178,7 @@ def test_a_stream_says_what_failed(client: dis.Client, emulated: EmulatedDevice)
     assert struct is not None
     struct.array.release(ctypes.addressof(struct))
     emulated.limit = 1000
-    for _ in range(2):  # what failed once does not end as if it were whole
+    for _ in range(2):  # after a failure the stream does not end as if it were complete
         with pytest.raises(OSError, match=r"DeviceFull: test:1 has no \d+ bytes left"):
             stream.next()
     del stream
@@ -183,7 +186,7 @@ def test_a_stream_says_what_failed(client: dis.Client, emulated: EmulatedDevice)
 
 
 def tensor_of(column: Any, **options: Any) -> tuple[int, int, tuple[int, ...]]:
-    """Address, code and bits, and shape, as a library reads them."""
+    """Return the address, the type code and bits, and the shape of a column, as a library reads them."""
     capsule = column.__dlpack__(**options)
     name = b"dltensor_versioned" if "max_version" in options else b"dltensor"
     at = consumer._pointer(capsule, name)
@@ -217,7 +220,7 @@ def test_flat_columns_are_arrays(client: dis.Client, device: Device) -> None:
 
 
 def test_a_column_with_fewer_values_than_rows_is_no_array(device: Device) -> None:
-    """libarrow believes what a peer says of lengths. What lies behind the values is somebody else's."""
+    """libarrow trusts the lengths that a peer sends. The memory behind the values belongs to others."""
     schema = Splitter(pa.schema([("n", pa.int64())]), LAYOUT).schema_message.header
     for rows, length in ((9, 64), (1_000_000, 64), (1, 0)):
         header = encode_record_batch(rows, [(rows, 0)], [(0, 0), (0, length)], [], length)
@@ -268,7 +271,7 @@ def _is_flat(column: pa.Array) -> bool:
 
 
 def _little_endian(column: pa.Array, typestr: str) -> bytes:
-    """The values, one by one, as they lie in memory by the specification of Arrow."""
+    """Return the values in their memory layout by the specification of Arrow."""
     width, kind = column.type.bit_width // 8, column.type
     assert typestr == f"<{'f' if pa.types.is_floating(kind) else 'u' if 'uint' in str(kind) else 'i'}{min(width, 8)}"
     if pa.types.is_floating(kind):
@@ -352,7 +355,7 @@ def test_async_for_on_the_device(client: dis.Client, server: dis.Server, device:
 
 def test_a_reader_that_is_dropped_ends_its_stream(client: dis.Client, server: dis.Server, device: Device) -> None:
     for name in ("numbers", "live"):
-        client.read(name, transport="tcp", device=device)  # read not at all
+        client.read(name, transport="tcp", device=device)  # without reading anything
         client.read(name, transport="tcp", device=device).read_next_batch()
         with client.read(name, transport="tcp", device=device) as reader:
             pass
@@ -363,7 +366,7 @@ def test_a_reader_that_is_dropped_ends_its_stream(client: dis.Client, server: di
 
 
 class Overwritten:
-    """Memory that somebody else uses as soon as nobody refers to it."""
+    """Memory that is overwritten as soon as nothing refers to it."""
 
     def __init__(self, number: int) -> None:
         self.values = np.full(10_000, number)
@@ -383,7 +386,7 @@ def test_what_is_copied_stays_until_it_has_been(device: Device) -> None:
             yield pa.record_batch([pa.Array.from_buffers(pa.int64(), 10_000, [None, memory])], schema)
             del memory
 
-    arrays = [one.values for one in kept]  # they stay, and only change
+    arrays = [one.values for one in kept]  # the arrays stay, and only their values change
     arrived = [*to_device(pa.RecordBatchReader.from_batches(schema, batches()), device)]
     gc.collect()
     assert all((array == -1).all() for array in arrays), "nobody refers to it any more"
@@ -439,7 +442,7 @@ def test_devices_that_cannot_take_it(client: dis.Client, emulated: EmulatedDevic
     lost = client.read("numbers", device=emulated)
     lost.read_next_batch()
     emulated.lose()
-    for _ in range(2):  # what failed once does not end as if it were whole
+    for _ in range(2):  # after a failure the stream does not end as if it were complete
         with pytest.raises(DeviceError, match="lost"):
             lost.read_next_batch()
     with pytest.raises(DeviceError, match="lost"):
@@ -448,7 +451,7 @@ def test_devices_that_cannot_take_it(client: dis.Client, emulated: EmulatedDevic
 
 
 def _comparable(type_: pa.DataType) -> bool:
-    """Whether pyarrow tells the buffers of a type as the C interface has them."""
+    """Return whether pyarrow reports the buffers of a type in the form of the C interface."""
     if isinstance(type_, pa.BaseExtensionType):
         type_ = type_.storage_type
     if any(word in str(type_) for word in ("dictionary", "view", "union", "run_end", "null")):

@@ -1,4 +1,4 @@
-"""Bodies that a connection receives into memory of the device itself."""
+"""Bodies that a connection receives directly into the memory of the device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dissociated.transport.framed.tcp import TcpTransport
 from dissociated.uri import Uri
 
 ROWS = 100_000
-#: Each column has more bytes than a medium has in the host's memory before anybody asks for them.
+#: Each column has more bytes than a medium buffers in host memory before they are requested.
 BIG = pa.table({
     "n": range(5 * ROWS),
     "holes": pa.array(np.arange(5 * ROWS, dtype=np.float64), mask=np.arange(5 * ROWS) % 3 == 0),
@@ -33,9 +33,9 @@ BIG = pa.table({
 
 
 class Landed(SocketConnection):
-    """A connection over TCP which, as a network adapter may, writes to devices what was allocated there."""
+    """A TCP connection that, like some network adapters, writes to devices if the receiver allocated device memory."""
 
-    written = 0  # bodies
+    written = 0  # number of bodies
     _stream: Stream
 
     def receive_onto(self, device: Device) -> bool:
@@ -62,7 +62,7 @@ class Landed(SocketConnection):
 
 
 class Lands(TcpTransport):
-    """Other clients of the same servers."""
+    """A transport whose clients receive onto devices, from the servers of TCP."""
 
     def connect(self, uri: Uri, timeout: float) -> Connection:
         connection = super().connect(uri, timeout)
@@ -72,7 +72,7 @@ class Lands(TcpTransport):
 
 @pytest.fixture(autouse=True)
 def lands(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The scheme `lands`, as a third party would add it."""
+    """Register the scheme `lands` like a third party would."""
     monkeypatch.setitem(registry._BUILT_IN, "lands", f"{__name__}:Lands")
     registry.transport.cache_clear()
     Landed.written = 0
@@ -169,7 +169,7 @@ def test_a_device_that_has_no_room(server: dis.Server, emulated: EmulatedDevice)
     del reader
     gc.collect()
     assert emulated.allocations == 1
-    emulated.limit = 6_000_000  # for a batch, and no block beside it
+    emulated.limit = 6_000_000  # enough for a batch, but for no other block
     del first
     gc.collect()
     Landed.written = 0
@@ -184,7 +184,7 @@ def test_a_device_that_has_no_room(server: dis.Server, emulated: EmulatedDevice)
 @pytest.mark.needs("ucx")
 @pytest.mark.parametrize("allowed", [True, False])
 def test_ucx_writes_to_devices_that_it_knows(device: Device, allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of our own it does not: their bodies come by way of host memory. It would die on an address of theirs."""
+    """UCX does not know emulated devices, whose bodies come through host memory, and would crash on their addresses."""
     monkeypatch.setenv("DISSOCIATED_UCX_DEVICE_MEMORY", "y" if allowed else "n")
     with dis.Server(["ucx:"], catalog=None) as ucx:
         ucx.publish("big", BIG.to_batches(max_chunksize=ROWS))

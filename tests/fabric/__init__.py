@@ -1,1 +1,1 @@
-"""With each libfabric there is, whichever the other tests use."""
+"""Tests of each installed libfabric, whichever the other tests use."""

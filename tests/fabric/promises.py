@@ -1,7 +1,7 @@
-"""What is promised of a transport, kept over libfabric: `python -m fabric.promises`, in a process of its own.
+"""Transport promises over a given libfabric: `python -m fabric.promises`, in a process of its own.
 
-The library is that which DISSOCIATED_FABRIC_LIBRARY names. What is checked are tests of tests/contract and
-tests/transport, called one after the other: those that a library could fail.
+DISSOCIATED_FABRIC_LIBRARY names the library. The promises are the tests of tests/contract and tests/transport that can
+fail because of the library, called one after the other.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def over_routes(directory: Path) -> None:
     for way in WAYS:
         if not way.medium.startswith("fabric") or (way.medium == "fabric, tcp" and missing("libfabric 2")):
             continue
-        if way.arrangement == "two" or way.bodies == "mixed":  # no library can tell such from what other ways send
+        if way.arrangement == "two" or way.bodies == "mixed":  # a library cannot tell these ways from others
             continue
         with leaving_nothing(), closing(Route(way, certified)) as route:
             for check in ROUTES:

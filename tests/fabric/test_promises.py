@@ -1,4 +1,4 @@
-"""With another libfabric than the one that pip installed: DISSOCIATED_FABRIC_LIBRARY names it."""
+"""Another libfabric than the one that pip installed, named by DISSOCIATED_FABRIC_LIBRARY."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helpers import PATIENCE
 
 pytestmark = pytest.mark.needs("libfabric")
 
-#: Loads libfabric, and tells its version and which signals it took.
+#: Loads libfabric, and prints its version and the signals that it handles.
 LOAD = """
 def handlers():
     status = dict(row.split(":", 1) for row in open("/proc/self/status").read().splitlines())

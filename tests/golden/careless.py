@@ -1,6 +1,6 @@
-"""A server that looks at nothing: whatever lies in an IPC stream or file it sends, message by message.
+"""A server without checks: it sends the content of an IPC stream or file as it is, message by message.
 
-Ours refuses most damaged files when they are published. So this is how their damage reaches a client.
+This library's server rejects most damaged files when they are published. This one delivers their damage to a client.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from helpers import PATIENCE
 from protocol.wire import address_list, end_of_stream, metadata, tag
 
 BASE = 1 << 20  # the address of a file's first byte
-#: How it listens.
+#: URIs to listen at.
 ANY = {
     "shm": "shm:",
     "tcp": "tcp://127.0.0.1:0",
@@ -39,7 +39,7 @@ ANY = {
 
 
 class Piece(NamedTuple):
-    """What looks like a message; `parsed` is None where it does not."""
+    """A piece of content that looks like a message; `parsed` is None if its metadata cannot be parsed."""
 
     header: bytes
     parsed: Header | None
@@ -48,7 +48,7 @@ class Piece(NamedTuple):
 
 
 def take_apart(content: bytes) -> Iterator[Piece]:
-    """What `content` may hold, as far as one can tell. Where a length leads outside, all the rest belongs to it."""
+    """Split `content` into messages as far as possible. A length that leads outside covers all the rest."""
     at = 8 if content.startswith(b"ARROW1") else 0
     while at + 4 <= len(content):
         if content[at : at + 4] == b"\xff\xff\xff\xff":
@@ -69,7 +69,7 @@ def take_apart(content: bytes) -> Iterator[Piece]:
 
 
 def messages(content: bytes, start: int | None) -> Iterator[Message]:
-    """What the server sends: with bodies, or with addresses, where `start` is that of the first byte of `content`."""
+    """Yield the messages to send: with bodies, or with addresses if `start` is the address of the first byte."""
     sequence = 0
     for sequence, piece in enumerate(take_apart(content), 1):
         number = sequence - 1
@@ -83,17 +83,17 @@ def messages(content: bytes, start: int | None) -> Iterator[Message]:
 
 
 def addresses(start: int, piece: Piece, parsed: Header) -> bytes:
-    """The address list that the metadata asks for, wherever it leads."""
+    """Return the address list for the buffers in the metadata, even if they lie outside."""
     start += piece.body_at
     extents = zip(*buffer_extents(piece.header, parsed), strict=True)
     listed = [((start + offset) % 2**64, length % 2**64) if length else (0, 0) for offset, length in extents]
     if sum(length for _, length in listed) >= 2**64:
-        return b""  # no list can say so
+        return b""  # no list can express this
     return address_list(*listed)
 
 
 def serve(scheme: str, path: Path, by_address: bool) -> tuple[Listener, str]:
-    """Serve one client, in a thread that ends when the client is gone. The caller closes the listener."""
+    """Serve a single client, in a thread that ends when the client is gone. The caller closes the listener."""
     listener, content = transport(scheme).listen(Uri.parse(ANY[scheme])), path.read_bytes()
     located = replace(listener.uri, want_data=7, free_data=9)
     region, start = Region(BASE, pa.py_buffer(content)), BASE if by_address else None
@@ -105,17 +105,17 @@ def serve(scheme: str, path: Path, by_address: bool) -> tuple[Listener, str]:
 
 
 def _serve(listener: Listener, content: bytes, start: int | None, region: Region) -> None:
-    """What is exposed of `region` is withdrawn when nobody has it any more."""
+    """Serve the client, and withdraw the exposed `region` at the end."""
     connection = listener.accept()
     if connection is None:
         return
-    with connection, suppress(DissociatedError):  # the client has had enough
+    with connection, suppress(DissociatedError):  # the client has disconnected
         connection.receive(PATIENCE, _allocate)
         if start is not None and connection.shares_memory:
             _share(connection, content)
         connection.send(list(messages(content, start)), PATIENCE)
         while connection.receive(PATIENCE, _allocate) is not None:
-            pass  # what the client gives back
+            pass  # addresses that the client gives back
 
 
 def _share(connection: Connection, content: bytes) -> None:

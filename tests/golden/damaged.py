@@ -1,10 +1,8 @@
-"""Reads damaged files every way there is, in a process of its own with little memory:
+"""Read damaged files in every way, in a separate process with little memory.
 
-    python -m golden.damaged < LINES
-
-Each line is a way, a tab and a path; those of one way are together. For each it prints a line when it begins, and one
-that says how it ended. What takes too long ends the process, with its traceback; so whatever began and did not end is
-to blame.
+Usage: `python -m golden.damaged < LINES`. Each line is a way, a tab and a path; the lines of a way are adjacent. The
+process prints a line when it begins to read a file, and another one with the result. A read that takes too long ends
+the process with its traceback, so a read that began and did not end is at fault.
 """
 
 from __future__ import annotations
@@ -26,15 +24,15 @@ from dissociated.errors import DissociatedError
 from .ways import WAYS, Read, server
 
 MEMORY = 1 << 32  # bytes that the process may map
-#: A live stream in shared memory maps 64 GiB for a start, in the server and in the client.
+#: A live stream in shared memory reserves 64 GiB of address space, in the server and in the client.
 MORE_MEMORY = {"live-shm-any": 1 << 38}
-DEADLINE = 20.0  # seconds for one way to read one file
+DEADLINE = 20.0  # seconds to read a file in a single way
 
 GOOD = pa.table({"n": [1, None, 3], "s": ["a", "b", None]})
 
 
 class Complaints(logging.Handler):
-    """What the server logs as an error: a fault of its own. Damaged sources are no more than a warning."""
+    """A handler of the server's error records, which are its own faults. Damaged sources only cause warnings."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -45,10 +43,9 @@ class Complaints(logging.Handler):
 
 
 def end_of(read: Read, running: dis.Server, path: Path) -> str:
-    """How reading this file ends: valid, not valid, or with this exception.
+    """Return the result of reading a file: valid, invalid, or the exception.
 
-    What buffers hold is looked at by nobody who does not ask: so it is an end as good as any that `validate`, which is
-    how one asks, complains.
+    Readers do not check the contents of buffers. A failing `validate`, which does, is therefore an acceptable result.
     """
     try:
         arrived = read(running, path)
@@ -65,7 +62,7 @@ def end_of(read: Read, running: dis.Server, path: Path) -> str:
 
 
 def harmed(running: dis.Server) -> list[str]:
-    """Where somebody else is not served any more."""
+    """Return the locations at which a good dataset cannot be read any more."""
     running.publish("good", GOOD)
     uris = running.locations("good")
     return [uri for uri in uris if dis.open_stream(uri, running.ticket("good"), allow_rma=True).read_all() != GOOD]
@@ -92,7 +89,7 @@ def main() -> None:
             for uri in harmed(running):
                 print("end", way, uri, "other: not served any more", sep="\t", flush=True)
     for thread in set(threading.enumerate()) - {threading.main_thread()}:
-        thread.join(DEADLINE)  # it may be about to end
+        thread.join(DEADLINE)  # the thread may be about to end
         if thread.is_alive():
             print("end", ways, thread.name, "other: a thread is left", sep="\t", flush=True)
 

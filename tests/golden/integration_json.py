@@ -1,8 +1,8 @@
-"""Arrow's integration JSON: what is in a golden file, said without the IPC format.
+"""Arrow's integration JSON: the content of a golden file, described without the IPC format.
 
-The format is "JSON test data format" of Arrow's page "Integration Testing". Every buffer is packed here, from the
-numbers and texts in the JSON, and every type is made from its description: libarrow holds what comes of it, and
-has read none of it.
+The format is "JSON test data format" of Arrow's page "Integration Testing". This module packs every buffer from the
+numbers and texts in the JSON, and builds every type from its description. libarrow holds the result, but reads none of
+the JSON.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ _INTERVALS = {
 
 
 class Description(NamedTuple):
-    """What a golden file holds."""
+    """The schema and the batches of a golden file."""
 
     schema: pa.Schema
     batches: list[pa.RecordBatch]
 
 
 def read_description(path: Path) -> Description:
-    """The description in a .json.gz file."""
+    """Return the description in a .json.gz file."""
     with gzip.open(path) as file:
         return describe(json.load(file))
 
 
 def describe(whole: Json) -> Description:
-    """The schema and the batches that this JSON describes. Raises KeyError or ValueError where it is no such JSON."""
+    """Return the schema and the batches of this JSON. Raise KeyError or ValueError if it is invalid."""
     fields = whole["schema"]["fields"]
     dictionaries = _Dictionaries(fields, whole.get("dictionaries", ()))
     schema = pa.schema([_field(one) for one in fields], metadata=_metadata(whole["schema"]))
@@ -72,7 +72,7 @@ def _batch(schema: pa.Schema, fields: Sequence[Json], described: Json, dictionar
     rows = pa.array([{}] * described["count"], pa.struct([]))
     if columns:
         rows = pa.StructArray.from_arrays(columns, [str(number) for number in range(len(columns))])
-    # Here all get the types that they shall have, and no integer stands for an interval any more.
+    # The import assigns the final types: no integer stands for an interval any more.
     exported = ctypes.create_string_buffer(_SIZE_OF_C_ARRAY)
     rows._export_to_c(ctypes.addressof(exported))
     batch = pa.RecordBatch._import_from_c(ctypes.addressof(exported), schema)
@@ -96,7 +96,7 @@ def _field(described: Json) -> pa.Field:
 
 
 def _value_type(described: Json) -> pa.DataType:
-    """The type of a field; of the values, where they are in a dictionary."""
+    """Return the type of a field, or of its values if the field has a dictionary."""
     return _type(described["type"], [_field(child) for child in described["children"]])
 
 
@@ -124,7 +124,7 @@ def _type(type_: Json, children: Sequence[pa.Field]) -> pa.DataType:
             return pa.struct(children)
         case "map":
             key, value = children[0].type
-            # libarrow calls them so, whatever a file calls them
+            # libarrow always uses these names, and ignores the names in the file
             return pa.map_(key.with_name("key"), value.with_name("value"), type_["keysSorted"])
         case "union":
             return pa.union(children, type_["mode"].lower(), type_["typeIds"])
@@ -151,14 +151,14 @@ def _integer(type_: Json) -> np.dtype:
 
 
 def _interval(unit: str) -> pa.DataType:
-    """pyarrow makes one of the three intervals. The others come in through the C data interface."""
+    """Return an interval type. pyarrow can make one of the three; the others are imported by the C data interface."""
     if unit == "MONTH_DAY_NANO":
         return pa.month_day_nano_interval()
     schema = _CSchema(format={"YEAR_MONTH": b"tiM", "DAY_TIME": b"tiD"}[unit], release=_released)
     return pa.DataType._import_from_c(ctypes.addressof(schema))
 
 
-#: `struct ArrowArray`: five integers and five pointers.
+#: Size of `struct ArrowArray`: five integers and five pointers.
 _SIZE_OF_C_ARRAY = 80
 
 _Release = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -189,7 +189,7 @@ def _released(address: int) -> None:
 
 
 class _Dictionaries:
-    """The values of each dictionary, made when they are first needed: their own values may lie in dictionaries."""
+    """The values of each dictionary, built on first use, because they may refer to other dictionaries."""
 
     def __init__(self, fields: Iterable[Json], batches: Iterable[Json]) -> None:
         self._fields = {field["dictionary"]["id"]: field for field in _below(fields) if field.get("dictionary")}
@@ -225,7 +225,7 @@ def _plain_array(field: Json, column: Json, dictionaries: _Dictionaries) -> pa.A
 
 
 def _stand_in(field: Json) -> Json:
-    """The same field with integers instead of the intervals that pyarrow knows no arrays of."""
+    """Return a field with integers instead of intervals of which pyarrow has no arrays."""
     type_ = field["type"]
     if type_["name"] == "interval" and type_["unit"] != "MONTH_DAY_NANO":
         type_ = {"name": "int", "bitWidth": {"YEAR_MONTH": 32, "DAY_TIME": 64}[type_["unit"]], "isSigned": True}
@@ -246,7 +246,7 @@ def _buffers(type_: Json, column: Json) -> list[pa.Buffer | None]:
 
 
 def _contents(name: str, type_: Json, column: Json) -> list[pa.Buffer]:
-    """The buffers after the validity."""
+    """Return the buffers after the validity."""
     width = "i8" if name.startswith("large") else "i4"
     match name.removeprefix("large"):
         case "struct" | "fixedsizelist":
@@ -265,7 +265,7 @@ def _contents(name: str, type_: Json, column: Json) -> list[pa.Buffer]:
 
 
 def _fixed(type_: Json, data: Sequence[Any]) -> pa.Buffer:
-    """Values of one width."""
+    """Return a buffer of values of fixed width."""
     match type_["name"]:
         case "bool":
             return _bits(data)

@@ -1,7 +1,6 @@
-"""What Arrow's fuzzers found, and mutations of golden files: however they are read, they end in a documented exception,
-or in a table that one can check.
+"""Files of Arrow's fuzzers, and mutations of golden files: each read ends in a documented exception or a usable table.
 
-DISSOCIATED_FUZZ says how many mutations, of which seed, as in tests/faults/test_fuzz.py.
+DISSOCIATED_FUZZ gives the number of mutations and the seed, like in tests/faults/test_fuzz.py.
 """
 
 from __future__ import annotations
@@ -30,27 +29,27 @@ FOLDERS = [ARROW_TEST_DATA / "arrow-ipc-stream", ARROW_TEST_DATA / "arrow-ipc-fi
 DAMAGED = sorted(path for folder in FOLDERS for path in folder.iterdir() if path.is_file())
 
 COUNT, SEED = map(int, (os.environ.get("DISSOCIATED_FUZZ", "200,1") + ",1").split(",")[:2])
-LARGE = 10_000  # bytes of a golden file: where chance would mostly meet values
+LARGE = 10_000  # bytes; mutations of larger golden files would mostly hit values
 PATIENCE = 9 * DEADLINE + COUNT / 5  # seconds
 
-#: Ways that share a process. libarrow's own is none of ours.
+#: Ways that share a process. The way "libarrow" runs none of our code.
 OURS = [way for way in WAYS if way != "libarrow"]
 GROUPS = [
     list(ways)
     for _, ways in groupby(OURS, lambda way: (MORE_MEMORY.get(way, way.split("-")[0]), slow(way) and medium(way)))
 ]
 TOGETHER = [pytest.param(ways, id="+".join(ways), marks=needs(medium(ways[0]))) for ways in GROUPS]
-SLOW = 16  # how many times fewer, where each takes long
-#: Kinds of ways of which each reads its share of the mutations: most of the damage is refused before a medium has it.
+SLOW = 16  # ways that take long read only every 16th file
+#: Kinds of ways that share the mutations: most of the damage is rejected before it reaches a medium.
 SHARED = ("published", "live", "apart")
-IN_PLACE = "published-shm-any"  # reads all of them, where they lie
+IN_PLACE = "published-shm-any"  # reads all mutations, in place
 
 pytestmark = [pytest.mark.needs("golden files"), pytest.mark.usefixtures("trusted", "forks")]
 
 
 @pytest.fixture(scope="module")
 def mutations(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Golden files in which some bytes are others."""
+    """Return golden files with some bytes changed."""
     folder, dice = tmp_path_factory.mktemp("mutations"), random.Random(SEED)
     golden = sorted(path for path in FOLDERS[0].rglob("integration/**/*") if path.suffix in (".stream", ".arrow_file"))
     small = [path for path in golden if path.stat().st_size < LARGE]
@@ -63,7 +62,7 @@ def mutations(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 class Ends(NamedTuple):
-    """How often each end was there, for each way."""
+    """Number of results of each kind, for each way."""
 
     found: dict[str, Counter[str]]
     mutated: dict[str, Counter[str]]
@@ -71,7 +70,7 @@ class Ends(NamedTuple):
 
 @pytest.fixture(scope="module", params=TOGETHER)
 def ends(request: pytest.FixtureRequest, mutations: list[Path], trusted: Certificates, forks: None) -> Ends:
-    """Everything that is damaged is read by one process, for each group of ways."""
+    """Read all damaged files in a process for each group of ways."""
     ended = ends_of([(way, path) for way in request.param for path in read_by(way, mutations)])
 
     def counted(of_fuzzers: bool) -> dict[str, Counter[str]]:
@@ -101,7 +100,7 @@ def test_mutations_of_golden_files(ends: Ends) -> None:
 
 
 def read_by(way: str, mutations: list[Path]) -> Sequence[Path]:
-    """The files that are read one way."""
+    """Return the files that are read in a way."""
     if slow(way):
         return [*DAMAGED, *mutations][::SLOW]
     kind = way.split("-")[0]
@@ -112,7 +111,7 @@ def read_by(way: str, mutations: list[Path]) -> Sequence[Path]:
 
 
 def ends_of(asked: list[tuple[str, Path]]) -> dict[tuple[str, str], str]:
-    """How each way with a path ends. Fails for an end that is none, or that was the process's."""
+    """Return the result of each way with a path. Fail if a result is missing, or if the process died."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with Fork("-m", "golden.damaged", env=environment, **pipes) as run:

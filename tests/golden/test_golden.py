@@ -1,4 +1,4 @@
-"""Arrow's golden streams and files: whichever way they are read, what arrives is what their descriptions say."""
+"""Arrow's golden streams and files: every way to read them yields the data of their descriptions."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ GOLDEN = (
 pytestmark = [pytest.mark.needs("golden files"), pytest.mark.usefixtures("trusted")]
 
 
-#: Ways that are tried together, by what takes long to connect; and which files those are tried with: what is in a file
-#: is not their concern.
+#: Ways that are tested together, grouped by media that connect slowly. The slow groups read FEWER files only, because
+#: the content of a file does not matter to a medium.
 GROUPS = {"quick": [way for way in WAYS if not slow(way)]}
 GROUPS |= {scheme: [way for way in WAYS if medium(way) == scheme] for scheme in ("tls", "ucx", "fabric")}
 FEWER = [path for path in GOLDEN if path.suffix == ".stream" and ("1.0.0" not in str(path) or "nested" in str(path))]
@@ -38,7 +38,7 @@ def group(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def running(group: str, trusted: Certificates) -> Iterator[dis.Server]:
     for library in ("ucx", "libfabric"):
-        missing(library)  # what they open for good is no leak of one group that ends when the next has begun
+        missing(library)  # these libraries keep descriptors open for good, which must not count as leaks of a group
     with leaving_nothing(), server(GROUPS[group]) as made:
         yield made
 
@@ -66,7 +66,7 @@ def check(arrived: Arrived, described: Description, way: str) -> None:
     assert arrived.schema.equals(described.schema, check_metadata=True), way
     assert [batch.num_rows for batch, _ in arrived.batches] == [batch.num_rows for batch in described.batches], way
     for number, ((batch, custom), expected) in enumerate(zip(arrived.batches, described.batches, strict=True)):
-        batch.validate()  # not in full: dates and decimals of golden files leave their range
+        batch.validate()  # not in full: dates and decimals of golden files exceed their range
         assert batch.schema.equals(described.schema, check_metadata=True), (way, number)
         assert batch.equals(expected), (way, number)
         assert custom is None, (way, number)  # no golden file has metadata of single batches

@@ -1,4 +1,4 @@
-"""The reader of descriptions, on types that few golden files have; and that it notices every kind of difference."""
+"""The reader of descriptions: types that are rare in golden files, and detection of every kind of difference."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_description_becomes_what_it_describes(name: str) -> None:
     ],
 )
 def test_intervals_that_pyarrow_has_no_arrays_of(unit: str, data: list[Any], values: list[int]) -> None:
-    """They are within a list, so nobody has to touch an array of them."""
+    """The intervals are within a list, so no code has to create an array of them."""
     item = {"name": "item", "count": 2, "VALIDITY": [1, 1], "DATA": data}
     column = {"count": 1, "VALIDITY": [1], "OFFSET": [0, 2], "children": [item]}
     found = one_column(field("l", {"name": "list"}, field("item", {"name": "interval", "unit": unit})), column)

@@ -1,4 +1,4 @@
-"""Every way to read an Arrow IPC stream or file that lies on disk. A new one is a row of WAYS."""
+"""Every way to read an Arrow IPC stream or file on disk. To add a way, add a row to WAYS."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LISTEN = {
 
 
 class Arrived(NamedTuple):
-    """What was read: the schema, and each batch with its metadata."""
+    """The schema and the batches that were read, each batch with its metadata."""
 
     schema: pa.Schema
     batches: list[tuple[pa.RecordBatch, pa.KeyValueMetadata | None]]
@@ -43,7 +43,7 @@ Read = Callable[[dis.Server, Path], Arrived]
 
 
 def server(ways: Iterable[str]) -> dis.Server:
-    """The server that these ways go through. Its certificate lies beside what SSL_CERT_FILE says is to be trusted."""
+    """Return the server for these ways. Its certificate lies beside the file that SSL_CERT_FILE names."""
     schemes = {scheme for way in ways for scheme in way.split("-")} & LISTEN.keys() or {"shm"}
     certified = Certificates.beside(Path(os.environ["SSL_CERT_FILE"]))
     return dis.Server(
@@ -57,7 +57,7 @@ def server(ways: Iterable[str]) -> dis.Server:
 
 
 def _publish(server: dis.Server, path: Path) -> None:
-    """From where it lies, but for a stream without its end, which would be refused unread: that of a copy with one."""
+    """Publish a file in place, or a copy with an end marker if the stream has none and would be rejected."""
     try:
         server.publish("data", path)
     except SourceError as error:
@@ -79,7 +79,7 @@ def read_all(reader: pa.RecordBatchReader) -> Arrived:
 
 
 def by_libarrow(_: dis.Server, path: Path) -> Arrived:
-    """With none of our code."""
+    """Read with libarrow alone, without our code."""
     if not is_file(path):
         return read_all(pa.ipc.open_stream(path))
     file = pa.ipc.open_file(path)
@@ -88,14 +88,14 @@ def by_libarrow(_: dis.Server, path: Path) -> Arrived:
 
 
 def in_process(server: dis.Server, path: Path) -> Arrived:
-    """As the catalog's Flight server does it. This reader knows no metadata of single batches."""
+    """Read like the catalog's Flight server. This reader has no metadata of single batches."""
     _publish(server, path)
     reader = server.dataset("data").open_reader()
     return Arrived(reader.schema, [(batch, None) for batch in reader])
 
 
 def opened(memory_map: bool) -> Read:
-    """By the readers of files and streams, mapped or read as a plain file."""
+    """Return a way that uses the readers of files and streams, mapped or as a plain file."""
 
     def read(_: dis.Server, path: Path) -> Arrived:
         if not is_file(path):
@@ -108,7 +108,7 @@ def opened(memory_map: bool) -> Read:
 
 
 def awaited(_: dis.Server, path: Path) -> Arrived:
-    """By the asynchronous readers."""
+    """Read with the asynchronous readers."""
 
     arrived = []
 
@@ -122,7 +122,7 @@ def awaited(_: dis.Server, path: Path) -> Arrived:
 
 
 def pushed(size: int) -> Read:
-    """By the decoder, fed in pieces of this size."""
+    """Return a way that feeds the decoder in pieces of `size` bytes."""
 
     def read(_: dis.Server, path: Path) -> Arrived:
         listener, content = ipc.CollectListener(), path.read_bytes()
@@ -136,7 +136,7 @@ def pushed(size: int) -> Read:
 
 
 def published(scheme: str, bodies: str) -> Read:
-    """Served from where it lies."""
+    """Return a way that reads a file which a server serves in place."""
 
     def read(server: dis.Server, path: Path) -> Arrived:
         _publish(server, path)
@@ -146,7 +146,7 @@ def published(scheme: str, bodies: str) -> Read:
 
 
 def apart(scheme: str) -> Read:
-    """The same, with metadata and bodies over two connections."""
+    """Return a way that reads a published file with metadata and bodies over two connections."""
 
     def read(server: dis.Server, path: Path) -> Arrived:
         _publish(server, path)
@@ -156,7 +156,7 @@ def apart(scheme: str) -> Read:
 
 
 def live(scheme: str, bodies: str) -> Read:
-    """Read by libarrow for each client, and encoded again."""
+    """Return a way in which libarrow reads the file for each client, and the server encodes it again."""
 
     def read(server: dis.Server, path: Path) -> Arrived:
         server.publish("data", lambda: _reader(path))
@@ -166,7 +166,7 @@ def live(scheme: str, bodies: str) -> Read:
 
 
 def careless(scheme: str, bodies: str) -> Read:
-    """Sent by a server that looks at nothing."""
+    """Return a way that reads from the server without checks."""
 
     def read(_: dis.Server, path: Path) -> Arrived:
         listener, uri = serve(scheme, path, by_address=bodies == "any")
@@ -190,14 +190,14 @@ def _reader(path: Path) -> pa.RecordBatchReader:
 
 
 def is_file(path: Path) -> bool:
-    """Whether it is said to be an IPC file, rather than a stream."""
+    """Return whether the name says that this is an IPC file rather than a stream."""
     return path.suffix == ".arrow_file" or path.parent.name == "arrow-ipc-file"
 
 
-#: Over these, only what they do themselves: each connection takes its time.
+#: Media that only run the ways specific to them, because each connection takes long.
 _SLOW = ("tls", "ucx", "fabric")
-#: Of those that have addresses, both kinds of bodies. What has none is asked for both all the same; but for TLS, which
-#: is tcp with other bytes below its frames, so that one way is enough.
+#: Kinds of bodies by medium. Media without addresses are tested with both as well, except for TLS, which differs from
+#: tcp only below the frames.
 _BODIES = {scheme: ("packed",) if scheme == "tls" else ("any", "packed") for scheme in LISTEN}
 _ADDRESSES = ("shm", "ucx", "fabric")
 
@@ -230,12 +230,12 @@ _DIRECT = {
 
 
 def medium(way: str) -> str:
-    """What it goes over: a scheme, or nothing."""
+    """Return the scheme that a way uses, or an empty string."""
     return next((part for part in way.split("-") if part in LISTEN), "")
 
 
 def slow(way: str) -> bool:
-    """Whether one takes much longer than others."""
+    """Return whether a way takes much longer than others."""
     return medium(way) in _SLOW
 
 

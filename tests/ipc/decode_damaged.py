@@ -1,8 +1,7 @@
-"""Decodes what the Arrow project's fuzzers found. Run as a process of its own, which may crash or run out of memory:
+"""Decode the damaged files that the Arrow project's fuzzers found.
 
-    python decode_damaged.py ARROW_TEST_DATA
-
-prints a line for each file and way of feeding it: its name, and "decoded" or the exception.
+Usage: `python decode_damaged.py ARROW_TEST_DATA`. It runs in a process of its own, which may crash or run out of
+memory. It prints a line for each file and way of feeding: the name, and "decoded" or the exception.
 """
 
 from __future__ import annotations

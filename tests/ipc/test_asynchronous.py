@@ -1,4 +1,4 @@
-"""`async for` gives what the blocking readers give, in order, ahead within its bounds, and leaves nothing behind."""
+"""Asynchronous readers: the batches of the blocking readers, in order, read ahead within limits, and no leaks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Test = Callable[[], Awaitable[None]]
 
 
 def run(test: Test) -> None:
-    """Run it, and see that nothing is left: no task, thread, or descriptor."""
+    """Run a test, and check that it leaves no task, thread or descriptor."""
 
     async def checked() -> None:
         await asyncio.wait_for(test(), PATIENCE)
@@ -49,7 +49,7 @@ def run(test: Test) -> None:
 
 
 class Source:
-    """Batches of one row that count how many have been read; they wait at `gate`, and may end in an error."""
+    """Counted batches of one row, which wait at `gate` and may end in an error."""
 
     def __init__(self, count: int, error: type[Exception] | None = None, size: int = 1) -> None:
         self.gate = threading.Event()
@@ -81,12 +81,12 @@ def number(batch: pa.RecordBatch) -> int:
 
 
 async def settled(batches: dis.ipc.AsyncBatches) -> None:
-    """Wait until it reads no more by itself."""
+    """Wait until `batches` reads no more by itself."""
     while batches._jobs and (
         any(not job.future.done() for job in batches._jobs) or (batches._steps is not None and batches._has_room())
     ):
         await asyncio.gather(*(asyncio.wrap_future(job.future) for job in batches._jobs))
-        await asyncio.sleep(0)  # for the loop to be told that one is done, and to begin another
+        await asyncio.sleep(0)  # let the loop learn that a job is done, and begin another one
 
 
 @every_source
@@ -115,7 +115,7 @@ def test_a_file(source: str, coalesce: bool, tmp_path: Path) -> None:
 
 
 def test_a_file_after_other_data_from_any_position() -> None:
-    """As RecordBatchFileReader::OpenAsync has it: the end of the source is the end of the file."""
+    """Like for RecordBatchFileReader::OpenAsync, the end of the source is the end of the file."""
     for before in (STREAM, FILE[:8], b"\xff\xff\xff\xff" * 2, bytes(64)):
         source = io.BytesIO(before + FILE)
         source.seek(len(before) + 3)
@@ -179,7 +179,7 @@ def test_calls_that_are_outstanding_get_the_batches_in_order(coalesce: bool) -> 
 
 
 def test_calls_that_are_outstanding_read_at_once() -> None:
-    """Four threads meet within reading: none could go on alone."""
+    """Four threads meet within reading: none could continue alone."""
     meeting = threading.Barrier(4, timeout=PATIENCE)
 
     class Meeting(ThreadPoolExecutor):
@@ -253,7 +253,7 @@ def test_neighbours_are_read_together(hole: int, reads: int) -> None:
     async def test() -> None:
         async with await open_async(source) as reader:
             assert isinstance(reader, AsyncFileReader)
-            await reader.get_batch(0)  # with the dictionary
+            await reader.get_batch(0)  # also reads the dictionary
             source.reads.clear()
             assert [batch async for batch in reader.batches(coalesce=True, cache_options=cache)] == BATCHES
             assert len(source.reads) == reads
@@ -273,7 +273,7 @@ def test_the_loop_goes_on_while_a_batch_is_awaited() -> None:
             waiting = asyncio.create_task(anext(batches))
             await asyncio.sleep(0)
             assert not waiting.done()
-            source.gate.set()  # which nobody could do if the loop were blocked
+            source.gate.set()  # a blocked loop could not run this
             assert number(await waiting) == 0
 
     run(test)
@@ -299,7 +299,7 @@ def test_a_call_that_is_cancelled_takes_no_batch() -> None:
 
 
 def test_closing_ends_the_calls_that_are_outstanding_by_an_error() -> None:
-    """What looks like the end would be taken for it."""
+    """A clean end would look like the end of the stream."""
     source = Source(5)
     source.gate.clear()
 
@@ -421,8 +421,8 @@ def test_an_exception_comes_out_where_its_batch_would_have(coalesce: bool, memor
             found = await asyncio.gather(*calls, return_exceptions=True)
             assert found[:3] == BATCHES[:3]
             assert isinstance(found[3], FormatError)
-            assert isinstance(found[4], FormatError)  # again: the iteration is over, and not at its end
-            assert await reader.get_batch(4) == BATCHES[4]  # the file is not
+            assert isinstance(found[4], FormatError)  # the iteration is over, but not at its end, so it raises again
+            assert await reader.get_batch(4) == BATCHES[4]  # the file itself stays usable
             with pytest.raises(FormatError):
                 await reader.to_table()
             with pytest.raises(FormatError):
@@ -487,7 +487,7 @@ def test_a_closed_reader_says_so() -> None:
 
 
 def test_nothing_is_read_from_a_reader_that_is_being_closed(tmp_path: Path) -> None:
-    """Its descriptor may be another file's by then."""
+    """Its descriptor number may belong to another file by then."""
     begun, held = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -499,7 +499,7 @@ def test_nothing_is_read_from_a_reader_that_is_being_closed(tmp_path: Path) -> N
             reader = await open_async(written(tmp_path / "file", FILE), memory_map=False, executor=executor)
             assert isinstance(reader, AsyncFileReader)
             reading = asyncio.create_task(reader._threads.run(hold))
-            assert await asyncio.to_thread(begun.wait, PATIENCE)  # else it would be cancelled
+            assert await asyncio.to_thread(begun.wait, PATIENCE)  # otherwise it would be cancelled
             closing = asyncio.create_task(reader.aclose()), asyncio.create_task(reader.aclose())
             await asyncio.sleep(0)
             with pytest.raises(StoreError, match="this reader is closed"):
@@ -631,7 +631,7 @@ def test_golden_files_and_streams() -> None:
             try:
                 expected = kind(path).read_all()
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-                continue  # libarrow does not read it either
+                continue  # libarrow does not read the file either
             async with await open_either_async(path) as reader:
                 assert await reader.to_table() == expected, path
 

@@ -1,4 +1,4 @@
-"""What is pushed into a decoder, in whatever pieces or order, becomes what libarrow reads of it at once."""
+"""The push decoder: content in any pieces and any order yields libarrow's result for the whole content."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Events = list[tuple[Any, ...]]
 
 
 class Recorder(Listener):
-    """Keeps every call, in order."""
+    """A listener that records every call, in order."""
 
     def __init__(self) -> None:
         self.events: Events = []
@@ -44,13 +44,13 @@ class Recorder(Listener):
 
 
 class Silent(Listener):
-    """Wants nothing."""
+    """A listener that ignores every call."""
 
     def on_record_batch_decoded(self, batch: pa.RecordBatch) -> None: ...
 
 
 def read(content: Any, options: pa.ipc.IpcReadOptions | None = None) -> tuple[Events, pa.ipc.ReadStats]:
-    """What libarrow reads, as a listener should be told it; and its statistics."""
+    """Return the events that a listener should get, by libarrow's own reading, and its statistics."""
     reader = pa.ipc.open_stream(content, options=options)
     events: Events = [("schema", pa.ipc.open_stream(content).schema, reader.schema)]
     while True:
@@ -61,7 +61,7 @@ def read(content: Any, options: pa.ipc.IpcReadOptions | None = None) -> tuple[Ev
 
 
 def written(*batches: pa.RecordBatch, schema: pa.Schema | None = None, custom: bool = True, **options: Any) -> bytes:
-    """A stream of these, every other batch with metadata of its own if `custom`."""
+    """Return a stream of these batches; with `custom`, every other batch has metadata of its own."""
     sink = pa.BufferOutputStream()
     told = pa.ipc.IpcWriteOptions(**options)
     with pa.ipc.new_stream(sink, schema or batches[0].schema, options=told) as writer:
@@ -105,7 +105,7 @@ STREAMS: dict[str, bytes] = {
 
 
 def endings(name: str) -> list[bytes]:
-    """The same stream, its end marked with 8 bytes, with 4, and not at all."""
+    """Return a stream with an 8-byte end marker, with a 4-byte one, and without any."""
     stream = STREAMS[name]
     bare = stream[: -4 if "old" in name else -8]
     return [bare + b"\xff\xff\xff\xff\0\0\0\0", bare + b"\0\0\0\0", bare]
@@ -175,7 +175,7 @@ def test_a_stream_may_be_split_in_many_places(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_a_stream_that_is_cut_off_says_so(name: str) -> None:
-    """It may end before any message but the first, only not between the dictionaries that it begins with."""
+    """A stream may end before any message but the first, except between its initial dictionaries."""
     content = endings(name)[2]
     ends = {0}
     messages = pa.BufferReader(content)
@@ -247,7 +247,7 @@ def test_what_is_required_is_what_the_next_step_lacks() -> None:
     assert decoder.next_required_size == first.metadata.size - 10
 
 
-# ---- who owns what
+# ---- ownership
 
 LARGE = pa.record_batch({f"c{i}": np.arange(1 << 16) + i for i in range(10)})
 
@@ -296,7 +296,7 @@ def test_batches_lie_in_a_larger_piece() -> None:
 
 
 def test_small_pieces_are_joined_once() -> None:
-    """Were they joined again with each piece, this would copy a tebibyte."""
+    """Joining them again with each piece would copy a tebibyte."""
     content = written(LARGE)
     listener = CollectListener()
     pool = pa.proxy_memory_pool(pa.default_memory_pool())
@@ -304,7 +304,7 @@ def test_small_pieces_are_joined_once() -> None:
     for at in range(0, len(content), 16):
         decoder.consume(content[at : at + 16])
     assert listener.batches == [LARGE]
-    assert len(content) - 10_000 < pool.bytes_allocated() < len(content)  # where the batch lies
+    assert len(content) - 10_000 < pool.bytes_allocated() < len(content)  # the memory of the batch
     assert pool.max_memory() < 2 * len(content)
 
 
@@ -331,7 +331,7 @@ def test_what_was_fed_is_let_go_with_the_batches() -> None:
 @pytest.mark.parametrize("ended", ["reset", "an error", "the decoder collected"])
 def test_what_waited_is_let_go(ended: str) -> None:
     content = STREAMS["dictionaries that are replaced"]
-    fed = bytearray(content[:-60])  # the last batch is not whole
+    fed = bytearray(content[:-60])  # the last batch is incomplete
     decoder = StreamDecoder(Silent())
     decoder.consume(fed)
     with pytest.raises(BufferError):
@@ -507,7 +507,7 @@ def test_finishing_twice_ends_once() -> None:
     assert [event[0] for event in recorder.events] == ["schema", "end"]
 
 
-# ---- what is no stream
+# ---- invalid streams
 
 
 @pytest.mark.parametrize("nothing", [b"", b"\0\0\0\0", b"\xff\xff\xff\xff\0\0\0\0", b"ARROW1\0\0"])
@@ -525,7 +525,7 @@ def test_metadata_that_is_too_large_is_refused_when_it_is_announced() -> None:
 
 
 def announcing(length: int) -> bytes:
-    """A stream whose first batch announces a body of so many bytes, up to the end of that batch's metadata."""
+    """Return a stream up to the end of the metadata of its first batch, which announces a body of `length` bytes."""
     content = written(LARGE)
     messages = pa.BufferReader(content)
     pa.ipc.read_message(messages)
@@ -595,7 +595,7 @@ def test_damage_is_refused_or_changes_only_what_it_touches(data: st.DataObject) 
     assert len(outcomes) == 1, "it does not depend on how the bytes come"
 
 
-# ---- the Arrow project's own files
+# ---- files of the Arrow project
 
 
 def golden() -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""Messages and bodies of a dissociated stream, pushed in any order, become what libarrow reads of the stream."""
+"""The decoder of dissociated streams: messages and bodies in any order yield libarrow's result for the stream."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WORDS = [
 ]
 NUMBERS = [pa.record_batch({"n": np.arange(5) + at, "s": ["x", None, "", "yy", "z"]}) for at in (0, 10)]
 
-#: A message as it is fed: its tag, or None, and its content.
+#: A message for the decoder: its tag, or None, and its content.
 Fed = tuple[int | None, bytes | pa.Buffer]
 
 
@@ -44,12 +44,15 @@ def stats_of(batches: Sequence[pa.RecordBatch]) -> pa.ipc.ReadStats:
 
 
 class Peer:
-    """Sends these batches; the bodies of the messages numbered `shared` by address, their buffers far apart."""
+    """A peer that sends these batches.
+
+    The bodies of the messages numbered `shared` are sent as the addresses of buffers that lie far apart.
+    """
 
     def __init__(self, batches: Sequence[pa.RecordBatch], shared: Collection[int] = (), at: int = 64) -> None:
         self.memory = bytearray(1 << 16)
         self.sent: list[int] = []
-        self.counts: list[int] = []  # how many of them with each message
+        self.counts: list[int] = []  # number of addresses sent with each message
         self.fed: list[Fed] = []
         self._at = at
         messages = encode(*batches)
@@ -214,7 +217,7 @@ def test_dictionaries_that_wait_are_given_back(how: str) -> None:
 
 
 def test_a_decoder_needs_no_garbage_collector() -> None:
-    """libarrow owns what it reads from, where no garbage collector looks."""
+    """libarrow owns the memory that it reads from, and no garbage collector tracks that."""
     peer = Peer(WORDS, [1, 2, 3, 4])
     queue: SimpleQueue[Sequence[int]] = SimpleQueue()
     gc.collect()
@@ -250,7 +253,7 @@ def test_a_decoder_may_be_reset_anywhere() -> None:
         assert listener.batches[before:] == WORDS
 
 
-# ---- what breaks the protocol
+# ---- protocol errors
 
 
 def test_a_stream_that_is_cut_off_names_the_gap() -> None:
@@ -297,7 +300,7 @@ def test_addresses_need_a_region() -> None:
 
 def test_content_that_libarrow_refuses() -> None:
     _, *rest = Peer(NUMBERS).fed
-    schema = Peer([NUMBERS[0].append_column("z", pa.nulls(5))]).fed[0]  # one field more, and no more buffers
+    schema = Peer([NUMBERS[0].append_column("z", pa.nulls(5))]).fed[0]  # a field more, without more buffers
     with pytest.raises(RemoteProtocolError, match="the peer sent what libarrow cannot read"):
         feed(DissociatedDecoder(CollectListener()), [schema, *rest])
 

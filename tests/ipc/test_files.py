@@ -1,4 +1,4 @@
-"""IPC files and streams are read as pyarrow's own readers read them, from everything that can be read from."""
+"""IPC files and streams from every kind of source: the readers return the data that pyarrow's own readers return."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Old:
 
 
 class Counted(io.BytesIO):
-    """Remembers from where to where it was read."""
+    """A file that records the ranges that were read."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__(content)
@@ -99,7 +99,7 @@ def native(path: Path, content: bytes) -> pa.NativeFile:
     return pa.OSFile(str(written(path, content)))
 
 
-#: What gives the content as a source, and whether arrays lie in the source itself.
+#: Functions that make a source of the content, and whether arrays lie in the source itself.
 SOURCES: dict[str, tuple[Callable[[Path, bytes], Any], bool]] = {
     "path": (written, True),
     "text path": (lambda path, content: str(written(path, content)), True),
@@ -202,7 +202,7 @@ def test_every_type(tmp_path: Path) -> None:
 def test_every_way_to_write_it(options: dict[str, Any]) -> None:
     if "metadata_version" in options:
         options = {"metadata_version": pa.ipc.MetadataVersion[options["metadata_version"]]}
-    sink = io.BytesIO()  # no metadata of batches: libarrow cannot read those in V4
+    sink = io.BytesIO()  # without metadata of batches, which libarrow cannot read in V4
     with pa.ipc.new_file(sink, SCHEMA, options=pa.ipc.IpcWriteOptions(**options)) as writer:
         writer.write_table(pa.Table.from_batches(BATCHES))
     for source in (sink.getvalue(), sink):
@@ -242,7 +242,7 @@ def test_counting_rows_reads_no_bodies() -> None:
 
 
 def message_spans() -> list[tuple[int, int, int]]:
-    """Where each message of FILE begins, where its body does, and where that ends, by libarrow's own reading."""
+    """Return the start, the body's start and the end of each message of FILE, by libarrow's own reading."""
     found, source = [], pa.BufferReader(FILE)
     source.seek(8)
     for _ in range(7):
@@ -258,7 +258,7 @@ def test_metadata_that_was_loaded_ahead_is_not_read_again() -> None:
     source = Counted(FILE)
     with open_file(source, options=ReadOptions(pre_buffer_cache_options=pa.CacheOptions(hole_size_limit=0))) as reader:
         reader.pre_buffer_metadata([1, 3])
-        cast(Any, reader._source)._background.shutdown()  # a file that is read piece by piece
+        cast(Any, reader._source)._background.shutdown()  # the background thread of a file that is read piece by piece
         loaded = [span for span in source.reads if span[1] <= batches[-1][2]]
         assert loaded == [
             (dictionary[0], dictionary[2]),
@@ -281,7 +281,7 @@ def test_reads_ahead_are_put_together_as_the_cache_options_say(hole: int, reads:
         reader.count_rows()  # so that the footer has been read
         counted = len(source.reads)
         reader.pre_buffer_metadata()
-        reader.pre_buffer_metadata()  # is there already
+        reader.pre_buffer_metadata()  # already loaded
         assert reader.to_record_batches() == BATCHES
         bodies = 5 if hole == 0 else 1  # the last body lies behind the last metadata
         assert len(source.reads) == counted + reads + bodies
@@ -308,7 +308,7 @@ def test_loading_ahead_is_done_in_the_background() -> None:
     Slow.gate.set()
 
     with leaving_nothing(), open_file(Slow(FILE)) as reader:
-        assert reader.footer  # which is read when it is first needed
+        assert reader.footer  # read on first use
         Slow.gate.clear()
         reader.pre_buffer_metadata()
         Slow.gate.set()
@@ -588,7 +588,10 @@ SMALL_FILE, SMALL_STREAM = as_file(SMALL, metadata={"k": "v"}), as_stream(SMALL)
 
 
 def use(content: bytes, kind: Callable[..., Any]) -> None:
-    """The one invariant: all of it works, or there is a FormatError. What buffers hold is not checked by reading."""
+    """Check that every use of a damaged file works or raises FormatError.
+
+    Reading does not check the contents of buffers.
+    """
     for source in (content, io.BytesIO(content)):
         for act in (
             lambda reader: [batch.num_rows for batch in reader],
@@ -647,7 +650,7 @@ def test_golden_files() -> None:
             expected = pa.ipc.open_file(path)
             batches = [expected.get_batch_with_custom_metadata(i) for i in range(expected.num_record_batches)]
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-            continue  # libarrow does not read it either
+            continue  # libarrow does not read the file either
         for source in (path, io.BytesIO(path.read_bytes())):
             with open_file(source) as reader:
                 assert reader.schema.equals(expected.schema, check_metadata=True), path
@@ -664,7 +667,7 @@ def test_golden_streams() -> None:
         try:
             expected = pa.ipc.open_stream(path).read_all()
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-            continue  # libarrow does not read it either
+            continue  # libarrow does not read the file either
         for mapped in (True, False):
             assert open_stream(path, memory_map=mapped).read_all() == expected, path
 

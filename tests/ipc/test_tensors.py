@@ -1,4 +1,4 @@
-"""Tensors as libarrow writes them are read, and what is written is read by libarrow; anything else is refused."""
+"""Tensors: we read those of libarrow, libarrow reads ours, and anything else is rejected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def written(tensor: Any, options: WriteOptions | None = None) -> bytes:
     return sink.getvalue()
 
 
-# Reading what libarrow wrote
+# Reading tensors of libarrow
 
 
 def test_what_libarrow_writes_is_read() -> None:
@@ -91,7 +91,7 @@ def test_not_a_number_is_kept_in_every_kind() -> None:
         assert_same(read_tensor(written(tensor)), tensor)
 
 
-# Where things lie
+# Alignment and copies
 
 
 @pytest.mark.parametrize("options", [None, LEGACY], ids=["current", "legacy"])
@@ -108,7 +108,7 @@ def test_metadata_body_and_every_buffer_are_aligned_to_64(options: WriteOptions 
         prefix = 4 if options else 8
         body_at = start + prefix + int.from_bytes(content[start + prefix - 4 : start + prefix], "little")
         assert body_at % 64 == 0
-        aligned = pa.allocate_buffer(len(content))  # libarrow aligns it to 64
+        aligned = pa.allocate_buffer(len(content))  # libarrow aligns this buffer to 64 bytes
         np.frombuffer(aligned, np.uint8)[:] = np.frombuffer(content, np.uint8)
         source = pa.BufferReader(aligned)
         source.seek(at)
@@ -182,7 +182,7 @@ def test_tensors_follow_each_other_in_any_source(tmp_path: Path) -> None:
 
 
 def test_a_tensor_of_libarrow_is_found_wherever_it_begins() -> None:
-    """libarrow does not align where it writes."""
+    """libarrow does not align the position at which it writes."""
     sink = pa.BufferOutputStream()
     tensors = [pa.Tensor.from_numpy(np.arange(size, dtype=np.int8)) for size in (5, 0, 64, 7)]
     for tensor in tensors:
@@ -227,7 +227,7 @@ def test_what_libarrow_could_not_expand_is_not_written() -> None:
     "tensor",
     [
         pa.SparseCOOTensor.from_numpy(np.array([[1.0]]), np.array([[0, 3]]), (2, 3)),
-        pa.SparseCSRMatrix.from_dense_numpy(np.array([[-0.0]])),  # a row of one value, and no value
+        pa.SparseCSRMatrix.from_dense_numpy(np.array([[-0.0]])),  # the row has one value, and the matrix has none
     ],
     ids=["coo", "csr"],
 )
@@ -236,7 +236,7 @@ def test_a_tensor_whose_index_leaves_it_is_not_written(tensor: Any) -> None:
         write_tensor(tensor, io.BytesIO())
 
 
-# Round trips of anything
+# Round trips of random tensors
 
 shapes = nps.array_shapes(min_dims=0, max_dims=5, min_side=0, max_side=4)
 dtypes = st.sampled_from(TYPES).map(np.dtype)
@@ -270,7 +270,7 @@ def test_any_sparse_tensor(data: st.DataObject) -> None:
 
 
 def survives(content: bytes) -> None:
-    """The one promise for bytes of any kind: they are refused in our words, or can be used without harm."""
+    """Check the one promise for bytes of any kind: they raise FormatError, or can be used without harm."""
     try:
         tensor = read_tensor(content)
     except FormatError:
@@ -292,7 +292,7 @@ EXTREMES = (b"\0", b"\x01", b"\x7f", b"\x80", b"\xff", b"\xff\xff\xff\x7f", b"\x
 
 
 def test_what_is_damaged_anywhere_is_refused_or_harmless() -> None:
-    """Anywhere where a number of that size can lie: they are aligned."""
+    """Every aligned position that can hold a number of that size is damaged."""
     for (name, content), extreme in product(GOLDEN.items(), EXTREMES):
         for at in range(0, len(content) - len(extreme) + 1, len(extreme)):
             with case((name, extreme, at)):
@@ -315,7 +315,7 @@ def test_anything(content: bytes) -> None:
 
 
 def index_of(name: str) -> int:
-    """Where the body of a golden message begins, which the index comes first in."""
+    """Return the position of the body of a golden message, which begins with the index."""
     return 8 + int.from_bytes(GOLDEN[name][4:8], "little")
 
 
@@ -324,19 +324,19 @@ def index_of(name: str) -> int:
     [
         ("coo_int64", 0, 2),  # the first coordinate along the first dimension, of 2
         ("coo_int64", 16, -1),
-        ("csr_int64", 0, 1),  # where the first row begins
-        ("csr_int64", 8, 6),  # and the second: after the end
+        ("csr_int64", 0, 1),  # the start of the first row
+        ("csr_int64", 8, 6),  # the start of the second row: after the end
         ("csr_int64", 8, -1),
-        ("csr_int64", 32, 4),  # where the last row ends: before the last value
+        ("csr_int64", 32, 4),  # the end of the last row: before the last value
         ("csr_int64", 40, 6),  # the first column, of 6
         ("csc_int64", 56, 4),  # the first row, of 4
-        ("csf_int64", 8, 5),  # where the second fiber begins: after its end
+        ("csf_int64", 8, 5),  # the start of the second fiber: after its end
         ("csf_int64", 64, 2),  # the first index of the first level
-        ("csf_int64", 112, 4),  # and of the last
+        ("csf_int64", 112, 4),  # the first index of the last level
     ],
 )
 def test_an_index_that_leaves_the_tensor_is_refused(name: str, at: int, value: int) -> None:
-    """libarrow would write there."""
+    """libarrow would write out of bounds."""
     content = bytearray(GOLDEN[name])
     at += index_of(name)
     content[at : at + 8] = value.to_bytes(8, "little", signed=True)
@@ -344,7 +344,7 @@ def test_an_index_that_leaves_the_tensor_is_refused(name: str, at: int, value: i
         read_tensor(bytes(content))
 
 
-# libarrow's own reader of sparse tensors, which Python has no way to
+# libarrow's own reader of sparse tensors, which Python cannot reach
 
 
 @pytest.fixture(scope="module")

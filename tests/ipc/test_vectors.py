@@ -1,4 +1,4 @@
-"""Every kind of message, from literal bytes: what we read in it, and what comes of streams of them."""
+"""Literal bytes of every kind of message: the parsed values, and the streams of such messages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Extents = list[tuple[int, int]]
 
 
 class Known(NamedTuple):
-    """A vector, and what its comments say."""
+    """A vector and the meaning of its bytes."""
 
     vector: Vector
     parsed: Header  # type, length of the body, where that stands; first buffer, how many; whether it has metadata
@@ -80,7 +80,7 @@ def test_a_message_is_encapsulated(name: str) -> None:
     ("vector", "prefix"), [(SCHEMA, "7c000000"), (BATCH, "8c000000"), (EMPTY, "74000000")], ids=["124", "140", "116"]
 )
 def test_a_message_with_the_legacy_prefix(vector: Vector, prefix: str) -> None:
-    """Its length counts four more bytes of padding, so that with a prefix of 4 the body is aligned all the same."""
+    """The length counts four more bytes of padding, so that with a prefix of 4 bytes the body is still aligned."""
     whole = vector.legacy()
     assert whole[:4] == bytes.fromhex(prefix)
     (found,) = walk(memoryview(whole))

@@ -1,6 +1,6 @@
-"""Golden Arrow IPC messages, as libarrow 26 wrote them (`pyarrow.ipc.new_stream`).
+"""Golden Arrow IPC messages that libarrow 26 wrote (`pyarrow.ipc.new_stream`).
 
-Nothing here calls the code under test. test_vectors.py says as literals which meaning Message.fbs, Schema.fbs and
+Nothing here calls the code under test. test_vectors.py states as literals the meaning that Message.fbs, Schema.fbs and
 "Encapsulated message format" give to these bytes.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class Vector:
-    """One message: its prefix, its flatbuffer with the padding, its body (None for a schema)."""
+    """A message: its prefix, its flatbuffer with padding, and its body (None for a schema)."""
 
     def __init__(self, golden: str, has_body: bool = True) -> None:
         self.whole = bytes.fromhex(golden)  #: the encapsulated message
@@ -18,19 +18,25 @@ class Vector:
         self.body = self.whole[end:] if has_body else None
 
     def legacy(self) -> bytes:
-        """As libraries before 0.15 wrote it: without the marker, and padded so that the body is aligned without it."""
+        """Return the message in the form of libraries before 0.15.
+
+        It has no continuation marker, and is padded so that the body is aligned without it.
+        """
         length = int.from_bytes(self.prefix[4:], "little") + 4
         return length.to_bytes(4, "little") + self.header + bytes(4) + (self.body or b"")
 
     def version_4(self, at: int) -> bytes:
-        """With `version 3, V4` at this position of the flatbuffer. Nothing else differs in what libarrow writes."""
+        """Return the message with `version 3, V4` at position `at` of the flatbuffer.
+
+        A message that libarrow writes as V4 differs in nothing else.
+        """
         return self.prefix + self.header[:at] + b"\x03\x00" + self.header[at + 2 :] + (self.body or b"")
 
 
 END = bytes.fromhex("ffffffff 00000000")  # continuation marker, no metadata
 LEGACY_END = bytes.fromhex("00000000")  # no metadata
 
-#: One field, `n: int32 not null`.
+#: A schema of one field, `n: int32 not null`.
 SCHEMA = Vector(
     "ffffffff780000001000000000000a000c000600050008000a000000000104000c00000008000800000004000800000004000000"
     "0100000014000000100014000800000007000c00000010001000000000000002100000001c000000040000000000000001000000"
@@ -46,7 +52,7 @@ BATCH = Vector(
     "00000000"
 )
 
-#: The same three rows, with the metadata k: v.
+#: The rows of BATCH, with the metadata k: v.
 ANNOTATED = Vector(
     "ffffffffb8000000180000000000000000000e00180006000500080010000c000e00000000030400440000000c00000010000000"
     "00000000010000000c00000008000c00040008000800000010000000040000000100000076000000010000006b000a0018000c00"
@@ -54,14 +60,14 @@ ANNOTATED = Vector(
     "000000000c0000000000000000000000010000000300000000000000000000000000000001000000020000000300000000000000"
 )
 
-#: No rows. The length of the batch and of the body are 0, and flatbuffers leave that out.
+#: No rows. The lengths of the batch and of the body are 0, which flatbuffers omit.
 EMPTY = Vector(
     "ffffffff700000001000000000000a000e000600050008000a000000000304001000000000000a000c000000040008000a000000"
     "30000000040000000200000000000000000000000000000000000000000000000000000000000000000000000000000001000000"
     "00000000000000000000000000000000"
 )
 
-#: Sixty-four rows of 7, compressed with LZ4. The codec is 0 and the method is 0: flatbuffers leave that out.
+#: Sixty-four rows of 7, compressed with LZ4. The codec is 0 and the method is 0, which flatbuffers omit.
 LZ4 = Vector(
     "ffffffff9800000014000000000000000c0018000600050008000c000c000000000304001c000000280000000000000000000000"
     "0c001c001000040008000c000c000000480000001c00000014000000400000000000000000000000040004000400000002000000"
@@ -69,7 +75,7 @@ LZ4 = Vector(
     "00000000000100000000000004224d186040820e0000004f070000000400e450000700000000000000000000"
 )
 
-#: The same, compressed with ZSTD.
+#: The rows of LZ4, compressed with ZSTD.
 ZSTD = Vector(
     "ffffffffa000000014000000000000000c0018000600050008000c000c000000000304001c000000200000000000000000000000"
     "0c001e001000040008000c000c000000500000002400000018000000400000000000000000000000000006000800070006000000"
@@ -77,7 +83,7 @@ ZSTD = Vector(
     "000000000000000000000000000100000000000028b52ffd6000005d000020070000000100f9294704000000"
 )
 
-#: One field, `d: dictionary<int8, utf8>`, whose dictionary has the number 0.
+#: A schema of one field, `d: dictionary<int8, utf8>`, whose dictionary has the ID 0.
 WORDS_SCHEMA = Vector(
     "ffffffff900000001000000000000a000c000600050008000a0000000001040004000000bcffffff040000000100000014000000"
     "100018000800060007000c0010001400100000000000010514000000400000001c00000004000000000000000100000064000000"
@@ -85,7 +91,7 @@ WORDS_SCHEMA = Vector(
     has_body=False,
 )
 
-#: Its dictionary: "a", "bc".
+#: The dictionary: "a", "bc".
 WORDS = Vector(
     "ffffffffa800000014000000000000000c0014000600050008000c000c0000000002040014000000180000000000000008000a00"
     "00000400080000001000000000000a0018000c00040008000a0000004c0000001000000002000000000000000000000003000000"
@@ -101,7 +107,7 @@ INDICES = Vector(
     "00000000"
 )
 
-#: What its dictionary grows by: "d".
+#: The delta of the dictionary: "d".
 DELTA = Vector(
     "ffffffffb000000014000000000000000c0016000600050008000c000c0000000002040018000000100000000000000000000a00"
     "0e000000080007000a000000000000011000000000000a0018000c00040008000a0000004c000000100000000100000000000000"
@@ -109,7 +115,7 @@ DELTA = Vector(
     "0000000000000000010000000100000000000000000000000000000000000000010000006400000000000000"
 )
 
-#: One row: 2.
+#: A single row: 2.
 MORE_INDICES = Vector(
     "ffffffff8800000014000000000000000c0016000600050008000c000c0000000003040018000000080000000000000000000a00"
     "18000c00040008000a0000003c000000100000000100000000000000000000000200000000000000000000000000000000000000"

@@ -1,4 +1,4 @@
-"""What becomes of datasets is logged, a line each, and counted: in the status, and for Prometheus."""
+"""Changes of datasets: each is logged in a line, and counted in the status and for Prometheus."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZES = {3: 24, 5 * MIB // 8: 5 * MIB}
 
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture) -> Iterator[list[tuple[Any, ...]]]:
-    """What has been logged: what became of which version of what, and why."""
+    """Yield the logged changes: the kind of change, the version, and the reason."""
     found: list[tuple[Any, ...]] = []
 
     class Collect(logging.Handler):
@@ -52,7 +52,7 @@ def put(node: Node, name: str, data: pa.Table, **options: Any) -> None:
 
 
 def kept(node: Node) -> ChangeCounts:
-    """The counts, as a client sees them, and Prometheus."""
+    """Return the counts that a client sees, after comparing them to those for Prometheus."""
     prometheus = pytest.importorskip("prometheus_client.parser", reason="the extra `metrics` is not installed")
     with dis.connect(node.uri) as client:
         counts = client.status().changed
@@ -116,7 +116,7 @@ def _promised(node: Node) -> bool:
     put(node, "d", SMALL, ttl=0.5)
     with dis.connect(node.uri) as client:
         try:
-            client.describe("d")  # which promises its tickets for a while
+            client.describe("d")  # this call makes the tickets valid for a while
         except DatasetNotFound:
             return False
     return True

@@ -1,4 +1,4 @@
-"""The page that shows a server: what it answers to whom, and what a browser makes of it."""
+"""The dashboard of a server: its HTTP answers, and its display in a browser."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def status(uri: str) -> Any:
 
 
 def wait_for(uri: str, good: Callable[[Any], bool]) -> Any:
-    """The first status that is good: it is made anew each half second."""
+    """Return the first status that is good. The server makes a new one each half second."""
     found: list[Any] = []
 
     def is_good() -> bool:
@@ -103,7 +103,7 @@ def test_a_guarded_catalog_guards_its_page(serve: Serve, certified: Certificates
 
 
 def test_other_sites_cannot_read_what_is_at_this_host(serve: Serve) -> None:
-    """A site whose name leads to 127.0.0.1 is told nothing, and no page may frame this one or load into it."""
+    """A site whose name resolves to 127.0.0.1 gets no data, and no page may frame this one or load content into it."""
     uri = serve(http="127.0.0.1:0").http_uri
     assert [get(f"{uri}/status.json", Host=host)[0] for host in ("evil.example", "127.0.0.1.evil.example", "[")] == [
         421
@@ -120,7 +120,7 @@ def test_places_that_are_none(serve: Serve) -> None:
 
 
 def _seen(uri: str, directory: Path) -> str:
-    """What the page shows after two seconds, as text: tags are gone, one space is between words."""
+    """Return the text of the page after two seconds, without tags, with words separated by single spaces."""
     assert BROWSER is not None
     options = "headless no-sandbox disable-gpu disable-quic disable-sync disable-background-networking no-first-run"
     own = (f"--user-data-dir={directory}", "--virtual-time-budget=2000", "--disable-component-update", "--dump-dom")

@@ -1,4 +1,4 @@
-"""Memory that clients keep is counted, and kept no longer than they have it, also where a machine lacks something."""
+"""Memory that clients keep: it is counted, and kept only as long as they have it, on any machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZE = 1 << 20
 
 
 class Segment:
-    """One that nobody serves any more when it is collected."""
+    """A segment that is no longer served when it is collected."""
 
     def __init__(self) -> None:
         self.descriptor = create_memfd("kept")
@@ -32,7 +32,7 @@ class Segment:
         self.region = Region(reserve_base(SIZE), map_read_only(self.descriptor, SIZE))
 
     def client(self) -> pa.Buffer:
-        """Its memory as a client has it."""
+        """Return the memory of the segment as a client maps it."""
         opened = reopen_read_only(self.descriptor)
         memory = map_read_only(opened, SIZE)
         os.close(opened)
@@ -41,7 +41,7 @@ class Segment:
 
 @contextmanager
 def watching() -> Iterator[KeptMemory]:
-    """Nothing is left of it at the end."""
+    """Yield the count of kept memory, and check that it leaves no descriptors."""
     before = descriptors()
     with closing(KeptMemory()) as kept:
         yield kept
@@ -49,7 +49,7 @@ def watching() -> Iterator[KeptMemory]:
 
 
 def left() -> int:
-    """How many descriptors of segments are open."""
+    """Return the number of open descriptors of segments."""
     return sum("dissociated:kept" in path for path in descriptors().values())
 
 
@@ -64,7 +64,7 @@ def test_without_a_thread_whoever_asks_looks() -> None:
             assert kept.nbytes == SIZE
             del held
             assert kept.nbytes == 0
-        for _ in range(3):  # nobody asks
+        for _ in range(3):  # without any request for the count
             segment = Segment()
             with no_threads():
                 kept.watch(segment)

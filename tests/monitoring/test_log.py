@@ -1,4 +1,4 @@
-"""The log: records that programs can read, and no secret in any of them."""
+"""The log: records that programs can read, without secrets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKEN, WRONG = "sesame-0123456789", "simsim-9876543210"
 
 @pytest.fixture
 def lines() -> Iterator[io.StringIO]:
-    """Everything that is logged, down to the last detail: each record as JSON, as text, and with all its attributes."""
+    """Yield all log output down to the lowest level: each record as JSON, as text, and with all its attributes."""
     written = io.StringIO()
 
     class Everything(logging.Formatter):

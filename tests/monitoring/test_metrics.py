@@ -1,4 +1,4 @@
-"""What Prometheus is told, read by Prometheus's own parser."""
+"""Metrics for Prometheus, read by Prometheus's own parser."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TABLE = pa.table({"n": [1, 2, 3]})
 
 
 def scrape(uri: str) -> dict[tuple[str, str], float]:
-    """Every sample, by its name and what its only label says."""
+    """Return every sample by its name and the value of its only label."""
     with urllib.request.urlopen(uri, timeout=10) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain")
         text = answer.read().decode()
@@ -75,7 +75,7 @@ def test_everything_is_told(serve: Serve) -> None:
         ("dissociated_dataset_streams_total", "live"): 0,
     }
     assert {key: told[key] for key in expected} == expected
-    assert ("dissociated_dataset_rows", "live") not in told  # nobody knows
+    assert ("dissociated_dataset_rows", "live") not in told  # the number of rows is unknown
     assert kept == TABLE
 
 
@@ -100,7 +100,7 @@ def test_there_is_nothing_else(serve: Serve) -> None:
 
 
 def test_those_who_say_nothing_keep_nobody_out(serve: Serve) -> None:
-    """Beyond a number, the one that has been there for longest goes."""
+    """Beyond a limit, the oldest connection is closed."""
     server = serve("inproc:", metrics="127.0.0.1:0")
     host, port = server.metrics_uri.split("/")[2].split(":")
     with ExitStack() as stack:
@@ -123,7 +123,7 @@ def test_those_who_come_again_and_again_close_nobody_who_has_just_come(
         last.sendall(b"\r\n")
         last.settimeout(0.3)
         with pytest.raises(TimeoutError):
-            last.recv(1)  # it has no place yet
+            last.recv(1)  # the connection is still waiting for a place
         first.sendall(b"\r\n")
         assert first.recv(64).startswith(b"HTTP/1.0 200")
         last.settimeout(PATIENCE)

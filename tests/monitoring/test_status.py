@@ -1,4 +1,4 @@
-"""What a server says of itself is true, also while fifty clients read at once."""
+"""The status of a server: it is correct, also while fifty clients read at once."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_consumer_that_has_not_asked_yet_is_seen(serve: Serve) -> None:
     server = serve("inproc:")
     server.publish("data", TABLE)
     with transport("inproc").connect(Uri.parse(server.locations("data")[0]), PATIENCE):
-        while not (consumers := server.status().consumers):  # the server's thread begins in its own time
+        while not (consumers := server.status().consumers):  # the server's thread may start late
             pass
     assert [(one.state, one.dataset, one.messages) for one in consumers] == [("asking", None, 0)]
 
@@ -138,7 +138,7 @@ def test_how_connections_end_is_counted(serve: Serve) -> None:
     assert (now.totals.done, now.totals.refused, now.totals.failed, now.totals.gone) == (1, 2, 1, 1)
     (listener,) = now.listeners
     assert (listener.accepted, listener.refused, listener.open) == (5, 1, 0)
-    assert now.totals.streams == 3  # the one with the wrong ticket was none
+    assert now.totals.streams == 3  # the stream with the wrong ticket does not count
 
 
 def test_a_dataset_that_is_replaced_begins_anew_and_totals_go_on(serve: Serve) -> None:
@@ -154,7 +154,7 @@ def test_a_dataset_that_is_replaced_begins_anew_and_totals_go_on(serve: Serve) -
 
 
 def test_fifty_clients_at_once_are_counted_right(serve: Serve) -> None:
-    """While they read, too: no number ever goes back, and none is more than there can be."""
+    """The counts are also correct during the reads: no number decreases or exceeds its maximum."""
     server = serve("shm:", "tcp:", "inproc:")
     server.publish("static", TABLE)
     server.publish("live", TABLE.to_reader)
@@ -190,7 +190,7 @@ def test_fifty_clients_at_once_are_counted_right(serve: Serve) -> None:
     for earlier, later in zip(seen, [*seen[1:], now], strict=True):
         for field in ("streams", "messages", "bytes", "done"):
             assert getattr(earlier.totals, field) <= getattr(later.totals, field)
-        assert len(earlier.consumers) <= clients + 50  # some may be over for their client and not for the server
+        assert len(earlier.consumers) <= clients + 50  # the client of some may have finished before the server
 
 
 def test_the_catalog_answers_with_the_same() -> None:
@@ -224,7 +224,7 @@ def test_what_is_no_status_is_refused(said: Any) -> None:
 
 
 def test_values_of_other_types_are_refused(serve: Serve) -> None:
-    """Which would fail where they are shown."""
+    """Such values would fail when they are displayed."""
     plain = serve("tcp:").status().plain()
     for part, name, value in (
         (plain, "seconds", "long"),

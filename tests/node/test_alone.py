@@ -1,4 +1,4 @@
-"""A node that nobody told otherwise is its user's alone: its catalog answers on a private Unix socket."""
+"""A node with default options: only its user can reach it, through a private Unix socket."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ NOBODY = 65534
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The directory of this user's sockets."""
+    """Yield the directory of this user's sockets."""
     with tempfile.TemporaryDirectory(prefix="dis-") as directory:
         monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
         yield f"{directory}/dissociated"
 
 
-#: Tries everything as another user, and prints how each try ended. It has loaded what it needs before it is that user.
+#: Another user that tries everything, and prints how each attempt ended. It imports its modules before it changes user.
 STRANGER = """
 import json, os, sys
 from contextlib import closing, suppress
@@ -85,7 +85,7 @@ with closing(dis.connect(uri, timeout=5)) as client:
 
 
 def refusals(uri: str, handover: Path) -> dict[str, tuple[str, str]]:
-    """How each try of another user ended."""
+    """Return the results of another user's attempts."""
     done = subprocess.run(
         [sys.executable, "-c", STRANGER, uri, str(handover)], capture_output=True, text=True, timeout=3 * PATIENCE
     )
@@ -96,7 +96,7 @@ def refusals(uri: str, handover: Path) -> dict[str, tuple[str, str]]:
 @pytest.mark.needs("root")
 @pytest.mark.parametrize("enterable", [False, True])
 def test_another_user_gets_nothing_of_a_node_that_a_put_started(memory: Path, enterable: bool) -> None:
-    """Not even one who could enter its directories: the sockets themselves are closed, too."""
+    """Even a user who could enter its directories gets nothing: the sockets themselves are private, too."""
     memory.chmod(0o755)
     store = memory / "store"
     address = ensure(store, idle_exit=600)
@@ -129,7 +129,7 @@ def test_another_user_gets_nothing_of_a_node_that_a_put_started(memory: Path, en
 def test_the_same_user_finds_the_node_by_its_uri_by_its_store_and_by_the_variable(
     memory: Path, start: Start, tmp_path: Path
 ) -> None:
-    """Also in a directory whose name has a space in it, and with plain Flight."""
+    """This holds for a directory with a space in its name, and for plain Flight."""
     store = memory / "a store"
     node = start("node", "--store", store)
     assert node.uri == f"grpc+unix://{memory}/a%20store/run/flight.sock"
@@ -177,7 +177,7 @@ def test_a_node_that_was_killed_is_started_again_over_its_socket(memory: Path, s
         assert (store / "run" / "flight.sock").exists()
         second = start("node", "--store", store)
         assert second.uri == first.uri
-        assert client.read("d").read_all() == table(1)  # by the same client
+        assert client.read("d").read_all() == table(1)  # the client finds the new node by itself
 
 
 def test_a_node_that_ends_leaves_no_socket(memory: Path) -> None:
@@ -240,7 +240,7 @@ def test_places_that_a_catalog_does_not_take(tmp_path: Path, memory: Path) -> No
 
 @pytest.mark.needs("root")
 def test_a_socket_of_another_user_is_not_believed(memory: Path) -> None:
-    """A user who guesses where a catalog will answer would otherwise be given what is put there."""
+    """Otherwise, a user who guesses the address of a catalog would receive the data that is put there."""
     path = memory / "catalog.sock"
     with socket.socket(socket.AF_UNIX) as theirs:
         theirs.bind(str(path))

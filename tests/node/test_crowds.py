@@ -1,4 +1,4 @@
-"""Two hundred consumers of one node at once, and those who mean harm among those who do not."""
+"""Two hundred consumers of a node at once, and malicious clients among good ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def table() -> pa.Table:
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
 def test_two_hundred_consumers_of_one_dataset(memory: Path, start: Start, table: pa.Table, scheme: str) -> None:
-    """All are connected, and in the middle of the stream, before the first goes on."""
+    """All consumers are connected, and in the middle of the stream, before the first continues."""
     node = start("node", "--store", memory / "store", "--limit", "16MiB")
     put(node.uri, "d", table)
     with dis.connect(node.uri) as client:
@@ -40,7 +40,7 @@ def test_two_hundred_consumers_of_one_dataset(memory: Path, start: Start, table:
         reader = dis.open_stream(uri, endpoint.ticket, columns=columns, timeout=60)
         first = reader.read_next_batch()
         everybody.wait(60)
-        everybody.wait(60)  # until they have been counted
+        everybody.wait(60)  # until the consumers have been counted
         arrived = pa.Table.from_batches([first, *reader])
         arrived.validate(full=True)
         return bool(arrived == (table if columns is None else table.select(columns)))
@@ -55,13 +55,13 @@ def test_two_hundred_consumers_of_one_dataset(memory: Path, start: Start, table:
     (there,) = status.datasets
     assert there.streams == CROWD
     if scheme == "shm":
-        # four buffers in each of three batches: all of them, one alone, and the three of strings
+        # Four buffers in each of three batches: all columns, the first column alone, and the three buffers of strings.
         assert status.leases == 67 * 12 + 67 * 3 + 66 * 9
     nothing_is_left_of(node, memory / "store")
 
 
 def test_a_good_client_reads_on_whatever_others_do(memory: Path, start: Start, table: pa.Table) -> None:
-    """Four of them do their worst again and again, beside a flood of connections that say nothing."""
+    """Four malicious clients attack again and again, beside a flood of silent connections."""
     node = start("node", "--store", memory / "store", "--limit", "16MiB")
     put(node.uri, "d", table)
     with dis.connect(node.uri) as client:

@@ -1,4 +1,4 @@
-"""A guarded catalog and its nodes: TLS, tokens and signed tickets from end to end, and what strangers get."""
+"""A guarded catalog and its nodes: TLS, tokens and signed tickets from end to end, and the errors of strangers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RETAIN = 60.0
 
 @pytest.fixture
 def options(certified: Certificates) -> dict[str, Any]:
-    """What a catalog and its nodes have in common."""
+    """Return the options that a catalog and its nodes share."""
     return {
         **certified.options,
         "tls_roots": certified.roots,
@@ -90,7 +90,7 @@ def test_a_ticket_of_the_catalog_is_signed_and_good_at_the_node(
     client.put("d", TABLE.to_reader())
     (endpoint,) = client.describe("d").endpoints
     ((identifier,),) = [[version.ticket for version in node.store.versions()]]
-    assert identifier in endpoint.ticket  # which names the publication
+    assert identifier in endpoint.ticket  # the ticket names the publication
     assert endpoint.ticket != identifier  # and proves that it may be read
     (tls,) = (uri for uri in endpoint.locations if uri.startswith("tls"))
     trusting = f"{tls}&roots={certified.roots}"
@@ -104,7 +104,7 @@ def test_a_ticket_of_the_catalog_is_signed_and_good_at_the_node(
 def test_a_renewed_endpoint_ends_with_what_ends_first(
     client: dis.Client, catalog: CatalogService, node: Node, certified: Certificates
 ) -> None:
-    """The version is kept for a minute after it is replaced, the ticket is good for an hour."""
+    """A replaced version is kept for a minute, and the ticket is valid for an hour."""
     client.put("d", TABLE.to_reader())
     with plain(catalog.uri, certified) as bare:
         (endpoint,) = bare.get_flight_info(flight.FlightDescriptor.for_path("d"), bearing("sesame")).endpoints
@@ -135,7 +135,8 @@ def test_only_peers_make_the_calls_between_catalogs_and_nodes(
         with pytest.raises(flight.FlightUnauthorizedError, match="only catalogs and nodes call this"):
             list(bare.do_action(flight.Action(action, b"{}"), bearing("sesame")))
         with pytest.raises(flight.FlightServerError, match=r"is not what it takes|no stage of its own|register there"):
-            list(bare.do_action(flight.Action(action, b"{}"), bearing(guarded.peer)))  # let in, and has nothing to say
+            # Authorized, but without arguments.
+            list(bare.do_action(flight.Action(action, b"{}"), bearing(guarded.peer)))
 
 
 def test_without_a_token_nothing_is_put_dropped_or_renewed(
@@ -155,7 +156,7 @@ def test_without_a_token_nothing_is_put_dropped_or_renewed(
 
 
 def test_a_secret_alone_keeps_strangers_from_registering(tmp_path: Path) -> None:
-    """Without tokens everybody reads; still nobody else is a node."""
+    """Without tokens everybody may read, but only nodes with the secret may register."""
     shared = security(secret=SECRET, peers=True)
     catalog = CatalogService("grpc://127.0.0.1:0", database=Database(), security=shared)
     try:

@@ -54,7 +54,7 @@ def test_no_node_is_started_for_a_catalog_that_is_not_there(monkeypatch: pytest.
 
 
 def test_a_node_of_a_catalog_at_a_unix_socket_is_started_at_one(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a task of Spark's does."""
+    """A task of Spark starts its node like this."""
     store, directory = memory / "store", memory / "catalog"
     directory.mkdir(mode=0o700)
     monkeypatch.setenv("DISSOCIATED_NODE", f"--store {store}")

@@ -1,4 +1,4 @@
-"""Nodes, catalogs, writers and readers as processes of their own, killed at every step; and what is left then."""
+"""Nodes, catalogs, writers and readers as separate processes, killed at every step, and the state that remains."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from nodes import (
 )
 from processes import Process, Start, free_port
 
-# One node
+# A single node
 
 
 def test_a_node_killed_while_it_serves_has_everything_again_under_the_same_tickets(memory: Path, start: Start) -> None:
@@ -58,7 +58,7 @@ def test_a_node_killed_while_it_serves_has_everything_again_under_the_same_ticke
     reader = spawn(READER, node.uri, "e")
     files = segments(store)
     node.kill()
-    assert arrived.read_all()["n"].to_pylist()[-2:] == [1, 2]  # it lies in shared memory
+    assert arrived.read_all()["n"].to_pylist()[-2:] == [1, 2]  # the data lies in shared memory
     del arrived
     printed, _ = reader.communicate("\n", timeout=PATIENCE)
     assert printed == "1 7\n"
@@ -105,7 +105,7 @@ def test_a_node_that_was_killed_knows_every_commit_that_is_in_its_datasets(memor
 
 
 def test_a_commit_without_segments_may_come_again(memory: Path, start: Start) -> None:
-    """As from a Spark job whose partitions are empty, on the host of the node."""
+    """A Spark job with empty partitions sends such commits, on the host of the node."""
     node = start("node", "--store", memory / "store")
     with dis.connect(node.uri) as client:
         nothing = [{"node": client.stage().node, "segment": ""}]
@@ -125,7 +125,7 @@ def test_a_writer_killed_before_the_commit_publishes_nothing(memory: Path, start
     assert read(node.uri, "d") == [1]
     node.kill()
     again = start("node", "--store", store)
-    assert staged(store) == ([] if how == "half" else ["w"])  # what is whole may be committed still
+    assert staged(store) == ([] if how == "half" else ["w"])  # a whole segment can still be committed
     assert len(segments(store)) == 1
     if how == "whole":
         with dis.connect(again.uri) as client:
@@ -142,7 +142,7 @@ def test_a_node_killed_at_any_moment_of_commits_keeps_each_that_it_answered(memo
     for delay in (0.01, 0.05, 0.09):
         node = start("node", "--store", store)
         with ThreadPoolExecutor(1) as pool:
-            # The same key again and again until there is an answer, by whichever node.
+            # Commit each key again and again, by either node, until there is an answer.
             def commit(uri: str, first: int) -> int:
                 count = first
                 with suppress(DissociatedError), flight.FlightClient(uri) as plain:
@@ -184,7 +184,7 @@ def test_what_a_reader_holds_is_not_evicted_until_it_is_killed(memory: Path, sta
     put(node.uri, "c", large)
     with dis.connect(node.uri) as client:
         assert [info.name for info in client.list()] == ["a", "c"]
-    assert node.leases() == 1  # the one buffer of its one batch
+    assert node.leases() == 1  # its only batch has a single buffer
     kill(reader)
     wait_until(lambda: node.leases() == 0, "the leases of the dead reader have ended")
     wait_until(lambda: _tried(node.uri, "d", large), "what it read can go")
@@ -243,14 +243,15 @@ def test_an_ipc_file_that_any_tool_wrote_is_committed_and_served_where_it_lies(m
 def test_a_full_file_system_is_told_to_whoever_puts_and_harms_nobody(tmp_path: Path, start: Start) -> None:
     root = tmp_path / "small"
     root.mkdir()
-    where = ("--flight", "grpc://127.0.0.1:0")  # a socket in the store is seen there alone
+    where = ("--flight", "grpc://127.0.0.1:0")  # a socket in the store is visible only in that file system
     node = start("node", "--store", root / "store", *where, prefix=small_file_system(root))
     put(node.uri, "d", table(1, 2))
     large = pa.table({"n": pa.array(range(2 * MIB), pa.int64())})
     for _ in range(2):
         with pytest.raises(CatalogError, match=r"the file system of .*/small/store is full: .*in Docker, --shm-size"):
             put(node.uri, "large", large)
-    put(node.uri, "e", large.slice(0, MIB // 2))  # what fits is taken: nothing is left of what did not
+    # A segment that fits is accepted: nothing remains of the one that did not.
+    put(node.uri, "e", large.slice(0, MIB // 2))
     assert read(node.uri, "e", "tcp") == [*range(MIB // 2)]
     assert read(node.uri, "d", "tcp") == read(node.uri, "d", "grpc") == [1, 2]
     assert node.terminate() == 0
@@ -270,11 +271,11 @@ def test_sigterm_lets_readers_end_within_the_deadline(memory: Path, start: Start
     assert node.wait() == 0
     slow = start("node", "--store", store, "--drain", "0.2")
     reader = spawn(READER, slow.uri, "d")
-    assert slow.terminate() == 0  # although somebody holds something
+    assert slow.terminate() == 0  # although a client still holds memory
     kill(reader)
 
 
-# Starting one
+# Starting a node
 
 
 def test_whoever_needs_a_node_starts_one_and_all_get_the_same(memory: Path) -> None:
@@ -292,7 +293,7 @@ def test_whoever_needs_a_node_starts_one_and_all_get_the_same(memory: Path) -> N
         with suppress(ChildProcessError):
             os.waitpid(address.pid, 0)
     assert running(store) is None
-    again = ensure(store, idle_exit=0.1)  # which ends by itself, and the data stays
+    again = ensure(store, idle_exit=0.1)  # the node ends by itself, and the data stays
     wait_until(lambda: running(store) is None, "it ends")
     with suppress(ChildProcessError):
         os.waitpid(again.pid, 0)
@@ -352,7 +353,7 @@ def write(uri: str, name: str, *numbers: int) -> dict[str, str]:
 
 
 def read_at_last(uri: str, name: str) -> list[int]:
-    """What there is, as soon as the catalog takes its nodes for alive: busy ones may be late to say so."""
+    """Return the rows as soon as the catalog considers its nodes alive: busy nodes may report late."""
     found: list[int] = []
 
     def heard() -> bool:
@@ -369,7 +370,7 @@ def read_at_last(uri: str, name: str) -> list[int]:
 
 
 def kill_half_way(catalog: Process, other: Process, commit: Callable[[], None], prepared: Callable[[], bool]) -> None:
-    """Kill a catalog when one node has prepared its part of a commit, and the other, which is stopped, has not."""
+    """Kill a catalog when a node has prepared its part of a commit, and the other node, which is stopped, has not."""
     other.signal(signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
         committing = pool.submit(commit)
@@ -428,7 +429,7 @@ def test_a_commit_that_stood_half_way_can_come_again_with_other_segments(
     start(*catalog_arguments)
     with dis.connect(listen) as client:
         wait_until(lambda: sum(node["alive"] for node in client.nodes()) == 2, "both nodes were heard again")
-    commit([write(a.uri, "3", 2), write(b.uri, "4", 1)])  # the same rows, that other tasks wrote elsewhere
+    commit([write(a.uri, "3", 2), write(b.uri, "4", 1)])  # the rows that other tasks wrote elsewhere
     assert read_at_last(listen, "d") == [2, 1]
     wait_until(
         lambda: all(len(segments(memory / name / "segments")) == 1 for name in "ab"),

@@ -1,4 +1,4 @@
-"""Other users of this host: they can neither pose as a user's node, nor read what a server writes."""
+"""Other users of the host: they cannot pose as a user's node, nor read the files of a server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nodes import put, spawn, table
 from processes import Start
 
 NOBODY = 65534
-#: Run as this user, a process closes nothing by itself.
+#: A prefix that runs a process with a umask of 0.
 NO_UMASK = ("sh", "-c", 'umask 0; exec "$@"', "sh")
 
 THEIR_NODE = """
@@ -59,14 +59,14 @@ with Node(Store(store), ["tcp:"]) as node:
 
 @pytest.fixture
 def common(memory: Path) -> Path:
-    """A directory where everybody may create files, as /dev/shm and /tmp are."""
+    """Return a directory where every user may create files, like /dev/shm and /tmp."""
     memory.chmod(0o1777)
     return memory
 
 
 @pytest.fixture
 def mine(memory: Path) -> Iterator[Path]:
-    """This user's own."""
+    """Yield a private directory of this user."""
     directory = memory / "mine"
     directory.mkdir(mode=0o700)
     (directory / "00000000000001-0123456789ab-0000.arrows").write_text("Dear Sir")
@@ -111,7 +111,7 @@ def test_a_directory_that_another_user_made_first_is_refused(common: Path, mine:
 
 
 def open_to_others(directory: Path) -> list[str]:
-    """The entries below a directory that another user may use, if not for the directories above them."""
+    """Return the entries below a directory whose own permissions let other users in."""
     return [
         f"{path.relative_to(directory)} {stat.filemode(path.lstat().st_mode)}"
         for path in directory.rglob("*")
@@ -120,7 +120,7 @@ def open_to_others(directory: Path) -> list[str]:
 
 
 def test_everything_that_servers_write_is_closed_to_others(memory: Path, start: Start) -> None:
-    """However open the umask is, and also above what was missing."""
+    """This holds for any umask, and for parent directories that were missing."""
     files = memory / "files"
     files.mkdir(mode=0o700)
     catalog = start("catalog", "--db", files / "catalog.db", "--listen", "grpc://127.0.0.1:0", prefix=NO_UMASK)
@@ -163,7 +163,7 @@ for path, _, files in os.walk(sys.argv[1]):
 
 @pytest.mark.needs("root")
 def test_another_user_reads_no_ticket_from_the_database_of_a_catalog(memory: Path, start: Start) -> None:
-    """Although its directory can be read."""
+    """The directory of the database is readable."""
     memory.chmod(0o755)
     catalog = start("catalog", "--db", memory / "catalog.db", "--listen", "grpc://127.0.0.1:0", prefix=NO_UMASK)
     assert catalog.uri

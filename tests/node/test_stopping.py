@@ -1,4 +1,4 @@
-"""A node at SIGTERM: it waits for streams in progress, says for whose, and leaves what clients hold as it is."""
+"""A node at SIGTERM: it waits for streams in progress, logs their clients, and leaves memory that clients hold."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def log(memory: Path) -> Path:
 
 @pytest.fixture
 def node(memory: Path, log: Path, start: Start) -> Process:
-    """A node that waits for ten minutes, and logs to a file."""
+    """Start a node with a drain timeout of ten minutes that logs to a file."""
     logged = ["sh", "-c", 'exec "$@" 2>"$0"', str(log)]
     arguments = ("node", "--store", memory / "store", "--drain", "600", "--log-level", "info")
     return start(*arguments, prefix=logged)
@@ -73,7 +73,7 @@ def node(memory: Path, log: Path, start: Start) -> Process:
 def test_arrays_that_clients_hold_outlive_the_node_and_hold_up_nothing(node: Process, log: Path) -> None:
     put(node.uri, "held", numbers(ROWS))
     holders = [spawn(HOLDER, node.uri, "held", "shm") for _ in range(3)]
-    lagging = spawn(READER, node.uri, "held")  # it was sent everything, and has looked at one batch
+    lagging = spawn(READER, node.uri, "held")  # the server has sent all data, of which the reader has taken one batch
     wait_until(lambda: [one.state for one in state(node.uri).consumers] == ["holding"] * 4, "all was sent")
     assert state(node.uri).state == "running"
     assert node.terminate() == 0
@@ -121,7 +121,7 @@ def test_what_is_in_progress_at_the_deadline_is_cut_off(memory: Path, start: Sta
 
 @pytest.mark.parametrize("live", [False, True])
 def test_a_server_waits_for_who_holds_memory_that_would_be_used_again(live: bool) -> None:
-    """Memory of a stream that one client or several read is used again; the mapped copy of a table is not."""
+    """Memory of a stream that one or several clients read is reused; the mapped copy of a table is not."""
     with dis.Server(["shm:"], catalog=None) as server:
         whole = numbers(ROWS)
         server.publish("static", whole, wait=True)

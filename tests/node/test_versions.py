@@ -1,4 +1,4 @@
-"""A version number means one thing for ever: nodes and catalogs that are killed, started again, lost and moved."""
+"""Version numbers: each keeps its meaning for ever, while nodes and catalogs are killed, restarted, lost and moved."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from processes import Process, Start, free_port
 from store.test_memfds import memfd
 
 HOUR = 3600.0
-SELDOM = 600.0  # seconds: each heartbeat is one of the test's own
+SELDOM = 600.0  # seconds: the tests trigger each heartbeat themselves
 
 
 def numbers(uri: str, name: str) -> list[int]:
@@ -34,14 +34,14 @@ def numbers(uri: str, name: str) -> list[int]:
 
 
 def version(uri: str, name: str, number: int | None = None) -> tuple[int, str, list[int]]:
-    """The number, the lineage and the rows of a version."""
+    """Return the number, the lineage and the rows of a version."""
     with dis.connect(uri) as client:
         info = client.describe(name, number)
         return info.version, info.lineage_id, client.read(name, version=number).read_all()["n"].to_pylist()
 
 
 class Restarting:
-    """A node at one address, which is killed and started again."""
+    """A node at a fixed address that can be killed and restarted."""
 
     def __init__(self, start: Start, store: Path) -> None:
         self._start, self._store = start, store
@@ -63,7 +63,7 @@ def test_numbers_go_on_after_a_node_was_killed(node: Restarting, capsys: pytest.
     put(node.uri, "other", table(0))
     put(node.uri, "d", table(1))
     put(node.uri, "d", table(2, 2))
-    assert version(node.uri, "d")[0] == 2  # counted for each dataset
+    assert version(node.uri, "d")[0] == 2  # each dataset has its own numbers
     node.restart()
     put(node.uri, "d", table(3, 3, 3))
     assert version(node.uri, "d")[0::2] == (3, [3, 3, 3])
@@ -84,7 +84,7 @@ def test_what_was_dropped_or_lost_leaves_its_number_behind(node: Restarting, mem
         _, lineage, _ = version(node.uri, "dropped")
         client.drop("dropped")
         node.restart()
-        node.restart()  # what was known from before is still known
+        node.restart()  # a second restart must not lose what the first one recovered
         client.put("dropped", table(3), mode="append")
         client.put("kept", table(3), mode="append")
     found = version(node.uri, "dropped")
@@ -162,7 +162,7 @@ def test_memory_that_was_handed_over_leaves_its_number_behind(memory: Path) -> N
 
 
 def test_a_commit_that_reached_the_store_and_not_the_database_is_the_last(memory: Path) -> None:
-    """A node was killed between the two, or its database is from a backup."""
+    """A node was killed between the two steps, or its database was restored from a backup."""
     path = memory / "catalog.db"
 
     def node() -> Node:
@@ -187,7 +187,7 @@ def test_versions_that_were_written_without_numbers_are_counted_in_their_order(m
         for number in range(3):
             with dis.connect(node.uri) as client:
                 client.put("d", table(number))
-                client.describe("d")  # so that it is kept
+                client.describe("d")  # makes the node keep the version
     for manifest in store.glob("segments/*/manifest.json"):
         plain = json.loads(manifest.read_text())
         del plain["version"]
@@ -202,7 +202,7 @@ def test_versions_that_were_written_without_numbers_are_counted_in_their_order(m
 
 
 class Cluster:
-    """A catalog that is lost with all it knows, and nodes that tell it what they have."""
+    """A catalog that can lose all its data, and nodes that report their contents to it."""
 
     def __init__(self, directory: Path, running: ExitStack) -> None:
         self._directory, self._running = directory, running
@@ -264,7 +264,7 @@ def test_a_number_that_was_prepared_for_a_commit_is_not_used_again(cluster: Clus
     put(a.uri, "d", table(1))
     cluster.tell()
     with dis.connect(b.uri) as client:
-        client.put("d", table(2), mode="append")  # in two parts, which no node knows to be a dataset
+        client.put("d", table(2), mode="append")  # the dataset has two parts, and no node knows both
     assert version(cluster.uri, "d")[0] == 2
     cluster.lose_catalog()
     cluster.tell()
@@ -279,7 +279,7 @@ def test_the_order_is_that_of_the_numbers_whatever_the_clock_says(
     put(node.uri, "d", table(1))
     cluster.tell()
     with dis.connect(cluster.uri) as client:
-        client.describe("d")  # so that the version is kept when it is replaced
+        client.describe("d")  # makes the catalog keep the version after it is replaced
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() - HOUR)
     put(node.uri, "d", table(2))
@@ -304,7 +304,7 @@ def test_a_node_alone_shows_the_last_commit_whatever_the_clock_says(
 
 
 def test_what_a_catalog_has_committed_is_not_replaced_by_what_it_finds(cluster: Cluster) -> None:
-    """A node that was away for long comes back after the catalog was lost and somebody has written the name again."""
+    """A node returns after the catalog was lost and the dataset was written again by another node."""
     a, b = cluster.start_node("a"), cluster.start_node("b")
     for number in range(3):
         put(b.uri, "d", table(number))
@@ -319,7 +319,10 @@ def test_what_a_catalog_has_committed_is_not_replaced_by_what_it_finds(cluster: 
 
 
 def test_a_catalog_from_a_backup_takes_what_it_has_committed_since(memory: Path) -> None:
-    """Also what lies on another node, before the first has told that it holds the older version no more."""
+    """The commit on the other node is found, too.
+
+    The first node has not yet reported that it no longer holds the older version.
+    """
     path, uri = memory / "catalog.db", f"grpc://127.0.0.1:{free_port()}"
 
     def catalog() -> CatalogService:
@@ -351,7 +354,7 @@ def test_a_catalog_from_a_backup_takes_what_it_has_committed_since(memory: Path)
 
 
 def put_and_evict(store: Store, uri: str, name: str) -> None:
-    """What is written next to it takes all the room."""
+    """Put a dataset, and then another one that takes all the room."""
     put(uri, name, table(*range(100_000)))
     put(uri, "large", table(*range(500_000)))
     assert store.current(name) is None
@@ -373,7 +376,7 @@ def test_nothing_is_appended_to_what_was_evicted(memory: Path) -> None:
         client.put("d", table(2), mode="append")
         assert version(node.uri, "d")[0::2] == (3, [1, 2])
         client.drop("d")
-        client.put("d", table(3), mode="append")  # somebody wanted it to be gone
+        client.put("d", table(3), mode="append")  # the dataset was dropped on purpose
         assert read(node.uri, "d") == [3]
 
 

@@ -1,7 +1,6 @@
-"""A client and a server in nothing but Python and its standard library, written from docs/framing.md alone.
+"""A client and a server in plain Python with its standard library, written from docs/framing.md alone.
 
-pyarrow makes and reads the Arrow IPC bytes; it knows nothing of the framing. The numbers stand here a second time, as
-the page gives them.
+pyarrow writes and reads the Arrow IPC bytes; it knows nothing of the framing. The constants are copied from the page.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ PATIENCE = 20.0  # seconds
 
 
 class Aborted(Exception):
-    """The peer gave up and said why."""
+    """The error of a peer that gave up, with its reason."""
 
 
 class Frame(NamedTuple):
@@ -35,7 +34,7 @@ class Frame(NamedTuple):
 
 
 class Message(NamedTuple):
-    """The flatbuffer of an IPC message, and its packed body, None for a schema."""
+    """The flatbuffer of an IPC message, and its packed body, which is None for a schema."""
 
     header: bytes
     body: bytes | None
@@ -49,7 +48,7 @@ def encode(kind: int, payload: bytes, tag: int = 0) -> bytes:
 
 
 class Wire:
-    """One connection: frames, and the descriptors beside them."""
+    """A connection that sends and receives frames, and the descriptors that come with them."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(PATIENCE)
@@ -61,7 +60,7 @@ class Wire:
         data = b"".join(frames)
         if not self._greeted:
             self._greeted, data = True, PREAMBLE + data
-            if descriptors:  # they belong beside the first byte of the frame, not of the preamble
+            if descriptors:  # descriptors belong to the first byte of the frame, not to the preamble
                 self.socket.sendall(PREAMBLE)
                 data = data[len(PREAMBLE) :]
         if descriptors:
@@ -70,7 +69,7 @@ class Wire:
         self.socket.sendall(data)
 
     def receive(self) -> Frame | None:
-        """The next frame; None at the end between two of them."""
+        """Return the next frame, or None if the stream ends between two frames."""
         if not self._was_greeted:
             assert self._exactly(8) == PREAMBLE
             self._was_greeted = True
@@ -88,7 +87,7 @@ class Wire:
         return frame
 
     def read_all(self) -> None:
-        """Every frame up to the end."""
+        """Read and drop every frame up to the end."""
         while self.receive() is not None:
             pass
 
@@ -115,7 +114,7 @@ class Wire:
 
 
 def taken_apart(payload: bytes) -> Iterator[Frame]:
-    """The messages of a RUN."""
+    """Yield the messages of a RUN."""
     n, u, t = struct.unpack_from("<QQQ", payload)
     tags = struct.unpack_from(f"<{n}Q", payload, 24)
     untagged = 24 + 8 * n
@@ -126,7 +125,7 @@ def taken_apart(payload: bytes) -> Iterator[Frame]:
 
 
 def run_of(pairs: Sequence[tuple[bytes, int, bytes]]) -> bytes:
-    """A RUN of (untagged message, tag, tagged message), each kind of one size."""
+    """Encode a RUN of (untagged message, tag, tagged message); all messages of a kind have the same size."""
     untagged, tags, tagged = zip(*pairs, strict=True)
     parts = b"".join(untagged), struct.pack(f"<{len(tags)}Q", *tags), b"".join(tagged)
     return encode(
@@ -163,7 +162,7 @@ def join(messages: Iterable[Message]) -> pa.Table:
 
 
 def _slot(header: bytes, table: int, number: int) -> int:
-    """Where a field of a flatbuffer's table lies; 0 where it is left out."""
+    """Return the position of a field in a flatbuffer's table, or 0 if the field is missing."""
     vtable = table - int(struct.unpack_from("<i", header, table)[0])
     if 4 + 2 * number >= struct.unpack_from("<H", header, vtable)[0]:
         return 0
@@ -176,7 +175,7 @@ def _follow(header: bytes, at: int) -> int:
 
 
 def buffers(header: bytes) -> tuple[int, list[tuple[int, int]]]:
-    """bodyLength, and (offset, length) of each `Buffer` of a record batch or dictionary batch."""
+    """Return bodyLength, and (offset, length) of each `Buffer` of a record batch or dictionary batch."""
     message = _follow(header, 0)
     length_at = _slot(header, message, 3)
     length = int(struct.unpack_from("<q", header, length_at)[0]) if length_at else 0
@@ -211,7 +210,7 @@ def dial(uri: str) -> Wire:
 
 
 class Client:
-    """Asks for one stream and takes it whole, as messages with packed bodies, whichever way these come."""
+    """A client that requests a stream and reads it whole, converting all messages to messages with packed bodies."""
 
     def __init__(self, uri: str, ticket: bytes) -> None:
         parameters = address_of(uri)[2]
@@ -221,7 +220,7 @@ class Client:
         self._headers: dict[int, bytes] = {}
         self._bodies: dict[int, tuple[int, bytes]] = {}
         self._count: int | None = None
-        self.kinds: set[int] = set()  # of frames, and of bodies times 100
+        self.kinds: set[int] = set()  # kinds of frames, and kinds of bodies times 100
         self.wire.send(encode(TAGGED, ticket, int(parameters["want_data"])))
 
     def messages(self, half_close: bool = False) -> list[Message]:
@@ -332,7 +331,7 @@ def address_list(pairs: Sequence[tuple[int, int]]) -> bytes:
 
 
 class Server:
-    """Listens, and answers each request for `ticket` with `answer`; every other with an ABORT."""
+    """A server that answers each request for `ticket` with `answer`, and every other request with an ABORT."""
 
     WANT, FREE = 11, 13
 
@@ -353,7 +352,7 @@ class Server:
         self._thread.start()
 
     def lease(self, pairs: Sequence[tuple[int, int]]) -> bytes:
-        """An address list that is about to be sent."""
+        """Return an address list, and record the addresses as leased."""
         self.leased += (address for address, size in pairs if size)
         return address_list(pairs)
 

@@ -1,4 +1,4 @@
-"""Who ports the framing to another language has docs/framing.md: what is written from it alone talks to both sides."""
+"""A port of the framing from docs/framing.md alone: it works with both sides of this library."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_double_knows_nothing_of_the_library() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=Path(double.__file__).parent, check=True)
 
 
-# Their client, our server
+# The port's client, our server
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_our_server_says_why_it_refuses_them(server: dis.Server, scheme: str) ->
         client.messages()
     request = encode(TAGGED, server.ticket("small"), int(double.address_of(uri)[2]["want_data"]))
     with closing(double.dial(uri)) as wire:
-        wire.send(request, request)  # at once: after its stream a connection is closed
+        wire.send(request, request)  # both at once: after its stream a connection is closed
         with pytest.raises(Aborted, match="a second stream"):
             wire.read_all()
 
@@ -92,11 +92,11 @@ def test_their_client_gives_up(server: dis.Server) -> None:
     client.close()
 
 
-# Our client, their server
+# Our client, the port's server
 
 
 def packed(batches: list[pa.RecordBatch], order: str) -> list[bytes]:
-    """The frames of a stream with packed bodies."""
+    """Return the frames of a stream with packed bodies."""
     messages = double.split(batches)
     headers = [encode(UNTAGGED, metadata(number, one.header)) for number, one in enumerate(messages)]
     bodies = [encode(TAGGED, one.body, number) for number, one in enumerate(messages) if one.body is not None]
@@ -140,7 +140,7 @@ def test_our_client_maps_what_their_server_shares_one_memfd_a_buffer(tmp_path: P
     regions: list[Region] = []
 
     def answer(server: Server, wire: Wire) -> None:
-        wire.send(encode(UNTAGGED, metadata(0, messages[0].header)))  # regions may come after it
+        wire.send(encode(UNTAGGED, metadata(0, messages[0].header)))  # regions may come after this message
         lists = []
         for number, (header, body) in enumerate(messages):
             if body is not None:
@@ -189,10 +189,11 @@ def test_tensors_both_ways(tmp_path: Path) -> None:
         ours.publish("t", [sparse, pa.Tensor.from_numpy(dense)])
         packed_uri = ours.locations("t")[0]
         client = Client(packed_uri, ours.ticket("t"))
-        client._bodies[-1] = 0, b""  # a stream of tensors has no schema: as many bodies as messages
+        client._bodies[-1] = 0, b""  # a stream of tensors has no schema: it has a body for each message
         (_, csf), (header, values) = client.messages()
         client.close()
-        # CSF: indptr of each level but the last, indices of each level, values; each buffer at a multiple of 64.
+        # CSF has indptr of each level except the last, indices of each level, and values; each buffer begins at a
+        # multiple of 64.
         lengths = [array.nbytes for array in (*sparse.to_numpy()[1], *sparse.to_numpy()[2], sparse.to_numpy()[0])]
         assert csf is not None
         assert values is not None

@@ -1,7 +1,8 @@
-"""The C++ reference (apache/arrow-experiments, dissociated-ipc), played step by step by somebody else than ourselves.
+"""The C++ reference (apache/arrow-experiments, dissociated-ipc), imitated step by step without this library.
 
-The same order of messages, the same flags, tags and error mode; flatbuffers that are not padded to 8 bytes; bodies in
-pieces, posted all at once; bodies taken newest first; the client closes first.
+The order of messages, flags, tags and error mode are those of the reference. So are flatbuffers that are not padded to
+8 bytes, bodies in pieces that are posted all at once, bodies that are received newest first, and a client that closes
+first.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ COMMAND = b"train.parquet"
 
 
 def encapsulated(table: pa.Table) -> list[tuple[bytes, bytes | None]]:
-    """The messages of `table`: flatbuffer and body, None for the schema."""
+    """Return the messages of `table`: flatbuffer and body, None for the schema."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
@@ -42,12 +43,12 @@ def encapsulated(table: pa.Table) -> list[tuple[bytes, bytes | None]]:
 
 
 def unpadded(header: bytes) -> bytes:
-    """The flatbuffer with a length that is no multiple of 8, as it leaves the reference."""
+    """Return the flatbuffer with a length that is no multiple of 8, like the reference sends it."""
     return header + bytes(3)
 
 
 class ReferenceServer:
-    """Serves one table, to one client after the other: metadata on one connection, bodies on another."""
+    """A server of a table for one client after the other, with metadata on one connection and bodies on another."""
 
     def __init__(self, table: pa.Table) -> None:
         self._messages = encapsulated(table)
@@ -56,7 +57,7 @@ class ReferenceServer:
         self.port = self._listening.listen()
         self._stop = False
         self.failures: list[BaseException] = []
-        self.asked: list[str] = []  # the streams, in the order in which they were asked for
+        self.asked: list[str] = []  # the streams in the order of their requests
         self.closed: list[str] = []  # in the order in which the client closed them
         self._threads: list[threading.Thread] = []
         self._thread = threading.Thread(target=self._run, name="reference server")
@@ -101,7 +102,7 @@ class ReferenceServer:
 
     def _send_bodies(self, worker: Worker) -> None:
         for sequence, (_, body) in enumerate(self._messages):
-            if body is not None:  # in pieces of 8 bytes and more, as buffers and their padding are
+            if body is not None:  # in pieces of 8 bytes and more, like buffers and their padding
                 worker.send_tagged(sequence, [body[:8], body[8:64], body[64:]])
 
     def close(self) -> None:
@@ -117,7 +118,7 @@ class ReferenceServer:
 
 
 class ReferenceFlight(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type hints
-    """Knows descriptors of type CMD alone, and answers with two locations in one endpoint."""
+    """A Flight server that only knows descriptors of type CMD, and answers with two locations in one endpoint."""
 
     def __init__(self, server: ReferenceServer, schema: pa.Schema) -> None:
         super().__init__("grpc://127.0.0.1:0")
@@ -133,7 +134,7 @@ class ReferenceFlight(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow
 
 
 class ReferenceClient:
-    """Asks Flight, opens two connections, and takes one stream from each."""
+    """A client that asks Flight, opens two connections, and reads a stream from each."""
 
     def __init__(self, catalog: str, command: bytes) -> None:
         with flight.connect(catalog) as client:
@@ -143,7 +144,7 @@ class ReferenceClient:
         self.forms: set[str] = set()
 
     def read_all(self) -> pa.Table:
-        """The whole stream, decoded by libarrow."""
+        """Return the whole stream, decoded by libarrow."""
         context = Context()
         metadata, data = Worker(context), Worker(context)
         for worker, location in zip((metadata, data), self._locations, strict=True):
@@ -156,7 +157,7 @@ class ReferenceClient:
         bodies = {
             sequence: data.receive(sequence, BODY_MASK)[1]
             for sequence in sorted(headers, reverse=True)
-            if sequence  # the schema has none
+            if sequence  # the schema has no body
         }
         self.forms = metadata.forms
         metadata.close_endpoint()
@@ -171,7 +172,7 @@ class ReferenceClient:
 
     @staticmethod
     def _whole(messages: list[bytes]) -> bool:
-        """The end of stream may have overtaken some."""
+        """Return whether all messages have arrived: the end of the stream may have overtaken some."""
         (count,) = (_sequence(one) for one in messages if one[0] == 0)
         return len(messages) == count + 1
 

@@ -1,4 +1,4 @@
-"""Each side of ours with the other side of the C++ reference."""
+"""Each side of this library with the other side of the C++ reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.needs("ucx")
 
 _RANDOM = np.random.default_rng(1)
 
-#: Batches of one row and of many, empty ones, dictionaries; metadata small enough for one packet and too large.
+#: Batches of one row and of many, empty batches, dictionaries; metadata that fits into a packet, and larger metadata.
 TABLES = {
     "numbers": pa.Table.from_batches(
         pa.table({"n": np.arange(100_000), "x": _RANDOM.random(100_000)}).to_batches(max_chunksize=9_999)
@@ -56,7 +56,7 @@ def test_our_client_reads_from_the_reference(table: pa.Table, reference: Referen
 
 
 def test_our_client_asks_and_closes_in_the_order_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metadata first."""
+    """The client asks for the metadata first, and closes that connection first."""
     asked: list[int | None] = []
     on: list[UcxConnection] = []
     closed: list[UcxConnection] = []

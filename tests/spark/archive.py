@@ -1,7 +1,7 @@
-"""python tests/spark/archive.py FILE: writes what Java has loaded of Spark, so that later Sparks need not load it anew.
+"""Write an archive of the classes that Spark loads, so that later Java processes start faster.
 
-They take little more than half of the processor's time to start. A Java that is another one than that which wrote the
-file, or has other jars, takes no notice of it.
+Usage: `python tests/spark/archive.py FILE`. Starting from the archive takes little more than half of the processor
+time. A Java of another version, or with other jars, ignores the file.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import dissociated as dis
 from dissociated.errors import JavaNotFound
 from dissociated.spark import publish, read, session
 
-#: For a Java of these tests. Whatever it has to say about the file would go to standard output.
+#: Options for the Java processes of these tests. Without `-Xlog:disable`, messages about the archive go to standard
+#: output.
 OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xlog:disable"
 
 
 def write(file: str) -> None:
-    """Use Spark a little, and end its Java."""
+    """Run a small Spark job, then stop its Java process, which writes the archive."""
     os.environ["JDK_JAVA_OPTIONS"] = f"{OPTIONS} -XX:ArchiveClassesAtExit={file}"
     with dis.Server(["shm:"]) as server, session("archive", "local[2]", **{"spark.log.level": "OFF"}) as spark:
         gateway = spark.sparkContext._gateway
@@ -39,5 +40,5 @@ if __name__ == "__main__":
     try:
         write(str(made))
     except JavaNotFound as error:
-        print(error)  # as the tests will that are skipped
+        print(error)  # the tests that need Java are skipped with this message
     made.rename(target)

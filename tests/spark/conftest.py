@@ -1,4 +1,4 @@
-"""One Spark for the whole run, and a fresh server for every test."""
+"""Fixtures of the Spark tests: a single Spark session for the whole run, and a fresh server for every test."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 pyspark = pytest.importorskip("pyspark", reason="pyspark is not installed")
 
-#: Whether Spark reads and writes in its JVM, as it does by itself, or by the data source in Python.
+#: Whether Spark reads and writes in its JVM, which is the default, or by the Python data source.
 IN_JVM = os.environ.get("DISSOCIATED_TEST_JVM", "true")
 
-#: PySpark 4.1 leaves the sockets of `collect` and the like to the garbage collector, and has no streams for us.
+#: PySpark 4.1 leaves the sockets of `collect` and similar calls to the garbage collector, and cannot stream with us.
 SPARK_4_1 = pyspark.__version__.startswith("4.1.")
 
-#: Warnings of PySpark itself.
+#: Warnings that PySpark itself raises.
 OF_PYSPARK = ["ignore:PySpark does not yet fully support pandas:FutureWarning"]
 if SPARK_4_1:
     OF_PYSPARK.append("ignore:unclosed <socket.socket:ResourceWarning")
@@ -35,7 +35,10 @@ if SPARK_4_1:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The first of them begins Spark, and may have to compile its source: beside a neighbour, that takes minutes."""
+    """Raise the timeout of Spark tests.
+
+    The first one starts Spark and may compile the jar, which takes minutes on a busy machine.
+    """
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             if item.get_closest_marker("timeout") is None:
@@ -45,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="package")
 def spark() -> Iterator[SparkSession]:
-    """Two cores; a task that fails gets a second attempt; workers begin as forks of warm.py."""
+    """Yield a session with two cores and two attempts per task, whose Python workers are forks of warm.py."""
     try:
         java_home()
     except JavaNotFound as error:
@@ -67,7 +70,7 @@ def spark() -> Iterator[SparkSession]:
 
 @pytest.fixture
 def use_jvm(spark: SparkSession) -> Iterator[Callable[[bool], None]]:
-    """Says whether Spark reads and writes in its JVM from here on, or by the data source in Python."""
+    """Yield a function that sets whether Spark reads and writes in its JVM or by the Python data source."""
     yield lambda wanted: spark.conf.set("spark.dissociated.jvm", str(wanted).lower())
     spark.conf.set("spark.dissociated.jvm", IN_JVM)
 
@@ -80,7 +83,7 @@ def server() -> Iterator[dis.Server]:
 
 @pytest.fixture
 def catalog(server: dis.Server) -> str:
-    """The URI of a catalog with nothing in it."""
+    """Return the URI of an empty catalog."""
     return server.catalog_uri
 
 
@@ -92,14 +95,14 @@ def client(catalog: str) -> Iterator[dis.Client]:
 
 @pytest.fixture
 def stage(catalog: str) -> Path:
-    """Where segments wait to be published."""
+    """Return the directory of segments that are not published yet."""
     with dis.connect(catalog) as client:
         return Path(client.stage().directory)
 
 
 @pytest.fixture
 def path_without_java(tmp_path: Path) -> Path:
-    """A PATH with all the tools of this machine but Java."""
+    """Return a PATH with all the tools of this machine except Java."""
     tools = tmp_path / "tools"
     tools.mkdir()
     for directory in os.environ["PATH"].split(os.pathsep):

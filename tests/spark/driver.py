@@ -1,6 +1,6 @@
-"""A Spark driver as a process of its own: takes jobs as lines of JSON, and answers each with such a line.
+"""A Spark driver in a process of its own: reads jobs as lines of JSON, and answers each with a line of JSON.
 
-What its jobs do to the processes around them, they do for real: these are the failures that Spark must survive.
+The jobs really kill the processes around them: these are the failures that Spark must survive.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PATIENCE = 60.0
 
 
 def wait_for(condition: Callable[[], Any]) -> Any:
-    """What the condition gives once it gives something."""
+    """Wait until `condition()` is true, and return its result."""
     deadline = time.monotonic() + PATIENCE
     while not (found := condition()):
         assert time.monotonic() < deadline, "waited in vain"
@@ -35,10 +35,10 @@ def wait_for(condition: Callable[[], Any]) -> Any:
 
 
 def writer_of(segment: str, stores: str) -> int | None:
-    """The process in Python that writes the segment whose name ends so, or that has made its file for Spark's JVM."""
+    """Return the Python process that writes the segment named `segment`, or that created its file for Spark's JVM."""
     for part in Path(stores).glob(f"*/staging/*{segment}.part"):
         for process in filter(str.isdigit, os.listdir("/proc")):
-            with suppress(OSError):  # it has ended, or closes one now: it is looked at again
+            with suppress(OSError):  # The process has ended, or is closing a descriptor. The caller looks again.
                 if "python" in os.readlink(f"/proc/{process}/exe") and any(
                     os.path.samefile(link, part) for link in Path(f"/proc/{process}/fd").iterdir() if link.exists()
                 ):
@@ -47,7 +47,7 @@ def writer_of(segment: str, stores: str) -> int | None:
 
 
 def executor() -> int:
-    """The executor that this Python worker belongs to."""
+    """Return the process ID of the executor that this Python worker belongs to."""
     pid = os.getppid()
     while b"CoarseGrainedExecutorBackend" not in Path(f"/proc/{pid}/cmdline").read_bytes():
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -55,7 +55,7 @@ def executor() -> int:
 
 
 def mapped(spark: SparkSession, rows: int, partitions: int, function: Callable[..., Iterator[pa.RecordBatch]]) -> Any:
-    """Numbers from 0, whose batches pass through `function`, which is told partition, attempt and the attempt's id."""
+    """Return numbers from 0 whose batches pass through `function`, which also gets partition, attempt and its ID."""
 
     def through(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from pyspark import TaskContext
@@ -68,7 +68,7 @@ def mapped(spark: SparkSession, rows: int, partitions: int, function: Callable[.
 
 
 def write(df: DataFrame, name: str, uri: str, mode: str = "overwrite") -> None:
-    """In Spark's JVM: what replaces a dataset. What is added comes by way of Python, so that both meet what happens."""
+    """Write overwrites in Spark's JVM and appends in Python, so that both ways meet the failures."""
     df.sparkSession.conf.set("spark.dissociated.jvm", str(mode != "append").lower())
     publish(df, name, uri, mode)
 
@@ -80,9 +80,9 @@ def plain(spark: SparkSession, uri: str, name: str, rows: int, partitions: int, 
 def killed_within(
     spark: SparkSession, uri: str, name: str, rows: int, partitions: int, whom: str, stores: str, killed: str, mode: str
 ) -> None:
-    """An attempt of partition 1 loses its writer, or its executor, half-way through its segment.
+    """Kill the writer or the executor of partition 1 when its segment is half written.
 
-    Whom that was is written into the file `killed`.
+    The process ID of the killed process is written to the file `killed`.
     """
 
     def kill(
@@ -93,7 +93,7 @@ def killed_within(
                 pid = wait_for(lambda: writer_of(f"-{partition:06}-{attempt_id}.arrows", stores))
                 if whom == "executor":
                     pid = executor()
-                with suppress(FileExistsError), open(killed, "x") as told:  # another attempt may be at it too
+                with suppress(FileExistsError), open(killed, "x") as told:  # another attempt may do the same
                     told.write(str(pid))
                     told.flush()
                     os.kill(pid, signal.SIGKILL)
@@ -103,7 +103,7 @@ def killed_within(
 
 
 def raced(spark: SparkSession, uri: str, name: str, rows: int, partitions: int, meeting: str, mode: str) -> None:
-    """Partition 0 is run twice, and both attempts come to their ends at the same time."""
+    """Run partition 0 twice, with both attempts finishing at the same time."""
 
     def meet(
         batches: Iterator[pa.RecordBatch], partition: int, attempt: int, attempt_id: int
@@ -117,7 +117,7 @@ def raced(spark: SparkSession, uri: str, name: str, rows: int, partitions: int, 
 
 
 def spread(spark: SparkSession, uri: str, name: str, rows: int, partitions: int, meeting: str, executors: int) -> None:
-    """Every executor begins to write a partition at the same time as the others."""
+    """Make all executors begin to write a partition at the same time."""
 
     def meet(
         batches: Iterator[pa.RecordBatch], partition: int, attempt: int, attempt_id: int
@@ -125,7 +125,7 @@ def spread(spark: SparkSession, uri: str, name: str, rows: int, partitions: int,
         if partition < executors:
             if not attempt:
                 Path(meeting, str(partition)).touch()
-            # Of a second attempt, on the other executor, nothing comes: Spark gives it up when the first is done.
+            # A second attempt on the other executor yields nothing: Spark cancels it when the first attempt is done.
             wait_for(lambda: not attempt and len(os.listdir(meeting)) == executors)
         yield from batches
 
@@ -133,7 +133,7 @@ def spread(spark: SparkSession, uri: str, name: str, rows: int, partitions: int,
 
 
 def never_ending(spark: SparkSession, uri: str, name: str, rows: int, partitions: int, mode: str) -> None:
-    """All partitions but the last are written; that one waits for more."""
+    """Write all partitions but the last, which waits for more rows without end."""
 
     def wait(
         batches: Iterator[pa.RecordBatch], partition: int, attempt: int, attempt_id: int
@@ -146,7 +146,7 @@ def never_ending(spark: SparkSession, uri: str, name: str, rows: int, partitions
 
 
 def summed(spark: SparkSession, uri: str, name: str, rows: int, partitions: int) -> None:
-    """Spark's own executors read it, each in its JVM."""
+    """Check the sum of a dataset that Spark's own executors read, each in its JVM."""
     df = read(spark, name, uri, partitions=partitions)
     assert df.selectExpr("count(id)", "sum(id)").first() == (rows, sum(range(rows)))
 

@@ -1,4 +1,4 @@
-"""The catalog plug-in: SQL by names."""
+"""Spark's catalog plug-in: SQL with dataset names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Spark on several processes and on two hosts, which are killed: rows exactly once, winners' segments alone.
+"""Spark on several processes and two hosts that are killed: rows exactly once, and only the winners' segments.
 
-The two hosts are 127.0.0.1 and 127.0.0.2, kept apart by DISSOCIATED_HOST: nothing is shared between them in memory. The
-first has two executors, the second has one.
+The two hosts are 127.0.0.1 and 127.0.0.2. DISSOCIATED_HOST keeps them apart: they share no memory. The first host has
+two executors, the second has one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from processes import Process, free_port
 
 pytestmark = pytest.mark.timeout(300)
 
-EXECUTORS = {"127.0.0.1": 2, "127.0.0.2": 1}  # of each host
+EXECUTORS = {"127.0.0.1": 2, "127.0.0.2": 1}  # per host
 HOSTS = tuple(EXECUTORS)
 CONF = {
     "spark.driver.host": "127.0.0.1",
@@ -63,13 +63,13 @@ def java() -> str:
 
 @pytest.fixture(scope="module")
 def home() -> Iterator[Path]:
-    """Memory for stores, and for what Spark writes."""
+    """Yield a directory in memory for stores and for Spark's files."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         yield Path(directory)
 
 
 def environment(java: str, home: Path, host: str = "") -> dict[str, str]:
-    """That of a process on a host, whose nodes have their stores below `home`."""
+    """Return the environment of a process on a host, whose nodes have their stores below `home`."""
     named = {"DISSOCIATED_HOST": host} if host else {}
     where = f"--listen shm: --listen tcp://{host}:0 --flight grpc://{host}:0" if host else ""
     return {
@@ -89,7 +89,7 @@ def store(home: Path, host: str = "") -> Path:
 
 
 class Driver:
-    """See driver.py."""
+    """A Spark driver process that runs the jobs of driver.py."""
 
     def __init__(self, master: str, env: Mapping[str, str], log: Path, **conf: object) -> None:
         with log.open("w") as output:
@@ -126,13 +126,13 @@ class Driver:
         return json.loads(line)
 
     def kill(self) -> None:
-        """It, and the Java that it started."""
+        """Kill the driver and its Java process."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.communicate(timeout=PATIENCE)
 
 
 class Cluster:
-    """Spark, the catalog and the stores of its hosts."""
+    """A Spark cluster, its catalog and the stores of its hosts."""
 
     def __init__(self, driver: Driver, catalog: Catalog, home: Path) -> None:
         self.driver = driver
@@ -152,7 +152,7 @@ class Cluster:
         return sorted(numbers)
 
     def segments(self, name: str, host: str | None = None) -> list[Path]:
-        """Those that are committed under a name, on one host or on all."""
+        """Return the committed segments of a dataset, on one host or on all."""
         stores = self.stores.values() if host is None else [self.stores[host]]
         manifests = [path for one in stores for path in one.glob("segments/*/manifest.json")]
         named = [path.parent for path in manifests if json.loads(path.read_text())["name"] == name]
@@ -166,7 +166,7 @@ class Cluster:
 
 
 class Catalog:
-    """A catalog alone, which can be killed and started again."""
+    """A catalog process that can be killed and restarted."""
 
     def __init__(self, database: Path) -> None:
         self._arguments = ("catalog", "--db", database, "--listen", f"grpc://127.0.0.1:{free_port()}")
@@ -182,7 +182,7 @@ class Catalog:
 
 @contextmanager
 def daemon(env: Mapping[str, str], *arguments: str) -> Iterator[None]:
-    """One of Spark's own."""
+    """Run one of Spark's own daemons."""
     command = [f"{env['SPARK_HOME']}/bin/spark-class", *arguments]
     process = subprocess.Popen(
         command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
@@ -196,7 +196,7 @@ def daemon(env: Mapping[str, str], *arguments: str) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def cluster(java: str, home: Path) -> Iterator[Cluster]:
-    """A master, and one worker on each host."""
+    """Yield a cluster of a master and one worker on each host."""
     master = f"spark://127.0.0.1:{free_port()}"
     package = "org.apache.spark.deploy"
     with ExitStack() as ends:
@@ -229,7 +229,7 @@ def kill_nodes(home: Path) -> None:
 def test_one_node_of_each_host_serves_its_segments_by_shm_there_and_by_tcp_elsewhere(
     cluster: Cluster, java: str, home: Path, tmp_path: Path
 ) -> None:
-    """It is the first to write: both executors of a host begin at once, and start one node."""
+    """This test writes first: both executors of a host begin at once, and start one node."""
     executors = sum(EXECUTORS.values())
     cluster.run("spread", "spread", rows=200_000, partitions=8, meeting=str(tmp_path), executors=executors)
     assert all(cluster.segments("spread", host) for host in HOSTS)
@@ -254,7 +254,7 @@ def test_one_node_of_each_host_serves_its_segments_by_shm_there_and_by_tcp_elsew
 
 
 def test_what_is_killed_within_a_task_is_done_again_once(cluster: Cluster, home: Path, tmp_path: Path) -> None:
-    """A Python worker within an overwrite, and an executor within an append."""
+    """A Python worker is killed within an overwrite, and an executor within an append."""
 
     def lose(whom: str, mode: str, rows: int, partitions: int) -> None:
         killed = tmp_path / mode
@@ -274,7 +274,7 @@ def test_what_is_killed_within_a_task_is_done_again_once(cluster: Cluster, home:
 def test_of_two_attempts_that_finish_one_counts(cluster: Cluster, tmp_path: Path, mode: str) -> None:
     name = f"raced {mode}"
     cluster.run("raced", name, rows=200_000, partitions=2, meeting=str(tmp_path), mode=mode)
-    assert sorted(os.listdir(tmp_path)) == ["0", "1"]  # both came to their ends
+    assert sorted(os.listdir(tmp_path)) == ["0", "1"]  # both attempts finished
     assert cluster.read(name) == [*range(200_000)]
     cluster.leaves_nothing()
     assert len(cluster.segments(name)) == 2
@@ -292,7 +292,7 @@ def test_a_node_that_is_killed_comes_back_with_the_next_write_and_serves_the_sam
             cluster.run("plain", "next", rows=100_000, partitions=8)
             return running(cluster.stores[HOSTS[1]]) not in (None, address)
 
-        wait_until(back, "a task on that host has started it", 120)  # not one that was killed for being slow
+        wait_until(back, "a task on that host has started it", 120)  # a node killed for being slow does not count
         wait_until(lambda: all(one.locations for one in client.describe("kept").endpoints), "it is heard again")
         assert [endpoint.ticket for endpoint in client.describe("kept").endpoints] == before
     assert cluster.read("kept") == cluster.read("next") == [*range(100_000)]

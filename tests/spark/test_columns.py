@@ -14,7 +14,7 @@ from arrow_cases import ARRAYS, batches
 from dissociated.errors import ColumnNotFound, OptionError, SourceError
 from dissociated.spark.columns import Columns, spark_schema
 
-#: What Spark calls each type, in DDL; and None where it has none.
+#: Spark's name of each type in DDL, or None if Spark has no such type.
 NAMES: dict[str, str | None] = {
     "null": "void",
     "bool": "boolean",
@@ -92,13 +92,13 @@ FINER = ["timestamp[ns, zone]", "duration[ns]", "time64[ns]"]
 
 
 def values(array: pa.Array) -> list[Any]:
-    """What an array holds, extension types and all, without what is finer than microseconds."""
+    """Return the values of an array of any type, extension types included, cut to microseconds."""
     if isinstance(array.type, pa.BaseExtensionType):
         array = array.storage
     if pa.types.is_dictionary(array.type) and array.type.value_type == pa.string_view():
         array = array.cast(pa.dictionary(pa.int32(), pa.string()))
     if pa.types.is_timestamp(array.type) and array.type.unit == "s":
-        return array.cast(pa.int64()).to_pylist()  # later than Python's last year
+        return array.cast(pa.int64()).to_pylist()  # these timestamps lie beyond the last year of Python
     if getattr(array.type, "unit", None) != "ns":
         return array.to_pylist()
     if pa.types.is_duration(array.type):
@@ -153,7 +153,8 @@ def test_nanoseconds_are_refused_within_lists_too() -> None:
 
 
 def test_nanoseconds_are_cut_off_in_the_hour_that_clocks_show_twice() -> None:
-    half_past_two = 1_603_585_800_000_000_000  # on 2020-10-25 in Berlin, by its summer time and then again
+    # 02:30 on 2020-10-25 in Berlin: once in summer time, and once more an hour later
+    half_past_two = 1_603_585_800_000_000_000
     instants = [half_past_two + 1, half_past_two + 3_600_000_000_001, None]
     batch = pa.record_batch({"at": pa.array(instants, pa.timestamp("ns", "Europe/Berlin"))})
     taken = Columns(batch.schema, spark_schema(batch.schema), "truncate").convert(batch)
@@ -220,7 +221,7 @@ def test_lists_and_maps_of_slices_with_nulls_in_between() -> None:
 
 
 def with_nulls() -> tuple[pa.RecordBatch, pa.RecordBatch]:
-    """Columns of which each has a null where its schema has none; and such whose nulls lie below another null."""
+    """Return a batch whose columns have nulls that the schema forbids, and one whose nulls lie below another null."""
     null, number = np.array([False, True, False]), pa.field("v", pa.int64(), nullable=False)
     numbers = pa.array(np.array([1, 7777, 3]), mask=null)
     keys = pa.array(np.array([0, 3, 1], np.int32), mask=null)

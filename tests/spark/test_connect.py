@@ -1,6 +1,6 @@
-"""The same by Spark Connect: in a process of its own, since a process has sessions of one kind.
+"""Reads and writes by Spark Connect, in a process of its own, because a process has sessions of one kind only.
 
-Where there is the Java of the wheel, it is that one which runs: all other Spark here takes the system's first.
+These tests prefer the Java of the wheel. All other Spark tests prefer the Java of the system.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ spark.stop()
 def environment(path_without_java: Path) -> dict[str, str]:
     variables = {
         **os.environ,
-        "SPARK_TESTING": "1",  # a port that is free
+        "SPARK_TESTING": "1",  # makes Spark choose a free port
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "PYTHONWARNINGS": "ignore",
     }

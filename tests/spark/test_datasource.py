@@ -52,7 +52,7 @@ NATIVE = {
 
 
 def plain(value: Any) -> Any:
-    """What Spark collects and what Arrow gives, as the same Python objects."""
+    """Convert a value that Spark collected or Arrow returned to common Python objects."""
     from pyspark.sql import Row
 
     match value:
@@ -63,7 +63,7 @@ def plain(value: Any) -> Any:
         case dict():
             return {key: plain(item) for key, item in value.items()}
         case list() if value and all(isinstance(item, tuple) for item in value):
-            return {key: plain(item) for key, item in value}  # Arrow gives a map as pairs
+            return {key: plain(item) for key, item in value}  # Arrow returns a map as pairs
         case list():
             return [plain(item) for item in value]
         case bytearray():
@@ -81,13 +81,13 @@ def staged(stage: Path) -> list[str]:
 
 
 def by_source(df: DataFrame, name: str, catalog: str, mode: str = "overwrite", **options: str) -> None:
-    """Spark finds the source by itself."""
+    """Write by the source that Spark looks up by name."""
     df.write.format("dissociated").option("catalog", catalog).options(**options).mode(mode).save(name)
 
 
 @pytest.fixture(params=["JVM", "Python"])
 def write(request: pytest.FixtureRequest, use_jvm: Callable[[bool], None]) -> Write:
-    """Both ways to write: what `publish` does in Spark's JVM is the same as by the data source."""
+    """Return each of the two ways to write: `publish` in Spark's JVM, and the Python data source."""
     use_jvm(request.param == "JVM")
     return by_source if request.param == "JVM" else publish
 
@@ -107,7 +107,7 @@ def test_overwrite_replaces(spark: SparkSession, catalog: str, client: dis.Clien
     before = client.read("data")
     write(spark.sql("SELECT 'a' AS letter"), "data", catalog)
     assert client.read("data").read_all().to_pylist() == [{"letter": "a"}]
-    assert before.read_all().num_rows == 10  # who has it open keeps it
+    assert before.read_all().num_rows == 10  # a reader that is already open keeps its version
 
 
 def test_append_adds(spark: SparkSession, catalog: str, client: dis.Client, write: Write) -> None:
@@ -181,7 +181,7 @@ def test_a_commit_that_fails_publishes_nothing_and_leaves_nothing(
     spark: SparkSession, catalog: str, client: dis.Client, stage: Path, write: Write
 ) -> None:
     write(spark.range(3), "data", catalog)
-    with pytest.raises((PySparkException, DissociatedError), match="no column 'letter'"):  # before any task
+    with pytest.raises((PySparkException, DissociatedError), match="no column 'letter'"):  # before any task runs
         write(spark.sql("SELECT 'a' AS letter"), "data", catalog, mode="append")
     other = pa.table({"letter": ["a"]})
 

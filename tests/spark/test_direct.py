@@ -1,4 +1,4 @@
-"""What Spark's JVM reads from a server over TCP by itself: by docs/framing.md, from whoever speaks it."""
+"""Streams that Spark's JVM reads over TCP by itself: any server that follows docs/framing.md will do."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OTHER = split([BATCH.select(["n"])])[1]
 
 
 class Catalog(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type hints
-    """Knows where one dataset is."""
+    """A Flight server that knows where one dataset is."""
 
     def __init__(self) -> None:
         super().__init__("grpc://127.0.0.1:0")
@@ -59,13 +59,14 @@ def catalog() -> Iterator[Catalog]:
 
 
 def who_asks(sock: socket.socket) -> str:
-    """The program at the other end."""
+    """Return the program at the other end of a connection."""
     ports = [f"{place[1]:04X}" for place in (sock.getpeername(), sock.getsockname())]
-    tables = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()  # Java's are of both kinds
+    # Java's sockets appear in both tables
+    tables = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
     lines = [line.split() for line in tables.splitlines() if ":" in line]
     (inode,) = [line[9] for line in lines if [place[-4:] for place in line[1:3]] == ports]
     for process in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             if f"socket:[{inode}]" in descriptors(process).values():
                 return os.readlink(f"/proc/{process}/exe")
     raise AssertionError("nobody does")
@@ -73,12 +74,12 @@ def who_asks(sock: socket.socket) -> str:
 
 @contextmanager
 def serving(catalog: Catalog, schema: pa.Schema, answer: Callable[[Wire], Any]) -> Iterator[list[str]]:
-    """A server that anybody could have written; gives who has asked it."""
+    """Run a server of the framing that answers with `answer`, and yield a list of the programs that asked it."""
     asked: list[str] = []
 
     def answered(server: Server, wire: Wire) -> None:
         asked.append(who_asks(wire.socket))
-        with suppress(OSError):  # it has heard enough
+        with suppress(OSError):  # the client has read enough
             answer(wire)
 
     server = Server("tcp", "", TICKET, answered)
@@ -90,7 +91,7 @@ def serving(catalog: Catalog, schema: pa.Schema, answer: Callable[[Wire], Any]) 
 
 
 def held(spark: SparkSession) -> int:
-    """Bytes of native memory that streams and writers have."""
+    """Return the bytes of native memory that streams and writers hold."""
     jvm: Any = spark._jvm
     return int(jvm.org.apache.spark.sql.dissociated.Memory.held())
 
@@ -108,7 +109,7 @@ def test_the_jvm_reads_by_itself_whatever_the_order_of_the_frames(spark: SparkSe
 
 
 def test_what_the_jvm_does_not_read_is_read_in_python(spark: SparkSession, catalog: Catalog) -> None:
-    batches = STREAMS["words"]  # with dictionaries, which others replace
+    batches = STREAMS["words"]  # with dictionaries, which later ones replace
     with serving(catalog, batches[0].schema, lambda wire: wire.send(*packed(batches, "as usual"))) as asked:
         assert (
             read(spark, "any", catalog.uri).toArrow()["u"].to_pylist()
@@ -118,7 +119,7 @@ def test_what_the_jvm_does_not_read_is_read_in_python(spark: SparkSession, catal
 
 
 def mixed(rows: pa.RecordBatch, *pieces: tuple[int, str | None]) -> bytes:
-    """An IPC stream of these rows, in batches of so many, each with its own codec."""
+    """Return an IPC stream of these rows in batches of the given lengths, each with its own codec."""
     parts: list[bytes] = []
     at = 0
     for count, codec in pieces:
@@ -143,7 +144,7 @@ def test_compressed_batches_among_others_are_decompressed(
     )
     with dis.Server(["tcp://127.0.0.1:0"]) as server:
         server.publish("mixed", path)
-        for partitions in (1, 2, 3, 7):  # some begin or end within a batch
+        for partitions in (1, 2, 3, 7):  # some partitions begin or end within a batch
             df = read(spark, "mixed", server.catalog_uri, partitions=partitions)
             before = server.status().totals.streams
             assert df.toArrow() == pa.Table.from_batches([rows]), partitions
@@ -168,8 +169,10 @@ def test_compressed_batches_among_others_are_decompressed(
 
 
 def lying(here: tuple[int, int], there: tuple[int, int]) -> bytes:
-    """The metadata of the batch with another pair of numbers: length and nulls of an array, or place and size of a
-    buffer."""
+    """Return batch metadata with one pair of numbers replaced.
+
+    The pair is the length and null count of an array, or the offset and size of a buffer.
+    """
     old = struct.pack("<qq", *here)
     assert MESSAGE.header.count(old) == 1
     return encode(UNTAGGED, metadata(1, MESSAGE.header.replace(old, struct.pack("<qq", *there))))
@@ -218,7 +221,7 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
 
 
 def read_all(spark: SparkSession, address: tuple[str, int], timeout: float = PATIENCE) -> None:
-    """All messages of a stream, as Spark's JVM takes them."""
+    """Read all messages of a stream with the classes of Spark's JVM."""
     jvm: Any = spark._jvm
     ours = jvm.org.apache.spark.sql.dissociated
     told = {"host": address[0], "port": address[1], "timeout": timeout, "want_data": str(Server.WANT)}
@@ -260,7 +263,8 @@ def test_a_server_that_sends_damaged_batches_fails_the_task_and_nothing_else(
 def test_a_server_that_is_killed_fails_the_task(spark: SparkSession, catalog: Catalog) -> None:
     def answer(wire: Wire) -> None:
         wire.send(encode(UNTAGGED, metadata(0, SCHEMA.header)), HEADER, PLACED, PLACED[:100])
-        wire.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # as a host that is gone
+        # Reset the connection, as when a host fails.
+        wire.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     message = r"ended the connection within a message|cannot be read: .*reset"
     with serving(catalog, BATCH.schema, answer), pytest.raises(PySparkException, match=message):
@@ -275,7 +279,7 @@ def test_a_server_that_is_silent_is_not_waited_for(spark: SparkSession) -> None:
 
 
 def test_a_task_that_is_killed_does_not_wait_for_its_server(spark: SparkSession, catalog: Catalog) -> None:
-    """Nor does it turn round and round until that says something."""
+    """The task does not spin until the server answers, either."""
     over, failures = threading.Event(), []
 
     def answer(wire: Wire) -> None:
@@ -304,7 +308,7 @@ def test_a_task_that_reads_many_partitions_holds_no_more_than_two(spark: SparkSe
     consumed, seen = tmp_path / "consumed", tmp_path / "seen"
 
     def consume(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """In a process of Spark's, which knows nothing of these tests."""
+        """Count the rows in a worker process of Spark, which shares nothing with the test."""
         rows = sum(batch.num_rows for batch in batches)
         consumed.touch()
         for _ in range(60_000):
@@ -333,7 +337,7 @@ def test_a_limit_leaves_nothing_behind(spark: SparkSession, catalog: Catalog) ->
     ended = []
 
     def answer(wire: Wire) -> None:
-        """Batches without end."""
+        """Send batches without end."""
         wire.send(encode(UNTAGGED, metadata(0, SCHEMA.header)))
         try:
             for number in range(1, 1 << 20):

@@ -1,4 +1,4 @@
-"""Every fault of the file system while Spark's tasks write and its driver commits: all of it is there, or nothing."""
+"""File system faults while Spark's tasks write and its driver commits: a write is complete, or has no effect."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from helpers import case, files_below, wait_until
 from support.injection import Fault, calls
 
 SCHEMA = pa.schema({"id": pa.int64()})
-#: Of each partition.
+#: The numbers of each partition.
 NUMBERS = ([1, 2], [3])
 
 
@@ -45,7 +45,7 @@ def batch(numbers: list[int]) -> pa.RecordBatch:
 
 
 def in_python(uri: str) -> None:
-    """As Spark does with the data source in Python."""
+    """Write like Spark with the Python data source."""
     writer = DatasetWriter(WriteTarget(CatalogConfig(uri), Publication("x", "overwrite")), SCHEMA)
     written: list[Written] = []
     try:
@@ -61,7 +61,7 @@ def in_python(uri: str) -> None:
 
 
 def in_the_jvm(uri: str) -> None:
-    """As Spark's JVM does, which asks the sidecar for files and writes record batches into them."""
+    """Write like Spark's JVM, which asks the sidecar for files and writes record batches into them."""
     call = Writes().calls
     schema = StructType([StructField("id", LongType())]).json()
     plan = call["write"]({"path": "x", "catalog": uri}, schema, "overwrite", False)

@@ -1,4 +1,4 @@
-"""Each condition is true, false or null where it is in Spark, which evaluates the same in SQL."""
+"""Filter conditions: each is true, false or null exactly when Spark's own evaluation in SQL says so."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TABLE = pa.table(
 
 
 def every() -> dict[str, list[Any]]:
-    """Conditions by how they are written in SQL."""
+    """Return conditions by their SQL text."""
     literals = [
         ("n", 0, "0"),
         ("n", 7, "7"),
@@ -205,7 +205,7 @@ def test_filters_apply_where_rows_are_read(spark: SparkSession) -> None:
         assert 0 < len(expected) < ROWS
         assert df.where("id > 20").count() == sum(row.id > 20 for row in expected)
         wanted = TABLE.select(["s", "id", "n", "inner", "at"])
-        assert server.status().totals.bytes < 3 * (wanted.nbytes + 64 * 20)  # nothing else was asked for
+        assert server.status().totals.bytes < 3 * (wanted.nbytes + 64 * 20)  # no other column was requested
 
 
 @pytest.mark.parametrize(

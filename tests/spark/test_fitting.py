@@ -1,4 +1,4 @@
-"""What can be appended to a dataset, and how it comes to fit."""
+"""Data that can be appended to a dataset, and its conversion to the dataset's schema."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from dissociated.spark.types import arrow_schema
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.usefixtures("spark")  # who knows types by name
+pytestmark = pytest.mark.usefixtures("spark")  # which knows types by name
 
-#: What a dataset has, what is appended to that, and what then is read.
+#: Type of the dataset, type and values of the appended data, and the values that are then read.
 WIDENED: list[tuple[pa.DataType, str, list[Any], list[Any]]] = [
     (pa.int64(), "int", [-(2**31), None], [-(2**31), None]),
     (pa.float64(), "int", [2**31 - 1], [2.0**31 - 1]),

@@ -29,7 +29,7 @@ touch "$2/Compiled.class"
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A Java that only writes down that it was called. What the real one makes, all other tests read with."""
+    """Install a Java that only records its calls. The other tests read with the real compiler's jar."""
     java = tmp_path / "bin" / "java"
     java.parent.mkdir()
     java.write_text(COMPILER)

@@ -1,4 +1,4 @@
-"""Which Java Spark is given. That it runs on the wheel's is seen in test_connect.py."""
+"""The choice of the Java for Spark. test_connect.py shows that Spark runs on the wheel's Java."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dissociated.spark.java import OPTIONAL_MODULE
 
 
 def fake_java(home: Path, version: str, status: int = 0) -> Path:
-    """A JAVA_HOME whose java only says what it is."""
+    """Create a JAVA_HOME whose `java` only prints its version."""
     java = home / "bin" / "java"
     java.parent.mkdir(parents=True)
     java.write_text(
@@ -76,7 +76,7 @@ def test_no_java_at_all_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_no_pyspark_at_all_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyspark.sql", None)  # as Python has what is not installed
+    monkeypatch.setitem(sys.modules, "pyspark.sql", None)  # how Python marks a module that is not installed
     with pytest.raises(PySparkNotFound, match=r"pyspark.sql.*: pip install 'dissociated\[spark\]'"):
         session()
 

@@ -1,4 +1,4 @@
-"""What is special where Spark reads in its own JVM. That it reads the same, the other tests say: they do so, too."""
+"""Reads that only Spark's JVM does. The other tests run in the JVM too, and show that it reads the same values."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def test_a_query_reads_what_it_needs_and_a_count_or_a_limit_nearly_nothing(
     assert moved(df.selectExpr("count(*)", "count(1)")) == 0
     assert df.selectExpr("count(*)", "count(1)").first() == (ROWS, ROWS)
     for query in ("SELECT count(*) FROM (SELECT count(*) FROM {df})", "SELECT 1 FROM {df} HAVING true"):
-        assert spark.sql(query, df=df).collect() == [(1,)]  # Spark asks for no aggregate at all
+        assert spark.sql(query, df=df).collect() == [(1,)]  # Spark requests no aggregate at all
     assert df.where("n % 2 = 0").count() == ROWS / 2
     assert len(df.selectExpr("1").collect()) == ROWS
     assert df.select("n").limit(150).rdd.getNumPartitions() <= 2
     assert len(df.select("n").limit(150).collect()) == 150
     small = read(spark, "data", server.catalog_uri).join(df, "n")
-    assert "BroadcastHashJoin" in plan(small)  # it knows how large they are
+    assert "BroadcastHashJoin" in plan(small)  # Spark knows the sizes of the tables
 
 
 def test_batches_without_rows_that_a_query_wants_stay_where_they_are(spark: SparkSession, server: dis.Server) -> None:
@@ -84,7 +84,7 @@ def test_batches_without_rows_that_a_query_wants_stay_where_they_are(spark: Spar
             "day": days.cast(pa.date32()),
             "at": pa.array(range(each * count), pa.timestamp("us", "UTC")),
             "x": pa.array([n / 2 if n % each else None for n in range(each * count)]),
-            "exact": pa.array(range(each * count), pa.timestamp("ns")),  # which Spark sees in microseconds
+            "exact": pa.array(range(each * count), pa.timestamp("ns")),  # Spark sees microseconds only
         }
     )
     server.publish("data", pa.Table.from_batches(table.to_batches(max_chunksize=each)))
@@ -93,7 +93,7 @@ def test_batches_without_rows_that_a_query_wants_stay_where_they_are(spark: Spar
         "n in (3, 4) and x is not null": True,
         "day = date'1970-01-03'": True,
         "at < timestamp'1970-01-01 00:00:00.000007Z'": True,
-        "x = 37500.5 or n < 0": False,  # too much for these bounds
+        "x = 37500.5 or n < 0": False,  # this exceeds these bounds
         "exact = timestamp_ntz'1970-01-01 00:00:00.000001'": False,
     }
     for transport in ("shm", "tcp"):
@@ -123,7 +123,7 @@ def test_a_join_reads_only_batches_that_may_have_its_keys(spark: SparkSession, s
     table = pa.table({"n": range(80_000), "m": range(80_000)})
     server.publish("data", pa.Table.from_batches(table.to_batches(max_chunksize=20_000)))
     df = read(spark, "data", server.catalog_uri, transport="tcp")
-    for step in (1, 7):  # many keys, of which their bounds are told; and few
+    for step in (1, 7):  # many keys, which are reduced to their bounds, and few keys
         some = spark.range(61_000, 61_400, step).selectExpr("IF(id % 5 = 4, NULL, id) AS n", "id % 2 AS odd")
         before = server.status().totals.bytes
         joined = df.join(some.where("odd = 1"), "n")
@@ -143,7 +143,7 @@ def test_the_source_in_python_reads_where_it_is_asked_to(
 
 
 class Sparse(io.RawIOBase):
-    """A file in which large zeros are holes."""
+    """A file that stores long runs of zeros as holes."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
@@ -165,7 +165,7 @@ class Sparse(io.RawIOBase):
 
 
 def test_a_segment_may_have_many_gigabytes(spark: SparkSession, server: dis.Server, tmp_path: Path) -> None:
-    """Java maps no more than two at once."""
+    """Java maps at most two gigabytes at once."""
     hole = pa.py_buffer(mmap.mmap(-1, 3 << 29))
     lengths = pa.array([0, 3 << 29], pa.int64())
     holes = pa.Array.from_buffers(pa.large_binary(), 1, [None, lengths.buffers()[1], hole])
@@ -182,7 +182,7 @@ def test_a_segment_may_have_many_gigabytes(spark: SparkSession, server: dis.Serv
 
 
 def changed(content: bytes, values: np.ndarray, place: int, value: int) -> bytes:
-    """The bytes with another value at a place among these, which are there once."""
+    """Return `content` with one element of `values` replaced. `values` must occur in it exactly once."""
     found = content.index(values.tobytes()) + place * values.itemsize
     assert content.count(values.tobytes()) == 1
     return content[:found] + np.array([value], values.dtype).tobytes() + content[found + values.itemsize :]
@@ -245,7 +245,7 @@ def test_what_is_damaged_is_told_with_its_column_and_harms_nothing_else(
 
 
 def sidecar(jvm: Any) -> int:
-    """The process beside this JVM."""
+    """Return the process ID of the sidecar of this JVM."""
     of_jvm = f"\nPPid:\t{jvm.java.lang.ProcessHandle.current().pid()}\n"
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -256,7 +256,7 @@ def sidecar(jvm: Any) -> int:
 
 
 def test_a_task_fails_whose_sidecar_has_ended(spark: SparkSession, server: dis.Server) -> None:
-    """What that has held of a live stream may have been used again before it was read."""
+    """The memory of a live stream that the sidecar held may be reused before Spark has read it."""
     batches = [pa.record_batch({"n": range(first, first + ROWS * 10)}) for first in (0, ROWS * 10)]
     server.publish("data", lambda: pa.RecordBatchReader.from_batches(batches[0].schema, iter(batches)))
     plan: Any = read(spark, "data", server.catalog_uri, transport="shm")._jdf.queryExecution().executedPlan()
@@ -266,7 +266,7 @@ def test_a_task_fails_whose_sidecar_has_ended(spark: SparkSession, server: dis.S
         assert reader.next()
         assert reader.get().column(0).getLong(0) == batch["n"][0].as_py()
     os.kill(sidecar(spark._jvm), signal.SIGKILL)
-    for end in reader.next, reader.close:  # of all rows, or as far as a LIMIT goes
+    for end in reader.next, reader.close:  # at the end of all rows, or when a LIMIT stops early
         with pytest.raises(PySparkException, match="sidecar has ended"):
             end()
 
@@ -281,7 +281,7 @@ exec sleep 1000
 def test_a_script_that_takes_no_more_ends_with_its_task(
     spark: SparkSession, server: dis.Server, tmp_path: Path
 ) -> None:
-    """Spark waits neither for it nor for the thread that feeds it, which would read on in memory that is gone."""
+    """Spark waits neither for the script nor for the thread that feeds it, which would read from freed memory."""
     script, pid, gate = (tmp_path / name for name in ("script", "pid", "gate"))
     script.write_text(SCRIPT.format(tmp_path))
     os.mkfifo(gate)
@@ -290,7 +290,7 @@ def test_a_script_that_takes_no_more_ends_with_its_task(
     query = f"SELECT TRANSFORM(s) USING 'sh {script}' AS (s string) FROM data LIMIT 1"
 
     def waits() -> bool:
-        """Whether the pipe to the script is full."""
+        """Return whether the pipe to the script is full."""
         if not pid.exists() or not pid.read_text().strip():
             return False
         with open(f"/proc/{pid.read_text().strip()}/fd/0", "rb") as pipe:
@@ -300,8 +300,8 @@ def test_a_script_that_takes_no_more_ends_with_its_task(
     with ThreadPoolExecutor(1) as other:
         found = other.submit(lambda: spark.sql(query).collect())
         try:
-            wait_until(waits, "the script takes nothing", 60)  # to which belongs that Spark starts it
-            gate.write_text("x\n" * 3)  # Spark reads one ahead
+            wait_until(waits, "the script takes nothing", 60)  # includes the time that Spark takes to start the script
+            gate.write_text("x\n" * 3)  # Spark reads one row ahead
             assert found.result(60) == [("x",)]
             wait_until(lambda: not Path("/proc", pid.read_text().strip()).exists(), "the script has ended", 60)
             wait_until(lambda: connections_left(server) == 0, "what was read is given back")

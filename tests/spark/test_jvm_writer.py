@@ -1,4 +1,4 @@
-"""What is special where Spark writes in its own JVM. That it writes the same, the other tests say: they do so, too."""
+"""Writes that only Spark's JVM does. The other tests write in the JVM too, and show that it writes the same values."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write(df: DataFrame, name: str, uri: str, **options: str) -> None:
 
 
 def nested(flat: pa.Table) -> pa.Table:
-    """The columns, which have nulls, in arrays, structs and maps, some of which are empty or null."""
+    """Return the nullable columns within arrays, structs and maps, some of which are empty or null."""
     columns = dict(zip(flat.column_names, (column.chunk(0) for column in flat.columns), strict=True))
     null = pa.array([n % 5 == 0 for n in range(len(flat))])
     ends = pa.array([0, *accumulate(n % 3 for n in range(len(flat)))], pa.int32())
@@ -67,7 +67,8 @@ def test_every_type_keeps_its_values_at_every_depth(spark: SparkSession, node: N
             after = client.read("after").read_all()
             after.validate(full=True)
             for name in before.column_names:
-                assert str(after[name].to_pylist()) == str(before[name].to_pylist()), name  # NaN is itself, -0 is not 0
+                # NaN equals itself, and -0 differs from 0
+                assert str(after[name].to_pylist()) == str(before[name].to_pylist()), name
 
 
 def test_a_segment_has_batches_of_some_size_and_their_statistics(spark: SparkSession, node: Node) -> None:
@@ -91,8 +92,9 @@ def test_a_segment_has_batches_of_some_size_and_their_statistics(spark: SparkSes
             column = batch.column(number)
             told = [statistics[f"{number}.{what}"][at] for what in ("null_count", "min", "max")]
             assert told[0].as_py() == column.null_count, field
-            alike = at in (1, 2) and field.name in ("flag", "money", "text", "raw", "many digits", "empty")  # as before
-            if field.name in ("wide", "special") or alike:  # it is long, or has NaNs
+            # The statistics leave out bounds that equal the ones of the batch before.
+            alike = at in (1, 2) and field.name in ("flag", "money", "text", "raw", "many digits", "empty")
+            if field.name in ("wide", "special") or alike:  # the values are long, or include NaNs
                 assert (told[1].is_valid, told[2].is_valid) == (False, False)
             else:
                 sorted_ = column.take(pc.sort_indices(column)).drop_null()

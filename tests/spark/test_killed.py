@@ -1,4 +1,4 @@
-"""A driver that is killed while it writes: what was not committed goes, and a query goes on where it was."""
+"""A driver that is killed while it writes: uncommitted data is removed, and a streaming query resumes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .test_streaming import numbers, put, run, staged, stream, wait_for
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-#: Three writes at once, none of which comes to its end.
+#: Three concurrent writes that never finish.
 DRIVER = """
 import sys
 from threading import Thread
@@ -46,7 +46,7 @@ out.start("out").awaitTermination()
 
 
 class Driver:
-    """See above; it is killed with its JVM and its Python workers."""
+    """A driver process, which is killed with its JVM and its Python workers."""
 
     def __init__(self, *arguments: str | Path) -> None:
         path = (str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
@@ -84,14 +84,17 @@ def test_a_driver_that_is_killed_leaves_nothing_and_its_query_goes_on(
     seen: set[tuple[str, str]] = set()
 
     def written() -> bool:
-        """Of each of two writes one segment is whole, which may be forgotten by now, and the other is half."""
+        """Return whether both batch writes have had a whole segment and a half-written one.
+
+        The whole segment of the node with a short `forgotten` may be deleted by now.
+        """
         seen.update((job, rest[:6]) for job, _, rest in (name.partition("-") for name in staged(forgetful)))
         return sorted(partition for _, partition in seen) == ["000000", "000000", "000001", "000001"]
 
     with Driver(catalog.uri, check, gate, other.uri) as driver:
-        wait_until(written, "both batch writes wait for their last partition", 300)  # to which belongs Spark's start
+        wait_until(written, "both batch writes wait for their last partition", 300)  # includes the start of Spark
         wait_for(store, ".part")
-        catalog.signal(signal.SIGSTOP)  # so there is no commit
+        catalog.signal(signal.SIGSTOP)  # to prevent a commit
         gate.open("w").close()
         wait_for(store, ".arrows")
         driver.kill()
@@ -101,7 +104,7 @@ def test_a_driver_that_is_killed_leaves_nothing_and_its_query_goes_on(
         wait_until(lambda: any(node["alive"] for node in client.nodes()), "the node has been heard of again")
     assert len(staged(store)) == 1
     put(catalog.uri, "in", range(50_000, 50_003))
-    # That batch, and a new one.
+    # The batch of the killed driver, and a new one.
     assert run(stream(spark, catalog.uri, "in"), catalog.uri, "out", check) == [50_000, 3]
     assert numbers(catalog.uri, "out") == [*range(50_003)]
     wait_until(lambda: staged(store) == [], "what the killed driver wrote is gone")

@@ -1,4 +1,4 @@
-"""The code on the pages that takes a session of Spark runs, as it stands there."""
+"""Code on the pages that uses a Spark session: it runs exactly as printed."""
 
 from __future__ import annotations
 

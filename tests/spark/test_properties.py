@@ -1,4 +1,4 @@
-"""Whatever Spark can hold comes back as Spark has it: random types, at every depth, with random values and nulls."""
+"""Random types at every depth, with random values and nulls: Spark reads back the values that it wrote."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def decimals(precision: int, scale: int) -> st.SearchStrategy[Decimal]:
     return st.integers(-most, most).map(lambda number: Decimal((number < 0, tuple(map(int, str(abs(number)))), -scale)))
 
 
-#: Types that hold nothing else, and their values.
+#: Types without children, and their values.
 FLAT: list[tuple[DataType, st.SearchStrategy[Any]]] = [
     (BooleanType(), st.booleans()),
     *[
@@ -76,13 +76,13 @@ FLAT: list[tuple[DataType, st.SearchStrategy[Any]]] = [
     (TimestampNTZType(), st.datetimes()),
     (DayTimeIntervalType(), st.timedeltas(-100_000 * DAY, 100_000 * DAY)),
 ]
-#: Of these, what can be keys of a map, in Python too.
+#: The flat types that can be keys of a map, also in Python.
 KEYS = [one for one in FLAT if isinstance(one[0], (IntegerType, StringType, DateType, DecimalType))]
 
 
 @st.composite
 def typed(draw: st.DrawFn, depth: int) -> tuple[DataType, st.SearchStrategy[Any]]:
-    """A type of so many levels at most, and its values."""
+    """Draw a type with at most `depth` levels of nesting, and its values."""
     kind = draw(st.sampled_from(["flat", "flat", "array", "struct", "map"])) if depth else "flat"
     if kind == "flat":
         return draw(st.sampled_from(FLAT))
@@ -101,7 +101,7 @@ def typed(draw: st.DrawFn, depth: int) -> tuple[DataType, st.SearchStrategy[Any]
 
 @st.composite
 def frames(draw: st.DrawFn) -> tuple[StructType, list[tuple[Any, ...]]]:
-    """A schema, and rows."""
+    """Draw a schema and rows."""
     columns = [draw(typed(2)) for _ in range(COLUMNS)]
     nullable = [draw(st.booleans()) for _ in columns]
     schema = StructType([StructField(f"c{at}", type_, nullable[at]) for at, (type_, _) in enumerate(columns)])
@@ -110,7 +110,7 @@ def frames(draw: st.DrawFn) -> tuple[StructType, list[tuple[Any, ...]]]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether they are one value: NaN is itself, and -0 is not 0."""
+    """Return whether both values are identical: NaN equals itself, and -0 differs from 0."""
     if type(one) is not type(other):
         return False
     if isinstance(one, float):

@@ -56,7 +56,7 @@ TABLE = pa.Table.from_batches(
 
 @pytest.fixture
 def server() -> Iterator[dis.Server]:
-    """One that can be read over any transport, and must be left by all who read."""
+    """Yield a server with all transports, and check that every reader has disconnected at the end."""
     with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server:
         yield server
         wait_until(lambda: connections_left(server) == 0, "all have left")
@@ -81,7 +81,7 @@ def test_a_dataset_is_read_whole_and_in_order_in_slices(
 def test_spark_finds_the_source_by_itself_and_sql_does(spark: SparkSession, server: dis.Server) -> None:
     server.publish("data", TABLE)
     df = spark.read.format("dissociated").option("catalog", server.catalog_uri).load("data")
-    assert df.rdd.getNumPartitions() == 1  # it is small
+    assert df.rdd.getNumPartitions() == 1  # the dataset is small
     assert df.schema.simpleString() == "struct<n:bigint,wide:string,half:double>"
     view = f"CREATE TEMPORARY VIEW seen USING dissociated OPTIONS (catalog '{server.catalog_uri}', path 'data')"
     spark.sql(view)
@@ -119,7 +119,7 @@ def test_every_arrow_type_that_spark_has(spark: SparkSession, server: dis.Server
         return stream_layout(schema, arrow_schema(spark_schema(schema))) is not None
 
     direct = {name: array for name, array in arrays.items() if is_direct(array)}
-    assert len(direct) > 60  # Spark's JVM reads these from their server by itself
+    assert len(direct) > 60  # Spark's JVM reads these types from their server by itself
     server.publish("types", pa.table(arrays))
     server.publish("direct", pa.table(direct))
     tables = [
@@ -138,7 +138,7 @@ def test_every_arrow_type_that_spark_has(spark: SparkSession, server: dis.Server
 def test_nulls_of_what_has_none_by_its_schema_are_told_and_may_be_allowed(
     spark: SparkSession, server: dis.Server
 ) -> None:
-    """Spark does not look for them: it takes what lies under them for values."""
+    """Spark does not check for nulls: it reads the values below them."""
     forbidden, sound = with_nulls()
     server.publish("forbidden", pa.Table.from_batches([forbidden]))
     server.publish("sound", pa.Table.from_batches([sound]))
@@ -178,7 +178,7 @@ def test_bodies_of_other_columns_and_slices_do_not_move(
         before = server.status().totals.bytes
         assert numbers(df) == [*range(4 * EACH)]
         wait_until(lambda: connections_left(server) == 0, "all have left")
-        assert server.status().totals.bytes - before == 8 * 4 * EACH  # once, though there are four tasks
+        assert server.status().totals.bytes - before == 8 * 4 * EACH  # once, although there are four tasks
 
 
 def test_columns_come_in_the_order_in_which_they_are_asked_for(spark: SparkSession, server: dis.Server) -> None:
@@ -226,7 +226,7 @@ def test_a_task_that_fails_releases(spark: SparkSession, server: dis.Server) -> 
 
 
 def test_a_query_reads_the_version_that_was_planned(spark: SparkSession, tmp_path: Path) -> None:
-    """Spark plans a DataFrame once, when its first query is."""
+    """Spark plans a DataFrame when its first query is planned, and never again."""
     with Node(Store(tmp_path / "store"), ["shm:"]) as node, dis.connect(node.uri) as client:
         publish(spark.range(0, 100, numPartitions=2), "data", node.uri)
         df = read(spark, "data", node.uri, partitions=4)
@@ -246,7 +246,7 @@ def test_a_query_reads_the_version_that_was_planned(spark: SparkSession, tmp_pat
 
 
 def test_a_dataframe_reads_its_version_or_none_after_a_restart(spark: SparkSession, tmp_path: Path) -> None:
-    """Its number is another version's, of a node with another store; and no other's in its own store."""
+    """Another store gives the version number to another version; its own store never reuses the number."""
     uri = f"grpc://127.0.0.1:{free_port()}"
 
     def node(store: str) -> Node:
@@ -274,7 +274,7 @@ def test_a_dataframe_reads_its_version_or_none_after_a_restart(spark: SparkSessi
 
 
 def test_what_is_being_read_may_be_replaced(spark: SparkSession, server: dis.Server, tmp_path: Path) -> None:
-    """The server keeps nothing that was replaced; but who has begun to read goes on."""
+    """The server keeps no replaced version, but a read that has begun continues."""
     server.publish("data", TABLE)
     begun, replaced = tmp_path / "begun", tmp_path / "replaced"
 
@@ -332,7 +332,7 @@ def test_a_second_attempt_never_gets_the_rest_of_what_is_read_once(spark: SparkS
         server.publish("once", reader())
 
         def attempt(name: str, transport: str = transport) -> Generator[pa.RecordBatch, None, None]:
-            """As a task in Python makes it, and the sidecar for one in the JVM."""
+            """Read as a Python task does, and as the sidecar does for a task in the JVM."""
             request = Request.parse({"catalog": server.catalog_uri, "path": name, "transport": transport})
             dataset = DatasetReader(request, request.schema())
             (partition,) = dataset.partitions()
@@ -486,7 +486,7 @@ def test_the_text_of_a_source_s_exception_does_not_reach_a_query(
     transport: str,
     in_jvm: bool,
 ) -> None:
-    """Neither the driver nor a task is told it; both say how to find it in the log of the server."""
+    """Neither the driver nor a task gets the text. Both say how to find it in the log of the server."""
     use_jvm(in_jvm)
     for source in ("after a batch", "through the C interface"):
         server.publish("data", SOURCES[source](ERRORS["ValueError"]))

@@ -24,7 +24,7 @@ def test_a_running_session_is_taken_and_told_the_settings(spark: SparkSession) -
 
 
 def test_a_thread_that_takes_it_has_it(spark: SparkSession) -> None:
-    """So that Spark finds data sources in Python there."""
+    """The session is active in that thread, so that Spark finds Python data sources there."""
 
     def active() -> SparkSession | None:
         session("again")

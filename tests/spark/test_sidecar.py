@@ -1,4 +1,4 @@
-"""The process beside Spark's JVM, asked without a JVM."""
+"""The sidecar of Spark's JVM, called without a JVM."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def opened(sidecar: Sidecar, **options: str) -> int:
 
 
 def test_of_memory_that_is_used_again_one_batch_is_held_and_the_last_until_the_end() -> None:
-    """The server may wait for it before it sends more; and Spark may look at the last batch when it knows the end."""
+    """The server may wait for a batch before it sends more, and Spark may read the last batch after the end."""
     batches = [pa.record_batch({"n": range(10_000)})] * COUNT
     with dis.Server(["shm:"]) as server:
         server.publish("data", lambda: pa.RecordBatchReader.from_batches(batches[0].schema, iter(batches)))

@@ -1,4 +1,4 @@
-"""Micro-batches into datasets and out of them: rows exactly once, whoever fails or is killed in between."""
+"""Micro-batches into and out of datasets: rows exactly once, although any process fails or is killed in between."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def stream(spark: SparkSession, uri: str, name: str, **options: Any) -> DataFram
 
 
 def started(df: DataFrame, uri: str, name: str, checkpoint: Path, mode: str = "append") -> StreamingQuery:
-    """Whatever there is to be read now, written to the dataset `name`."""
+    """Start a query that writes all rows available now to the dataset `name`."""
     return (
         df.writeStream.format("dissociated")
         .options(catalog=uri, checkpointLocation=str(checkpoint))
@@ -74,9 +74,10 @@ def started(df: DataFrame, uri: str, name: str, checkpoint: Path, mode: str = "a
 
 
 def run(df: DataFrame, uri: str, name: str, checkpoint: Path, mode: str = "append") -> list[int]:
-    """The same, to its end. How many rows each batch had.
+    """Run a query until it ends, and return the number of rows in each batch.
 
-    Spark gives a Python of a stream ten seconds to start, on however busy a machine: then it is started again.
+    Spark gives the Python process of a stream ten seconds to start. A busy machine may need more, so the query is
+    started again up to twice.
     """
     for tries_left in (2, 1, 0):
         query = started(df, uri, name, checkpoint, mode)
@@ -89,7 +90,7 @@ def run(df: DataFrame, uri: str, name: str, checkpoint: Path, mode: str = "appen
     return [progress["numInputRows"] for progress in query.recentProgress if progress["numInputRows"]]
 
 
-# A query from end to end
+# Whole queries
 
 
 def test_what_is_appended_to_one_dataset_is_appended_to_the_other(
@@ -154,11 +155,11 @@ def test_parts_on_a_node_of_a_catalog_are_read_over_tcp(spark: SparkSession, sta
     assert numbers(catalog.uri, "out") == [*range(30)]
 
 
-# What is killed, and what fails
+# Failures and killed processes
 
 
 def wait_for(store: Path, suffix: str) -> list[str]:
-    """The segments being written, or that are whole."""
+    """Wait until the store has staged segments with this suffix, and return the names of all staged segments."""
     wait_until(lambda: any(name.endswith(suffix) for name in staged(store)), f"{suffix} in {store}", patience=180.0)
     return staged(store)
 
@@ -177,7 +178,7 @@ def test_a_catalog_killed_before_the_commit_and_started_again(
 
     def gated(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield from batches
-        gate.read_text()  # until somebody opens it for writing
+        gate.read_text()  # blocks until the gate is opened for writing
 
     start("node", "--store", store, "--catalog", outer.uri, "--beat", "0.2")
     put(outer.uri, "in", range(50_000))
@@ -202,7 +203,7 @@ def test_a_batch_that_was_committed_unknown_to_spark_is_not_written_again(
     put(node.uri, "in", range(300_000))
     run(stream(spark, node.uri, "in"), node.uri, "out", tmp_path / "check")
     before = version(node.uri, "out")
-    for name in ("0", ".0.crc"):  # as if the driver had been killed before it wrote them
+    for name in ("0", ".0.crc"):  # simulates a driver that was killed before it wrote these files
         (tmp_path / "check" / "commits" / name).unlink()
     assert run(stream(spark, node.uri, "in"), node.uri, "out", tmp_path / "check") == [300_000]
     assert version(node.uri, "out") == before
@@ -223,7 +224,7 @@ def test_a_commit_that_is_refused_leaves_nothing_and_can_be_made_good(
     assert numbers(node.uri, "out") == [*range(10)]
 
 
-# The source, call by call
+# Single calls of the source
 
 
 @pytest.fixture
@@ -275,7 +276,7 @@ def test_a_store_that_evicts_keeps_what_an_uncommitted_batch_reads(memory: Path)
         partitions = reader.partitions(start, end)
         put(node.uri, "a", numbers)
         put(node.uri, "b", numbers)
-        assert names() == ["in", "b"]  # though it was the oldest
+        assert names() == ["in", "b"]  # although it was the oldest
         (partition,) = partitions
         assert sum(batch.num_rows for batch in reader.read(partition)) == 100_000
         reader.commit(end)
@@ -294,7 +295,7 @@ def test_a_batch_is_the_same_however_often_it_is_read_and_whatever_was_appended(
     for more in range(2):
         assert rows(reader, start, end) == [2, 3, 4, 5]
         put(node.uri, "in", range(90, 91 + more))
-    assert rows(reading(node), start, end) == [2, 3, 4, 5]  # of another process
+    assert rows(reading(node), start, end) == [2, 3, 4, 5]  # with the reader of another process
 
 
 def test_a_limit_of_bytes_gives_some_rows_at_least(node: Node, reader: DatasetStreamReader) -> None:

@@ -11,7 +11,7 @@ from dissociated.errors import SourceError
 from dissociated.spark.types import arrow_schema, conform, kept_type
 
 
-@pytest.mark.usefixtures("spark")  # who knows types by name
+@pytest.mark.usefixtures("spark")  # which knows types by name
 def test_instants_are_in_utc_at_every_depth() -> None:
     wanted: Any = StructType.fromDDL("a timestamp not null, b array<timestamp>, c timestamp_ntz")
     schema = arrow_schema(wanted)
@@ -25,16 +25,16 @@ def test_instants_are_in_utc_at_every_depth() -> None:
     )
 
 
-@pytest.mark.usefixtures("spark")  # who knows types by name
+@pytest.mark.usefixtures("spark")  # which knows types by name
 def test_a_type_that_arrow_lacks_names_its_column() -> None:
     schema: Any = StructType.fromDDL("fine int, age struct<months: interval year to month>")
     with pytest.raises(SourceError, match=r"column 'age'.*interval year to month.*cast it, or drop"):
         arrow_schema(schema)
     with pytest.raises(SourceError, match=r"column 'none' has the type array<void>.*cast it, or drop"):
-        arrow_schema(StructType().add("none", ArrayType(NullType(), containsNull=False)))  # array()
+        arrow_schema(StructType().add("none", ArrayType(NullType(), containsNull=False)))  # the type of `array()`
 
 
-@pytest.mark.usefixtures("spark")  # who knows types by name
+@pytest.mark.usefixtures("spark")  # which knows types by name
 def test_what_is_no_type_is_ignored_and_no_class_is_loaded() -> None:
     wanted: Any = StructType.fromDDL("age interval day not null, names map<string, string collate UTF8_LCASE>")
     schema = arrow_schema(wanted)
@@ -58,7 +58,7 @@ def test_what_is_no_type_is_ignored_and_no_class_is_loaded() -> None:
         assert kept_type(schema.field("age").with_metadata({key: text})) is None
 
 
-@pytest.mark.usefixtures("spark")  # who knows types by name
+@pytest.mark.usefixtures("spark")  # which knows types by name
 def test_a_class_is_kept_if_it_is_sparks_own(caplog: pytest.LogCaptureFixture) -> None:
     from pyspark.ml.linalg import MatrixUDT, VectorUDT
 

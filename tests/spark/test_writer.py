@@ -41,7 +41,7 @@ Run = Callable[..., Written]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """One attempt of a task of a write."""
+    """Return a function that runs one attempt of a task of a write."""
 
     def attempt(writer: DatasetWriter, *numbers: int, partition: int = 0, attempt: int = 0) -> Written:
         context = SimpleNamespace(partitionId=lambda: partition, taskAttemptId=lambda: attempt)
@@ -177,13 +177,13 @@ def test_a_catalog_that_is_not_there_is_told_before_any_task() -> None:
 
 @pytest.fixture
 def outer(tmp_path: Path, start: Start) -> str:
-    """A catalog that has no node yet."""
+    """Return the URI of a catalog that has no node yet."""
     return start("catalog", "--db", tmp_path / "db", "--listen", "grpc://127.0.0.1:0").uri
 
 
 @pytest.fixture
 def on_host(monkeypatch: pytest.MonkeyPatch, memory: Path) -> Iterator[Callable[[str], Path]]:
-    """Be on a host of that name from here on; gives the store of the node that is started there."""
+    """Yield a function that moves to the host of that name, and returns the store of the node that is started there."""
     stores = []
 
     def be(host: str) -> Path:
@@ -246,7 +246,7 @@ def test_losers_on_every_host_go_when_their_job_is_over(outer: str, run: Run, on
     assert [len(staged(store / "staging")) for store in stores] == [2, 1]
     done.commit([won])
     failed.abort(lost)
-    run(failed, 5, attempt=3)  # it did not know
+    run(failed, 5, attempt=3)  # this writer does not know of the abort
     wait_until(lambda: not any(staged(store / "staging") for store in stores), "the nodes have heard")
     assert numbers(outer) == [1]
 
@@ -288,7 +288,7 @@ def test_what_is_prepared_for_a_commit_that_is_aborted_is_released(outer: str, r
     messages = [run(writer, 1)]
     with pytest.raises(CatalogError, match="no node 'no such node'"):
         writer.commit([*messages, Written(1, "no such node", "nothing", 1, 1)])
-    assert not [*store.glob("segments/*/*.arrows")]  # nobody was asked to prepare anything yet
+    assert not [*store.glob("segments/*/*.arrows")]  # no node was asked to prepare anything yet
     on_host("two")
     lost = dataclasses.replace(run(writer, 2, partition=1), segment="nothing")
     with pytest.raises(CatalogError, match="nothing"):

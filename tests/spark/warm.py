@@ -1,7 +1,7 @@
-"""Spark's daemon of Python workers, which has imported what every one of them needs: a fork of it begins at once.
+"""Spark's daemon of Python workers with all common modules imported, so that its forks start at once.
 
-Spark's own imports nothing, so that each worker of each query takes half a second. What else starts a Spark of its own,
-but for the clusters, runs with that one.
+Spark's own daemon imports nothing, so that each worker of each query takes half a second. Other tests that start a
+Spark use this daemon too, except for the clusters.
 """
 
 import gc
@@ -28,7 +28,7 @@ for name in (
     with suppress(ImportError):  # Spark 4.1 lacks some
         import_module(name)
 gc.collect()
-gc.freeze()  # a worker looks for garbage after each task, and all of this is none
+gc.freeze()  # Workers collect garbage after each task, and none of these objects is garbage.
 
 if __name__ == "__main__":
     pyspark.daemon.manager()

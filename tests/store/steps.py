@@ -1,4 +1,4 @@
-"""What is done to a node while its file system fails, and what must come of it."""
+"""Steps that are done to a node while its file system fails, and their expected results."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dissociated.node.node import Node
 from dissociated.store.store import Store
 
 SCHEMA = pa.schema([("n", pa.int64())])
-#: What a step does to a dataset: its name, the mode or "drop", and the numbers that are written.
+#: A step: name of the dataset, the mode or "drop", and the numbers to write.
 Step: TypeAlias = tuple[str, str, list[int]]
-#: Numbers by the names of datasets.
+#: Numbers by dataset name.
 State: TypeAlias = dict[str, list[int]]
 
 STEPS: Sequence[Step] = (
@@ -29,7 +29,7 @@ STEPS: Sequence[Step] = (
 
 
 def node(directory: Path, database: str = ":memory:", **options: Any) -> Node:
-    """A node that keeps nothing that was replaced."""
+    """Return a node that keeps no replaced version."""
     return Node(Store(directory, **options), ["shm:"], database=database, retain=0.0)
 
 
@@ -42,7 +42,7 @@ def take(client: dis.Client, step: Step) -> None:
 
 
 def take_in_store(store: Store, step: Step) -> None:
-    """Do without a catalog as a node does, which takes a tenth of the time in a process of its own."""
+    """Apply a step to a store like a node does, but without a catalog: children take a tenth of the time."""
     name, mode, numbers = step
     key = secrets.token_hex(8)
     if mode != "drop":

@@ -1,4 +1,4 @@
-"""Every fault of a store's file system, at every call: what was acknowledged is what is served, also by the next node.
+"""Faults of a store's file system, at every call: exactly the acknowledged changes are served, also after a restart.
 
 Nothing half-written is visible, nothing that was dropped comes back, and nothing stays in the staging directory.
 """
@@ -27,12 +27,14 @@ from support.injection import Fault, calls, clock_step
 from .steps import SCHEMA, STEPS, State, after, node, served, take
 
 FOR_GOOD = 1 << 30  # calls: until the process ends
-ROWS, LIMIT = 1 << 14, 5 << 16  # of a dataset of 128 kB; bytes, which two such have room in
+ROWS, LIMIT = 1 << 14, 5 << 16  # rows of 128 kB; bytes with room for two such datasets
 
 
 def restarted(directory: Path, **options: Any) -> State:
-    """What the next node serves. Nothing else may be left, but for segments that could still be committed, until the
-    node forgets them; and nobody may have anything open any more.
+    """Return the datasets that the next node serves.
+
+    Nothing else may remain, except segments that can still be committed, until the node deletes them. No process may
+    have anything open any more.
     """
     with node(directory, forgotten=-1.0, **options) as again, dis.connect(again.uri) as client:
         found = served(client)
@@ -54,7 +56,7 @@ def test_a_call_that_fails_changes_nothing_or_is_not_noticed(memory: Path, error
             with Fault(str(directory), at, error, times=times) as fault:
                 for step in STEPS:
                     if step[1] in ("append", "drop") and step[0] not in state:
-                        continue  # since it was refused before
+                        continue  # the step before it was rejected
                     try:
                         take(client, step)
                     except DissociatedError:
@@ -134,7 +136,7 @@ def is_empty(directory: Path) -> bool:
 def test_a_call_that_fails_while_room_is_made_loses_nothing_and_brings_nothing_back(
     memory: Path, policy: Policy
 ) -> None:
-    """Each put but the first two has to make room. Then one dataset is dropped."""
+    """Each put except the first two has to make room. Then one dataset is dropped."""
 
     def store(directory: Path, forgotten: float = FORGOTTEN) -> Store:
         disk = directory / "disk" if policy is Policy.SPILL else None

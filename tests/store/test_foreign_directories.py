@@ -1,4 +1,4 @@
-"""Directories that are no store, and what lies in a store that it did not make: nothing of that is touched."""
+"""Directories that are not stores, and foreign files in a store: nothing of them is touched."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = pa.record_batch({"n": pa.array(range(1 << 15), pa.int64())})
 
 
 def files(directory: Path) -> dict[str, str]:
-    """The files below a directory with their contents, and its directories."""
+    """Return the files below a directory with their contents, and its directories."""
     return {
         str(path.relative_to(directory)): path.read_text() if path.is_file() else ""
         for path in sorted(directory.rglob("*"))
@@ -29,7 +29,7 @@ def files(directory: Path) -> dict[str, str]:
 
 @pytest.fixture
 def folder(memory: Path) -> Path:
-    """A user's folder, with names that a store has, too."""
+    """Create a user's folder that has some of the names in a store."""
     folder = memory / "folder"
     for name in ("trash", "staging/website", "segments"):
         (folder / name).mkdir(parents=True)
@@ -83,7 +83,7 @@ def test_a_store_removes_and_writes_over_nothing_that_it_did_not_make(memory: Pa
     home, disk = memory / "store", memory / "disk"
     with Store(home, limit=1 << 19, policy=Policy.SPILL, spill=disk) as store:
         put(store, "a")
-        put(store, "b")  # which moves `a` to disk
+        put(store, "b")  # this put moves `a` to disk
         assert store.spilled(store.versions()[0])
     for place in (home, disk):
         (place / "trash" / "letter.txt").write_text("Dear Sir")
@@ -91,7 +91,7 @@ def test_a_store_removes_and_writes_over_nothing_that_it_did_not_make(memory: Pa
         (place / "staging" / "website").mkdir()
         (place / "staging" / "website" / "index.html").write_text("<html>")
         (place / "staging" / "letters.new").symlink_to(place / "trash")
-    (home / "trash" / "large.txt").write_bytes(b"x" * (1 << 18))  # worth being written over
+    (home / "trash" / "large.txt").write_bytes(b"x" * (1 << 18))  # large enough to be recycled
     with Store(home, policy=Policy.SPILL, spill=disk, forgotten=1e6) as store:
         store.sweep()
         store.remove(*store.versions())
@@ -106,8 +106,8 @@ def test_a_store_removes_and_writes_over_nothing_that_it_did_not_make(memory: Pa
 
 
 def test_a_writer_recycles_nothing_beside_a_directory_that_is_no_store(folder: Path) -> None:
-    """However it came to write there."""
-    removed = folder / "trash" / "00000000000001-0123456789ab-0000.arrows"  # as in a copy of a store
+    """The writer may have been given the directory by mistake or by a lying catalog."""
+    removed = folder / "trash" / "00000000000001-0123456789ab-0000.arrows"  # such a name can occur in a copy of a store
     removed.write_text("Dear Sir")
     before = files(folder)
     with SegmentWriter(folder / "staging" / "w", SCHEMA, reserve=lambda name, size, wish: wish) as writer:

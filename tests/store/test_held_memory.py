@@ -1,6 +1,6 @@
-"""What a reader over shared memory holds stays as it was sent, whatever becomes of dataset, store and server.
+"""Memory that a reader over shared memory holds: it never changes, whatever happens to dataset, store and server.
 
-The checksums are those of what was put.
+The checksums are computed from the data that was put.
 """
 
 from __future__ import annotations
@@ -39,20 +39,24 @@ def checksum(table: pa.Table) -> int:
 
 @pytest.mark.parametrize("policy", [Policy.EVICT, Policy.SPILL])
 def test_eviction_and_spilling_and_the_use_of_pages_again(memory: Path, tmp_path: Path, policy: Policy) -> None:
-    """One after the other is put into a store that takes two or three, and read; some readers hold on, some let go."""
+    """Tables are put into a store with room for two or three, and read.
+
+    Some readers keep the memory, others release it.
+    """
     spill = tmp_path if policy is Policy.SPILL else None
     held: list[tuple[int, pa.Table]] = []
-    gone: set[str] = set()  # and were not dropped
+    gone: set[str] = set()  # evicted, not dropped
     dropped: set[str] = set()
     with Node(Store(memory, limit=14 * MIB, policy=policy, spill=spill), ["shm:"], retain=0.0) as node:
         for number in range(6 * ROUNDS):
             table = numbers(number)
             with case(f"dataset {number}"), dis.connect(node.uri) as client:
                 name = f"d{number % 9}"
-                mode = "append" if not number % 4 and name in client else "overwrite"  # what was evicted takes no more
+                # An evicted dataset cannot be appended to.
+                mode = "append" if not number % 4 and name in client else "overwrite"
                 put(node.uri, name, table, mode=mode)
                 read = client.read(name, transport="shm").read_all()
-                kept = read.slice(read.num_rows - table.num_rows)  # what was appended
+                kept = read.slice(read.num_rows - table.num_rows)  # the appended rows
                 assert checksum(kept) == checksum(table)
                 if number % 2:
                     held = [*held[-1:], (checksum(table), kept)]
@@ -67,7 +71,7 @@ def test_eviction_and_spilling_and_the_use_of_pages_again(memory: Path, tmp_path
 
 
 def test_deadlines_drops_replacements_and_the_end_of_the_server() -> None:
-    """Of everything that is published without a store: the server hangs up on a reader that holds on for too long."""
+    """The datasets have no store, and the server disconnects a reader that holds memory for too long."""
 
     def as_table(server: dis.Server, table: pa.Table) -> None:
         server.publish("d", table)

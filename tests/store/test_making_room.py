@@ -1,4 +1,4 @@
-"""What an eviction takes, and that it takes nothing where it would not help."""
+"""Evictions: they take the right versions, and take nothing if that would not make enough room."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ def test_what_would_not_be_enough_is_left_alone(memory: Path, tmp_path: Path, po
         store.eviction.in_use = lambda version: version == b
         (store.staging / "w").touch(0o600)
         with pytest.raises(StoreError, match="is being read"):
-            store.reserve("w", 11 * MIB)  # a and c have 8 MiB, and 2 are free
+            store.reserve("w", 11 * MIB)  # a and c have 8 MiB, and 2 MiB are free
         assert store.versions() == [a, b, c]
         assert not any(store.spilled(version) for version in (a, b, c))
         with pytest.raises(StoreError, match="never fit"):
             store.reserve("w", 15 * MIB)
         assert store.versions() == [a, b, c]
-        assert store.reserve("w", 5 * MIB) == 5 * MIB  # for which one of them is enough
+        assert store.reserve("w", 5 * MIB) == 5 * MIB  # a single version is enough
         assert [version for version in (a, b, c) if store.version(version.id) and not store.spilled(version)] == [b, c]
 
 
 @pytest.mark.parametrize("medium", media(("ucx", "fabric")))
 def test_what_clients_fetch_from_stays_where_it_is_unless_it_goes(memory: Path, medium: str) -> None:
-    """A put that finds no room withdraws nothing; one that does withdraws what makes room, and that alone."""
+    """A put that cannot fit withdraws nothing; a put that can withdraws the versions that make room, and no others."""
     with (
         Node(Store(memory / "store", 14 * MIB, Policy.EVICT), ["shm:", f"{medium}:?rma=allow"]) as node,
         dis.connect(node.uri) as client,
@@ -83,7 +83,7 @@ def test_what_clients_fetch_from_stays_where_it_is_unless_it_goes(memory: Path, 
             client.put("c", pa.concat_tables([LARGE, LARGE]))
         assert fetch() == LARGE
         del held, reader
-        assert connections_left(node.server) == 0  # while one is open its dataset is being read
+        assert connections_left(node.server) == 0  # an open connection counts as a read of its dataset
         client.put("c", LARGE)
         assert [info.name for info in client.list()] == ["b", "c"]
         with pytest.raises(DissociatedError, match="no dataset has this ticket"):
@@ -121,7 +121,7 @@ def test_a_segment_that_two_versions_have_comes_back_with_the_last_of_them(memor
         store.eviction.in_use = lambda version: version == second
         (store.staging / "w").touch(0o600)
         with pytest.raises(StoreError, match="is being read"):
-            store.reserve("w", 9 * MIB)  # the first alone has nothing, and b too little
+            store.reserve("w", 9 * MIB)  # the first has no bytes of its own, and b too few
         assert store.versions() == [first, second, other]
         store.eviction.in_use = lambda version: False
         store.reserve("w", 9 * MIB)
@@ -129,7 +129,7 @@ def test_a_segment_that_two_versions_have_comes_back_with_the_last_of_them(memor
 
 
 def test_what_is_found_again_is_what_there_was(memory: Path) -> None:
-    """By key, by name and in bytes, after any order of commits and removals, and after opening the store again."""
+    """The store's indexes by key, name and bytes survive commits and removals in any order, and a restart."""
     with Store(memory / "store") as store:
         for number in range(6):
             put(store, "ab"[number % 2], 1, append=number > 2)
@@ -144,7 +144,10 @@ def test_what_is_found_again_is_what_there_was(memory: Path) -> None:
 
 
 def test_a_put_of_unknown_size_takes_no_more_than_it_has_come_to_need(memory: Path) -> None:
-    """First what is free, then as few of the oldest as make room for the next batch; none for one that never fits."""
+    """It takes free room first, then evicts as few of the oldest as the next batch needs.
+
+    A batch that can never fit evicts nothing.
+    """
     rows = pa.record_batch({"n": pa.array(range(MIB // 8), pa.int64())})
     twenty = pa.Table.from_batches([rows] * 20).combine_chunks().to_batches()[0]
 
@@ -179,7 +182,7 @@ def write_in_turns(tasks: Sequence[SegmentWriter], batch: pa.RecordBatch) -> Non
 
 
 def test_the_tasks_of_one_write_are_told_what_was_evicted_for_all_of_them(memory: Path) -> None:
-    """As Spark writes: no task knows how much there will be."""
+    """Spark writes like this: no task knows how much data there will be."""
     with Store(memory / "store", 14 * MIB, Policy.EVICT) as store:
         for name in "abc":
             put(store, name, 4)
@@ -196,7 +199,7 @@ def test_the_tasks_of_one_write_are_told_what_was_evicted_for_all_of_them(memory
 
 
 def test_footers_of_parquet_tell_no_more_than_there_is(tmp_path: Path) -> None:
-    """Of whatever types, encodings and sizes of groups."""
+    """This holds for all types, encodings and sizes of row groups."""
     rows = 20_000
     columns: dict[str, pa.Array] = {
         "small": pa.array([number % 100 for number in range(rows)], pa.int8()),
@@ -227,10 +230,10 @@ def test_footers_of_parquet_tell_no_more_than_there_is(tmp_path: Path) -> None:
 
 @pytest.mark.needs("tmpfs")
 def test_what_is_larger_than_its_file_system_removes_nothing(tmp_path: Path, start: Start) -> None:
-    """Without a limit the file system is one: here it has 8 MiB."""
+    """Without a limit the file system is the limit: this one has 8 MiB."""
     root = tmp_path / "small"
     root.mkdir()
-    where = ("--flight", "grpc://127.0.0.1:0")  # a socket in the store is seen there alone
+    where = ("--flight", "grpc://127.0.0.1:0")  # a socket in the store is visible only in that file system
     node = start("node", "--store", root / "store", "--policy", "evict", *where, prefix=small_file_system(root))
     some = pa.Table.from_batches([pa.record_batch({"n": pa.array(range(MIB // 8), pa.int64())})] * 16)
     with dis.connect(node.uri) as client:
@@ -245,7 +248,7 @@ def test_what_is_larger_than_its_file_system_removes_nothing(tmp_path: Path, sta
 
 
 def test_a_put_that_can_never_fit_removes_nothing(memory: Path, tmp_path: Path) -> None:
-    """Whoever puts what lies in memory or in an IPC file knows how much there will be, of Parquet how much at least."""
+    """The size of data in memory or in an IPC file is known before the put; for Parquet, its lower bound is."""
     rows = MIB // 8
     words = pa.table({"word": [f"{number:0100}" for number in range(300_000)]})  # 30 MB
     large = pa.Table.from_batches([pa.record_batch({"n": pa.array(range(rows), pa.int64())})] * 20)
@@ -273,7 +276,7 @@ def test_a_put_that_can_never_fit_removes_nothing(memory: Path, tmp_path: Path) 
 def test_what_any_process_has_mapped_stays_where_it_would_not_come_back(
     memory: Path, tmp_path: Path, policy: Policy
 ) -> None:
-    """The kernel is asked: of readers of a node that has ended, of other programs, and of other names."""
+    """The kernel knows of readers of an ended node, of other programs, and of mappings by other names."""
     spill = tmp_path / "disk" if policy is Policy.SPILL else None
 
     def node() -> Node:
@@ -312,7 +315,7 @@ def test_what_any_process_has_mapped_stays_where_it_would_not_come_back(
                     client.put("c", LARGE)
                 assert [info.name for info in client.list()] == ["a", "b"]
                 assert second.store.usage().spilled == 0
-                assert client.read("a").read_all() == LARGE  # asking has closed nothing for good
+                assert client.read("a").read_all() == LARGE  # the check has not closed anything for good
         wait_until(lambda: _is_put(client, "c"), "what was held can go")
         assert len(client.list()) == (3 if spill else 2)
 
@@ -335,7 +338,7 @@ def upstream() -> Iterator[CatalogService]:
 
 
 def test_puts_in_a_row_do_not_wait_for_the_catalog_to_be_heard(memory: Path, upstream: CatalogService) -> None:
-    """A node may evict what the catalog has published, and asks it whether it has rather than refuse."""
+    """A node may evict versions that the catalog has published, and asks the catalog instead of failing."""
     store = Store(memory / "store", 14 * MIB, Policy.EVICT)
     with Node(store, ["shm:"], catalog=upstream.uri, heartbeat_interval=600.0) as node:
         for uri, names in ((node.uri, "abc"), (upstream.uri, "def")):
@@ -363,7 +366,7 @@ def test_what_was_dropped_at_the_catalog_makes_room_at_once(memory: Path, upstre
 def test_what_has_expired_makes_room_at_once(memory: Path) -> None:
     with Node(Store(memory / "store", 14 * MIB), ["shm:"]) as node, dis.connect(node.uri) as client:
         client.put("b", LARGE)
-        for _ in range(3):  # one of them expires long before the node looks for what is over
+        for _ in range(3):  # each expires long before the node looks for expired versions
             client.put("a", LARGE, ttl=0.2)
             wait_until(lambda: [info.name for info in client.list()] == ["b"], "it expires")
         client.put("c", LARGE)

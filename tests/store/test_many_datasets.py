@@ -1,4 +1,4 @@
-"""A node has more datasets than a process may have descriptors: what lies in a store is open while it is read."""
+"""More datasets than a process may have descriptors: a node opens files of a store only while they are read."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ print("well")
 
 
 def test_a_node_has_more_datasets_than_descriptors(memory: Path) -> None:
-    """Each is read, also after a restart, and what was promised before it was replaced."""
+    """Each dataset is read, also after a restart, and so are retained versions that were replaced."""
     child = subprocess.run([sys.executable, "-c", CHILD, memory], capture_output=True, text=True, timeout=3 * PATIENCE)
     assert child.stdout == "well\n", child.stderr[-3000:]
 
 
 def open_below(directory: Path) -> set[str]:
-    """The segments below it that this process has open or mapped."""
+    """Return the segments below a directory that this process has open or mapped."""
     return {path for path in files_below(directory) if ".arrows" in path}
 
 
@@ -128,7 +128,7 @@ def test_what_was_damaged_while_it_was_closed_is_an_error_of_its_readers_alone(m
     _only(paths["a"]).chmod(0o600)
     _only(paths["a"]).write_bytes(b"not an Arrow IPC stream")
     _only(paths["b"]).unlink()
-    other = _only(paths["c"])  # another stream, as good as the first: but it is not what was committed
+    other = _only(paths["c"])  # a valid stream, but not the committed one
     other.chmod(0o600)
     with pa.ipc.new_stream(other, SCHEMA) as writer:
         writer.write_table(table(4))
@@ -177,7 +177,7 @@ ROWS = MIB // 16
 
 
 class Reading(threading.Thread):
-    """Reads four datasets again and again, each of which has one number throughout."""
+    """A thread that reads four datasets again and again, each filled with a single number."""
 
     def __init__(self, uri: str, transport: str, over: threading.Event) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def test_readers_that_begin_while_it_goes_get_its_bytes_or_an_error(
                 try:
                     client.put("abcd"[number % 4], pa.table({"n": pa.array([number] * ROWS, pa.int64())}))
                 except DissociatedError as error:
-                    if "is being read" not in str(error):  # then nothing may go now
+                    if "is being read" not in str(error):  # a dataset that is being read cannot be evicted now
                         raise
                 if number % 5 == 4:
                     with suppress(DatasetNotFound):
@@ -231,13 +231,13 @@ def test_readers_that_begin_while_it_goes_get_its_bytes_or_an_error(
 
 
 def test_a_quiet_node_is_not_looked_through_at_each_beat(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it tells its catalog follows what has changed, and not how much there is."""
+    """The messages to the catalog depend on the changes, and not on the number of datasets."""
     with (
         closing(CatalogService("grpc://127.0.0.1:0")) as catalog,
         Node(Store(memory), catalog=catalog.uri, heartbeat_interval=600) as node,
     ):
         put(catalog.uri, "a", table(1))
-        node.service.catalog.reconcile()  # which tells that, and hears that it is published
+        node.service.catalog.reconcile()  # sends the change, and learns that it is published
         node.service.catalog.reconcile()
         looked: list[object] = []
         versions = node.store.versions

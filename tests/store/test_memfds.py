@@ -1,4 +1,4 @@
-"""Sealed memfds that are handed over by descriptor: where they lie, what they count, and who may hand them over."""
+"""Sealed memfds that are handed over by descriptor: their place, their share of the limit, and the permitted users."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 @contextmanager
 def memfd(data: pa.Table | bytes, seals: int = SEALS) -> Iterator[int]:
-    """As somebody would make it who knows nothing of this library."""
+    """Yield a memfd that was created without this library."""
     descriptor = os.memfd_create("mine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with os.fdopen(os.dup(descriptor), "wb") as file:
@@ -124,7 +124,8 @@ def test_what_was_handed_over_counts_for_as_long_as_somebody_has_it_mapped(memor
         again = handed(store, large(2))
         with memfd(large(3)) as descriptor, pytest.raises(StoreError, match=r"is full: it holds .* and the memory"):
             store.hand_over(descriptor)
-        with pytest.raises(StoreError, match="is full"), store.writer("w", SCHEMA) as writer:  # files count with it
+        # Handed-over files count towards the limit.
+        with pytest.raises(StoreError, match="is full"), store.writer("w", SCHEMA) as writer:
             writer.write_table(large(3))
         store.discard([again])
         assert store.usage().staged == 0
@@ -145,7 +146,7 @@ def test_the_same_memory_counts_once(memory: Path) -> None:
         assert store.usage().total < 4 * MIB
         held = store.segments(store.versions()[0])
         store.remove(*store.versions())
-        store.commit("c", [store.hand_over(descriptor)], key="c")  # again, from the trash
+        store.commit("c", [store.hand_over(descriptor)], key="c")  # a second time, from the trash
         del held
         store.remove(*store.versions())
         store.sweep()
@@ -176,7 +177,7 @@ def test_memfds_are_evicted_and_spilled_as_files_are(memory: Path, tmp_path: Pat
             assert store.usage().total <= 8 * MIB
             assert pa.ipc.open_stream(store.segments(first)[0].region.memory).read_all() == large(3)
         with Store(memory / "spill", 8 * MIB, Policy.SPILL, tmp_path / "disk") as store:
-            assert store.versions() == [first]  # on disk it has a name
+            assert store.versions() == [first]  # the spilled copy on disk has a file name
 
 
 def test_memfds_are_appended_where_they_lie_and_copied_where_they_meet_files(memory: Path) -> None:
@@ -223,7 +224,7 @@ with dis.connect(sys.argv[1]) as client:
 
 
 def held(node: Process) -> int:
-    """How many descriptors of what was handed over a node has."""
+    """Return how many descriptors of handed-over memfds a node has."""
     return sum("memfd:mine" in target for target in descriptors(node.pid).values())
 
 
@@ -235,7 +236,7 @@ def test_memory_outlives_the_process_that_handed_it_over_but_not_the_node(memory
     with dis.connect(node.uri) as client:
         arrived = client.read("d", transport="shm").read_all()
         assert {path for _, path in origins(arrived.to_batches())} == {"/memfd:mine (deleted)"}  # it was not copied
-        assert len(segments(store)) == 1  # that of e
+        assert len(segments(store)) == 1  # the segment of e
         for transport in ("tcp", "grpc"):
             assert read(node.uri, "d", transport) == [*range(1000)]
         with flight.FlightClient(node.uri) as plain:
@@ -251,7 +252,7 @@ def test_memory_outlives_the_process_that_handed_it_over_but_not_the_node(memory
 
 def test_what_was_handed_over_to_a_node_goes_when_it_is_dropped(memory: Path, start: Start) -> None:
     node = start("node", "--store", memory / "store", "--limit", "16MiB")
-    kill(spawn(PRODUCER, node.uri, "stage"))  # before the commit: it may come from elsewhere
+    kill(spawn(PRODUCER, node.uri, "stage"))  # killed before the commit, which may also come from another process
     assert held(node) == 1
     kill(spawn(PRODUCER, node.uri, "commit"))
     with dis.connect(node.uri) as client:
@@ -270,7 +271,7 @@ def test_a_node_of_a_catalog_takes_memory_too(memory: Path, tmp_path: Path, star
     arguments = ("node", "--store", memory / "a", "--catalog", catalog.uri, "--beat", "0.2")
     node = start(*arguments)
     kill(spawn(PRODUCER, catalog.uri, "commit"))
-    put(catalog.uri, "e", table(7))  # so that the node tells everything once more
+    put(catalog.uri, "e", table(7))  # makes the node send another report
     with dis.connect(catalog.uri) as client:
         seen = client.nodes()[0]["seen"]
         wait_until(lambda: client.nodes()[0]["seen"] > seen, "the node was heard")
@@ -311,11 +312,11 @@ def test_whoever_says_nothing_or_nonsense_at_the_socket_harms_nobody(memory: Pat
     with memfd(table(1)) as descriptor:
         assert b"there was no descriptor" in say(b"\0")
         assert b"there was no descriptor" in say(bytes(1 << 16))
-        assert b'"segment"' in say(b"\0", descriptor, descriptor)  # the kernel drops all but the first
+        assert b'"segment"' in say(b"\0", descriptor, descriptor)  # the kernel drops all descriptors but the first
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
             silent.connect(path)
-            hand_over(path, descriptor, PATIENCE)  # after a moment
-    assert held(node) == 1  # what is staged, twice
+            hand_over(path, descriptor, PATIENCE)  # succeeds after a moment
+    assert held(node) == 1  # staged twice
 
 
 def test_a_store_whose_path_is_too_long_for_sockets_takes_memory_too(tmp_path: Path) -> None:
@@ -373,7 +374,7 @@ def test_another_user_hands_nothing_over(memory: Path, start: Start) -> None:
         return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
     assert "PermissionError" in heard().stderr
-    for closed in (path, *list(path.parents)[:3]):  # even if somebody opens it to all
+    for closed in (path, *list(path.parents)[:3]):  # even if every user can reach the socket
         closed.chmod(0o777)
     assert heard().stdout == '{"error": "this node takes nothing from user 65534"}\n'
 

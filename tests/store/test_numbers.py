@@ -1,4 +1,4 @@
-"""The numbers of versions that a store holds no more, whatever ended its process or its disk."""
+"""Version numbers of removed versions: they survive any end of the process or its disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def commit(store: Store, name: str, number: int, rows: Sequence[int] = (1,), pre
 
 
 def removed(directory: Path) -> dict[str, tuple[int, bool]]:
-    """What somebody who opens the store finds."""
+    """Return the removed versions that a reopened store reports."""
     with Store(directory) as store:
         return {name: (one.version, one.lost) for name, one in store.removed().items()}
 
@@ -32,7 +32,7 @@ def test_a_number_stays_when_its_version_goes(memory: Path) -> None:
         versions = [commit(store, "d", number) for number in (1, 2)]
         other = commit(store, "other", 5)
         store.remove(versions[0])
-        assert store.removed() == {}  # a later one is there
+        assert store.removed() == {}  # a later version exists
         store.remove(versions[1], other)
     assert removed(memory) == {"d": (2, False), "other": (5, False)}
     with Store(memory) as store:
@@ -55,7 +55,7 @@ def test_it_stays_when_the_process_was_killed_as_its_version_went(memory: Path) 
         version = commit(store, "d", 2)
     (memory / "segments" / version.id).rename(memory / "staging" / f"{version.id}.gone")
     for _ in range(2):
-        assert removed(memory) == {"d": (2, True)}  # nobody knows any more who wanted that
+        assert removed(memory) == {"d": (2, True)}  # the reason of the removal is lost
         assert staged(memory) == []
 
 
@@ -130,7 +130,7 @@ def test_the_file_grows_with_the_names_and_not_with_the_versions(memory: Path, m
     assert len(found) <= 7
     assert found["name 9"] == (1, False)
     with Store(memory) as store:
-        assert store.removed()[""].used == 29  # no dataset that was forgotten begins again below that
+        assert store.removed()[""].used == 29  # datasets whose names were forgotten must not reuse lower numbers
 
 
 def test_serials_grow_though_the_clock_was_set_back_and_nothing_is_left(

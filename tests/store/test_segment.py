@@ -220,7 +220,7 @@ def test_a_damaged_stream_is_published_or_refused(changes: list[tuple[int, int]]
 
 
 def test_segments_follow_each_other(serve: Serve, tmp_path: Path) -> None:
-    """Each has dictionaries of its own, one has no batches, one only empty ones."""
+    """Each segment has dictionaries of its own; some have no batches, or only empty ones."""
     parts = [[batch("x", "y"), batch("y")], [], [batch()], [batch("z"), batch("x", "z")]]
     segments = [Segment.open(written(tmp_path / str(number), *some)) for number, some in enumerate(parts)]
     expected = [one.to_pydict() for some in parts for one in some]

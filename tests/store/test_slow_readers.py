@@ -1,4 +1,4 @@
-"""Readers that take their time get what they asked for, although that is gone and its pages are written over."""
+"""Slow readers: they get the requested data, although it was removed and its pages were recycled."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from helpers import case, connections_left, wait_until
 from machine import media
 from nodes import put
 
-ROWS = 100_000  # 800 kB in each batch, which a TCP socket holds two of
-FEW_ROWS = 18_000  # 144 kB, which a Unix socket holds one of
-#: Where the server ends a connection as soon as the kernel has everything; over other media it waits for the reader.
+ROWS = 100_000  # 800 kB in each batch; a TCP socket holds two
+FEW_ROWS = 18_000  # 144 kB; a Unix socket holds one
+#: Media on which the server closes a connection as soon as the kernel has all data. On others it waits for the reader.
 QUEUED = ("tcp", "tls", "shm, packed")
 MEDIA = (*QUEUED, "shm", "ucx", "ucx, rma", "fabric", "inproc")
 ENDS = ("drop", "replace", "append", "expire", "restart")
@@ -37,7 +37,10 @@ def inodes(store: Path) -> set[int]:
 
 @pytest.mark.parametrize("medium", media(MEDIA))
 def test_a_slow_reader_sees_nothing_of_what_came_later(memory: Path, trusted: Certificates, medium: str) -> None:
-    """It has taken one batch of A when A goes, in whatever way; then B is put, over the pages of A where it can be."""
+    """The reader has taken one batch of A when A is removed in one of several ways.
+
+    Then B is put, over the pages of A if possible.
+    """
     written_over = 0
     for number, end in enumerate(ENDS * 2 if medium in QUEUED else ENDS):
         with case(end):
@@ -46,7 +49,7 @@ def test_a_slow_reader_sees_nothing_of_what_came_later(memory: Path, trusted: Ce
 
 
 def _round(directory: Path, medium: str, end: str, trusted: Certificates) -> bool:
-    """Returns whether B was written over A while the reader had still something to take."""
+    """Return whether B was written over A before the reader had taken everything."""
     scheme, _, kind = medium.partition(", ")
     place = {"tcp": "tcp://127.0.0.1:0", "tls": "tls://127.0.0.1:0"}.get(scheme, f"{scheme}:")
     options = trusted.options if scheme == "tls" else {}
@@ -61,7 +64,7 @@ def _round(directory: Path, medium: str, end: str, trusted: Certificates) -> boo
         for _ in range(20):
             reader = dis.open_stream(location, node.server.ticket("a"), allow_rma=kind == "rma")
             held = [reader.read_next_batch()]
-            # A Unix socket that was full takes more when most of it is free: one batch is not always enough for that.
+            # A full Unix socket only accepts data again when most of it is free, for which one batch may be too little.
             if medium not in QUEUED or not connections_left(node.server, patience=1.0):
                 break
         else:
@@ -70,7 +73,7 @@ def _round(directory: Path, medium: str, end: str, trusted: Certificates) -> boo
             if end == "replace":
                 put(node.uri, "a", b.slice(0, 1))
             elif end == "expire":
-                put(node.uri, "a", b.slice(0, 1), mode="append", ttl=0.2)  # now, and not before somebody reads
+                put(node.uri, "a", b.slice(0, 1), mode="append", ttl=0.2)  # expires now, and not before the read begins
                 wait_until(lambda: client.list() == [], "it expires")
             else:
                 if end == "append":
@@ -84,7 +87,7 @@ def _round(directory: Path, medium: str, end: str, trusted: Certificates) -> boo
         try:
             held += reader
         except DissociatedError:
-            assert (end, medium in QUEUED) == ("restart", False)  # a server that ends may say so
+            assert (end, medium in QUEUED) == ("restart", False)  # a server that ends may abort the stream
         assert pa.Table.from_batches(held).equals(a.slice(0, len(held) * rows)), "bytes of another dataset"
         assert len(held) == batches or end == "restart"
         del held, reader

@@ -1,4 +1,4 @@
-"""Where segments lie until they are committed; nothing stays there for ever."""
+"""The stage: segments stay there until they are committed, and abandoned ones are removed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write(stage: Stage, name: str, *numbers: int) -> None:
 
 def test_a_stage_is_private_and_goes_with_what_is_in_it(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
-    assert list(tmp_path.iterdir()) == []  # made on first use
+    assert list(tmp_path.iterdir()) == []  # created on first use
     write(stage, "a", 1)
     directory = stage.directory
     for path in (directory, directory.parent):
@@ -74,7 +74,7 @@ def test_what_a_dead_server_left_is_removed_and_what_a_living_one_has_is_not(tmp
     with closing(Stage(tmp_path)) as living:
         write(living, "a", 1)
         assert not abandoned.exists()
-        assert (other_directory / "segment").exists()  # which no stage has made
+        assert (other_directory / "segment").exists()  # no stage has created this directory
         assert link.is_symlink()
         with closing(Stage(tmp_path)) as other:
             assert other.directory != living.directory

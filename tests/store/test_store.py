@@ -1,4 +1,4 @@
-"""What is committed stays, whatever is killed; what is not goes; and there is a limit to both."""
+"""A store across kills: committed versions stay, uncommitted files are removed, and sizes are limited."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def put(store: Store, name: str, *numbers: int, append: bool = False) -> Version
 
 
 def numbers(store: Store, version: Version | None) -> list[int]:
-    """By libarrow, from the files as they lie there."""
+    """Return the numbers of a version, as libarrow reads them from the files."""
     assert version is not None
     found: list[int] = []
     for place in (store.directory, Path(f"{store.directory}-disk")):
@@ -73,7 +73,7 @@ def files(directory: Path) -> list[str]:
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
 
 
-# What is committed
+# Committed versions
 
 
 def test_what_is_committed_is_there_when_the_store_is_opened_again(memory: Path) -> None:
@@ -131,7 +131,7 @@ def test_what_was_prepared_gives_way_to_another_attempt_with_the_same_key(memory
         gone: list[Version] = []
         store.eviction.on_evicted = gone.append
         first = store.commit("some", [write(store, "a", 1)], key="k", prepared=True)
-        assert store.commit("some", ["a"], key="k", prepared=True) == first  # the same attempt, repeated
+        assert store.commit("some", ["a"], key="k", prepared=True) == first  # repeats the attempt
         second = store.commit("some", [write(store, "b", 2)], key="k", prepared=True)
         assert (store.versions(), gone) == ([second], [first])
         assert numbers(store, second) == [2]
@@ -148,7 +148,7 @@ def test_versions_that_were_appended_to_share_what_is_open(memory: Path) -> None
         before = len(descriptors())
         for number in range(1, 20):
             opened = store.segments(put(store, "some", number, append=True))
-        assert len(descriptors()) == before + 2 * 19  # two for each segment, of whatever version
+        assert len(descriptors()) == before + 2 * 19  # two for each segment, of any version
         assert [segment.rows for segment in opened] == [1] * 20
         del opened
 
@@ -161,7 +161,7 @@ def test_append_keeps_what_was_there_in_one_more_version(memory: Path) -> None:
         assert store.current("some") == second
         assert second.before == (first.key,)
         once = store.usage().committed
-        store.remove(first)  # its segment lies in both
+        store.remove(first)  # its segment is in both versions
         assert store.usage().committed == pytest.approx(once, abs=8192)
         assert numbers(store, second) == [1, 2]
         assert store.usage().trash == 0
@@ -216,7 +216,7 @@ def test_an_entry_that_is_damaged_or_foreign_is_set_aside_and_the_rest_is_served
     )
     for content in damage:
         if content == plain:
-            continue  # as it is
+            continue  # the unchanged manifest
         manifest.chmod(0o600)
         manifest.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
         before = files(memory)
@@ -307,7 +307,7 @@ def test_a_manifest_that_there_is_no_room_for_is_not_written_in_part(memory: Pat
 
     @contextmanager
     def full() -> Iterator[None]:
-        """Files of a page: what is written beyond that comes short, as where the file system has one page left."""
+        """Limit files to one page, so that longer writes are short, like on a file system with one page left."""
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
         try:
             with pytest.raises(StoreError, match="there is no space left for"):
@@ -331,7 +331,7 @@ def test_a_manifest_that_there_is_no_room_for_is_not_written_in_part(memory: Pat
         assert [version.prepared for version in store.versions()] == [False]
 
 
-# Removing, and who still reads
+# Removals while there are readers
 
 
 def test_what_is_removed_stays_readable_and_counts_for_as_long_as_it_is_read(memory: Path) -> None:
@@ -346,7 +346,7 @@ def test_what_is_removed_stays_readable_and_counts_for_as_long_as_it_is_read(mem
         assert pa.ipc.open_stream(mapped).read_all()["n"].to_pylist()[-1] == 7
         del mapped
         store.sweep()
-        assert claim_unused(next(store.directory.glob("trash/*"))) is not None  # kept a while to be written over
+        assert claim_unused(next(store.directory.glob("trash/*"))) is not None  # kept for a while for recycling
 
 
 def test_what_was_written_long_ago_is_written_over_too(memory: Path) -> None:
@@ -367,7 +367,7 @@ def test_the_pages_of_what_was_removed_are_written_over_only_when_nobody_reads_t
         version = store.commit("some", [write(store, "a", 1, 2, 3)], key="1")
         (path,) = store.directory.glob("segments/*/*.arrows")
         inode = path.stat().st_ino
-        reader = pa.memory_map(str(path))  # any tool
+        reader = pa.memory_map(str(path))  # any tool can read it
         store.remove(version)
         again = store.commit("some", [write(store, "a", 9)], key="2")
         (path,) = store.directory.glob(f"segments/{again.id}/*.arrows")
@@ -384,7 +384,7 @@ def test_the_pages_of_what_was_removed_are_written_over_only_when_nobody_reads_t
 # Processes that are killed
 
 
-#: Writes a segment into the store's staging directory, and says what it has done; then it waits to be killed.
+#: A writer that writes a segment into the stage, reports that, and waits to be killed.
 WRITER = """
 import sys, pyarrow as pa
 from pathlib import Path
@@ -400,7 +400,7 @@ print("reached", flush=True)
 sys.stdin.read()
 """
 
-#: Owns the store, commits for ever, and tells each commit once it has returned.
+#: A process that owns the store, commits without end, and reports each commit after it has returned.
 COMMITTER = """
 import itertools, os, sys, pyarrow as pa
 from dissociated.store.store import Store
@@ -425,7 +425,7 @@ def test_a_writer_killed_before_its_segment_is_whole_leaves_nothing(memory: Path
         writer = spawn(WRITER, memory, "before")
         assert os.listdir(store.staging) == ["w.part"]
         store.sweep()
-        assert os.listdir(store.staging) == ["w.part"]  # it lives
+        assert os.listdir(store.staging) == ["w.part"]  # its writer still runs
         kill(writer)
         store.sweep()
         assert os.listdir(store.staging) == []
@@ -436,7 +436,7 @@ def test_a_file_is_closed_once_also_by_who_was_interrupted_while_closing_it(memo
         for file in (NewFile(store.staging / "new"), StagedFile(store.staging / "staged", store.reserve)):
             number = file.descriptor
             file.commit(0)
-            other = os.open("/dev/null", os.O_RDONLY)  # which has that number now, or is given it
+            other = os.open("/dev/null", os.O_RDONLY)  # a file that has that descriptor number now, or gets it
             if other != number:
                 os.dup2(other, number)
                 os.close(other)
@@ -473,11 +473,11 @@ def test_an_owner_killed_at_any_moment_leaves_exactly_what_was_committed(memory:
         with Store(memory) as store:
             found = numbers(store, store.current("log"))
             assert found == list(range(len(found)))  # every commit is there once, and none in part
-            assert len(found) - len(said) in (0, 1)  # the last may not have been told any more
+            assert len(found) - len(said) in (0, 1)  # the last commit may not have been reported before the kill
             said = found
             for directory in (store.staging, store.directory / "trash"):
                 assert not [path for path in directory.iterdir() if path.suffix in (".new", ".gone", ".part")]
-            # Versions are numbered as they are committed, so the next round goes on from here.
+            # COMMITTER begins by counting the versions, so the next round continues from here.
             for version in store.versions()[:-1]:
                 store.remove(version)
             assert len(files(memory / "segments")) == len(found) + 1
@@ -487,7 +487,7 @@ def test_an_owner_killed_at_any_moment_leaves_exactly_what_was_committed(memory:
 
 
 def _pad(memory: Path, count: int) -> None:
-    """So many versions as there were commits: COMMITTER begins by counting them."""
+    """Add versions until there are `count`: COMMITTER begins by counting them."""
     with Store(memory) as store:
         while len(store.versions()) < count:
             key = os.urandom(8).hex()
@@ -519,7 +519,7 @@ def test_the_limit_holds_for_writers_in_other_processes_and_for_what_is_staged(m
             second.write(batch(*[1] * (8 * MIB // 8)))
         second.abort()
         first.close()
-        assert store.usage().staged <= 6 * MIB  # what was reserved and not written is given back
+        assert store.usage().staged <= 6 * MIB  # reserved bytes that were not written are given back
 
 
 def test_what_was_written_without_reserving_is_not_committed(memory: Path) -> None:
@@ -571,7 +571,7 @@ def test_spill_moves_the_oldest_to_disk_where_it_is_served_from(memory: Path) ->
         reader = pa.ipc.open_stream(before)
         for name in "bc":
             store.commit(name, [write_large(store, name, 5)], key=name)
-        assert moved == ["b"]  # to move the other, which is mapped, would free nothing
+        assert moved == ["b"]  # moving the other, which is mapped, would free nothing
         assert reader.read_all().num_rows == 5 * MIB // 8
         del before, reader
         store.commit("d", [write_large(store, "d", 5)], key="d")
@@ -594,7 +594,8 @@ def test_a_version_whose_mover_was_killed_is_there_once(memory: Path) -> None:
         version = put(store, "a", 1, 2)
     with Store(disk):
         pass
-    shutil.copytree(home / "segments" / version.id, disk / "segments" / version.id)  # all but the removal is done
+    # The state before the removal of the original.
+    shutil.copytree(home / "segments" / version.id, disk / "segments" / version.id)
     with Store(home, policy=Policy.SPILL, spill=disk) as store:
         assert store.versions() == [version]
         assert numbers(store, version) == [1, 2]

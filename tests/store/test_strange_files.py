@@ -1,4 +1,4 @@
-"""What a writer may leave in a stage beside segments, and who connects to hand something over and says nothing."""
+"""Files in a stage that are not segments, and peers that connect to the handover socket and send nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nodes import SCHEMA, put, read, table
 
 
 def strange(directory: Path, outside: Path) -> dict[str, str]:
-    """Names of files that are no segments, and why not."""
+    """Create files that are not segments, and return the expected error for each name."""
     outside.write_bytes(b"secret")
     os.mkfifo(directory / "fifo")
     (directory / "link").symlink_to(outside)
@@ -39,7 +39,7 @@ def strange(directory: Path, outside: Path) -> dict[str, str]:
 
 
 def in_time(what: object) -> None:
-    """Run it in a thread of its own, since what is tested for is that it might not end."""
+    """Run `what` in a thread of its own, because the code under test might not end."""
     thread = Thread(target=what, daemon=True)  # type: ignore[arg-type]
     thread.start()
     thread.join(PATIENCE)
@@ -61,7 +61,7 @@ def test_what_is_no_regular_file_is_refused_and_blocks_nothing(memory: Path, tmp
                             client.commit("d", [name + part], "overwrite", SCHEMA)
                         with pytest.raises(DissociatedError, match=why):
                             client.reserve(name + part, 1, 1)
-            node.store.sweep()  # they look like parts that nobody writes any more
+            node.store.sweep()  # the files look like parts without a writer
             assert list(staging.iterdir()) == []
             failed.clear()
 
@@ -100,5 +100,5 @@ def test_those_who_say_nothing_hold_up_no_hand_over(memory: Path) -> None:
         seal(descriptor, Backing.SEALED)
         began = time.monotonic()
         client.commit("d", [client.hand_over(descriptor)], "overwrite", SCHEMA)
-        assert time.monotonic() - began < 4.0  # less than the first of them is waited for
+        assert time.monotonic() - began < 4.0  # less than the timeout for the first silent peer
         assert read(node.uri, "d") == [3]

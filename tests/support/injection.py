@@ -1,8 +1,8 @@
-"""Faults of the file system and of the clock, injected into this process or into a child of it.
+"""Faults of the file system and of the clock, injected into this process or into a child process.
 
-The library has no hooks for tests: functions of `os` are wrapped, which all of it calls by their module. A child arms
-itself from its environment (`Fault.environment`): a fork in `forks.py`, any other Python by `sitecustomize.py` here.
-SQLite makes its system calls in C, and lets each be replaced by its name (`SQLiteFault`).
+The library has no hooks for tests: these classes wrap the functions of `os`, which the library always calls by their
+module. A child arms itself from its environment (`Fault.environment`): a fork in `forks.py`, any other Python by
+`sitecustomize.py` here. SQLite makes its system calls in C, and lets programs replace each by its name (`SQLiteFault`).
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ _CREATING = os.O_CREAT | (os.O_TMPFILE & ~os.O_DIRECTORY)
 
 @dataclass
 class Fault:
-    """What becomes of calls on files below the directory `below`, within a `with` or once it is armed.
+    """A fault of calls on files below the directory `below`, within a `with` block or once it is armed.
 
-    Of the `operations` the call number `at`, from 0 on, and as many as `times` from there raise `error`, an errno. If
-    `error` is None, this process is killed in place of the call: all before it has happened, and nothing after.
+    Of the `operations`, call number `at` (from 0) and the following calls, `times` in all, raise `error`, an errno. If
+    `error` is None, the fault kills this process in place of the call: everything before has happened, and nothing
+    after.
     """
 
     below: str
@@ -51,7 +52,7 @@ class Fault:
     error: int | None = errno.EIO
     operations: tuple[str, ...] = tuple(OPERATIONS)
     times: int = 1
-    #: The calls so far, each as its operation and the name of the file.
+    #: The calls so far, each with its operation and the name of the file.
     calls: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -60,23 +61,23 @@ class Fault:
 
     @property
     def came(self) -> bool:
-        """Whether there were enough calls for it."""
+        """Return whether the process made enough calls to reach the fault."""
         return len(self.calls) > self.at
 
     def environment(self) -> dict[str, str]:
-        """The environment of a child that shall have this fault."""
+        """Return the environment of a child that arms this fault."""
         told = {name: value for name, value in asdict(self).items() if name != "calls"}
         return {**child_environment(), _VARIABLE: json.dumps(told)}
 
     def arm(self) -> None:
-        """Have these calls fail from now on."""
+        """Make these calls fail from now on."""
         for operation in self.operations:
             for name in OPERATIONS[operation]:
                 self._wrapped[name] = getattr(os, name)
                 setattr(os, name, self._wrap(operation, self._wrapped[name]))
 
     def disarm(self) -> None:
-        """Have nothing fail any more."""
+        """Restore all functions."""
         for name, function in self._wrapped.items():
             setattr(os, name, function)
         self._wrapped.clear()
@@ -113,7 +114,7 @@ class Fault:
 
 
 def _paths(arguments: Iterable[Any], options: Mapping[str, Any]) -> Iterator[str]:
-    """The files that a call of a function of `os` is about."""
+    """Yield the files that a call of a function of `os` affects."""
     directory = options.get("dir_fd")
     for argument in arguments:
         if isinstance(argument, bool):
@@ -121,7 +122,7 @@ def _paths(arguments: Iterable[Any], options: Mapping[str, Any]) -> Iterator[str
         if isinstance(argument, int):
             yield _path(argument)
             if argument != -1:
-                return  # what follows a descriptor is no file
+                return  # the arguments after a descriptor are no files
         elif isinstance(argument, str | bytes | os.PathLike):
             path = os.fsdecode(argument)
             yield path if directory is None else os.path.join(_path(directory), path)
@@ -135,23 +136,23 @@ def _path(descriptor: int) -> str:
 
 
 def calls(step: int) -> Iterator[int]:
-    """Give the numbers of the calls at which a test injects a fault, one run for each: every `step`-th, from 0 on.
+    """Yield the numbers of the calls at which a test injects a fault, in a run of its own: every `step`-th, from 0 on.
 
-    Each of them takes a store or a catalog of its own. With DISSOCIATED_EVERY_CALL in the environment, none is left
-    out, which takes some minutes more.
+    Each run takes a store or a catalog of its own. DISSOCIATED_EVERY_CALL in the environment selects every call, which
+    takes some minutes more.
     """
     return itertools.count(step=1 if os.environ.get("DISSOCIATED_EVERY_CALL") else step)
 
 
 def child_environment() -> dict[str, str]:
-    """Return the environment of a child that can import what tests can."""
+    """Return the environment of a child that can import the modules of the tests."""
     here = Path(__file__).parent
     path = (str(here), str(here.parent), os.environ.get("PYTHONPATH", ""))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def arm_from_environment() -> None:
-    """Have the fault that the environment tells, if there is one."""
+    """Arm the fault in the environment, if there is one."""
     if (told := os.environ.get(_VARIABLE)) is not None:
         parsed = json.loads(told)
         Fault(**{**parsed, "operations": tuple(parsed["operations"])}).arm()
@@ -159,7 +160,7 @@ def arm_from_environment() -> None:
 
 @contextmanager
 def clock_step(seconds: float) -> Iterator[None]:
-    """Set the wall clock of this process forward, or back; that of `time.monotonic` goes on."""
+    """Move the wall clock of this process forward or back. `time.monotonic` is not affected."""
     before = time.time
     time.time = lambda: before() + seconds
     try:
@@ -169,7 +170,7 @@ def clock_step(seconds: float) -> Iterator[None]:
 
 
 class SQLiteFault:
-    """In its `with`, one system call of SQLite's fails: number `at`, from 0 on, of those that write, and `times` more.
+    """A fault of SQLite's writing system calls within a `with` block: calls from number `at` (from 0), `times` in all.
 
     `error` is an errno; None kills the process in place of the call. See `sqlite3_vfs.xSetSystemCall`.
     """
@@ -190,7 +191,7 @@ class SQLiteFault:
 
     @property
     def came(self) -> bool:
-        """Whether there were enough calls for it."""
+        """Return whether SQLite made enough calls to reach the fault."""
         return self.calls > self._at
 
     def __enter__(self) -> SQLiteFault:
@@ -207,7 +208,7 @@ class SQLiteFault:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for name in self._SIGNATURES:
-            self._vfs.set(name, None)  # that of the system
+            self._vfs.set(name, None)  # restores the system's function
 
     def _wrap(self, function: Any) -> Callable[..., int]:
         def call(*arguments: int) -> int:

@@ -1,4 +1,4 @@
-"""What Python imports when it starts, if this directory is on its path: see `injection.py`."""
+"""A module that Python imports when it starts if this directory is on its path. See `injection.py`."""
 
 from support.injection import arm_from_environment
 

@@ -20,7 +20,7 @@ from dissociated.torch import loader
 from dissociated.training import Batches
 
 ROWS = 1000
-#: In record batches of different sizes, of which small ones follow each other.
+#: Published in record batches of different sizes, some of which are small and adjacent.
 TABLE = pa.table({"n": range(ROWS), "x": [n / 2 for n in range(ROWS)], "s": [str(n) for n in range(ROWS)]})
 PIECES = [0, 300, 310, 315, 700, 701, 702, ROWS]
 
@@ -33,7 +33,7 @@ def server() -> Iterator[dis.Server]:
 
 
 def rows(batches: Batches) -> list[int]:
-    """The rows of an epoch, which say who they are."""
+    """Return the row numbers of an epoch."""
     found = []
     for batch in batches:
         assert np.array_equal(batch["x"], batch["n"] / 2)
@@ -73,9 +73,9 @@ def test_a_run_goes_on_where_another_was_interrupted(client: dis.Client) -> None
     second = made()
     second.load_state_dict(state)
     assert second.state_dict() == state
-    second.set_epoch(1)  # as a loop over epochs does that begins with the one of the state
+    second.set_epoch(1)  # the state's own epoch, with which a loop over epochs begins
     assert rows(second) == expected
-    assert rows(second) == rows(first)  # and so do later epochs
+    assert rows(second) == rows(first)  # later epochs are equal, too
     third = made()
     third.load_state_dict(state)
     third.set_epoch(2)
@@ -168,7 +168,7 @@ def test_what_is_no_number_is_refused_or_comes_as_it_is(server: dis.Server, clie
 
 
 def changing() -> Callable[[], pa.Table]:
-    """A source that has other rows each time."""
+    """Return a source whose rows differ each time."""
     times = iter(range(100))
     return lambda: pa.table({"n": range(3 + next(times))})
 
@@ -184,10 +184,10 @@ def test_only_rows_of_the_version_of_the_handle_are_given(server: dis.Server, cl
     server.publish("replaced", pa.table({"n": [3, 4]}))
     with pytest.raises(DatasetNotFound, match="'replaced' is gone"):
         next(iter(batches))
-    assert [batch["n"].tolist() for batch in held] == [[1, 2]]  # mapped, so still there
+    assert [batch["n"].tolist() for batch in held] == [[1, 2]]  # mapped, so still readable
 
 
 def test_without_pytorch_it_says_what_to_install(client: dis.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "torch", None)  # how Python marks a module that is not installed
     with pytest.raises(OptionError, match=r"pip install 'dissociated\[torch\]'"):
         loader(client["data"])

@@ -1,4 +1,4 @@
-"""Which rows each shard is given: every row once, in as many batches as every other shard."""
+"""The rows of each shard: every row occurs once, and all shards have the same number of batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LAYOUTS: tuple[list[int], ...] = ([], [0], [1], [7], [3, 0, 4, 1], [10] * 10, [6
 
 
 def given(shard: Shard) -> list[list[tuple[int, int]]]:
-    """The batches of a shard, each row by its block and its place there."""
+    """Return the batches of a shard, each row as its block and its position in the block."""
     window, batches = shard.plan.window, []
     for step in range(len(shard)):
         start, stop = shard.extent(step)
@@ -45,7 +45,7 @@ def test_every_row_comes_once_and_shards_have_as_many_batches() -> None:
 
 
 def test_shards_that_give_in_turn_go_on_where_they_were() -> None:
-    """As DataLoader asks its workers: one that has no more is asked no more."""
+    """DataLoader asks its workers in turn, and drops a worker that has no more batches."""
 
     def in_turn(shards: list[list[int]]) -> list[int]:
         longest = max(map(len, shards))
@@ -68,9 +68,9 @@ def test_orders_are_of_their_epoch_and_seed_and_never_change() -> None:
 
     assert order(0, 0) == order(0, 0)
     assert len({tuple(order(epoch, seed)) for epoch in range(3) for seed in range(3)}) == 9
-    # As it is written in states that were saved by an older release.
+    # States that were saved by an older release depend on this order.
     assert order(5, 7) == ORDER
 
 
-#: What epoch 5 of seed 7 gives of eight blocks of two rows, four at a time, eight together.
+#: The order of epoch 5 with seed 7, for eight blocks of two rows, batches of four rows and a window of eight rows.
 ORDER = [12, 9, 11, 10, 13, 8, 0, 1, 4, 15, 5, 3, 6, 7, 14, 2]

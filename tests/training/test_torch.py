@@ -1,4 +1,4 @@
-"""Batches of tensors, as PyTorch's own DataLoader gives them."""
+"""Batches of tensors from PyTorch's own DataLoader."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def server() -> Iterator[dis.Server]:
 
 
 def rows(batches: Any, stop: int | None = None) -> list[list[int]]:
-    """The rows of each batch, up to so many of them."""
+    """Return the rows of each batch, of at most `stop` batches."""
     found: list[list[int]] = []
     for batch in batches:
         assert torch.equal(batch["x"], batch["n"] / 2)
@@ -46,7 +46,7 @@ def flat(batches: list[list[int]]) -> list[int]:
 
 
 def private_memory(file: str) -> list[range]:
-    """What this process has mapped of a file for itself alone, and may write to."""
+    """Return the private, writable mappings of a file in this process."""
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if file in line]
     ends = [line[0].split("-") for line in lines if line[1] == "rw-p"]
     return [range(int(start, 16), int(end, 16)) for start, end in ends]
@@ -92,7 +92,7 @@ def test_tensors_may_be_written_to_and_the_data_stays_as_it_is(
     for options, is_in_place in cases:
         with case(options):
             batches = loader(handle, columns=["n", "x"], batch_size=20, **options)
-            kept = []  # more than there may be mappings
+            kept = []  # more than the permitted number of mappings
             for _ in range(2):
                 for batch in batches:
                     assert torch.equal(batch["x"], batch["n"] / 2)
@@ -107,7 +107,7 @@ def test_tensors_may_be_written_to_and_the_data_stays_as_it_is(
 def test_columns_that_share_bytes_are_tensors_that_do_not(
     server: dis.Server, client: dis.Client, tmp_path: Path
 ) -> None:
-    """A segment says where each buffer lies, and may name the same bytes twice."""
+    """A segment defines the position of each buffer, and may give the same position twice."""
     sink = pa.BufferOutputStream()
     table = pa.table({"n": range(ROWS), "same": range(ROWS)})
     with pa.ipc.new_stream(sink, table.schema) as writer:
