@@ -19,7 +19,6 @@ from dissociated.catalog.guard import require_action
 from dissociated.codec.split import batches
 from dissociated.control.descriptors import first_field, parse_put
 from dissociated.control.flight_streams import checked, generate_get
-from dissociated.control.messages import NO_ANSWER
 from dissociated.errors import (
     AccessDenied,
     CatalogError,
@@ -27,6 +26,7 @@ from dissociated.errors import (
     DatasetNotFound,
     DeadlineExceeded,
     DissociatedError,
+    error_details,
     log_level,
     log_message,
     peer_message,
@@ -76,18 +76,18 @@ def flight_errors(log: LimitedLog, context: Any) -> Iterator[None]:
     except DatasetNotFound as error:
         raise NotFound(str(error)) from None
     except AccessDenied as error:
-        raise flight.FlightUnauthorizedError(str(error)) from None
+        raise flight.FlightUnauthorizedError(str(error), error_details(error)) from None
     except DissociatedError as error:
         if error.reference is None:
             log.write(logging.INFO, "%s", error, event="refused", peer=context.peer())
         else:  # The client receives the reference, which must lead to this line of the log.
             _log.log(log_level(error), "%s", log_message(error))
-        kind, extra_info = flight.FlightServerError, b""
-        if isinstance(error, CatalogUnreachable | DeadlineExceeded):
-            unreachable = isinstance(error, CatalogUnreachable)
-            kind = flight.FlightUnavailableError if unreachable else flight.FlightTimedOutError
-            extra_info = NO_ANSWER
-        raise kind(peer_message(error), extra_info) from None
+        kind = flight.FlightServerError
+        if isinstance(error, CatalogUnreachable):
+            kind = flight.FlightUnavailableError
+        elif isinstance(error, DeadlineExceeded):
+            kind = flight.FlightTimedOutError
+        raise kind(peer_message(error), error_details(error)) from None
     except flight.FlightError:
         raise
     except Exception as error:

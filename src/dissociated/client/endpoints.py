@@ -27,15 +27,15 @@ from dissociated.errors import (
     CatalogError,
     DatasetNotFound,
     DeviceError,
+    FilterRefused,
     ForkedError,
     OptionError,
     RemoteError,
-    SourceError,
     TransportError,
     WrongKind,
 )
 from dissociated.memory.device.base import Device
-from dissociated.protocol.request import REFUSED, Selection
+from dissociated.protocol.request import Selection
 from dissociated.transport import registry
 from dissociated.uri import Uri
 
@@ -200,7 +200,7 @@ class EndpointReader:
             if any(map(supports_selection, uris)):
                 identifier = selection.identifier(endpoint.ticket)
         if request.rows_at_server is not None and identifier == endpoint.ticket:
-            raise SourceError(f"{REFUSED}: the request would be too long")
+            raise FilterRefused("the request would be too long for a filter at the server")
         reader = self._open_flight(endpoint, identifier, request)
         if selection is not None and identifier == endpoint.ticket:
             reader = select_columns(reader, selection.indices(reader.schema.names))

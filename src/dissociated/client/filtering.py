@@ -11,8 +11,8 @@ import pyarrow as pa
 from dissociated.client.connect import shares_memory, supports_filter
 from dissociated.client.request import ReadRequest
 from dissociated.codec.columns import filter_batches
-from dissociated.errors import DissociatedError, RemoteProtocolError
-from dissociated.protocol.request import REFUSED, RowSelection
+from dissociated.errors import FilterRefused, RemoteProtocolError
+from dissociated.protocol.request import RowSelection
 from dissociated.uri import Uri
 
 if TYPE_CHECKING:
@@ -64,9 +64,7 @@ def _open_selected(request: ReadRequest, rows: RowSelection, open_request: _Open
     """Request these rows from the server. Return None if the server refuses the filter."""
     try:
         return open_request(replace(request, rows_at_server=rows))
-    except DissociatedError as error:
-        if REFUSED not in str(error):
-            raise
+    except FilterRefused:
         return None
 
 

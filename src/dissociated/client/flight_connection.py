@@ -13,7 +13,6 @@ import pyarrow as pa
 from dissociated.base.access import check_token
 from dissociated.base.fork import ProcessBound, leak, use_grpc
 from dissociated.control.catalog_uri import check_owner, is_unix, socket_path
-from dissociated.control.messages import NO_ANSWER
 from dissociated.errors import (
     AccessDenied,
     CatalogError,
@@ -22,6 +21,8 @@ from dissociated.errors import (
     DeadlineExceeded,
     DissociatedError,
     UriError,
+    parse_details,
+    reported_error,
 )
 from dissociated.transport.base import check_timeout
 from dissociated.uri import Uri
@@ -35,7 +36,6 @@ _UNREACHABLE = re.compile(
     "Flight returned unavailable error, with message: "
     "(failed to connect to all addresses; last error: [A-Z_]+: \\S+ (Failed to connect to remote host: )?)?"
 )
-_UNTRUSTED_SIGNS = ("certificate verify failed", "is not in peer certificate")  # texts of gRPC
 
 
 class CatalogConnection(ProcessBound):
@@ -92,9 +92,9 @@ class CatalogConnection(ProcessBound):
         except DissociatedError:  # for instance of a source in a put; some of these are OSErrors, too
             raise
         except self.flight.FlightUnavailableError as error:
-            if error.extra_info == NO_ANSWER:
+            if parse_details(error.extra_info)[0] == CatalogUnreachable.code:
                 raise CatalogUnreachable(self._passed_on(error)) from None
-            if any(sign in str(error) for sign in _UNTRUSTED_SIGNS):
+            if _is_untrusted(error):
                 raise AccessDenied(
                     f"the certificate of the catalog at {self.uri} is not to be trusted, or not for that host "
                     "(tls_roots says which certificates are)"
@@ -103,7 +103,7 @@ class CatalogConnection(ProcessBound):
                 f"no catalog answers at {self.uri}: is it running? ({_server_message(error)})"
             ) from None
         except self.flight.FlightTimedOutError as error:
-            if error.extra_info == NO_ANSWER:
+            if parse_details(error.extra_info)[0] == DeadlineExceeded.code:
                 raise DeadlineExceeded(self._passed_on(error)) from None
             raise DeadlineExceeded(f"the catalog at {self.uri} did not answer for {self.timeout:g} s") from None
         except (self.flight.FlightUnauthenticatedError, self.flight.FlightUnauthorizedError) as error:
@@ -113,7 +113,8 @@ class CatalogConnection(ProcessBound):
         except pa.ArrowKeyError as error:
             raise DatasetNotFound(_server_message(error)) from None
         except (pa.ArrowException, ValueError, OSError) as error:  # Flight raises OSError for errors within a stream
-            raise CatalogError(f"the catalog at {self.uri} refused: {_server_message(error)}") from None
+            message = f"the catalog at {self.uri} refused: {_server_message(error)}"
+            raise reported_error(CatalogError, message, *parse_details(getattr(error, "extra_info", None))) from None
 
     def _passed_on(self, error: Exception) -> str:
         return f"the catalog at {self.uri} has no answer: {_server_message(error)}"
@@ -162,6 +163,14 @@ class FlightBatches(ProcessBound):
 
     def after_fork_in_child(self) -> None:
         leak(self._reader)
+
+
+def _is_untrusted(error: Exception) -> bool:
+    """Return whether gRPC did not accept the server's certificate.
+
+    gRPC reports every failure to connect with one status, and only its text tells them apart.
+    """
+    return any(sign in str(error) for sign in ("certificate verify failed", "is not in peer certificate"))
 
 
 def _server_message(error: BaseException) -> str:

@@ -88,7 +88,7 @@ class Lookup:
                 raise CatalogError(f"the server at {self._calls.uri} knows no versions: leave out {version=}")
         if version is None:
             return self._describe_plainly(name, refused)
-        if boot_id() in str(refused):  # the server quotes the JSON command as an unknown name
+        if not self._is_ours():  # the server may quote the JSON command as an unknown name
             raise type(refused)(f"the server at {self._calls.uri} knows no version {version} of {name!r}")
         raise refused
 
@@ -111,7 +111,7 @@ class Lookup:
                 if not info.version:
                     return info
                 raise refused  # a server of this library: the plain descriptor stands for another dataset there
-        if unknown is not None and name not in str(unknown):
+        if unknown is not None and not self._is_ours():
             raise DatasetNotFound(f"the server at {self._calls.uri} knows no dataset {name!r} ({unknown})")
         raise unknown or refused
 

@@ -18,11 +18,11 @@ from dissociated.codec.columns import select_columns, slice_batches, slice_rows
 from dissociated.codec.device import DeviceReader, to_device
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.reader import read_schema
-from dissociated.errors import DeviceError, RemoteProtocolError, SourceError, WrongKind
+from dissociated.errors import DeviceError, FilterRefused, RemoteProtocolError, WrongKind
 from dissociated.memory.device.base import Device
 from dissociated.memory.device.registry import open_device
 from dissociated.memory.remote import parse_spans
-from dissociated.protocol.request import REFUSED, Selection
+from dissociated.protocol.request import Selection
 from dissociated.uri import DEVICE, Uri
 
 
@@ -211,7 +211,7 @@ def _request(uris: Sequence[Uri], ticket: bytes, request: ReadRequest) -> _Reque
         identifier = selection.identifier(ticket)
     server_selects = identifier != ticket
     if request.rows_at_server is not None and not server_selects:
-        raise SourceError(f"{REFUSED}: the request would be too long")
+        raise FilterRefused("the request would be too long for a filter at the server")
     stream = request_stream(uris, identifier, request)
     try:
         if stream.is_tensors:

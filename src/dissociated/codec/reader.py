@@ -93,16 +93,21 @@ class Failure(NamedTuple):
 
     kind: type[DissociatedError]
     reason: str
+    reference: str | None
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """That of any error."""
-        kind = type(error) if isinstance(error, DissociatedError) else DissociatedError
-        return cls(kind, str(error) or type(error).__name__)
+        reason = str(error) or type(error).__name__
+        if isinstance(error, DissociatedError):
+            return cls(type(error), reason, error.reference)
+        return cls(DissociatedError, reason, None)
 
     def error(self) -> DissociatedError:
         """A new one of the same kind."""
-        return self.kind(self.reason)
+        error = self.kind(self.reason)
+        error.reference = self.reference
+        return error
 
 
 def close_idle(source: Generator[object, None, None]) -> None:

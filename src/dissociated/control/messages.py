@@ -10,8 +10,6 @@ from typing import Any, TypeAlias, TypeGuard
 
 from dissociated.control.records import AnnouncedVersion, NodeRecord, Part
 
-#: The extra information of a Flight error whose cause is that another catalog did not answer.
-NO_ANSWER = b"no answer"
 #: The fields of a JSON object, by name, each with the types that it may have.
 FieldTypes: TypeAlias = Mapping[str, tuple[type, ...]]
 #: The fields of each entry in a catalog's answers to the actions `versions` and `nodes`.

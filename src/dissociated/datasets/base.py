@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from dissociated.base.buffers import metadata_too_long
 from dissociated.codec.split import Splitter
-from dissociated.errors import OptionError, SourceError
+from dissociated.errors import OptionError, ReadOnce, SourceError
 from dissociated.memory.device.segment import DeviceSegment
 from dissociated.memory.region import Region
 from dissociated.protocol.request import Selection
@@ -223,6 +223,6 @@ class Dataset(ABC):
         Numbers beyond the last batch are ignored.
 
         Raises:
-            OptionError: if the dataset is a stream that is read once for all clients.
+            ReadOnce: if the dataset is a stream that is read once for all clients.
         """
-        raise OptionError(f"the batches of {self.name!r} have no numbers: it is read once for all")
+        raise ReadOnce(f"the batches of {self.name!r} have no numbers: it is read once for all")

@@ -27,7 +27,7 @@ from dissociated.codec.split import SplitMessage, Splitter, split
 from dissociated.datasets.live import Live
 from dissociated.datasets.live_message import QUEUED_OVERHEAD, SMALL_BODY, LiveMessage
 from dissociated.datasets.source_errors import source_errors
-from dissociated.errors import DissociatedError, SourceError, log_level, log_message, peer_message
+from dissociated.errors import DissociatedError, SourceError, log_level, log_message
 from dissociated.format.layout import dictionary_of
 from dissociated.format.message import HeaderType, buffer_extents
 from dissociated.memory.live import LiveMemory
@@ -56,6 +56,7 @@ class Consumer:
         self.stopped = False  # whether the consumer receives nothing more at its own request
         self.cut_off = False  # whether it was cut off: it receives nothing more, and its memory does not count
         self.reason: str | None = None  # the error that ended its stream
+        self.reference: str | None = None  # the name of that error in the log
         self.ended = False  # whether the stream has ended regularly and its last message was enqueued
         self.last_progress = time.monotonic()  # the time at which it last took or freed something
 
@@ -98,7 +99,7 @@ class Consumer:
                 self.last_progress = time.monotonic()
                 self._fanout.on_taken()
             elif self.reason is not None:
-                raise SourceError(self.reason)
+                raise _ended(self.reason, self.reference)
             self.idle = not taken
         return taken
 
@@ -162,6 +163,7 @@ class Fanout:
         # The text of the error that ended the stream. The error itself would keep alive, through its traceback, all
         # objects of the functions that it passed.
         self._reason: str | None = None
+        self._reference: str | None = None  # the name of that error in the log
         self._over = False  # whether the stream has ended
         self._busy = False  # whether the pump is writing to the memory
         self._full = False  # whether the pump waits for room
@@ -185,7 +187,7 @@ class Fanout:
         """
         with self.changed:
             if self._over:
-                raise SourceError(self._reason or f"the live stream {self.name!r} has ended")
+                raise _ended(self._reason or f"the live stream {self.name!r} has ended", self._reference)
             if self._pump is not None and self._live.late == "refuse":
                 raise SourceError(f"the live stream {self.name!r} has begun, and takes nobody who comes later")
             consumer = Consumer(self, wake, on_cut_off or wake)
@@ -250,7 +252,7 @@ class Fanout:
 
     def _run(self) -> None:
         reader, self._reader = self._reader, None
-        reason: str | None = None
+        reason = reference = None
         try:
             with source_errors(self.name):
                 messages = split(reader, self._options)
@@ -260,7 +262,7 @@ class Fanout:
                     if not self._publish(message):
                         break
         except DissociatedError as error:
-            reason = peer_message(error)
+            reason, reference = error.peer_reason or str(error), error.reference
             _log.log(log_level(error), "%r: %s", self.name, log_message(error))
         except BaseException:
             reason = f"the live stream {self.name!r} failed for a reason that the server's log tells"
@@ -269,7 +271,7 @@ class Fanout:
             messages = None  # type: ignore[assignment]  # releases the source
             with self.changed:
                 self._busy = False
-                self._end(reason)
+                self._end(reason, reference)
                 self._release_unused()
 
     def _publish(self, message: SplitMessage) -> bool:
@@ -396,15 +398,15 @@ class Fanout:
 
     # Ending
 
-    def _end(self, reason: str | None) -> None:
+    def _end(self, reason: str | None, reference: str | None = None) -> None:
         """End the stream. Consumers can still take their waiting messages. Call it with `changed` held."""
         if self._over:
             return
-        self._over, self._reason = True, reason
+        self._over, self._reason, self._reference = True, reason, reference
         self._last = None
         self._dictionaries.clear()
         for consumer in self._active_consumers:
-            consumer.ended, consumer.reason = reason is None, reason
+            consumer.ended, consumer.reason, consumer.reference = reason is None, reason, reference
             consumer.wake()
         self.changed.notify_all()
 
@@ -434,3 +436,9 @@ class Fanout:
         """Wait up to `timeout` seconds for the pump to end. It may be blocked in the source for longer."""
         if self._pump is not None:
             self._pump.join(timeout)
+
+
+def _ended(reason: str, reference: str | None) -> SourceError:
+    error = SourceError(reason)
+    error.reference = reference
+    return error

@@ -11,21 +11,14 @@ from dissociated.codec.columns import filter_batches, select_fields
 from dissociated.codec.split import SplitMessage, split
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.streamed import StreamedDataset
-from dissociated.errors import FormatError, SourceError
-from dissociated.protocol.request import REFUSED, RowSelection, Selection
+from dissociated.errors import FilterRefused, FormatError, SourceError
+from dissociated.protocol.request import RowSelection, Selection
 
 if TYPE_CHECKING:
     from dissociated.codec.filter.row_filter import RowFilter
 
 #: Seconds without a matching row after which an empty batch is sent, so that the client's timeout does not expire.
 _KEEPALIVE_INTERVAL = 2.0
-
-
-class FilterRefused(SourceError):
-    """The server does not apply this filter or limit. The client then reads all rows and applies it itself."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(f"{REFUSED}: {why}")
 
 
 def select(whole: Dataset, selection: Selection | None) -> Dataset:
@@ -43,7 +36,8 @@ def select(whole: Dataset, selection: Selection | None) -> Dataset:
     if selection is None or selection.rows is None:
         return whole if selection is None else whole.select(selection)
     if not whole.filterable:
-        raise FilterRefused(f"{whole.name!r} is no stream of rows that are read for one client")
+        why = f"{whole.name!r} is no stream of rows that are read for one client"
+        raise FilterRefused(f"this server does not filter so: {why}")
     whole = whole.open()
     wanted = selection.indices(whole.schema.names)
     if selection.rows.filter is None:
@@ -55,7 +49,7 @@ def select(whole: Dataset, selection: Selection | None) -> Dataset:
         received = parse_filter(selection.rows.filter)
         rows, filter_columns = received.bind(whole.schema)
     except FormatError as error:
-        raise FilterRefused(str(error)) from None
+        raise FilterRefused(f"this server does not filter so: {error}") from None
     needed = sorted({*wanted, *filter_columns}) if selection.rows.exact else wanted
     chosen = _batches(
         whole.select_positions(needed), whole.passing_batches(received.tree, filter_columns), selection.batches

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 
 from dissociated.base.access import Grant, Signer, Ticket, Unsigned
 from dissociated.datasets.base import Dataset
-from dissociated.datasets.filtered import FilterRefused, select
+from dissociated.datasets.filtered import select
 from dissociated.datasets.sources import isolate_columns
-from dissociated.errors import DatasetNotFound, DissociatedError
+from dissociated.errors import DatasetNotFound, DissociatedError, FilterRefused
 from dissociated.protocol.request import Selection
 
 
@@ -147,7 +147,7 @@ class Registry:
             FilterRefused: if the selection has rows and this process does not choose rows for clients.
         """
         if selection is not None and selection.rows is not None and not self._chooses_rows:
-            raise FilterRefused("it was told not to choose rows")
+            raise FilterRefused("this server does not filter so: it was told not to choose rows")
         return select(whole, selection)
 
     def issue_ticket(self, dataset: Dataset, columns: Sequence[str] | None = None) -> Ticket:

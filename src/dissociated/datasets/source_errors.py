@@ -17,9 +17,6 @@ from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.errors import DissociatedError, FormatError, SourceError
 
-#: The code of an error whose text stays in the log.
-SOURCE_FAILED = "source_failed"
-
 
 @contextmanager
 def source_errors(name: str) -> Iterator[None]:
@@ -71,6 +68,6 @@ def _foreign_batches(name: str, reader: pa.RecordBatchReader) -> Iterator[BatchA
 def _concealed(name: str, error: Exception) -> SourceError:
     kind = type(error).__name__
     failed = SourceError(f"the source of {name!r} failed: {kind}: {error}")
-    failed.reference = f"{SOURCE_FAILED} {secrets.token_hex(6)}"
-    failed.peer_reason = f"the source of {name!r} failed ({kind}): the log of its server says more [{failed.reference}]"
+    failed.reference = secrets.token_hex(6)
+    failed.peer_reason = f"the source of {name!r} failed ({kind}): the log of its server says more"
     return failed

@@ -12,8 +12,8 @@ requests some of its top-level columns or record batches, from servers whose URI
 ROWS needs a server whose URI also has `filter=1`. It is {"filter": F, "limit": N, "exact": true}. It selects the rows
 for which the filter F, a Substrait expression in base64, is true, and of these the first N. Both F and N may be left
 out. The columns that F uses need not be among the selected ones. With "exact": false, which allows no limit, the server
-may leave out batches without a matching row, and sends the others whole. If a server cannot apply the filter, its
-reason begins with `REFUSED`.
+may leave out batches without a matching row, and sends the others whole. A server that cannot apply the filter
+refuses with `FilterRefused`.
 
 If a selected column or field does not exist, the server answers with the whole schema, and then gives the reason.
 """
@@ -36,8 +36,6 @@ SELECTION_MAGIC = b"DISSCOL\x01"
 SELECT_PARAMETER = ("select", "1")
 #: URI parameter of servers that support selections of rows, too.
 FILTER_PARAMETER = ("filter", "1")
-#: First words of a server's reason if it cannot apply the filter. The client then filters itself.
-REFUSED = "this server does not filter so"
 #: Largest size of an identifier, in bytes.
 MAX_IDENTIFIER = 1 << 16
 

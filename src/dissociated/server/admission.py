@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dissociated.base.buffers import MAX_METADATA
-from dissociated.errors import ConnectionClosed, DissociatedError, SourceError
+from dissociated.errors import ConnectionClosed, ServerFull, SourceError
 from dissociated.monitoring.activity import Activity
 from dissociated.monitoring.kept import Mappable
 from dissociated.transport.base import Connection
@@ -18,10 +18,6 @@ from dissociated.transport.base import Connection
 _LEAST_TIME = 1.0
 #: Default limit of the live memory that consumers hold after they were cut off, as a multiple of `live_limit`.
 _KEPT_SHARE = 4
-
-
-class ServerFull(DissociatedError):
-    """The error of a client that connects while `max_connections` clients are served."""
 
 
 @dataclass(frozen=True)

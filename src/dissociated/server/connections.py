@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from dissociated.base.limited_log import LimitedLog
-from dissociated.datasets.filtered import FilterRefused
 from dissociated.datasets.registry import Registry
 from dissociated.errors import (
     AccessDenied,
@@ -16,13 +15,16 @@ from dissociated.errors import (
     DatasetNotFound,
     DeadlineExceeded,
     DissociatedError,
+    FilterRefused,
     LocalProtocolError,
+    ServerFull,
     TransportError,
     log_message,
 )
 from dissociated.monitoring.activity import Activity, ConnectionStats
 from dissociated.monitoring.status import ConsumerStatus
-from dissociated.server.admission import Admission, Limits, ServerFull
+from dissociated.protocol.close_reason import close_reason
+from dissociated.server.admission import Admission, Limits
 from dissociated.server.requests import TAGS
 from dissociated.server.session import Session
 from dissociated.transport.base import Connection, Listener
@@ -163,7 +165,7 @@ class Connections:
             complained = False
             self._admission.make_room()
             if not self._start(connection, listener):
-                connection.abort("the server can serve nobody now: try again later")
+                connection.abort(close_reason(ServerFull("the server can serve nobody now: try again later")))
                 connection.close()
 
     def _start(self, connection: Connection, listener: Listener) -> bool:

@@ -17,9 +17,9 @@ from dissociated.errors import (
     DissociatedError,
     OptionError,
     SourceError,
-    peer_message,
 )
 from dissociated.monitoring.activity import ConnectionStats
+from dissociated.protocol.close_reason import close_reason, reason_text
 from dissociated.protocol.events import StreamRequested
 from dissociated.protocol.request import Selection, parse_identifier
 from dissociated.protocol.sender import Sender
@@ -76,7 +76,7 @@ class Session:
         except ConnectionClosed:
             raise  # the client is gone, so it is told no reason
         except DissociatedError as error:
-            self._abort(peer_message(error))
+            self._abort(close_reason(error))
             raise
         except Exception:
             self._abort("the server failed for a reason that its log tells")
@@ -139,7 +139,7 @@ class Session:
             if not sending.joined:
                 raise
             # Memory of a live stream is reused only once it was freed, so the client may take the time that it needs.
-            self._connection.send_close_reason(peer_message(error))
+            self._connection.send_close_reason(close_reason(error))
             self._sender.fail()
         sending.drain(self._limits.lease_timeout)
         self._connection.flush_close_reason(self._limits.stall_timeout)
@@ -150,7 +150,7 @@ class Session:
         if sending is None or not sending.holds_live:
             self._connection.abort(reason)
             return
-        _log.info("%s was sent away, and still holds memory: %s", self._connection.peer, reason)
+        _log.info("%s was sent away, and still holds memory: %s", self._connection.peer, reason_text(reason))
         sending.detach()
         self._connection.send_close_reason(reason)
         with suppress(DissociatedError):  # after an error of the protocol, `_end` still waits for the disconnection

@@ -31,7 +31,7 @@ from dissociated.codec.filter.row_filter import RowFilter
 from dissociated.codec.filter.substrait import encode_filter
 from dissociated.codec.join import Messages, join
 from dissociated.control.locations import DatasetInfo, Endpoint, locations, reachable
-from dissociated.errors import DatasetNotFound, DissociatedError, SourceError
+from dissociated.errors import DatasetNotFound, DissociatedError, ReadOnce, SourceError
 from dissociated.memory.region import AddressSpace
 from dissociated.protocol.request import RowSelection
 from dissociated.spark.catalog import wait_for_catalog
@@ -47,7 +47,6 @@ SLICE_BYTES = 64 << 20
 _LOOKUP_TTL = 10.0  # seconds
 _MAX_ROWS = 10_000  # that Spark's Python is given at once: it takes larger batches more slowly
 _ALL_BATCHES = 0, sys.maxsize
-_READ_ONCE = "it is read once for all"  # what a server says of the batches of a live stream that is shared
 
 
 class DatasetReader(DataSourceReader):
@@ -161,9 +160,7 @@ class DatasetReader(DataSourceReader):
         """Say what to do where a server refuses batches by number."""
         try:
             yield
-        except DissociatedError as error:
-            if _READ_ONCE not in str(error):
-                raise
+        except ReadOnce:
             raise SourceError(
                 f"{self.request.name!r} is a live stream that all its clients read together, and Spark may run a task "
                 "twice: the second would get only the rest. Publish a callable that gives the same stream each time, "

@@ -11,7 +11,8 @@ from typing import Any
 import pyarrow as pa
 
 from dissociated.base.buffers import Buffer
-from dissociated.errors import ConnectionClosed, RemoteError, TransportError, UriError
+from dissociated.errors import ConnectionClosed, TransportError, UriError
+from dissociated.protocol.close_reason import reason_error
 from dissociated.protocol.message import Incoming, Message
 from dissociated.transport.base import Allocate, Connection, Listener, Transport
 from dissociated.transport.mailbox import Mailbox
@@ -47,7 +48,7 @@ class InprocConnection(Connection):
         return self._inbox.ready
 
     def abort(self, reason: str) -> None:
-        self._outbox.close(RemoteError(reason))
+        self._outbox.close(reason_error(reason, self.peer))
 
     def interrupt(self) -> None:
         error = ConnectionClosed("this side closed the connection")

@@ -18,6 +18,7 @@ from dissociated.errors import DissociatedError, RemoteError, RemoteProtocolErro
 from dissociated.format.message import HeaderType, parse_envelope
 from dissociated.memory.region import Region
 from dissociated.memory.shared import Backing
+from dissociated.protocol.close_reason import reason_text
 from dissociated.protocol.message import Incoming, Message, Run
 from dissociated.protocol.metadata import MetadataKind, parse_metadata
 from dissociated.protocol.sender import Tags
@@ -83,7 +84,7 @@ class _Trace:
     def aborted(self, reason: str) -> None:
         if reason != self._reason:  # an abort may repeat the close reason
             self._reason = reason
-            self.line(f"sent abort: {reason!r}")
+            self.line(f"sent abort: {reason_text(reason)!r}")
 
     def outgoing(self, messages: Sequence[Message | Run]) -> Iterator[str]:
         """Yield a line for each message or run that is to be sent."""

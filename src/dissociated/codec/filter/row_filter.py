@@ -84,7 +84,7 @@ def _try(expression: pc.Expression, schema: pa.Schema, columns: Sequence[int]) -
         type_ = _compute(expression, select_fields(schema, columns).empty_table()).type
     except pa.ArrowException as error:
         why = str(error).partition("\n")[0]
-        if why.startswith("No match for FieldRef"):
+        if why.startswith("No match for FieldRef"):  # libarrow has no class for that
             raise ColumnNotFound(
                 f"the filter {printed(expression)} has a column that is not there; there are {', '.join(schema.names)}"
             ) from None

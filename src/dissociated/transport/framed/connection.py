@@ -18,11 +18,11 @@ from dissociated.errors import (
     ConnectionClosed,
     DeadlineExceeded,
     DissociatedError,
-    RemoteError,
     RemoteProtocolError,
     SourceError,
     TransportError,
 )
+from dissociated.protocol.close_reason import decode_reason, encode_reason, reason_error
 from dissociated.protocol.message import Incoming, Message, Run
 from dissociated.transport.base import Allocate, Connection, Listener
 from dissociated.transport.framed.framing import (
@@ -151,8 +151,7 @@ class SocketConnection(Connection):
             if frame.kind == FrameKind.RUN:
                 return parse_run(frame.payload)
             if frame.kind == FrameKind.ABORT:
-                reason = bytes(frame.payload).decode(errors="replace")
-                raise RemoteError(reason or f"{self._peer} gave up and did not say why")
+                raise reason_error(decode_reason(bytes(frame.payload)), self._peer)
             self._region_shared(frame.payload)
 
     def arrived(self) -> bool:
@@ -307,7 +306,7 @@ class SocketConnection(Connection):
 
 def abort_frame(reason: str) -> bytes:
     """Return the frame with the reason why this side gives up."""
-    return encode_frame(FrameKind.ABORT, 0, reason.encode(errors="backslashreplace")[:MAX_CONTROL])
+    return encode_frame(FrameKind.ABORT, 0, encode_reason(reason, MAX_CONTROL))
 
 
 def _after(part: Buffer, offset: int) -> Buffer:

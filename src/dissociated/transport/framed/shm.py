@@ -39,10 +39,11 @@ from typing import Any
 
 from dissociated.base.limited_log import LimitedLog
 from dissociated.base.private import open_private_directory
-from dissociated.errors import NotPrivate, RemoteProtocolError, TransportError, UnsafeMemory, UriError
+from dissociated.errors import AccessDenied, NotPrivate, RemoteProtocolError, TransportError, UnsafeMemory, UriError
 from dissociated.memory.private import keep_open
 from dissociated.memory.region import Region
 from dissociated.memory.shared import Backing, is_sealed, map_received
+from dissociated.protocol.close_reason import close_reason
 from dissociated.transport.base import Connection, Listener, Transport
 from dissociated.transport.framed.connection import SocketConnection, SocketListener, abort_frame, socket_error
 from dissociated.transport.framed.framing import PREAMBLE, FrameKind, encode_frame
@@ -230,7 +231,8 @@ class _ShmListener(SocketListener):
             event="not allowed",
             peer=connection.peer,
         )
-        connection.abort(f"this server does not serve user {uid}: its owner can allow that")
+        denied = AccessDenied(f"this server does not serve user {uid}: its owner can allow that")
+        connection.abort(close_reason(denied))
         connection.close()
         return None
 

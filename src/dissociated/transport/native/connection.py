@@ -16,12 +16,12 @@ from dissociated.errors import (
     ConnectionClosed,
     DeadlineExceeded,
     DissociatedError,
-    RemoteError,
     RemoteProtocolError,
     TransportError,
 )
 from dissociated.memory.region import Region
 from dissociated.memory.remote import RemoteAddressSpace, Span
+from dissociated.protocol.close_reason import reason_error
 from dissociated.protocol.message import Incoming, Message, Run
 from dissociated.transport.base import Allocate
 from dissociated.transport.framed.framing import MAX_CONTROL, MAX_UNTAGGED
@@ -169,7 +169,7 @@ class NativeConnection(ProgressConnection):
             if self._broken is not None:
                 raise self._broken
             if self._reason is not None:
-                raise RemoteError(self._reason or f"{self._peer} gave up and did not say why")
+                raise reason_error(self._reason, self._peer)
             if on_its_way:
                 raise ConnectionClosed(f"{self._peer} closed the connection in the middle of a message")
             return None

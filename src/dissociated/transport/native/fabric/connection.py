@@ -16,12 +16,12 @@ from dissociated.base.buffers import Buffer
 from dissociated.errors import (
     ConnectionClosed,
     DeadlineExceeded,
-    RemoteError,
     RemoteProtocolError,
     TransportError,
     UriError,
 )
 from dissociated.memory.remote import Span
+from dissociated.protocol.close_reason import decode_reason, encode_reason, reason_error
 from dissociated.protocol.message import Incoming, Message
 from dissociated.transport.base import Allocate
 from dissociated.transport.native.connection import NativeConnection
@@ -133,7 +133,7 @@ class FabricConnection(NativeConnection):
             self._send_control(Kind.HELLO, handshake.hello)
             self._until(lambda: handshake.welcomed, end, timeout)
             if self._reason is not None:
-                raise RemoteError(self._reason)
+                raise reason_error(self._reason, self._peer)
             if not handshake.welcomed:
                 raise ConnectionClosed(f"connecting to {self._peer}: the peer closed the connection")
             handshake.take_name(host)
@@ -187,7 +187,7 @@ class FabricConnection(NativeConnection):
     def _send_abort(self, reason: str) -> bool:
         if self._handshake.address is None:
             return False  # a client that has not joined hears nothing
-        self._send_control(Kind.ABORT, reason.encode(errors="backslashreplace"))
+        self._send_control(Kind.ABORT, encode_reason(reason, CONTROL_SIZE))
         return True
 
     # Receiving
@@ -257,7 +257,7 @@ class FabricConnection(NativeConnection):
                 self.takes_runs = self._handshake.takes_runs
             return
         if kind == Kind.ABORT and self._reason is None:
-            self._give_up(data.decode(errors="replace"))
+            self._give_up(decode_reason(data))
         elif kind in BYES and kind not in self._byes:
             self._byes.add(kind)
             if len(self._byes) == self._endpoint.lanes:

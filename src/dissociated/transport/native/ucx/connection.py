@@ -23,6 +23,7 @@ from dissociated.errors import (
 )
 from dissociated.memory.device.base import Device, DeviceBuffer
 from dissociated.memory.remote import Span
+from dissociated.protocol.close_reason import encode_reason
 from dissociated.protocol.message import Incoming, Message
 from dissociated.transport.base import Allocate
 from dissociated.transport.native.connection import OVERHEAD, NativeConnection
@@ -190,7 +191,7 @@ class UcxConnection(NativeConnection):
     def _send_abort(self, reason: str) -> bool:
         if not self._knows_abort:
             return False
-        data = reason.encode(errors="backslashreplace")[:_MAX_REASON]
+        data = encode_reason(reason, _MAX_REASON)
         pointer = self._ucp.ffi.from_buffer(data)
         try:
             self._begun(self._endpoint.send_active(ABORT, pointer, len(data), self._am), len(data), pointer)
