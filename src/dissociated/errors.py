@@ -43,9 +43,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Self
-
-from dissociated.base.once import once
+from typing import Any, NamedTuple, Self
 
 
 class DissociatedError(Exception):
@@ -76,6 +74,32 @@ def _with_reference(error: DissociatedError, text: str) -> str:
 def log_level(error: DissociatedError) -> int:
     """Return the level of an error of a client's: a warning if the client is told that the log has more."""
     return logging.INFO if error.reference is None else logging.WARNING
+
+
+class Failure(NamedTuple):
+    """An error to be raised again and again.
+
+    It is not the exception itself, whose traceback would keep everything that its frames hold until the garbage
+    collector comes by, or for ever where that leads through C++.
+    """
+
+    kind: type[DissociatedError]
+    reason: str
+    reference: str | None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Return the failure that `error` tells of."""
+        reason = str(error) or type(error).__name__
+        if isinstance(error, DissociatedError):
+            return cls(type(error), reason, error.reference)
+        return cls(DissociatedError, reason, None)
+
+    def error(self) -> DissociatedError:
+        """Make a new error of the same kind."""
+        error = self.kind(self.reason)
+        error.reference = self.reference
+        return error
 
 
 class UriError(DissociatedError, ValueError):
@@ -357,7 +381,7 @@ def parse_details(details: bytes | None) -> tuple[str | None, str | None]:
 
 
 def reported_error(
-    base: type[DissociatedError], message: str, code: str | None, reference: str | None = None
+    base: type[RemoteError | CatalogError], message: str, code: str | None, reference: str | None = None
 ) -> DissociatedError:
     """Return the error that a peer reports.
 
@@ -370,15 +394,12 @@ def reported_error(
     Returns:
         A `base`, which is of the class with this `code`, too.
     """
-    error = _reported_class(base.code, code if code in _CLASSES else base.code)(message)
+    error = _REPORTED.get((base, code or ""), base)(message)
     error.reference = reference
     return error
 
 
-@once
-def _reported_class(base_code: str, code: str) -> type[DissociatedError]:
-    base = _CLASSES[base_code]
-    kind = _CLASSES[code]
+def _reported_class(base: type[DissociatedError], kind: type[DissociatedError]) -> type[DissociatedError]:
     if issubclass(base, kind) or issubclass(kind, _OF_ONE_SIDE):
         return base
     if issubclass(kind, base):
@@ -388,3 +409,8 @@ def _reported_class(base_code: str, code: str) -> type[DissociatedError]:
         return reported_error, (base, str(error), error.code, error.reference)
 
     return type(kind.__name__, (kind, base), {"__doc__": kind.__doc__, "__module__": __name__, "__reduce__": reduce})
+
+
+_REPORTED = {
+    (base, kind.code): _reported_class(base, kind) for base in (RemoteError, CatalogError) for kind in _CLASSES.values()
+}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import pyarrow as pa
 
@@ -12,6 +12,7 @@ from dissociated.base.exit import hold_at_exit, section
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.errors import (
     DissociatedError,
+    Failure,
     FormatError,
     OptionError,
     RemoteProtocolError,
@@ -61,6 +62,7 @@ def arrow_errors(error_type: type[DissociatedError]) -> Iterator[None]:
 def _translated(error: Exception, error_type: type[DissociatedError]) -> Exception:
     if isinstance(error, (DissociatedError, pa.ArrowCancelled)):  # ours come from below, through libarrow
         return error
+    # libarrow raises ArrowInvalid for both of these, as for everything else about content: only its text tells more.
     if str(error).startswith("Out of bounds field index"):  # the caller's mistake, not the content's
         return OptionError(f"included_fields has a field that the schema has not: {error}")
     if _FILE_MAGIC_ERROR in str(error):
@@ -83,31 +85,6 @@ def check_field_names(schema: pa.Schema) -> pa.Schema:
     """The schema itself. Raises UnicodeDecodeError where the name of a column is no UTF-8, before it is asked for."""
     assert schema.names is not None
     return schema
-
-
-class Failure(NamedTuple):
-    """What a reader has failed by, to be raised again and again.
-
-    It is not the error itself: the traceback of that leads to the reader, which owns it through C++, unseen by the GC.
-    """
-
-    kind: type[DissociatedError]
-    reason: str
-    reference: str | None
-
-    @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        """That of any error."""
-        reason = str(error) or type(error).__name__
-        if isinstance(error, DissociatedError):
-            return cls(type(error), reason, error.reference)
-        return cls(DissociatedError, reason, None)
-
-    def error(self) -> DissociatedError:
-        """A new one of the same kind."""
-        error = self.kind(self.reason)
-        error.reference = self.reference
-        return error
 
 
 def close_idle(source: Generator[object, None, None]) -> None:

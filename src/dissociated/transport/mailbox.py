@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from typing import Generic, TypeVar
 
-from dissociated.errors import ConnectionClosed, DeadlineExceeded, DissociatedError
+from dissociated.errors import ConnectionClosed, DeadlineExceeded, DissociatedError, Failure
 
 T = TypeVar("T")
 
@@ -20,8 +20,8 @@ class Mailbox(Generic[T]):
         self._bytes = 0
         self._changed = threading.Condition()
         self._closed = False
-        # The type and the text, not the error: its traceback would keep all that the receiver holds until a GC.
-        self._error: tuple[type[DissociatedError], str] | None = None
+        # Not the error: its traceback would keep all that the receiver holds until a GC.
+        self._failure: Failure | None = None
 
     def put(self, item: T, size: int, timeout: float | None) -> None:
         """Add an item of `size` bytes.
@@ -56,9 +56,8 @@ class Mailbox(Generic[T]):
             if not self._changed.wait_for(lambda: self._closed or bool(self._items), timeout):
                 raise DeadlineExceeded(f"the peer was silent for {timeout:g} s")
             if not self._items:
-                if self._error is not None:
-                    kind, reason = self._error
-                    raise kind(reason)
+                if self._failure is not None:
+                    raise self._failure.error()
                 return None
             item, size = self._items.popleft()
             self._bytes -= size
@@ -77,5 +76,5 @@ class Mailbox(Generic[T]):
         """Accept no more items. The remaining items can still be taken; after them, `get` raises `error`, if any."""
         with self._changed:
             if not self._closed:
-                self._closed, self._error = True, None if error is None else (type(error), str(error))
+                self._closed, self._failure = True, None if error is None else Failure.of(error)
             self._changed.notify_all()
