@@ -442,7 +442,7 @@ def test_client_of_another_user(serve: Serve, spawn: Spawn, runtime: str, mode: 
         assert heard.startswith("TransportError connecting to the shm server")
         assert "Permission denied" in heard
     else:
-        assert heard == "RemoteError this server does not serve user 65534: its owner can allow that"
+        assert heard == "AccessDenied this server does not serve user 65534: its owner can allow that"
     good.check()
 
 
@@ -459,7 +459,7 @@ def test_client_of_a_user_who_is_allowed(serve: Serve, spawn: Spawn, runtime: st
     assert heard == {
         65534: str(3 * ROWS),
         12345: str(3 * ROWS),
-        54321: "RemoteError this server does not serve user 54321: its owner can allow that",
+        54321: "AccessDenied this server does not serve user 54321: its owner can allow that",
     }
     good.check()
 

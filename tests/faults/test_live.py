@@ -196,7 +196,7 @@ def test_every_consumer_learns_that_the_source_failed(serve: Serve, consumer: St
         assert {one("hold") for one in everybody} == {str(number)}
     for one in everybody:
         told, _, reference = one("rest").partition(" [source_failed ")
-        assert told == "RemoteError the source of 'live' failed (ValueError): the log of its server says more"
+        assert told == "SourceError the source of 'live' failed (ValueError): the log of its server says more"
         assert len(reference) == 13
         assert one("check") == "True [0, 1, 2]"
     assert shared_bytes("live") == 3 * MB
