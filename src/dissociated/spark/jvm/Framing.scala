@@ -231,7 +231,7 @@ final class Messages(server: Server) extends AutoCloseable {
     case Some(Frame(Wire.Tagged, tag, message)) => tagged(tag, message)
     case Some(Frame(Wire.Run, _, messages)) => run = apart(messages)
     case Some(Frame(_, _, reason)) =>
-      val text = new String(Vectors.bytes(reason.address, reason.size.toInt), UTF_8).takeWhile(_ != 0) // then a code
+      val text = new String(Vectors.bytes(reason.address, reason.size.toInt), UTF_8).takeWhile(_ != '\u0000') // a code follows
       throw server.failed(s"gave up: ${text.take(Messages.MaxReason).replaceAll("\\p{Cntrl}", " ")}")
   }
 
