@@ -94,6 +94,7 @@ def validate_shared(validate: Callable[[], None]) -> None:
             validate()
             return
         except pa.ArrowInvalid as error:
+            # libarrow has one class for every invalid array: only its text tells this one, which may be none, apart.
             if "Negative null count" not in str(error) or str(error) == said:
                 raise
             said = str(error)
