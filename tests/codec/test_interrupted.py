@@ -24,7 +24,7 @@ MODULES = (join.__file__, runs.__file__, reader.__file__)
 #: A line followed only by C code, which handles no signal.
 UNINTERRUPTED = reader.Reading.take.__code__, "return taken"
 
-#: Readers of these rows: from messages, from a run that spans more than one file, and from batches.
+#: Readers of these rows: from messages, from a run, which bypasses the file that libarrow reads, and from batches.
 READERS: dict[str, Callable[[], pa.RecordBatchReader]] = {
     "messages": lambda: read(one(SCHEMA), *map(one, MESSAGES)),
     "a run": lambda: read(one(SCHEMA), together(MESSAGES)),

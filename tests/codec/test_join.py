@@ -133,7 +133,7 @@ def test_content_that_libarrow_refuses() -> None:
 
 
 def test_compressed_content_that_would_be_longer_than_memory() -> None:
-    """Announce a huge length in the first 8 bytes of a compressed buffer."""
+    """Decode a compressed buffer whose first 8 bytes announce a huge length."""
     assert LZ4.body is not None
     body = (1 << 56).to_bytes(8, "little") + LZ4.body[8:]
     reader = join(iter(Feed([(SCHEMA.header, None), (LZ4.header, pa.py_buffer(body))])), max_body=1 << 60)

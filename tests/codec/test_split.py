@@ -171,7 +171,7 @@ def test_a_source_that_raises_raises() -> None:
 
 
 def test_a_batch_whose_offsets_leave_its_values_is_refused() -> None:
-    """Refuse such a batch, with which libarrow would crash the process."""
+    """Refuse a batch with which libarrow would crash the process."""
     offsets = np.array([0, 1], np.int32)
     buffers, values = [None, pa.py_buffer(offsets)], pa.array([1, 2], pa.int8())
     batch = pa.record_batch({"l": pa.Array.from_buffers(pa.list_(pa.int8()), 1, buffers, children=[values])})
@@ -202,7 +202,7 @@ def test_small_batches_one_after_the_other_are_those_that_libarrow_writes() -> N
 
 
 def test_small_batches_beside_a_large_one_of_as_many_rows() -> None:
-    """Split more batches than their shared memory holds, and several times a row that does not fit into it."""
+    """Split more batches than the splitter's buffer holds, and rows that do not fit into it."""
     sizes = [*[1, 9] * 3000, 3 << 20, 5, 5, 1 << 17, *[30_000] * 100, 3, 2 << 20, 7]
     some = [pa.record_batch({"s": ["x" * size], "n": [number]}) for number, size in enumerate(sizes)]
     for one, expected in zip(split(reader(*some)), written(*some), strict=True):

@@ -136,7 +136,7 @@ def test_flight_client_that_takes_nothing(
     closing.start()
     closing.join(PATIENCE)
     hangs = closing.is_alive()
-    # GRPC accepted more requests, and reported the shutdown to them.
+    # gRPC had read ahead, and ended the stream with an error.
     if "its stream is left to end by itself" not in caplog.text:
         with pytest.raises(pa.ArrowException):
             stream.read_all()

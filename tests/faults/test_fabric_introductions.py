@@ -120,7 +120,7 @@ def test_an_answer_that_is_given_again_and_again_is_no_sign_of_work() -> None:
 
 
 def test_who_only_says_hello_has_few_places_and_keeps_nobody_out(serve: Serve) -> None:
-    """Limit peers that say HELLO and never join: each costs 16 MB, and 40 try it."""
+    """Limit clients that say HELLO and never join. Each place costs 16 MB, and 40 are requested."""
     good = serve("fabric:", handshake_timeout=5.0)
     uri = Uri.parse(good.server.locations("good")[0])
     assert uri.host is not None
@@ -141,7 +141,7 @@ def test_who_only_says_hello_has_few_places_and_keeps_nobody_out(serve: Serve) -
 
 
 def test_clients_that_do_not_take_an_answer_delay_nobody(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let clients refuse their answers for as long as the good client may take to connect."""
+    """Give silent clients as long to take their answers as the good client has to connect, so that waits show."""
     monkeypatch.setattr(listeners, "_LAST_TIMEOUT", 2 * PATIENCE)
     good = serve("fabric:", handshake_timeout=1.0)
     uri = Uri.parse(good.server.locations("good")[0])

@@ -17,8 +17,8 @@ WHERE = {"ucx": "ucx:", "fabric": "fabric:?heartbeat=0.1"}
 
 #: Caps of these clients in MB, far below the default, so that a flood ends soon.
 CAP = 4
-#: MB that a flood may cost a client, including the connection. libfabric receives more on each poll than its limit: up
-#: to 564 MB were observed. Version 1.17 has smaller buffers.
+#: MB that a flood may cost a client, including the connection. Each poll lets libfabric receive more than we see: up to
+#: 564 MB were observed. Version 1.17 has smaller buffers.
 ENOUGH = {"ucx": 200, "fabric 1.17": 200, "fabric": 800}
 
 #: A script that floods one peer per input line for ten seconds, or until it is disconnected. It ignores its windows.

@@ -19,8 +19,8 @@ from .peer import PATIENCE
 
 WHERE = {"ucx": "ucx:", "ucx, none": "ucx:?err_mode=none", "fabric": "fabric:?heartbeat=0.1"}
 
-#: kB that a client may cost until it is disconnected. This includes connections (70 MB each over libfabric), of which
-#: those of earlier stages may still be closing.
+#: kB that a client may cost until it is disconnected. This includes connections (70 MB each over libfabric), among them
+#: connections of earlier stages that are still closing.
 ENOUGH = {"ucx": 150_000, "ucx, none": 150_000, "fabric 1.17": 200_000, "fabric": 300_000}
 
 #: A script that prints its peak memory in kB on request.
@@ -50,8 +50,8 @@ server.close()
 """
 
 #: A script that for each input line sends a request and then 400 MB or 100,000 messages, for a second at most, or until
-#: it is disconnected. It ignores its window, receives nothing, and keeps the connection until the next line. One
-#: process runs all stages because starting it takes longest.
+#: it is disconnected. It ignores its window, receives nothing, and keeps the connection until the next line. All
+#: stages share a process because starting it takes longest.
 FLOOD = """
 import json, sys, time
 from dissociated.errors import DissociatedError

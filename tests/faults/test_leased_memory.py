@@ -254,7 +254,7 @@ def test_a_pause_beyond_lease_timeout(serve: Serve, child: Child) -> None:
 
 def test_whatever_a_client_does_it_keeps_what_it_holds_until_it_closes_its_connection(serve: Serve) -> None:
     good = serve("shm:", stall_timeout=0.3)
-    # A server that has sent everything when half a message comes waits for freed memory, so its deadline is shorter.
+    # A server that has sent everything when half a message comes waits for freed memory, up to the lease timeout.
     soon_over = serve("shm:", stall_timeout=0.3, lease_timeout=2.0)
     sent = batches(15)  # A socket holds all of their metadata, so only a client that stops within a message is late.
     expected = [*map(checksum, sent)]

@@ -391,7 +391,7 @@ COUNTED = SERVER.replace("sys.stdin.readline()", "for _ in sys.stdin: print(serv
 def test_streams_that_are_closed_early_beside_one_that_goes_on(
     spawn: Spawn, listen: str, settings: tuple[str, ...]
 ) -> None:
-    """Close streams early: their sends in progress must finish before the buffers of the remaining stream are released.
+    """Close streams early. The server's sends to them may complete only together with its sends to the last stream.
 
     MALLOC_PERTURB_ fills freed memory, so that the server crashes if UCX writes to a worker that has been destroyed.
     """

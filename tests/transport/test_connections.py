@@ -298,7 +298,7 @@ def test_interrupting_ends_a_send_in_another_thread(ends: Ends) -> None:
             sending.result(PATIENCE)
 
 
-# Inproc buffers nothing while it sends.
+# The transport inproc buffers nothing while it sends.
 @pytest.mark.parametrize("medium", media(one for one in MEDIA if one != "inproc"))
 def test_one_who_sends_and_does_not_receive_is_cut_off(ends: Ends) -> None:
     """Send to a client that sends and never receives: its messages are buffered up to a limit."""

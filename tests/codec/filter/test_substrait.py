@@ -284,7 +284,7 @@ def test_denials_are_counted_as_libarrow_does() -> None:
 
 
 def test_what_substrait_would_change_does_not_travel() -> None:
-    """Keep such filters at the client: Substrait turns `is_in` into comparisons, which differ for nulls and NaN."""
+    """Evaluate such filters in the client: Substrait turns `is_in` into comparisons, which differ for nulls and NaN."""
     number, double = pc.field("number"), pc.field("double")
     for expression in (number.isin([1, None]), ~number.isin([1]), double.is_null(nan_is_null=True), number > 0.5):
         assert encode_filter(RowFilter.bind(expression, SCHEMA), SCHEMA) is None

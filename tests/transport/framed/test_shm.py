@@ -35,7 +35,7 @@ def allocate(tag: int | None, length: int) -> Any:
     return bytearray(length)
 
 
-# Places of sockets
+# Locations of sockets
 
 
 def test_a_socket_of_its_own_lies_in_the_runtime_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def attended(
         accepted = listener.accept()
         assert accepted is not None
         with accepted:
-            # Unless the client closes.
+            # The result is None if the client closes first.
             if accepted.receive(PATIENCE, lambda tag, length: bytearray(length)) is not None:
                 answer(accepted)
 
