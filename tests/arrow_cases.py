@@ -1,4 +1,4 @@
-"""Arrow data of every type and shape, with and without nulls. Whatever goes in must come out."""
+"""Arrow arrays of every type and shape, with and without nulls, for round-trip tests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Celsius(pa.ExtensionType):  # type: ignore[misc]  # pyarrow has no types
 
 
 def _values(*some: object) -> list[object]:
-    """ROWS values, from these again and again."""
+    """Return ROWS values, cycling through `some`."""
     return [some[index % len(some)] for index in range(ROWS)]
 
 
@@ -38,7 +38,7 @@ _TEXTS = _values("", "a", "dissociated", "ünïcödé, 漢字 and more than twel
 _BYTES = _values(b"", b"\0", b"\xff\xfe", b"more than twelve bytes, not UTF-8: \x80", b"y" * 300)
 _MOMENT = datetime(2024, 2, 29, 23, 59, 59, 999_000)
 
-#: Type and values of ROWS rows, none of them null.
+#: The type and ROWS values of each case. No value is null.
 PLAIN: dict[str, tuple[pa.DataType, list[object]]] = {
     "bool": (pa.bool_(), _values(True, False, False, True, True)),
     "int8": (pa.int8(), _values(-128, 0, 127)),
@@ -102,7 +102,7 @@ PLAIN: dict[str, tuple[pa.DataType, list[object]]] = {
 
 
 def _plain(type_: pa.DataType, values: list[object]) -> tuple[pa.Array, pa.Array]:
-    """An array of these values, and one where two of three are null."""
+    """Return an array of `values`, and a copy in which two of three values are null."""
     storage = type_.storage_type if isinstance(type_, pa.BaseExtensionType) else type_
     holes = [value if index % 3 == 1 else None for index, value in enumerate(values)]
     arrays = pa.array(values, storage), pa.array(holes, storage)
@@ -175,31 +175,31 @@ def _all() -> dict[str, list[pa.Array]]:
     return {**{name: [*_plain(*case)] for name, case in PLAIN.items()}, **_special()}
 
 
-#: Arrays of ROWS rows by the name of their type: without nulls, then, where that can be, with.
+#: Arrays of ROWS rows by the name of their type: without nulls, and then with nulls if the type allows them.
 ARRAYS: dict[str, list[pa.Array]] = _all()
 
 
 def table_of(rows: int) -> pa.Table:
-    """Three batches of so many rows each: integers, and texts with nulls."""
+    """Return a table of three batches, each with `rows` rows of integers and of strings with nulls."""
     names = [None if n % 7 == 0 else f"name {n}" for n in range(3 * rows)]
     whole = pa.table({"n": pa.array(range(3 * rows), pa.int64()), "name": names})
     return pa.Table.from_batches(whole.to_batches(max_chunksize=rows))
 
 
 def dictionary_batch(*words: str) -> pa.RecordBatch:
-    """One column of these words, with a dictionary of them."""
+    """Return a batch with one dictionary-encoded column of `words`."""
     return pa.record_batch({"d": pa.array(words).dictionary_encode()})
 
 
 def batches(arrays: list[pa.Array]) -> list[pa.RecordBatch]:
-    """Batches of these arrays: whole, empty, a slice that begins and ends within a byte, one row."""
+    """Return batches of `arrays`: whole, empty, a slice that starts and ends within a byte, and one row."""
     names = ["full", "holes"][: len(arrays)]
     whole = pa.record_batch(arrays, names)
     return [whole, whole.slice(0, 0), whole.slice(5, 9), whole.slice(ROWS - 1)]
 
 
 def stream_of(array: pa.Array) -> bytes:
-    """An IPC stream of one batch with this array."""
+    """Return an IPC stream of one batch with `array`."""
     sink = io.BytesIO()
     batch = pa.record_batch({"x": array})
     with pa.ipc.new_stream(sink, batch.schema) as writer:
@@ -208,7 +208,7 @@ def stream_of(array: pa.Array) -> bytes:
 
 
 def corrupt_parquet(path: Path) -> Path:
-    """A Parquet file whose last row group cannot be read, and whose footer can."""
+    """Return a Parquet file with a readable footer and an unreadable last row group."""
     pq.write_table(pa.table({"n": range(1000)}), path, row_group_size=250, compression="none", use_dictionary=False)
     content = bytearray(path.read_bytes())
     start = pq.read_metadata(path).row_group(3).column(0).data_page_offset

@@ -1,4 +1,4 @@
-"""Certificates for tests, made anew in each run: nothing here is worth keeping secret."""
+"""TLS certificates that each run of the tests makes anew. They protect nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAMES = "cert.pem", "key.pem", "roots.pem"
 
 
 class Certificates(NamedTuple):
-    """PEM files: what a server shows, and what clients trust."""
+    """PEM files: the certificate that a server presents, and the root certificates that clients trust."""
 
     cert: str
     key: str
@@ -20,17 +20,17 @@ class Certificates(NamedTuple):
 
     @classmethod
     def beside(cls, roots: Path) -> Certificates:
-        """Those that `certificates` has made with these roots."""
+        """Return the certificate that `certificates` issued for the server of these roots."""
         return cls(*(str(roots.with_name(name)) for name in _NAMES))
 
     @property
     def options(self) -> dict[str, Any]:
-        """What a Server is told."""
+        """Return the TLS options of a `Server` with this certificate."""
         return {"tls_cert": self.cert, "tls_key": self.key}
 
 
 def certificates(directory: Path, *hosts: str) -> Certificates:
-    """A certificate for `hosts`, the local ones unless they are named, from an authority of its own."""
+    """Issue a certificate for `hosts` (default: the local host names) from a new certificate authority."""
     authority = trustme.CA()
     issued = authority.issue_cert(*(hosts or ("127.0.0.1", "::1", "localhost")))
     made = Certificates(*(str(directory / name) for name in _NAMES))

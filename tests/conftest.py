@@ -26,23 +26,24 @@ from spark.archive import OPTIONS
 
 TESTS = Path(__file__).parent
 
-# Two loaded cores stretch an example past any deadline; pytest-timeout catches what hangs.
+# A loaded machine with two cores exceeds any deadline of Hypothesis. pytest-timeout stops tests that hang.
 settings.register_profile("dissociated", deadline=None)
 settings.load_profile("dissociated")
 
-# A run that a script starts with `&` ignores Ctrl-C, and so would the commands that tests interrupt.
+# A shell script that starts the run with `&` makes it ignore SIGINT. The commands that tests interrupt would inherit
+# that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# And one that `nohup` starts ignores the end of its terminal.
+# `nohup` makes the run ignore SIGHUP, and the commands would inherit that, too.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Say what the machine has, where several workers run: finding out takes seconds."""
+    """Report what the machine provides if several workers run. A single worker skips this because it takes seconds."""
     return report() if config.getoption("numprocesses", None) else []
 
 
 def pytest_collection_finish() -> None:
-    """Whatever the modules brought along stays: looking through it for garbage after each test would take long."""
+    """Exclude the objects of the imported modules from garbage collection, which runs after many tests."""
     gc.collect()
     gc.freeze()
 
@@ -51,7 +52,7 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
-#: What takes longest begins first, so that no worker is left alone with it; the rest follows in its order.
+#: Paths of the slowest tests. They start first, so that no worker runs one alone at the end.
 LONGEST = (
     "spark/test_cluster",
     "spark",
@@ -80,7 +81,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class _Groups(LoadFileScheduling):  # type: ignore[misc]
-    """One worker runs all of a file, and one all files that share a Spark session."""
+    """A scheduler that keeps each file, and all files that share a Spark session, on one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = str(super()._split_scope(nodeid))
@@ -94,7 +95,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Before any fixture counts what is open."""
+    """Skip tests with unmet needs before any fixture counts open resources."""
     for marker in item.iter_markers("needs"):
         need(*marker.args)
 
@@ -107,19 +108,19 @@ def _sockets() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _sockets_of_the_run() -> Iterator[None]:
-    """For what is shared by many tests."""
+    """Give the resources that many tests share a runtime directory for their sockets."""
     yield from _sockets()
 
 
 @pytest.fixture(autouse=True)
 def _sockets_of_the_test(_sockets_of_the_run: None) -> Iterator[None]:
-    """A place of its own: a server that makes a socket knocks at those beside it, to see who still lives."""
+    """Give each test its own runtime directory, because a new server probes all sockets there for dead owners."""
     yield from _sockets()
 
 
 @pytest.fixture(autouse=True)
 def _log_as_it_was() -> Iterator[None]:
-    """Commands that a test calls in this process set the log up."""
+    """Restore the logging configuration, which commands change when a test calls them in this process."""
     logger = logging.getLogger("dissociated")
     handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
     yield
@@ -130,8 +131,8 @@ def _log_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _java_for_minutes() -> Iterator[None]:
-    """No Java of these tests lives long enough to gain from its best compiler, or from a collector with threads."""
-    archive = Path(sys.prefix, "spark.jsa")  # see tests/spark/archive.py
+    """Start Java without its optimizing compiler and parallel collector, which do not pay off in short runs."""
+    archive = Path(sys.prefix, "spark.jsa")  # made by tests/spark/archive.py
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JDK_JAVA_OPTIONS", f"{OPTIONS} -XX:SharedArchiveFile={archive}" if archive.exists() else OPTIONS)
         yield
@@ -139,13 +140,13 @@ def _java_for_minutes() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def certified(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    """A certificate for this host, made in this run."""
+    """Return a certificate for this host."""
     return certificates(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture(scope="module")
 def trusted(certified: Certificates) -> Iterator[Certificates]:
-    """The same, trusted by everybody as if the system's administrator did: not only by who is told so."""
+    """Make every client of the module trust the certificate, as if a system administrator had installed it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SSL_CERT_FILE", certified.roots)
         yield certified
@@ -153,7 +154,7 @@ def trusted(certified: Certificates) -> Iterator[Certificates]:
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """Servers that are closed after the test and must have left nothing."""
+    """Return a function that starts servers. They are closed after the test and must release every resource."""
     with leaving_nothing(), ExitStack() as servers:
 
         def make(*listen: str, **options: Any) -> dis.Server:
@@ -165,21 +166,21 @@ def serve() -> Iterator[Serve]:
 
 @pytest.fixture(scope="module")
 def client(server: dis.Server) -> Iterator[dis.Client]:
-    """Of the `server` that a module of tests has."""
+    """Return a client of the module's fixture `server`."""
     with dis.connect(server.catalog_uri) as connected:
         yield connected
 
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[None]:
-    """What processes are forked from: begun before any test counts what is open."""
+    """Start the process that other processes are forked from before any test counts open resources."""
     with forking():
         yield
 
 
 @pytest.fixture
 def start(forks: None) -> Iterator[Start]:
-    """Commands of this library, each a process of its own, until the test is over."""
+    """Return a function that starts `dissociated` commands, each in a process that is killed after the test."""
     started: list[Process] = []
 
     def make(*arguments: str | Path, prefix: Sequence[str] = (), forked: bool = True) -> Process:

@@ -1,9 +1,9 @@
-"""Python processes that begin as forks of one that has imported the library: that takes a tenth of the processor.
+"""Python processes that are forked from a process with the library already loaded, at a tenth of the usual CPU time.
 
-Such a process is like any other in all but its start: of its own, with its own arguments, environment, directory and
-streams, to be killed and stopped; and its interpreter ends as any does. The one that it is a fork of has loaded what it
-might need, and used nothing of that: there are no threads, sockets or contexts to share. How the library is loaded is
-tried by processes that start in full.
+A fork differs from a fresh process only in how it starts. It has its own arguments, environment, directory and streams;
+it can be killed and stopped; and its interpreter exits normally. The parent has loaded the modules that a fork might
+need and has used none of them, so that there are no threads, sockets or contexts to share. Tests of how the library
+loads start fresh processes instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from support.injection import arm_from_environment
 
-#: What every test of processes is likely to need.
+#: Modules that most tests of processes need.
 _LOADED = (
     "dissociated.catalog.flight",
     "dissociated.client.client",
@@ -42,13 +42,13 @@ _LOADED = (
     "pyarrow.compute",
     "pyarrow.flight",
 )
-#: So that NumPy and libarrow begin no threads, which would be missing in a fork.
+#: Settings that keep NumPy and libarrow from starting threads, which a fork would lack.
 _ALONE = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 _MAX_REQUEST = 1 << 17  # bytes: a script and the environment
 
 
 class Parent:
-    """The process that the others are forks of; a fork is started by a message with its streams."""
+    """The process that others are forked from. A message with the three streams starts a fork."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -58,19 +58,19 @@ class Parent:
             self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env={**os.environ, **_ALONE})
 
     def close(self) -> None:
-        """Its forks go on."""
+        """Stop the parent. Its forks continue."""
         self._control.close()
         self._process.wait()
 
     def start(
         self, arguments: Sequence[str], cwd: str | Path | None, environment: Mapping[str, str], streams: Sequence[int]
     ) -> int:
-        """The process that is given what Python's command line is given, and these streams."""
+        """Fork a process with the arguments of a Python command line and with `streams`, and return its process id."""
         directory = str(cwd or os.getcwd())
         return self._ask({"arguments": arguments, "cwd": directory, "environment": environment}, streams)
 
     def status(self, pid: int) -> int:
-        """How a process ended that has ended. It is gone for good then."""
+        """Return the exit status of a process that has ended, and reap it."""
         return self._ask({"ended": pid}, ())
 
     def _ask(self, asked: dict[str, Any], descriptors: Sequence[int]) -> int:
@@ -84,7 +84,7 @@ _parent: Parent | None = None
 
 @contextmanager
 def forking() -> Iterator[None]:
-    """Have a parent meanwhile."""
+    """Provide the parent process within the context."""
     global _parent
     with closing(Parent()) as _parent:
         yield
@@ -92,13 +92,13 @@ def forking() -> Iterator[None]:
 
 
 def parent() -> Parent:
-    """That of the forks of this process: a test asks for it by the fixture `forks`."""
+    """Return the parent of this process's forks. The test must use the fixture `forks`."""
     assert _parent is not None, "the test needs the fixture `forks`"
     return _parent
 
 
 def _serve(control: socket.socket) -> Callable[[], object] | None:
-    """Fork for whoever asks, until nobody can any more. In a fork, gives what that is to run."""
+    """Fork on each request until the peer closes the socket. In a fork, return the function that it has to run."""
     while True:
         message, streams, *_ = socket.recv_fds(control, _MAX_REQUEST, 3)
         if not message:
@@ -118,7 +118,7 @@ def _serve(control: socket.socket) -> Callable[[], object] | None:
 def _become(
     streams: Sequence[int], arguments: Sequence[str], cwd: str, environment: dict[str, str]
 ) -> Callable[[], object]:
-    """What `python` would run that is started with these, in a process that is set up as that would be."""
+    """Set the process up as `python` would with `arguments`, and return the function that runs its program."""
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
@@ -153,7 +153,7 @@ def _load() -> None:
             library()
     assert len(os.listdir("/proc/self/task")) == 1, "threads are not forked"
     gc.collect()
-    gc.freeze()  # a fork would copy the pages of what it looks at
+    gc.freeze()  # Keep the collector from touching, and so copying, inherited pages.
 
 
 if __name__ == "__main__":

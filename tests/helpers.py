@@ -1,4 +1,4 @@
-"""What every test may use: one way to wait, and an account of what is left behind."""
+"""Helpers for every test: waiting for a condition, and checks for leaked resources."""
 
 from __future__ import annotations
 
@@ -23,41 +23,41 @@ import pyarrow as pa
 
 import dissociated as dis
 
-#: Seconds that anything awaited may take. Nothing waits this long but a test that fails.
+#: Deadline, in seconds, of everything that a test waits for. Only failing tests wait this long.
 PATIENCE = 20.0
 
-#: Makes a server, of shm and tcp unless it is told otherwise, and without a catalog.
+#: A function that starts a server, by default over shm and tcp and without a catalog.
 Serve = Callable[..., dis.Server]
 
 
 def location(server: dis.Server, name: str, scheme: str, **options: Any) -> str:
-    """Where a dataset is over one of the server's transports. The options are those of `Server.locations`."""
+    """Return the URI of a dataset over the transport `scheme`. The options are those of `Server.locations`."""
     (uri,) = (uri for uri in server.locations(name, **options) if uri.partition(":")[0] == scheme)
     return uri
 
 
 def open_live(server: dis.Server, scheme: str, **options: Any) -> pa.RecordBatchReader:
-    """Read the dataset that is called live."""
+    """Read the dataset named "live"."""
     return dis.open_stream(location(server, "live", scheme), server.ticket("live"), timeout=PATIENCE, **options)
 
 
 def serving(server: dis.Server) -> set[threading.Thread]:
-    """The threads that serve a connection each."""
+    """Return the threads that serve one connection each."""
     return set(server._connections.threads())
 
 
 def connections_left(server: dis.Server, but: Iterable[threading.Thread] = (), patience: float = PATIENCE) -> int:
-    """How many connections of `server` are still open, after each had time to end, `but` these."""
+    """Return how many connections of `server` stay open after a wait, not counting the threads in `but`."""
     end = monotonic() + patience
     while (left := serving(server).difference(but)) and monotonic() < end:
-        _join(left, patience)  # and then those that a listener had not come to yet
+        _join(left, patience)  # The next iteration joins the threads that the listener started meanwhile.
     return server.connections
 
 
 def clients_end(but: Iterable[threading.Thread] = ()) -> None:
-    """Wait for the threads of clients whose arrays have all been dropped: they let go of the memory last.
+    """Wait for the client threads whose arrays were all dropped: they release the memory last.
 
-    `but` these, which another test may have left with arrays that are still there.
+    Threads in `but` are ignored. An earlier test may have left them with live arrays.
     """
     _join(thread for thread in {*threading.enumerate()}.difference(but) if thread.name == "give back")
 
@@ -70,16 +70,16 @@ def _join(threads: Iterable[threading.Thread], patience: float = PATIENCE) -> No
 
 
 def descriptors(pid: int | str = "self") -> dict[int, str]:
-    """The open descriptors of this process, or of that one, and what they refer to."""
+    """Return the open descriptors of a process (default: this one) and their targets."""
     found = {}
     for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # the one that lists the directory, or one that has been closed since
+        with suppress(FileNotFoundError):  # The descriptor of this listing, or a descriptor closed meanwhile.
             found[int(entry.name)] = os.readlink(entry)
     return found
 
 
 def files_below(directory: Path, pid: int | str = "self") -> set[str]:
-    """The files below it that this process has open or mapped, or that one."""
+    """Return the files below `directory` that a process (default: this one) has open or mapped."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     mapped = {line.split(None, 5)[5] for line in lines if str(directory) in line}
     found = {*descriptors(pid).values(), *mapped}
@@ -87,7 +87,7 @@ def files_below(directory: Path, pid: int | str = "self") -> set[str]:
 
 
 def wait_until(condition: Callable[[], object], what: str, patience: float = PATIENCE) -> None:
-    """Wait until `condition` holds; fail with `what` where it does not in time."""
+    """Wait until `condition` holds. Fail with the message `what` after `patience` seconds."""
     deadline = monotonic() + patience
     while not condition():
         assert monotonic() < deadline, f"waited {patience:g} s in vain: {what}"
@@ -95,7 +95,7 @@ def wait_until(condition: Callable[[], object], what: str, patience: float = PAT
 
 
 class Child(subprocess.Popen[str]):
-    """A process that does not outlive a test that fails: leaving its `with` would wait for it for ever."""
+    """A process that is killed when its `with` block fails. `Popen` would wait for it forever."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -106,7 +106,7 @@ class Child(subprocess.Popen[str]):
 
 
 def rest_of(process: subprocess.Popen[str]) -> str:
-    """What a process whose lines are read still says until it ends: `communicate` loses what was read ahead of them."""
+    """Return the rest of a process's output once it ends. `communicate` would lose lines that were read ahead."""
     assert process.stdout is not None
     with process:
         return process.stdout.read()
@@ -114,7 +114,7 @@ def rest_of(process: subprocess.Popen[str]) -> str:
 
 @contextmanager
 def case(what: object) -> Iterator[None]:
-    """One case of many in a test: a failure says which."""
+    """Add the name of the case to a failure."""
     try:
         yield
     except BaseException as error:
@@ -123,7 +123,7 @@ def case(what: object) -> Iterator[None]:
 
 
 def written_forms(secret: bytes) -> set[str]:
-    """How a secret might be written in a log."""
+    """Return the forms in which a log might contain `secret`."""
     encoded = base64.b64encode(secret).decode()
     urlsafe = base64.urlsafe_b64encode(secret).decode()
     plain = {secret.hex(), encoded, encoded.rstrip("="), urlsafe, repr(secret)[2:-1], secret.decode("latin-1")}
@@ -132,7 +132,7 @@ def written_forms(secret: bytes) -> set[str]:
 
 @contextmanager
 def leaving_nothing() -> Iterator[None]:
-    """Fails if a thread or a descriptor is left that was not there before."""
+    """Fail if the block leaves a new thread or descriptor behind."""
     threads, before = set(threading.enumerate()), descriptors()
 
     def left() -> tuple[set[threading.Thread], dict[int, str]]:
@@ -140,7 +140,7 @@ def leaving_nothing() -> Iterator[None]:
         return set(threading.enumerate()) - threads, now
 
     yield
-    if any(left()):  # to look for garbage after each test takes a tenth of the time of all
+    if any(left()):  # Collect only if something is left: doing so after each test takes a tenth of the run.
         gc.collect()
         _join(left()[0])
     left_threads, left_descriptors = left()
@@ -149,9 +149,9 @@ def leaving_nothing() -> Iterator[None]:
 
 
 class Interruption:
-    """Ctrl-C in this thread, before line number `at` that is come to in these functions of a module.
+    """A Ctrl-C in this thread before the line number `at` that the functions of a module reach.
 
-    A line counts once. Within its `with` alone. In the main thread the signal itself is raised.
+    Each line counts once, and only within the `with` block. In the main thread a real SIGINT is raised.
     """
 
     def __init__(self, module: ModuleType, *functions: str, at: int = 0) -> None:
@@ -185,7 +185,7 @@ class Interruption:
 
 @contextmanager
 def no_threads() -> Iterator[None]:
-    """No thread of Python's is to be had: their stacks are larger than any memory."""
+    """Make the start of every Python thread fail, by asking for stacks larger than the memory."""
     size = threading.stack_size(1 << 46)
     try:
         yield
@@ -194,9 +194,9 @@ def no_threads() -> Iterator[None]:
 
 
 def as_big_endian(stream: bytes) -> bytes:
-    """The same stream with a schema that says its bodies are big-endian, which libarrow writes on no machine of ours.
+    """Return `stream` with a schema that declares big-endian bodies, which libarrow does not write on our machines.
 
-    `Schema.endianness` is left out where it is little: its slot is made to point to a 1 behind everything else.
+    `Schema.endianness` is absent when it is little-endian. Its slot is made to point to a 1 appended to the message.
     """
     (length,) = struct.unpack_from("<i", stream, 4)
     header = bytearray(stream[8 : 8 + length])
@@ -215,7 +215,7 @@ def as_big_endian(stream: bytes) -> bytes:
 
 
 def complaint(script: str, **environment: str) -> str:
-    """What a program ends with that cannot use a transport: the one line that says why."""
+    """Run a program that cannot use a transport, and return its single line of output, the reason."""
     program = f"""
 import dissociated as dis
 try:

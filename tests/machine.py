@@ -1,4 +1,4 @@
-"""What tests need of the machine beyond Python and what pip installs. Where it is missing, they skip and say so."""
+"""System requirements of tests beyond Python packages. Tests whose requirement is missing are skipped with a reason."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from dissociated.transport.native.ucx import worker
 from dissociated.transport.native.ucx._ucp import ucp
 from support.injection import sqlite_calls_can_fail
 
-#: Where Arrow's golden files are: the directory `data` of apache/arrow-testing.
+#: Arrow's golden files: the directory `data` of apache/arrow-testing.
 ARROW_TEST_DATA = Path(os.environ["ARROW_TEST_DATA"]) if os.environ.get("ARROW_TEST_DATA") else None
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-#: Bytes of /dev/shm that suffice for a run: of the files of tests that were measured, each of which one of five workers
-#: runs at a time, none took more than 230 MB.
+#: Bytes of /dev/shm that are enough for a run. The test files measured use at most 230 MB each, and five workers run
+#: one file each.
 DEV_SHM = 2 << 30
-#: What lets a command mount file systems that nobody else sees.
+#: A command prefix that allows mounting file systems in a private namespace.
 UNSHARED = ("unshare", "--user", "--map-root-user", "--mount")
 
 
 @cache
 def _ucx() -> str | None:
-    """UCX keeps descriptors of its own for as long as the process lives: started here, they are no leak of a test."""
+    """Start UCX here, because its descriptors stay open until the process ends and would look like a leak of a test."""
     try:
         for address in ("127.0.0.1", "::1"):
             for place in product((False, True), repeat=3):
@@ -45,7 +45,7 @@ def _ucx() -> str | None:
 
 @cache
 def _libfabric() -> str | None:
-    """So does libfabric."""
+    """Load libfabric here for the same reason as UCX."""
     try:
         ofi()
     except TransportError as error:
@@ -54,7 +54,7 @@ def _libfabric() -> str | None:
 
 
 def _libfabric_2() -> str | None:
-    """The first whose provider tcp has endpoints of its own."""
+    """Require libfabric 2, whose provider tcp has its own endpoints."""
     if reason := _libfabric():
         return reason
     new = int(ofi().version.split(".")[0]) >= 2
@@ -127,19 +127,19 @@ _MISSING: dict[str, Callable[[], str | None]] = {
 
 
 def missing(what: str) -> str | None:
-    """Why the machine lacks this; None where it has it, and what a library opens for good is open from here on."""
+    """Return the reason why the machine lacks `what`, or None. Loads the library, which then stays open."""
     return _MISSING[what]()
 
 
 def need(*what: str) -> None:
-    """Skip where the machine lacks one of these."""
+    """Skip the test if the machine lacks any of these requirements."""
     for one in what:
         if reason := missing(one):
             pytest.skip(reason)
 
 
 def needs(medium: str) -> pytest.MarkDecorator:
-    """Mark a test with what a medium takes, by the names that media have in tests: "fabric, tcp", "ucx6"."""
+    """Mark a test with the requirements of its media, named as in tests: "fabric, tcp", "ucx6"."""
     what = ["ipv6"] if medium.endswith("6") else []
     what += ["ucx"] if medium.startswith("ucx") else []
     what += ["libfabric 2" if medium == "fabric, tcp" else "libfabric"] if medium.startswith("fabric") else []
@@ -147,7 +147,7 @@ def needs(medium: str) -> pytest.MarkDecorator:
 
 
 def media(names: Iterable[Any], medium: Callable[[Any], str] = str) -> list[Any]:
-    """Parameters, each marked with what its medium takes."""
+    """Return test parameters, each marked with the requirements of its medium."""
     return [pytest.param(name, id=str(name), marks=needs(medium(name))) for name in names]
 
 
@@ -157,7 +157,7 @@ def _java_home() -> str:
     return java_home()
 
 
-#: Which of these a machine has, and from where.
+#: Details of each requirement that the machine meets, such as its version and path.
 _FOUND: dict[str, Callable[[], str]] = {
     "ucx": lambda: f"{ucp().version} from {ucp().path}",
     "libfabric": lambda: f"{ofi().version} from {ofi().path}",
@@ -178,7 +178,7 @@ def _dev_shm() -> str:
 
 
 def report() -> list[str]:
-    """Return lines that say what this machine has, and which tests it will skip."""
+    """Return lines that list the machine's features and the tests that it skips."""
     reasons = {what: missing(what) for what in _MISSING}
     found = [f"{what}: {_FOUND.get(what, lambda: 'yes')()}" for what, reason in reasons.items() if reason is None]
     skipped = [f"skips what needs {what}: {reason}" for what, reason in reasons.items() if reason is not None]

@@ -1,4 +1,4 @@
-"""What the tests of stores and nodes share: writers and readers, and an account of what is left."""
+"""Helpers for tests of stores and nodes: writers, readers, and a check that everything is released."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 def small_file_system(root: Path) -> list[str]:
-    """What lets a command see a tmpfs of 8 MiB at `root`, in a namespace of its own: Docker would give one of 64."""
+    """Return a command prefix that mounts a private tmpfs of 8 MiB at `root`. Docker's /dev/shm has 64 MiB."""
     return [*UNSHARED, "sh", "-c", 'mount -t tmpfs -o size=8m,mode=700 tmpfs "$0" && exec "$@"', str(root)]
 
 
@@ -39,7 +39,7 @@ def read(uri: str, name: str, transport: str | None = None) -> list[int]:
 
 
 def segments(store: Path) -> list[str]:
-    walked = os.walk(store)  # unlike Path.rglob, it passes over what is renamed meanwhile
+    walked = os.walk(store)  # Unlike Path.rglob, os.walk tolerates renames.
     found = [os.path.join(parent, name) for parent, _, names in walked for name in names if name.endswith(".arrows")]
     return sorted(os.path.relpath(path, store) for path in found)
 
@@ -49,7 +49,7 @@ def staged(store: Path) -> list[str]:
 
 
 def nothing_is_left_of(node: Process, store: Path) -> None:
-    """Drop all that a node has, and wait until it has no files, descriptors, mappings and leases of that."""
+    """Drop all datasets of a node, and wait until their files, descriptors, mappings and leases are gone."""
     with dis.connect(node.uri) as client:
         for info in client.list():
             client.drop(info.name)
@@ -84,7 +84,7 @@ with dis.connect(sys.argv[1]) as client:
 
 
 def spawn(script: str, *arguments: str | Path) -> subprocess.Popen[str]:
-    """A process that has reached what is to be tried. The test needs the fixture `forks`."""
+    """Start a process, and wait until it prints "reached". The test must use the fixture `forks`."""
     process = Fork("-c", textwrap.dedent(script), *arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == "reached\n"
@@ -92,6 +92,6 @@ def spawn(script: str, *arguments: str | Path) -> subprocess.Popen[str]:
 
 
 def kill(process: subprocess.Popen[str]) -> str:
-    """Kill it. What it had printed since."""
+    """Kill a process, and return its remaining output."""
     process.kill()
     return rest_of(process)

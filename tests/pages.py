@@ -1,12 +1,13 @@
-"""The code on the pages, run as a reader runs it: each page in one namespace, one directory, one shell environment.
+"""A runner for the code on the documentation pages: each page has one namespace, one directory, one shell environment.
 
-Each block has a language. `python` and `sh` are run; of `console` the commands behind "$" are, and what is below them
-is what they print in a terminal. `text` is no code. What cannot be run has a comment above it that the reader does not
-see: `<!-- not run: WHY -->`, or `<!-- needs torch -->` where a module or a program has to be there.
+The language of a block decides how it runs. Blocks of `python` and `sh` are executed. In a `console` block, the
+commands behind "$" are executed, and the lines below each command are its expected output in a terminal. A `text` block
+is not code. A block that cannot run has a comment above it that readers do not see: `<!-- not run: WHY -->`, or `<!--
+needs torch -->` for a required module or program.
 
-Only addresses are others than on the page: hosts are this one, ports are free ones, and PORT is that of the catalog
-that was started last. A line that serves goes on while the rest of the page is run, and so does a `with` of a server
-that waits for Enter.
+Only addresses are changed: hosts become this host, ports become free ports, and PORT becomes the port of the catalog
+that started last. A command that serves keeps running while the rest of the page runs, and so does a `with` block of a
+server that waits for Enter.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ _BLOCK = re.compile(r"^(?:<!-- (.+?) -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE 
 _SERVES = re.compile(r"dissociated (node|catalog|serve) ")
 _PORT = re.compile(r"(?<=[\w\]]):(4433|4434|8080|8815|8816|8817|13337|31337)\b")
 _HOST = re.compile(r"\b((data|catalog)\.example|(?<=//)(here|there)|0\.0\.0\.0|10\.0\.0\.5)(?=[:,\s\"])")
-_CHANGING = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|in \d+ h \d\d min")  # of what a command prints
-_WIDTH = 72  # columns of the terminal in which console blocks were run
+_CHANGING = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|in \d+ h \d\d min")  # parts of output that change
+_WIDTH = 72  # columns of the terminal for console blocks
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code, the number of its first line, and what the comment above it says."""
+    """A block of code, the number of its first line, and the content of the comment above it."""
 
     page: Path
     line: int
@@ -58,7 +59,7 @@ class Block:
 
     @property
     def not_run(self) -> str | None:
-        """Why it is not run here; None where it is."""
+        """Return the reason why the block cannot run here, or None."""
         what, _, why = self.comment.partition(" ")
         if what == "needs" and why and not (importlib.util.find_spec(why) or shutil.which(why)):
             return f"{why} is not installed"
@@ -66,12 +67,12 @@ class Block:
 
     @property
     def is_spark(self) -> bool:
-        """Whether it takes a session of Spark."""
+        """Return whether the block needs a Spark session."""
         return self.language == "python" and (self.page.stem == "spark" or '.format("dissociated")' in self.code)
 
 
 def blocks(page: Path) -> list[Block]:
-    """All of a page."""
+    """Return all blocks of a page."""
     text = page.read_text()
     return [
         Block(page, text.count("\n", 0, found.start(3)) + 1, found[2], found[3], found[1] or "")
@@ -80,11 +81,11 @@ def blocks(page: Path) -> list[Block]:
 
 
 class Reader:
-    """Runs blocks one after another, in `directory`. What they start ends with it: use it as a context manager.
+    """A context manager that runs blocks one after another in `directory`, and stops everything they start.
 
-    `given` are the variables that a page takes as the reader's own. Names without a URI are those of `catalog`, which
-    is also at the port that pages give to a catalog, until they start one there. `ports` are others that answer.
-    Needs the fixture `forks`.
+    `given` are variables that a page expects the reader to have. Names without a URI refer to `catalog`, which also
+    stands for the catalog port on the pages until a page starts a catalog there. `ports` maps other ports of the pages
+    to real ones. The test must use the fixture `forks`.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Reader:
         self._port = catalog.rpartition(":")[2]
         self._ports = {"8815": int(self._port), **(ports or {})}
         self._stores = 0
-        self._paths: dict[str, str] = {}  # of stores: what a page calls them, and where they are
+        self._paths: dict[str, str] = {}  # paths of stores on the page, and their real paths
         self._owned = ExitStack()
         self._directory = directory
         tools = directory / "bin"
@@ -105,7 +106,7 @@ class Reader:
         self._environment = {**os.environ, "PATH": path, "DISSOCIATED_CATALOG": catalog, "TERM": "dumb"}
 
     def run(self, some: Iterable[Block]) -> None:
-        """Raises what a block raises; its traceback names the page and the line."""
+        """Run blocks. Tracebacks name the page and the line."""
         self._left.extend(block for block in some if not block.not_run)
         self._go_on()
 
@@ -115,13 +116,13 @@ class Reader:
             getattr(self, f"_run_{block.language}")(block)
 
     def _serve(self, prompt: str) -> str:
-        """What a page says is done while its server serves: all that follows."""
+        """Run the remaining blocks while the page's server serves: `input` on a page calls this."""
         self._use(self._namespace["server"].catalog_uri)
         self._go_on()
         return ""
 
     def _use(self, uri: str) -> None:
-        """PORT on a page stands for the port of the catalog that was started last."""
+        """Let PORT stand for the port of `uri`, the catalog that started last."""
         self._port = uri.rpartition(":")[2]
 
     def _adapted(self, text: str) -> str:
@@ -135,7 +136,7 @@ class Reader:
     def _run_text(self, block: Block) -> None: ...
 
     def _run_python(self, block: Block) -> None:
-        source = "\n" * (block.line - 1) + self._adapted(block.code)  # lines have the numbers of the page
+        source = "\n" * (block.line - 1) + self._adapted(block.code)  # Keep the page's line numbers.
         code = compile(source, str(block.page), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
         if code.co_flags & inspect.CO_COROUTINE:
             asyncio.run(eval(code, self._namespace))
@@ -154,7 +155,7 @@ class Reader:
         self._shell(block, script)
 
     def _start(self, command: str, line: str) -> None:
-        """A command that serves, at ports of its own and with a store of its own: others of the page go on."""
+        """Start a command that serves, with its own ports and store: earlier commands of the page keep running."""
         upstream = re.search(r"--catalog (\S+)", line) if command == "node" else None
         kept = {} if upstream is None else {port: self._ports[port] for port in _PORT.findall(upstream[1])}
         self._ports = {port: at for port, at in self._ports.items() if f":{port}" not in line or port in kept}
@@ -205,7 +206,7 @@ class Reader:
 
 
 def _commands(code: str) -> Iterator[tuple[str, str]]:
-    """The commands of a console block, each with what is below it."""
+    """Yield the commands of a console block, each with its expected output."""
     lines = deque(code.splitlines())
     while lines:
         command = lines.popleft().removeprefix("$ ")

@@ -1,4 +1,4 @@
-"""Commands of this library as processes of their own, to be killed."""
+"""Commands of this library in their own processes, which tests can kill."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from helpers import PATIENCE, Child, files_below
 
 
 class Fork(Child):
-    """A Python process that is given these arguments, as a fork of a process that has loaded what it needs.
+    """A Python process that is forked from a process with the library already loaded. See forks.py.
 
-    See forks.py. That process is its parent; otherwise it is used like a child of this one.
+    It is used like a child of this process, although the forking process is its parent.
     """
 
     def __init__(self, *arguments: str | Path, **streams: Any) -> None:
         super().__init__([*map(str, arguments)], text=True, bufsize=1, **streams)
 
-    # What Popen calls to start a child, and to ask whether it has ended.
+    # Popen calls the methods below to start a child and to poll its status.
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more):
         pipes = more[3:9]
@@ -46,7 +46,7 @@ class Fork(Child):
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
     def _try_wait(self, flags: int) -> tuple[int, int]:
-        pidfd = os.pidfd_open(self.pid)  # of what has ended, too, as long as its parent has not asked how
+        pidfd = os.pidfd_open(self.pid)  # This also works for a zombie that its parent has not reaped.
         try:
             ended, _, _ = select.select([pidfd], [], [], 0 if flags & os.WNOHANG else None)
         finally:
@@ -60,7 +60,8 @@ class Fork(Child):
         return self.returncode
 
 
-#: Has its arguments, directory, environment and streams sent to where forks are made, and ends as the fork does.
+#: A script that sends its arguments, directory, environment and streams to the forking process, and exits as the fork
+#: does.
 _COMMAND = """#!{python} -IS
 import json, os, socket, sys
 
@@ -74,7 +75,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
 
 @contextmanager
 def forking_command(path: Path) -> Iterator[None]:
-    """Have a program there meanwhile that is the command `dissociated`, for shells; each is a fork."""
+    """Provide an executable at `path` that acts as the command `dissociated`. Each call is a fork."""
     with (
         tempfile.TemporaryDirectory() as directory,
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
@@ -94,7 +95,7 @@ def forking_command(path: Path) -> Iterator[None]:
 
 
 def _fork_commands(listener: socket.socket) -> None:
-    """Until nobody listens any more. Commands of a pipe run at the same time."""
+    """Fork on each connection until the listener is shut down. Commands of a shell pipeline run concurrently."""
     with ThreadPoolExecutor() as pool, suppress(OSError):
         while True:
             pool.submit(_fork_command, listener.accept()[0])
@@ -114,13 +115,13 @@ def _fork_command(connection: socket.socket) -> None:
 
 
 class Process:
-    """A `dissociated` command that says where its catalog answers; a fork of a process that has loaded it, if told."""
+    """A `dissociated` command that prints the address of its catalog. With `forked` it starts as a fork."""
 
     def __init__(
         self, *arguments: str | Path, prefix: Sequence[str] = (), cwd: Path | None = None, forked: bool = False
     ) -> None:
         command = ["-m", "dissociated", *map(str, arguments)]
-        with tempfile.TemporaryFile("w+") as log:  # a pipe that nobody reads would be full, and it would wait
+        with tempfile.TemporaryFile("w+") as log:  # A pipe that nobody reads could fill up and block the command.
             if forked and not prefix:
                 self._process: subprocess.Popen[str] = Fork(*command, stdout=subprocess.PIPE, stderr=log, cwd=cwd)
             else:
@@ -152,28 +153,28 @@ class Process:
         return self._process.returncode
 
     def line(self) -> str:
-        """The next line that it prints."""
+        """Return the next line that the command prints."""
         assert self._process.stdout is not None
         return self._process.stdout.readline()
 
     def leases(self) -> int:
-        """How many addresses its clients hold."""
+        """Return how many leases its clients hold."""
         with dis.connect(self.uri) as client:
             return client.status().leases
 
     def open_files(self, below: Path) -> set[str]:
-        """What it has open or mapped below a directory, but for directories."""
+        """Return the files below a directory that the command has open or mapped."""
         return files_below(below, self.pid)
 
 
-#: Starts one, which is killed after the test.
+#: A function that starts a `Process`, which is killed after the test.
 Start = Callable[..., Process]
 
 
 def free_port() -> int:
-    """A port that nobody listens at, for somebody to do so later.
+    """Return a port without a listener, for a later bind.
 
-    It is none of those that the kernel chooses for whoever does not care: it would have given it to others by then.
+    The port lies outside the kernel's ephemeral range, so that the kernel does not assign it meanwhile.
     """
     chosen_from = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
@@ -183,14 +184,14 @@ def free_port() -> int:
 
 
 def in_terminal(columns: int, arguments: Sequence[str], environment: Mapping[str, str], cwd: Path | None = None) -> str:
-    """What a terminal of so many columns is sent."""
+    """Run a command in a terminal of `columns` columns, and return its output."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     around = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
     with Child(arguments, stdin=theirs, stdout=theirs, stderr=theirs, env=around, cwd=cwd) as process:
         os.close(theirs)
         written = b""
-        with suppress(OSError):  # EIO, at the end
+        with suppress(OSError):  # The terminal's end is reported as EIO.
             while some := os.read(ours, 1 << 16):
                 written += some
         process.wait(PATIENCE)

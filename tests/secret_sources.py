@@ -1,4 +1,4 @@
-"""Sources that raise exceptions with a secret in their text, and whether a client is told it."""
+"""Sources that raise exceptions with a secret in their text, and a check that clients do not see the secret."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEXT = "password=hunter2 /secret/path"
 BATCH = pa.record_batch({"n": [1, 2, 3]})
 REFERENCE = re.compile(r"source_failed [0-9a-f]{12}")
 
-#: What code of the publisher's may raise; it may use this library, too.
+#: Exceptions that a publisher's code may raise, among them this library's own.
 ERRORS: dict[str, Callable[[], Exception]] = {
     "ValueError": lambda: ValueError(TEXT),
     "OSError with a text alone": lambda: OSError(TEXT),
@@ -39,7 +39,7 @@ ERRORS: dict[str, Callable[[], Exception]] = {
 
 
 class Capsule:
-    """A library that tells its errors through Arrow's C interface, where only their text is left."""
+    """A source that reports errors through Arrow's C interface, which keeps only their text."""
 
     def __init__(self, make: Callable[[], Exception]) -> None:
         self._make = make
@@ -58,7 +58,7 @@ def raising(make: Callable[[], Exception], after: int) -> Callable[[], pa.Record
 
 
 def unopened(make: Callable[[], Exception]) -> Callable[[], pa.RecordBatchReader]:
-    """It can be opened once, for its schema."""
+    """Return a source that fails the second time it is opened. The first opening is for its schema."""
     opened: list[None] = []
 
     def opening() -> pa.RecordBatchReader:
@@ -83,7 +83,7 @@ SOURCES: dict[str, Callable[[Callable[[], Exception]], Any]] = {
 
 
 def told(read: Callable[..., Any], *arguments: Any, **options: Any) -> str:
-    """All that a client can see of the error that ends the reading of what `read` gives."""
+    """Return everything that a client can see of the error that ends the reading of `read`'s result."""
     with pytest.raises(Exception) as caught:
         read(*arguments, **options).read_all()
     seen = ""
@@ -95,7 +95,7 @@ def told(read: Callable[..., Any], *arguments: Any, **options: Any) -> str:
 
 
 def check(log: pytest.LogCaptureFixture, read: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-    """Fail unless the text of what the source has raised is in the log, and not told to the client."""
+    """Fail unless the text of the source's exception is in the log and hidden from the client."""
     log.clear()
     seen = told(read, *arguments, **options)
     assert not [secret for secret in SECRETS if secret in seen]

@@ -1,4 +1,4 @@
-"""Tensors of every kind, and the messages that libarrow's C++ makes of some (tensors/golden.cc)."""
+"""Tensors of every kind, and the messages that libarrow's C++ library writes for some (tensors/golden.cc)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BYTES = np.array([[0, 9, 0], [0, 0, 8], [7, 0, 0]], np.int8)
 
 
 def expected(name: str) -> tuple[np.ndarray, list[str]]:
-    """What golden.cc put into the golden message `name`, densely, and the names of its dimensions."""
+    """Return the dense content of the golden message `name`, and the names of its dimensions."""
     if name in _DENSE:
         return _DENSE[name]
     kind, _, rest = name.partition("_")
@@ -42,7 +42,7 @@ def expected(name: str) -> tuple[np.ndarray, list[str]]:
 _DENSE: dict[str, tuple[np.ndarray, list[str]]] = {
     "dense": (MATRIX, ["row", "column"]),
     "dense_column_major": (np.array([_flat[start::4] for start in range(4)]), []),
-    "dense_strided": (np.array([[0, 0, 0], [0, 4, 0]]), []),  # libarrow itself drops the names
+    "dense_strided": (np.array([[0, 0, 0], [0, 4, 0]]), []),  # libarrow drops the names
     "dense_0d": (np.array(7), []),
     "dense_empty": (np.zeros((0, 3)), []),
     "dense_half": (np.array([1, -2, 65504], np.float16), []),
@@ -50,12 +50,12 @@ _DENSE: dict[str, tuple[np.ndarray, list[str]]] = {
 
 
 def dense(tensor: Any) -> np.ndarray:
-    """The values of a tensor of any kind."""
+    """Return the values of a tensor of any kind as a dense array."""
     return (tensor if isinstance(tensor, pa.Tensor) else tensor.to_tensor()).to_numpy()
 
 
 def arrays(tensor: Any) -> list[np.ndarray]:
-    """Every array of a tensor: those of its index, and its values."""
+    """Return every array of a tensor: those of its index, and then its values."""
     if isinstance(tensor, pa.Tensor):
         return [tensor.to_numpy()]
     values, *index = tensor.to_numpy()
@@ -63,7 +63,7 @@ def arrays(tensor: Any) -> list[np.ndarray]:
 
 
 def some(dtype: str = "f8") -> list[Any]:
-    """One tensor of each kind, of these values and names, and some that are empty or oddly laid out."""
+    """Return a tensor of each kind, among them empty tensors and tensors with unusual strides."""
     cube = CUBE.astype(dtype)
     matrix = cube.reshape(4, 6)
     return [
@@ -84,7 +84,7 @@ def some(dtype: str = "f8") -> list[Any]:
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """That two tensors are of one kind and type, and have the same values at the same places, bit by bit."""
+    """Fail unless two tensors have the same kind, type and layout, and bit-identical values."""
     assert type(one) is type(other)
     assert (one.type, one.shape) == (other.type, other.shape)
     assert [name for name in one.dim_names if name] == [name for name in other.dim_names if name]

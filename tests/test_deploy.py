@@ -1,4 +1,4 @@
-"""What `deploy/` has, run as far as a machine without Docker can: units are verified, commands are started."""
+"""The files of `deploy/`, run as far as a machine without Docker can: units are verified, commands are started."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def unit_command(unit: Path) -> str:
 
 
 def compose_command(service: str) -> str:
-    """Without a YAML library: `command: >-` and the lines that are indented below it."""
+    """Return the command of a compose service, parsed without a YAML library: the lines below `command: >-`."""
     text = (DEPLOY / "compose.yaml").read_text()
     block = re.search(rf"^  {service}:\n(?:    .*\n)*?    command: >-\n((?:      .*\n)+)", text, re.M)
     assert block is not None
@@ -45,7 +45,7 @@ def image_command() -> str:
 
 
 def adapted(command: str, directory: Path) -> tuple[list[str], dict[str, str]]:
-    """The arguments of a command with our own directories and free ports, and which ports they stand for."""
+    """Return the arguments with our own directories and free ports, and the map from original to free ports."""
     ports: dict[str, str] = {}
     for port in dict.fromkeys(re.findall(r":(\d{4})\b", command)):
         ports[port] = str(free_port())
@@ -102,7 +102,7 @@ def test_the_catalog_of_a_deployment_has_nodes(tmp_path: Path, start: Start) -> 
 
 
 def test_the_image_can_be_built(tmp_path: Path) -> None:
-    """Its steps, with a directory of ours in place of the image's root."""
+    """Run the steps of the image with a directory in place of the image's root."""
     text = (DEPLOY / "Dockerfile").read_text()
     source = tmp_path / "source"
     for names, place in re.findall(r"^COPY ((?!--).*) (/\S+)$", text, re.M):
@@ -115,7 +115,7 @@ def test_the_image_can_be_built(tmp_path: Path) -> None:
                 shutil.copy(ROOT / name, target)
     assert (source / "src" / "dissociated").is_dir()
     steps = [step for step in re.findall(r"^RUN (.*)$", text, re.M) if "/opt/" in step]
-    # Where Python finds pip, which takes long to install, and pip what we depend on. Nothing is run often.
+    # Take pip and our dependencies from this environment, and compile nothing, because that saves minutes.
     environment = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib"), "PIP_NO_COMPILE": "1"}
     for step in steps:
         here = step.replace("/opt/", f"{tmp_path}/opt/").replace("/source", str(source))

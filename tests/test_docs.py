@@ -1,4 +1,4 @@
-"""The pages: their links, their examples, the site that is made of them, and the README as a package index shows it."""
+"""The documentation: links, examples, the built site, and the README in the form that a package index shows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def installed(package: str) -> bool:
 
 @dataclass
 class Page(HTMLParser):
-    """What a page of the site can be linked to by, links to, and makes the browser load."""
+    """The anchors, the links and the loaded resources of a page of the site."""
 
     anchors: set[str] = field(default_factory=set)
     links: list[str] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as `make docs` builds it."""
+    """Build the site as `make docs` does."""
     if absent := [package for package in SITE_NEEDS if not installed(package)]:
         pytest.skip(f"the site needs {', '.join(absent)}: pip install 'dissociated[docs]'")
     directory = tmp_path_factory.mktemp("site")
@@ -81,7 +81,7 @@ def pages(site: Path) -> dict[Path, Page]:
 def test_every_link_within_the_site_leads_somewhere(site: Path, pages: dict[Path, Page]) -> None:
     dead = []
     for path, page in pages.items():
-        if path.name == "404.html":  # its links are those of a server's root
+        if path.name == "404.html":  # Its links assume a server's root.
             continue
         for link in (*page.links, *page.loads):
             parts = urlsplit(link)
@@ -127,7 +127,7 @@ def test_what_the_reference_lists_is_there() -> None:
 
 
 def named(path: str) -> object:
-    """What a dotted path names."""
+    """Return the object that a dotted path names."""
     module = path
     names: list[str] = []
     while not installed(module):

@@ -1,4 +1,4 @@
-"""The parts of the TPC-H demo that need no Spark; what Spark would publish is published by DuckDB."""
+"""The parts of the TPC-H demo that need no Spark. DuckDB publishes the datasets instead of Spark."""
 
 from __future__ import annotations
 

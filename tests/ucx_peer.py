@@ -1,13 +1,13 @@
-"""UCX in the hands of a test: what another program on UCX would do, and what none should.
+"""A UCX peer for tests: it does what another program on UCX may do, and also what none should.
 
-Of dissociated it uses nothing. The module also runs as a process of its own, to be killed or stopped:
+The module uses nothing of dissociated. It also runs as a process of its own, to be killed or stopped:
 
-    python ucx_peer.py server MODE        plays the steps that come as JSON on standard input, see `play`
+    python ucx_peer.py server MODE        run the steps that come as JSON on standard input, see `play`
     python ucx_peer.py client URI
 
-Steps: am HEX (an active message of id 0); tag NUMBER HEX (a tagged message; pending, not waited for); read N (so many
-messages of either kind); stream (read metadata to its end); reached (tell the parent); hold (go on until the peer is
-gone); sleep (for ever).
+Steps: am HEX (send an active message of id 0); tag NUMBER HEX (send a tagged message; pending: do not wait for it);
+read N (receive N messages of either kind); stream (read metadata to its end); reached (tell the parent); hold (continue
+until the peer is gone); sleep (forever).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ import ucx_binding as c
 
 PATIENCE = 10.0
 
-#: What the C++ reference asks for.
+#: Features that the C++ reference requests.
 FEATURES = c.FEATURE_TAG | c.FEATURE_AM | c.FEATURE_RMA | c.FEATURE_WAKEUP | c.FEATURE_STREAM
 
-#: What the scripted servers choose for their URIs.
+#: Tags that the scripted servers put into their URIs.
 WANT, FREE = 7, 9
 
 
 class Context:
-    """A context, as the reference makes one: no settings but those of the environment."""
+    """A context like the reference's: its only settings are those of the environment."""
 
     def __init__(self, features: int = FEATURES) -> None:
         self.ucp = u = c.ucx()
@@ -53,7 +53,7 @@ class Context:
 
 
 class Worker:
-    """A worker with at most one endpoint, and everything that has arrived at it."""
+    """A worker with at most one endpoint, and everything that it has received."""
 
     def __init__(self, context: Context) -> None:
         self.ucp = u = context.ucp
@@ -69,8 +69,8 @@ class Worker:
         self._descriptor = descriptor[0]
         self.endpoint: Any = None
         self.messages: list[bytes] = []  # active messages
-        self.forms: set[str] = set()  # in which of its forms each came
-        self.requests: list[Any] = []  # to connect
+        self.forms: set[str] = set()  # the forms in which they arrived
+        self.requests: list[Any] = []  # pending connection requests
         self.lost = False
         self._keep: list[Any] = []
         self._nothing = self.ffi.new("ucp_request_param_t *")
@@ -111,7 +111,7 @@ class Worker:
     # Connecting
 
     def listen(self) -> int:
-        """Listen on 127.0.0.1; gives the port."""
+        """Listen on 127.0.0.1, and return the port."""
         params = self.ffi.new("ucp_listener_params_t *")
         params.field_mask = c.LISTENER_PARAM_SOCK_ADDR | c.LISTENER_PARAM_CONN_HANDLER
         address = self._address(0)
@@ -134,7 +134,7 @@ class Worker:
         self._connect(params, mode)
 
     def connect(self, port: int, mode: int | None) -> None:
-        """`mode` None leaves UCX's default, which is none."""
+        """Connect to `port`. With `mode` None, UCX uses its default error mode, which is none."""
         params = self.ffi.new("ucp_ep_params_t *")
         params.field_mask = c.EP_PARAM_SOCK_ADDR | c.EP_PARAM_FLAGS
         params.flags = c.EP_CLIENT_SERVER | c.EP_SEND_CLIENT_ID
@@ -168,7 +168,7 @@ class Worker:
         return moved
 
     def until(self, done: Callable[[], Any], patience: float = PATIENCE) -> None:
-        """Go on until `done`, or fail."""
+        """Make progress until `done`, or fail after `patience` seconds."""
         end = time.monotonic() + patience
         poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)
@@ -178,14 +178,14 @@ class Worker:
                 poll.poll(20)
 
     def flush(self, seconds: float) -> None:
-        """Let what was sent last leave the process."""
+        """Make progress for some time, so that the last messages leave the process."""
         end = time.monotonic() + seconds
         self.until(lambda: time.monotonic() > end)
 
     # Messages
 
     def send_message(self, parts: Sequence[bytes], answerable: bool = True) -> Any:
-        """An active message in pieces, of id 0, without a header. Gives the request."""
+        """Send an active message of id 0 in pieces, without a header, and return the request."""
         params = self.ffi.new("ucp_request_param_t *")
         params.op_attr_mask, params.datatype = c.OP_FLAGS | c.OP_DATATYPE, c.DATATYPE_IOV
         params.flags = c.AM_SEND_REPLY if answerable else 0
@@ -195,7 +195,7 @@ class Worker:
         )
 
     def send_tagged(self, tag: int, parts: Sequence[bytes], sync: bool = False) -> Any:
-        """A tagged message. Gives the request."""
+        """Send a tagged message, and return the request."""
         params = self.ffi.new("ucp_request_param_t *")
         params.op_attr_mask, params.datatype = c.OP_DATATYPE, c.DATATYPE_IOV
         pieces, count = self._pieces(parts)
@@ -213,11 +213,11 @@ class Worker:
         return request
 
     def done(self, request: Any) -> bool:
-        """Whether a request is over."""
+        """Return whether a request is complete."""
         return not request or self.lib.ucp_request_check_status(request) != c.INPROGRESS
 
     def probe(self, tag: int, mask: int) -> tuple[int, bytes] | None:
-        """Receive the message that matches, if there is one."""
+        """Receive the message that matches, if it has arrived."""
         info = self.ffi.new("ucp_tag_recv_info_t *")
         message = self.lib.ucp_tag_probe_nb(self.handle, tag, mask, 1, info)
         if not message:
@@ -243,7 +243,7 @@ class Worker:
         self.until(arrived)
         return found[0]
 
-    # The end
+    # Closing
 
     def close_endpoint(self, force: bool = False) -> None:
         params = self.ffi.new("ucp_request_param_t *")
@@ -264,7 +264,7 @@ def _read_one(worker: Worker) -> None:
 
 
 def play(worker: Worker, steps: list[list[Any]], say: Callable[[str], None]) -> None:
-    """See the module."""
+    """Run the scripted steps. See the module."""
     for name, *rest in steps:
         if name == "am":
             request = worker.send_message([bytes.fromhex(rest[0])])

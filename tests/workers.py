@@ -1,4 +1,4 @@
-"""Data for a DataLoader, as PyTorch has it: an object that is sent to workers, which ask it for items by number."""
+"""Datasets for a PyTorch DataLoader: objects that are pickled to workers, which ask for items by number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SIZE = 256
 
 
 class Rows:
-    """Batches of a dataset's rows. Each worker that it is sent to has a connection of its own."""
+    """Batches of a dataset's rows. Each worker process opens its own connection."""
 
     def __init__(self, client: dis.Client, name: str) -> None:
         self.client = client
@@ -26,7 +26,7 @@ class Rows:
 
 
 class KnownRows(Rows):
-    """The same where all that the catalog says is known before the workers begin."""
+    """Batches of rows that need no catalog in the workers, because the description is fetched before they start."""
 
     def __init__(self, client: dis.Client, name: str) -> None:
         super().__init__(client, name)

@@ -1,4 +1,4 @@
-"""A client against a server made by hand, which sees every byte that comes back."""
+"""A client against a server made by hand that sees every byte of the client."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def allocate(tag: int | None, length: int) -> Any:
 
 
 def encoded(*batches: pa.RecordBatch) -> list[tuple[bytes, bytes | None]]:
-    """Flatbuffer and body of each message that libarrow writes for these batches."""
+    """Return the flatbuffer and the body of each message that libarrow writes for these batches."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batches[0].schema) as writer:
         for batch in batches:
@@ -59,7 +59,7 @@ def by_address(sequence: int, *extents: tuple[int, int]) -> Message:
 
 
 class Scripted:
-    """The server's end of one connection, and what the client is opening meanwhile."""
+    """The server's end of one connection, and the client that opens a stream meanwhile."""
 
     def __init__(self, scheme: str) -> None:
         self.listener = transport(scheme).listen(Uri.parse(f"{scheme}:"))
@@ -80,7 +80,7 @@ class Scripted:
         return None if arrived is None else (arrived[0], bytes(arrived[1]))
 
     def freed(self) -> list[int]:
-        """The addresses in the next free_data message."""
+        """Return the addresses in the next free_data message."""
         arrived = self.receive()
         assert arrived is not None
         assert arrived[0] == FREE
@@ -118,7 +118,7 @@ BATCHES = [pa.record_batch({"n": [n, n + 1], "m": pa.array([None, n], pa.int64()
 
 
 def live(shm: Scripted, backing: Backing = Backing.LIVE) -> pa.RecordBatchReader:
-    """BATCHES by address, a page for each body; buffers: none, 16 bytes, bitmap (1 byte), 16 bytes."""
+    """Send BATCHES by address, a page for each body, with these buffers: none, 16 bytes, bitmap (1 byte), 16 bytes."""
     (schema, _), *messages = encoded(*BATCHES)
     opening = shm.open()
     shm.share(b"".join(body + bytes(PAGE - len(body)) for _, body in messages if body is not None), backing)
@@ -147,7 +147,7 @@ def addresses(shm: Scripted, number: int) -> set[int]:
 
 
 def test_each_address_is_freed_when_the_last_array_in_its_body_is_collected(shm: Scripted) -> None:
-    """Not before, which shows in what comes first; once; and never one of a buffer without bytes."""
+    """Free each address once and not earlier, as the order shows, and never the address of an empty buffer."""
     first, second, third = live(shm)
     assert [first, second, third] == BATCHES
     kept = second["m"].slice(1, 1)
@@ -162,7 +162,7 @@ def test_each_address_is_freed_when_the_last_array_in_its_body_is_collected(shm:
 
 
 def test_a_client_that_ends_its_reader_keeps_what_it_holds(shm: Scripted) -> None:
-    """What was on its way goes back at once."""
+    """Free the unread messages when the reader is dropped."""
     reader = live(shm)
     first = reader.read_next_batch()
     del reader
@@ -172,7 +172,7 @@ def test_a_client_that_ends_its_reader_keeps_what_it_holds(shm: Scripted) -> Non
     assert first == BATCHES[0]
     del first
     assert set(shm.freed()) == addresses(shm, 0)
-    with suppress(dis.errors.ConnectionClosed):  # as the rest was not read
+    with suppress(dis.errors.ConnectionClosed):  # because the rest was not read
         assert shm.receive() is None
 
 
@@ -200,7 +200,7 @@ def test_a_client_reads_a_server_that_knows_nothing_of_free_data(any_server: Scr
 
 
 def test_bodies_that_are_not_aligned_are_gathered(shm: Scripted) -> None:
-    """libarrow refuses them; another server may still send them."""
+    """Read unaligned bodies, which other servers may send. libarrow would refuse them."""
     batch = pa.record_batch({"n": [1, 2, 3], "m": [4, 5, 6]})
     (schema, _), (header, _) = encoded(batch)
     opening = shm.open()
@@ -228,7 +228,7 @@ def test_a_silent_server_exceeds_the_deadline(any_server: Scripted) -> None:
     any_server.connection = accepted
 
 
-@pytest.mark.parametrize("any_server", ["shm", "tcp"], indirect=True)  # inproc copies nothing that could be too large
+@pytest.mark.parametrize("any_server", ["shm", "tcp"], indirect=True)  # inproc makes no copies that could be too large
 def test_a_body_larger_than_the_client_takes_is_refused(any_server: Scripted) -> None:
     batch = pa.record_batch({"n": np.arange(10_000)})
     (schema, _), (header, body) = encoded(batch)
@@ -263,4 +263,4 @@ def test_a_second_uri_that_cannot_be_reached_leaves_no_connection(any_server: Sc
     try:
         assert any_server.receive() is None
     except dis.errors.ConnectionClosed:
-        pass  # without a word
+        pass  # closed without a message

@@ -1,4 +1,4 @@
-"""What a reader of tensors is promised: no copies, and memory that goes back when the last array is collected."""
+"""Guarantees of a reader of tensors: no copies, and memory is released when the last array is collected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read(server: dis.Server, name: str = "data") -> TensorReader:
 
 
 def origin(array: np.ndarray) -> tuple[str, str, int]:
-    """Permissions and path of the mapping that an array lies in, and how far from a multiple of 64 in that."""
+    """Return the permissions and path of the mapping that contains an array, and the array's offset in it modulo 64."""
     first, last = array.ctypes.data, array.ctypes.data + array.nbytes
     (home,) = (one for one in mappings() if one.start <= first and last <= one.end)
     return home.permissions, home.path, (first - home.start) % 64

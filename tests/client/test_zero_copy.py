@@ -1,6 +1,6 @@
-"""What a reader is promised: no copies, memory that goes back when it is no longer used, and not before.
+"""Guarantees of a reader: no copies, and memory is released as soon as it is unused, and not before.
 
-None of this is promised by pyarrow's documentation: a release that changes it shall fail here, not make users slow.
+pyarrow's documentation guarantees none of this. A release that changes it must fail here rather than make users slow.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MB = 1 << 20
 
 
 def tiled(values: list[Any], of: pa.DataType | None = None) -> pa.Array:
-    """The values again and again, 1 << 18 of them."""
+    """Return 1 << 18 values, cycling through `values`."""
     some = pa.array(values * ((1 << 10) // len(values)), of)
     return pa.concat_arrays([some] * (1 << 8))
 
@@ -110,7 +110,7 @@ def test_reading_shared_memory_allocates_nothing(shm: dis.Server, source: Any) -
     kept = []
     for batch in read(shm):
         kept.append(batch)
-        assert pa.total_allocated_bytes() - before < 1 << 16  # the server is in this process, and encodes headers
+        assert pa.total_allocated_bytes() - before < 1 << 16  # the server runs in this process and encodes headers
     assert kept == BATCHES
     assert TABLE.nbytes > 40 * MB
 
@@ -124,7 +124,7 @@ def test_tcp_receives_each_body_into_one_allocation(serve: Serve) -> None:
     messages = pa.ipc.MessageReader.open_stream(written.getvalue())
     bodies = [message.body.size for message in messages if message.type == "record batch"]
     reader, pool = read(server), pa.default_memory_pool()
-    kept = [reader.read_next_batch()]  # with it comes the dictionary
+    kept = [reader.read_next_batch()]  # the dictionary comes with it
     for body in bodies[1:]:
         allocations, before = pool.num_allocations(), pool.bytes_allocated()
         kept.append(reader.read_next_batch())
@@ -157,7 +157,7 @@ def test_a_static_dataset_is_leased_until_the_last_array_is_collected(serve: Ser
     del reader
     server.drop("data")
     first = serving(server)
-    server.publish("other", TABLE)  # a whole stream, requested and ended, gives anything wrong its chance
+    server.publish("other", TABLE)  # Read a whole stream meanwhile, so that a wrong release would show.
     assert read(server, "other").read_all() == TABLE
     assert connections_left(server, but=first) == 1
     assert kept.to_pylist() == ["many words"]
@@ -166,7 +166,7 @@ def test_a_static_dataset_is_leased_until_the_last_array_is_collected(serve: Ser
 
 
 def test_memory_of_a_live_stream_is_held_while_a_slice_of_it_is(serve: Serve) -> None:
-    """The other bodies come and go many times through a region that would be too small for all of them."""
+    """Read so many bodies through a small region that it is reused many times while one slice is held."""
     server = serve("shm:", live_limit=3 * MB)
     schema = pa.schema([("n", pa.int64())])
     numbers = (pa.record_batch({"n": np.full(MB // 8, number)}) for number in range(1, 60))
@@ -187,7 +187,7 @@ def test_memory_of_a_live_stream_is_held_while_a_slice_of_it_is(serve: Serve) ->
 
 
 def test_an_endless_stream_needs_no_more_than_its_limit(serve: Serve) -> None:
-    """800 MB through 32 MB."""
+    """Read 800 MB through a region of 32 MB."""
     server = serve("shm:", live_limit=32 * MB)
     batch = pa.record_batch({"n": np.arange(4 * MB // 8)})
     server.publish("endless", pa.RecordBatchReader.from_batches(batch.schema, (batch for _ in range(200))))
@@ -200,7 +200,7 @@ def test_an_endless_stream_needs_no_more_than_its_limit(serve: Serve) -> None:
 
 
 def test_a_reader_that_keeps_everything_gets_everything(serve: Serve) -> None:
-    """What exceeds the limit comes inline, into the reader's own memory."""
+    """Read bodies beyond the limit inline, into the reader's own memory."""
     server = serve("shm:", live_limit=4 * MB)
     sent = [pa.record_batch({"n": np.full(MB // 8, number)}) for number in range(20)]
     server.publish("hoarded", lambda: live(sent))
@@ -263,7 +263,7 @@ def test_where_no_thread_gives_back_the_stream_fails_and_the_connection_ends(shm
 
 @pytest.mark.parametrize("module", [client_leases, memory_leases], ids=["client", "memory"])
 def test_ctrl_c_while_a_lease_begins_keeps_no_connection(shm: dis.Server, module: ModuleType) -> None:
-    """What was leased before holds it; what never was does not."""
+    """Interrupt a lease at each line. Only batches that were leased before keep the connection."""
     sent = live().read_all().to_batches()[:3]
     shm.publish("live", lambda: live(sent))
     for at in count():

@@ -1,4 +1,4 @@
-"""Datasets that lie in shared memory as IPC streams are read there, and everything else all the same."""
+"""Datasets in shared memory in the form of IPC streams are read in place, and others are read, too."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read(server: dis.Server, name: str) -> pa.RecordBatchReader:
 
 
 def table(batches: int = 40, start: int = 0) -> pa.Table:
-    """Batches of different lengths, strings and nulls among them."""
+    """Return batches of different lengths with strings and nulls."""
     rows = [(start + n, None if n % 7 == 0 else f"value {n}" * (n % 5)) for n in range(batches * 10)]
     whole = pa.table({"n": [n for n, _ in rows], "text": [text for _, text in rows]})
     whole = whole.cast(pa.schema({"n": pa.int64(), "text": pa.string()}))
@@ -56,7 +56,7 @@ def segment(path: Path, content: pa.Table) -> Segment:
 
 
 @pytest.mark.usefixtures("only_in_place")
-@pytest.mark.parametrize("batches", [1, 3, 40, 1100])  # below, within and beyond what is sent at once
+@pytest.mark.parametrize("batches", [1, 3, 40, 1100])  # below, within and beyond the size of one group
 def test_a_table_is_read_in_place(server: dis.Server, batches: int) -> None:
     content = table(batches)
     server.publish("t", content)
@@ -167,7 +167,7 @@ BASE = 1 << 20
 
 
 def addressed(content: bytes) -> list[Delivery]:
-    """The messages of a stream that lies at BASE, each body by address, also where it has no bytes."""
+    """Return the messages of a stream at BASE, each body by address, including empty bodies."""
     deliveries = []
     for number, (header, parsed, body_at) in enumerate(walk(memoryview(content))):
         offsets, lengths = buffer_extents(header, parsed)

@@ -1,4 +1,4 @@
-"""Ctrl-C wherever a reader may be: what it reads afterwards is right, or it says that it cannot go on."""
+"""Ctrl-C at any line of a reader: later results are correct, or the reader reports that it cannot continue."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .test_runs import one, read, together
 ROWS = [pa.record_batch({"n": [n]}) for n in range(40)]
 SCHEMA, *MESSAGES = encoded(*ROWS)
 MODULES = (join.__file__, runs.__file__, reader.__file__)
-#: What nothing but C comes after, where no signal is handled.
+#: A line followed only by C code, which handles no signal.
 UNINTERRUPTED = reader.Reading.take.__code__, "return taken"
 
-#: Readers of these rows: message by message, in a run that is read past the file, and made of batches.
+#: Readers of these rows: from messages, from a run, which bypasses the file that libarrow reads, and from batches.
 READERS: dict[str, Callable[[], pa.RecordBatchReader]] = {
     "messages": lambda: read(one(SCHEMA), *map(one, MESSAGES)),
     "a run": lambda: read(one(SCHEMA), together(MESSAGES)),
@@ -33,7 +33,7 @@ READERS: dict[str, Callable[[], pa.RecordBatchReader]] = {
 
 
 class Interruption:
-    """Raises KeyboardInterrupt before line number `at` that is come to in `MODULES`."""
+    """A trace function that raises KeyboardInterrupt before the line number `at` that runs in `MODULES`."""
 
     def __init__(self, at: int) -> None:
         self.left = at

@@ -1,4 +1,4 @@
-"""libarrow decodes, and leaves every array in the body that it came in."""
+"""libarrow decodes messages and leaves every array in the body that it arrived in."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCH = pa.record_batch({"n": np.arange(1000), "h": pa.array([1, None] * 500), "
 def encoded(
     *batches: pa.RecordBatch, options: pa.ipc.IpcWriteOptions | None = None, **metadata: dict[str, str]
 ) -> list[Pair]:
-    """What libarrow writes for these batches, taken apart by libarrow."""
+    """Return the messages that libarrow writes for these batches, split by libarrow."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batches[0].schema, options=options) as writer:
         for batch in batches:
@@ -33,7 +33,7 @@ def encoded(
 
 
 class Feed:
-    """Messages for `join`, and whether it has closed them."""
+    """A source of messages for `join` that records whether it was closed."""
 
     def __init__(self, pairs: list[Pair], error: type[Exception] | None = None) -> None:
         self.given = 0
@@ -133,7 +133,7 @@ def test_content_that_libarrow_refuses() -> None:
 
 
 def test_compressed_content_that_would_be_longer_than_memory() -> None:
-    """Its first 8 bytes say how long."""
+    """Decode a compressed buffer whose first 8 bytes announce a huge length."""
     assert LZ4.body is not None
     body = (1 << 56).to_bytes(8, "little") + LZ4.body[8:]
     reader = join(iter(Feed([(SCHEMA.header, None), (LZ4.header, pa.py_buffer(body))])), max_body=1 << 60)

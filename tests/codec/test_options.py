@@ -1,4 +1,4 @@
-"""Options for writing: nonsense is refused with a sentence, and every field does what it says."""
+"""Options for writing: invalid values raise an error with an explanation, and every field has its effect."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_nonsense_is_refused_with_a_sentence(fields: dict[str, Any], sentence: s
 
 
 TABLE = pa.table({"n": [1]})
-OTHERS = pa.ipc.IpcWriteOptions()  # of another library
+OTHERS = pa.ipc.IpcWriteOptions()  # options of another library
 
 
 def _publish(**given: Any) -> None:
@@ -119,7 +119,7 @@ def written_file(table: pa.Table, **fields: Any) -> bytes:
 
 
 def read(stream: bytes) -> list[pa.RecordBatch]:
-    """What plain pyarrow reads, fully validated."""
+    """Return the batches that plain pyarrow reads, fully validated."""
     batches = list(pa.ipc.open_stream(stream))
     for batch in batches:
         batch.validate(full=True)
@@ -135,7 +135,7 @@ def libarrow(*batches: pa.RecordBatch, **fields: Any) -> bytes:
 
 
 def buffers(stream: bytes) -> list[bytes]:
-    """The buffers of the only batch of a stream, in order, as they are in its body."""
+    """Return the buffers of the only batch of a stream, in the order of the body."""
     _, message = pa.ipc.MessageReader.open_stream(stream)
     header = message.metadata.to_pybytes()
     offsets, lengths = buffer_extents(header, parse_header(header))
@@ -143,7 +143,7 @@ def buffers(stream: bytes) -> list[bytes]:
     return [body[offset : offset + length] for offset, length in zip(offsets, lengths, strict=True)]
 
 
-# A batch whose buffers can be told apart by what compression saves: all of "same", nothing of "random"
+# A batch whose buffers differ in the savings of compression: all of "same", nothing of "random".
 MIXED = pa.record_batch(
     {
         "same": pa.array([7] * 1000),
@@ -175,7 +175,7 @@ def test_depth_is_limited() -> None:
 
 
 def addresses(table: pa.Table, start: int) -> list[int]:
-    """Where the buffers lie, counted from `start`."""
+    """Return the addresses of the buffers relative to `start`."""
     chunks = [chunk for column in table.columns for chunk in column.chunks]
     every = [b for chunk in chunks for b in chunk.buffers() if b is not None and b.size]
     every += [b for chunk in chunks if pa.types.is_dictionary(chunk.type) for b in chunk.dictionary.buffers() if b]
@@ -186,7 +186,7 @@ def addresses(table: pa.Table, start: int) -> list[int]:
 @pytest.mark.parametrize("alignment", [8, 16, 32, 64])
 @pytest.mark.parametrize("kind", ["stream", "file"])
 def test_buffers_lie_aligned(kind: str, alignment: int, legacy: bool) -> None:
-    """Every buffer of every message, as libarrow finds them; messages begin anywhere without that."""
+    """Align every buffer of every message that libarrow finds. Messages start at any multiple of 8 otherwise."""
     whole = pa.record_batch(
         {
             "n": pa.array([1, None, 3]),
@@ -235,7 +235,7 @@ def test_the_legacy_format_has_no_continuation_marker() -> None:
 def test_memory_is_taken_from_the_pool() -> None:
     pool = pa.proxy_memory_pool(pa.default_memory_pool())
     written(MIXED, codec="zstd", min_space_savings=0.5, memory_pool=pool)
-    assert pool.max_memory() >= 8000  # what was compressed for nothing comes back
+    assert pool.max_memory() >= 8000  # memory of discarded compressed buffers is returned
     table = pa.Table.from_batches([dictionary_batch("a" * 1000), dictionary_batch("b" * 1000)])
     unifying = pa.proxy_memory_pool(pa.default_memory_pool())
     written_file(table, unify_dictionaries=True, memory_pool=unifying)
@@ -254,14 +254,14 @@ def test_bodies_are_compressed(codec: Any, savings: float | None) -> None:
 
 
 def raw(compressed: list[bytes]) -> list[bool]:
-    """Of each buffer that is not empty, whether it is stored as it is, which the length -1 before it says."""
+    """Return for each nonempty buffer whether it is stored uncompressed, which is marked by the length -1."""
     return [one[:8] == b"\xff" * 8 for one in compressed if one]
 
 
 @pytest.mark.parametrize(
     ("savings", "expected"),
     [
-        # same, random, bits, validity, holes, empty
+        # columns: same, random, bits, validity of holes, holes, empty
         (0, [False, True, False, False, False, False]),
         (0.1, [False, True, False, False, False, False]),
         (0.6, [False, True, True, False, False, False]),
@@ -286,7 +286,7 @@ def test_without_a_codec_there_is_nothing_to_save() -> None:
     assert written(MIXED, min_space_savings=0.5) == written(MIXED)
 
 
-#: What libarrow's C++ writer makes of the batch below with zstd and min_space_savings = 1: pyarrow cannot ask it for.
+#: Output of libarrow's C++ writer for the batch below with zstd and min_space_savings = 1, which pyarrow cannot set.
 SAVES_NOTHING = bytes.fromhex(
     "ffffffffa80000001000000000000a000c000600050008000a000000000104000c0000000800080000000400080000000400000002000000"
     "4000000004000000d8ffffff0000010510000000180000000400000000000000010000007300000004000400040000001000140008000600"

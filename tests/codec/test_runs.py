@@ -1,4 +1,4 @@
-"""Batches that arrived together are read as if each had come alone, in whichever way."""
+"""Batches that arrived together are read as if each had arrived alone, by every method of a reader."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from dissociated.protocol.delivery import Delivered, Delivery, PackedBatches
 
 
 def one(pair: Pair) -> Delivery:
-    """A message by itself."""
+    """Return a message as a delivery of its own."""
     return Delivery(0, pair[0], parse_header(pair[0]), pair[1])
 
 
 def together(pairs: list[Pair]) -> PackedBatches:
-    """These record batches, alike but for some numbers, as they arrive in a run."""
+    """Return record batches of one layout as they arrive in a run."""
     headers = np.array([np.frombuffer(header, np.uint8) for header, _ in pairs])
     bodies = b"".join(body.to_pybytes() for _, body in pairs if body is not None)
     return PackedBatches(1, headers, parse_header(pairs[0][0]), memoryview(bodies))
 
 
 def read(*deliveries: Delivered, options: ReadOptions | None = None) -> pa.RecordBatchReader:
-    """What is read of deliveries whose bodies came inline."""
+    """Return a reader of deliveries with inline bodies."""
 
     def attach(delivery: Delivery) -> Pair:
         return delivery.header, delivery.body
@@ -52,7 +52,7 @@ WAYS: dict[str, Callable[[pa.RecordBatchReader], list[pa.RecordBatch]]] = {
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 def test_batches_that_came_together_may_be_read_in_any_way(way: Callable[..., list[pa.RecordBatch]]) -> None:
-    """Two runs, one too short to be worth anything, and batches before, between and after them."""
+    """Read runs, one of them too short to be used as such, and batches before, between and after them."""
     batches = [BATCH, *[pa.record_batch({"n": [n], "h": [n % 7], "s": ["x"]}, BATCH.schema) for n in range(200)], BATCH]
     schema, *pairs = encoded(*batches)
 
@@ -73,7 +73,7 @@ def test_batches_that_came_together_may_be_read_in_any_way(way: Callable[..., li
 
 
 def test_what_came_together_whatever_it_is() -> None:
-    """Dictionaries, compression, null counts that differ, metadata, none of the fields wanted: as one by one."""
+    """Read dictionaries, compressed bodies, different null counts, metadata, and no wanted fields as if one by one."""
     count = 50
     plain = [pa.record_batch({"n": [n, None] if n % 2 else [None, n]}) for n in range(count)]
     nulls = [
@@ -109,7 +109,7 @@ def test_a_batch_that_libarrow_refuses_among_others_that_came_together() -> None
     header = bytearray(pairs[0][0])
     parsed = parse_header(bytes(header))
     assert buffer_extents(bytes(header), parsed)[1] == (0, 8)
-    struct.pack_into("<q", header, parsed.buffers_at + 24, 1 << 20)  # the values, which leave the body
+    struct.pack_into("<q", header, parsed.buffers_at + 24, 1 << 20)  # the values, which exceed the body
     reader = read(one(schema), together([(bytes(header), body) for _, body in pairs]))
     for _ in range(2):
         with pytest.raises(RemoteProtocolError, match="what libarrow cannot read"):

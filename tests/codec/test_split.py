@@ -1,4 +1,4 @@
-"""libarrow encodes, and hands over every body buffer where it lies."""
+"""libarrow encodes batches, and passes on every body buffer without a copy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from helpers import case
 def written(
     *some: pa.RecordBatch, options: pa.ipc.IpcWriteOptions | None = None, custom: dict[str, str] | None = None
 ) -> list[pa.ipc.Message]:
-    """The messages that libarrow itself writes."""
+    """Return the messages that libarrow itself writes."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, some[0].schema, options=options) as writer:
         for batch in some:
@@ -55,7 +55,7 @@ def test_messages_are_those_that_libarrow_writes() -> None:
 
 
 def test_empty_arrays_that_libarrow_would_write_wrong() -> None:
-    """An empty slice that came by the C interface, and an empty union of an IPC stream; each also within a list."""
+    """Split an empty slice from the C interface, and an empty union from an IPC stream, each also within a list."""
     for type_, (whole, *_) in ARRAYS.items():
         batch = pa.record_batch({"x": whole})
         by_interface = pa.RecordBatchReader.from_stream(reader(batch[5:5])).read_next_batch()
@@ -74,7 +74,7 @@ def test_empty_arrays_that_libarrow_would_write_wrong() -> None:
 
 
 def encapsulated(source: pa.RecordBatchReader, options: WriteOptions | None = None) -> bytes:
-    """The stream that it is split into."""
+    """Return the stream made of the split messages."""
     parts = [part for message in split(source, options) for part in (encapsulate(message.header), body(message))]
     return b"".join([*parts, end_of_stream()])
 
@@ -98,7 +98,7 @@ def test_options_reach_libarrow(options: dict[str, Any]) -> None:
 
 
 def test_body_buffers_are_handed_over_by_reference() -> None:
-    """A pyarrow that copies them makes every transport slow."""
+    """Detect a pyarrow that copies buffers, which would slow down every transport."""
     columns = {
         "n": pa.array(np.arange(10_000)),
         "h": pa.array([1, None] * 5_000, pa.int32()),
@@ -171,11 +171,11 @@ def test_a_source_that_raises_raises() -> None:
 
 
 def test_a_batch_whose_offsets_leave_its_values_is_refused() -> None:
-    """libarrow would end the process."""
+    """Refuse a batch with which libarrow would crash the process."""
     offsets = np.array([0, 1], np.int32)
     buffers, values = [None, pa.py_buffer(offsets)], pa.array([1, 2], pa.int8())
     batch = pa.record_batch({"l": pa.Array.from_buffers(pa.list_(pa.int8()), 1, buffers, children=[values])})
-    offsets += 5_000_000  # as it may come from a peer: libarrow's reader does not look
+    offsets += 5_000_000  # offsets as a peer may send them: libarrow's reader does not check them
     with pytest.raises(SourceError, match=r"a record batch is not valid: .*offset"):
         list(split(reader(batch)))
 
@@ -187,7 +187,7 @@ def test_rows_are_not_lost_where_there_is_nothing_else() -> None:
 
 
 def test_small_batches_one_after_the_other_are_those_that_libarrow_writes() -> None:
-    """Of every type, a row at a time and all rows: with their own lengths, null counts and dictionaries."""
+    """Split rows of every type one by one and all at once, each with its own lengths, null counts and dictionaries."""
     for name, arrays in ARRAYS.items():
         for array in arrays:
             with case(name):
@@ -202,7 +202,7 @@ def test_small_batches_one_after_the_other_are_those_that_libarrow_writes() -> N
 
 
 def test_small_batches_beside_a_large_one_of_as_many_rows() -> None:
-    """More than the memory that they are written to takes; and one row that does not fit there, several times."""
+    """Split more batches than the splitter's buffer holds, and rows that do not fit into it."""
     sizes = [*[1, 9] * 3000, 3 << 20, 5, 5, 1 << 17, *[30_000] * 100, 3, 2 << 20, 7]
     some = [pa.record_batch({"s": ["x" * size], "n": [number]}) for number, size in enumerate(sizes)]
     for one, expected in zip(split(reader(*some)), written(*some), strict=True):
@@ -217,9 +217,10 @@ def test_a_small_batch_of_another_schema_is_refused() -> None:
 
 
 def test_a_count_that_another_thread_knows_meanwhile_is_no_damage() -> None:
-    """libarrow says so for a moment, of each array once. What is damaged is damaged again.
+    """Ignore an error that libarrow reports once per array. A damaged batch fails again.
 
-    It said so of one batch in 20,000 that one thread validated and another wrote at the same time: so it is said here.
+    libarrow reported it for one of 20,000 batches that one thread validated while another wrote it. Here it is
+    emulated.
     """
     said = [f"In column {number}: Invalid: Negative null count" for number in (3, 7)]
 
@@ -236,4 +237,4 @@ def test_a_count_that_another_thread_knows_meanwhile_is_no_damage() -> None:
 
     with pytest.raises(pa.ArrowInvalid, match=r"Negative null count$"):
         validate_shared(refuse)
-    assert not told  # the other, and then twice the same
+    assert not told  # the other error, and then the same error twice

@@ -1,4 +1,4 @@
-"""What is validated before it leaves by libarrow: all that could lead elsewhere, at whatever depth, and no values."""
+"""Validation of batches before libarrow sends them: it covers offsets and indices at any depth, but no values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORDS = pa.array(["abcdefg", "hijklmnopqr", "", "stu"])
 OFFSETS = pa.array([0, 1, 2, 3, 4], pa.int32())
 IDS = pa.array([0, 0, 0, 0], pa.int8())
 
-#: Where text can lie in an array. In each its offsets and its bytes are found once in the stream of it.
+#: Positions of strings in an array. The stream of each array contains the offsets and the bytes exactly once.
 POSITIONS: dict[str, Callable[[pa.Array], pa.Array]] = {
     "a column": lambda words: words,
     "a list": lambda words: pa.ListArray.from_arrays(OFFSETS, words),
@@ -42,7 +42,7 @@ POSITIONS: dict[str, Callable[[pa.Array], pa.Array]] = {
 
 
 def changed(array: pa.Array, before: bytes, after: bytes) -> bytes:
-    """An IPC stream of `array` with other bytes in it, of which pyarrow makes no array."""
+    """Return an IPC stream of `array` with other bytes in it, for which pyarrow cannot make an array."""
     content = stream_of(array)
     assert content.count(before) == 1
     assert len(after) == len(before)
@@ -80,7 +80,7 @@ def test_lists_and_indices_within_others_are_looked_at_too() -> None:
             Validator(batch.schema).check(batch, full=True)
 
 
-#: No value of its type, and each in a place where it harms nobody.
+#: Values that are invalid for their type, at positions that cannot harm a reader.
 UNSOUND = {
     **{position: changed(at(WORDS), b"hijklmnopqr", b"\xff" * 11) for position, at in POSITIONS.items()},
     "date64": stream_of(pa.array([1, 86_400_000, None, -7]).view(pa.date64())),
@@ -106,7 +106,7 @@ def test_what_is_no_good_value_arrives_as_it_is(tmp_path: Path) -> None:
                 server.publish(name, path)
                 for transport in ("grpc", "tcp"):
                     assert client.read(name, transport=transport).read_all().equals(sent)
-                server.publish(name, sent.slice(1))  # columns with children are looked at before they are cut
+                server.publish(name, sent.slice(1))  # columns with children are validated before they are sliced
                 for transport in ("grpc", "tcp"):
                     assert client.read(name, transport=transport).read_all().equals(sent.slice(1))
 

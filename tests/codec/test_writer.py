@@ -1,4 +1,4 @@
-"""Writers: what they write is what libarrow writes, and what is left when something goes wrong."""
+"""Writers: their output equals libarrow's, and a failed write leaves the documented state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OTHER = pa.record_batch({"other": [1]})
 NAMES = [FileWriter, StreamWriter]
 EOS = b"\xff\xff\xff\xff\0\0\0\0"
 
-#: How pyarrow writes and reads what a writer of ours does.
+#: pyarrow's writer and reader for each of our writers.
 PYARROW: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {
     FileWriter: (pa.ipc.new_file, pa.ipc.open_file),
     StreamWriter: (pa.ipc.new_stream, pa.ipc.open_stream),
@@ -36,7 +36,7 @@ PYARROW: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {
 kinds = pytest.mark.parametrize("kind", NAMES, ids=lambda kind: kind.__name__)
 
 
-# What is written
+# Output
 
 
 @kinds
@@ -133,7 +133,7 @@ def test_any_batch_of_a_file_can_be_read(alignment: int, legacy: bool) -> None:
 
 
 def test_a_file_can_follow_something_else() -> None:
-    """Positions count from the beginning of the sink, so the whole of it is a file to libarrow."""
+    """Write behind other content. Positions count from the start of the sink, so that libarrow can read all of it."""
     for before in (b"x" * 100, b"x" * 64):
         sink = io.BytesIO()
         sink.write(before)
@@ -146,11 +146,11 @@ def test_a_file_can_follow_something_else() -> None:
         assert bytes(content)[: len(before) + 6] == before + b"ARROW1"
 
 
-# What it counts
+# Statistics
 
 
 def counted(stream: bytes) -> dict[str, int]:
-    """What pyarrow finds in a stream."""
+    """Return pyarrow's statistics of a stream."""
     messages = list(pa.ipc.MessageReader.open_stream(stream))
     reader = pa.ipc.open_stream(stream)
     reader.read_all()
@@ -195,7 +195,7 @@ def test_statistics_are_what_the_bytes_hold(fields: dict[str, Any]) -> None:
 
 
 def test_statistics_are_those_of_libarrow() -> None:
-    """Of its C++ writer, for the same batch and options, as far as they depend on no codec."""
+    """Compare with libarrow's C++ writer for the same batch and options, apart from numbers that depend on a codec."""
     batch = pa.record_batch(
         {
             "n": pa.array([1, None, 3] * 5),
@@ -211,7 +211,7 @@ def test_statistics_are_those_of_libarrow() -> None:
         assert writer.stats == WriteStats(3, 1, 1, 0, 0, 278, 296)
 
 
-# What cannot be written
+# Data that cannot be written
 
 
 @kinds
@@ -267,7 +267,7 @@ def test_metadata_of_a_batch_is_refused_in_version_4(kind: Any) -> None:
 
 @pytest.mark.parametrize("more", [False, True], ids=["at the end", "in between"])
 def test_a_file_replaces_no_dictionary(more: bool) -> None:
-    """The batch that is refused had a dictionary before, which had grown and is written: the file stays whole."""
+    """Refuse a batch after its other, growing dictionary was written. The file stays valid."""
 
     def pair(left: list[str], right: list[str]) -> pa.RecordBatch:
         return pa.record_batch({"a": pa.array(left).dictionary_encode(), "b": pa.array(right).dictionary_encode()})
@@ -287,7 +287,7 @@ def test_a_file_replaces_no_dictionary(more: bool) -> None:
     assert writer.stats.num_dictionary_batches == 3
 
 
-# How it ends
+# Ends of a writer
 
 
 def new_writers(sink: io.BytesIO) -> list[RecordBatchWriter]:
@@ -349,7 +349,7 @@ def test_sinks_are_paths_and_files_of_python_and_pyarrow(kind: Any, how: str, tm
 
 
 class Reluctant(io.RawIOBase):
-    """Takes at most so many bytes at a time, as a socket may."""
+    """A file that accepts at most `most` bytes at a time, as a socket may."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -387,7 +387,7 @@ def test_a_file_that_says_nothing_took_everything() -> None:
     assert pa.ipc.open_stream(b"".join(taken)).read_all() == pa.Table.from_batches([NUMBERS])
 
 
-# What fails beneath it
+# Failures of the sink
 
 
 def test_what_is_no_sink_is_refused(tmp_path: Path) -> None:
@@ -476,7 +476,7 @@ def test_dissociated_messages_are_numbered_metadata_and_tagged_bodies() -> None:
     wanted.append((None, struct.pack("<BI", 0, 5)))
     got = [(message.tag, b"".join(map(bytes, message.parts))) for message in messages]
     assert [(tag, data[:5]) for tag, data in got] == [(tag, data[:5]) for tag, data in wanted]
-    # libarrow pads the flatbuffer of a schema for what comes after it; here nothing does
+    # libarrow pads the flatbuffer of a schema for the message behind it. Here no message follows.
     assert [(tag, data.ljust(len(other), b"\0")) for (tag, data), (_, other) in zip(got, wanted, strict=True)] == wanted
 
 

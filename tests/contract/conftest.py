@@ -1,8 +1,8 @@
-"""Every way from a source to a reader: each transport, arrangement of connections, and kind of bodies.
+"""Fixtures for every way from a source to a reader: each transport, arrangement of connections, and kind of bodies.
 
-A new transport joins the whole suite by one line in MEDIA. A test goes over as many ways as its subject depends
-on: `route` is every way, `direct` every medium, `quick` each kind of bodies, `arranged` each arrangement of
-connections, `either` bodies inline and by address.
+A new transport joins the suite by a line in MEDIA. A test runs over the ways that its subject depends on: `route` is
+every way, `direct` every medium, `quick` each kind of bodies, `arranged` each arrangement of connections, `either`
+bodies inline and by address.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ MEDIA = {
     "fabric, rma": "fabric:",
 }
 
-#: One connection; two to one server; metadata from one server and bodies from another.
+#: A single connection; two connections to one server; metadata from one server and bodies from another.
 ARRANGEMENTS = ("one", "two", "apart")
-#: Connecting over these takes its time. Here are those ways alone in which more than what is below messages differs;
-#: tests/transport has all media, and REST one dataset over each.
+#: Arrangements of media that are slow to connect. They cover the differences above the messages; tests/transport covers
+#: all media, and the fixture `rest` reads one dataset over each remaining medium.
 FEWER = {
     "tcp6": ("one",),
     "tls": ("one", "apart"),
@@ -53,15 +53,15 @@ FEWER = {
     "fabric, tcp": ("apart",),
     "fabric, rma": ("one",),
 }
-#: All by address; all packed; by address only what is larger than MIXED_LIMIT bytes.
+#: All bodies by address, all packed, or only bodies larger than MIXED_LIMIT bytes by address.
 BODIES = {"shm": ("any", "packed", "mixed"), "ucx, rma": ("any", "mixed"), "fabric, rma": ("any", "mixed")}
 MIXED_LIMIT = 256
-#: Where a connection takes no time.
+#: Media that connect instantly.
 QUICK = ("inproc", "tcp", "shm")
 
 
 class Way(NamedTuple):
-    """What a route is made of."""
+    """The parts of a route."""
 
     medium: str
     arrangement: str = "one"
@@ -77,12 +77,12 @@ WAYS = [
     for arrangement in FEWER.get(medium, ARRANGEMENTS)
     for bodies in BODIES.get(medium, ("any",))
 ]
-#: Of the media that have no way of their own, for one dataset each.
+#: Media without a way of their own, for one dataset each.
 REST = [Way(medium) for medium in MEDIA if not FEWER.get(medium, ARRANGEMENTS)]
 
 
 class Route:
-    """Publishes to one end, reads at the other."""
+    """A server or two, and a reader that connects to them."""
 
     def __init__(self, way: Way, certified: Certificates) -> None:
         self.way = way
@@ -134,7 +134,7 @@ class Route:
         return dis.open_tensors(self.uris(name), self.ticket(name), allow_rma=self._rma, **options)
 
     def read(self, source: Any, options: dis.WriteOptions | None = None) -> tuple[pa.Schema, list[pa.RecordBatch]]:
-        """Publish, then read everything: the schema and the batches that arrive, fully validated."""
+        """Publish a source, and return the schema and the batches that a reader receives, fully validated."""
         self.publish(source, options=options)
         reader = self.open()
         schema, arrived = reader.schema, list(reader)
@@ -144,7 +144,7 @@ class Route:
 
     @property
     def connections(self) -> int:
-        """How many are still open, after each had time to end."""
+        """Return how many connections stay open after a wait."""
         return sum(connections_left(server) for server in self.servers)
 
 
@@ -153,7 +153,7 @@ def _ways(some: Iterable[Way]) -> list[Any]:
 
 
 def _run(way: Way, certified: Certificates) -> Iterator[Route]:
-    """Routes of several fixtures overlap: what libraries open for good is opened before the first of them counts."""
+    """Yield a route. Libraries with permanent resources load first, because routes of several fixtures overlap."""
     for library in ("ucx", "libfabric"):
         missing(library)
     with leaving_nothing(), closing(Route(way, certified)) as route:
@@ -162,7 +162,8 @@ def _run(way: Way, certified: Certificates) -> Iterator[Route]:
 
 def _check(route: Route) -> Iterator[Route]:
     yield route
-    if route.connections:  # a test that failed keeps its variables: the next one shall not suffer
+    # Restart after a failed test, whose variables may keep connections, so that the next test does not fail, too.
+    if route.connections:
         route.close()
         route.start()
         pytest.fail("connections are left open")
@@ -175,13 +176,13 @@ def _any_route(request: pytest.FixtureRequest, trusted: Certificates) -> Iterato
 
 @pytest.fixture
 def route(_any_route: Route) -> Iterator[Route]:
-    """Every way there is. No test leaves a connection to the next one."""
+    """Yield each way, and fail if the test leaves a connection open."""
     yield from _check(_any_route)
 
 
 @pytest.fixture(params=_ways(REST))
 def rest(request: pytest.FixtureRequest, trusted: Certificates) -> Iterator[Route]:
-    """The media that no other fixture has."""
+    """Yield the media that no other fixture covers."""
     yield from _run(request.param, trusted)
 
 
@@ -192,7 +193,7 @@ def _direct_route(request: pytest.FixtureRequest, trusted: Certificates) -> Iter
 
 @pytest.fixture
 def direct(_direct_route: Route) -> Iterator[Route]:
-    """Every way that is one connection."""
+    """Yield each way with one connection."""
     yield from _check(_direct_route)
 
 
@@ -206,7 +207,7 @@ def _quick_route(request: pytest.FixtureRequest, trusted: Certificates) -> Itera
 
 @pytest.fixture
 def quick(_quick_route: Route) -> Iterator[Route]:
-    """Every kind of bodies, over one connection that is made in no time: for tests of many cases."""
+    """Yield each kind of bodies over one connection that opens instantly, for tests of many cases."""
     yield from _check(_quick_route)
 
 
@@ -220,7 +221,7 @@ def _arranged_route(request: pytest.FixtureRequest, trusted: Certificates) -> It
 
 @pytest.fixture
 def arranged(_arranged_route: Route) -> Iterator[Route]:
-    """Every arrangement of connections, with bodies inline and by address: for what two servers must agree on."""
+    """Yield each arrangement of connections, with bodies inline and by address, to compare two servers."""
     yield from _check(_arranged_route)
 
 
@@ -231,5 +232,5 @@ def _either_route(request: pytest.FixtureRequest, trusted: Certificates) -> Iter
 
 @pytest.fixture
 def either(_either_route: Route) -> Iterator[Route]:
-    """Bodies inline, and by address: for what no medium changes."""
+    """Yield bodies inline and by address, for subjects that do not depend on the medium."""
     yield from _check(_either_route)

@@ -1,4 +1,4 @@
-"""Some of the batches: those alone move, with the dictionaries that they need, whatever is published."""
+"""Selected batches: only these and the dictionaries that they need are sent, for every kind of source."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .conftest import Route
 from .test_columns import ROWS, SOURCES, TABLE, moved
 
 EACH = ROWS // 4
-#: Four batches, each of which has a dictionary of its own.
+#: Four batches with a dictionary each.
 WORDS = [pa.record_batch({"n": [n, n + 1], "d": pa.array([f"word {n}"] * 2).dictionary_encode()}) for n in range(4)]
 RANGES = [(0, 1), (1, 3), (3, 4), (2, 9), (0, 0), (7, 9)]
 
 
 def identifier(ticket: bytes, asked: str) -> bytes:
-    """As docs/protocol.md has it."""
+    """Return the identifier that docs/protocol.md defines."""
     return b"DISSCOL\x01" + len(ticket).to_bytes(4, "little") + ticket + asked.encode()
 
 
@@ -40,7 +40,7 @@ def test_of_every_source(either: Route, tmp_path: Path) -> None:
 
 
 def words(source: str, path: Path) -> tuple[pa.Table, Any]:
-    """Batches each with a dictionary of its own, and how they are published."""
+    """Provide batches with a dictionary each, and the ways to publish them."""
     table = pa.Table.from_batches(WORDS)
     if source == "batches":
         return table, table
@@ -78,7 +78,7 @@ def test_two_servers_choose_the_same(arranged: Route) -> None:
 
 
 def test_over_every_way(route: Route) -> None:
-    """Some columns of some batches."""
+    """Read some columns of some batches."""
     for source in (TABLE, TABLE.to_reader):
         route.publish(source)
         arrived = route.open(columns=["t", "d"], batches=(1, 3)).read_all()

@@ -1,4 +1,4 @@
-"""Many readers, readers that stop, and datasets that change under them."""
+"""Many readers, readers that stop, and datasets that change while they are read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_several_datasets_do_not_mix(arranged: Route) -> None:
 
 
 def test_many_clients_at_once(route: Route) -> None:
-    """Each reads its own dataset, and all the same one, batch by batch beside each other."""
+    """Read a dataset per client, and then one dataset with all clients at once, batch by batch."""
     number = 8 if route.way.medium in QUICK else 3
     everybody = threading.Barrier(number, timeout=PATIENCE)
     shared, own = chunked(100), [chunked(seed) for seed in range(number)]
@@ -67,7 +67,7 @@ def test_many_clients_at_once(route: Route) -> None:
 
 
 def test_a_client_that_stops_half_way_leaves_nothing(route: Route) -> None:
-    """When all that there is has arrived already, and when most of it has not."""
+    """Close readers when the whole stream has arrived, and when most of it has not."""
     quick = route.way.medium in QUICK
     for live, batches in product((False, True), (2, 600)) if quick else [(True, 600)]:
         sent = pa.Table.from_batches(table(1).slice(0, 20 * batches).to_batches(max_chunksize=20))
@@ -127,7 +127,7 @@ def test_a_dropped_dataset_cannot_be_requested_but_read_to_its_end(arranged: Rou
     sent = chunked(1)
     arranged.publish(sent)
     reader, uris, ticket = arranged.open(), arranged.uris(), arranged.ticket()
-    first = reader.read_next_batch()  # so both of two servers have been asked
+    first = reader.read_next_batch()  # so both of two servers have received the request
     for server in arranged.servers:
         server.drop("data")
         assert "data" not in server.names()

@@ -20,13 +20,13 @@ from helpers import PATIENCE, connections_left, wait_until
 TABLE = pa.Table.from_batches([pa.record_batch({"n": range(at, at + 50), "m": range(50)}) for at in range(0, 5000, 50)])
 
 
-#: Ways to choose what is read, which are read in different ways.
+#: Options that select the data, each of which uses another kind of reader.
 CHOICES: list[dict[str, Any]] = [{}, {"columns": ["m"]}, {"filter": ["n", ">", 10]}, {"limit": 100_000}]
 
 
 @pytest.mark.parametrize("listen", ["shm:", "tcp://127.0.0.1:0"])
 def test_a_reader_that_is_closed_ends_its_stream_though_somebody_holds_it(listen: str) -> None:
-    """However it was chosen what it reads; and what was read stays."""
+    """Close each kind of reader in the middle. The batches that were read stay valid."""
     schema = TABLE.schema
 
     def endless() -> pa.RecordBatchReader:
@@ -47,7 +47,7 @@ def test_a_reader_that_is_closed_ends_its_stream_though_somebody_holds_it(listen
 
 
 def test_a_reader_that_another_thread_reads_can_be_closed() -> None:
-    """That thread is told so, when it has what it waits for."""
+    """Close a reader while another thread waits for a batch. That thread raises the error once the batch arrives."""
     going_on = threading.Event()
 
     def slow() -> Iterator[pa.RecordBatch]:
@@ -83,7 +83,7 @@ def test_a_reader_that_another_thread_reads_can_be_closed() -> None:
 
 
 def test_memory_that_was_given_back_by_closing_is_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread has taken a message of a live stream, and another closes the reader before that is mapped."""
+    """Close a reader while another thread maps a message of a live stream."""
     taken, closed = threading.Event(), threading.Event()
 
     def paused(*arguments: Any) -> Any:

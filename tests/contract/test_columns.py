@@ -1,4 +1,4 @@
-"""Some of the columns: those alone are read, and nothing of the others moves, whatever is published."""
+"""Selected columns: only these are sent and read, for every kind of source."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from helpers import PATIENCE, case
 from .conftest import Route
 
 ROWS = 400
-#: Columns that nobody asks for below, and each of their buffers, are far larger than all others together.
+#: Columns that no test below selects. Each of their buffers is far larger than all other columns together.
 LARGE = 200_000
 
 
@@ -38,7 +38,7 @@ def _table() -> pa.Table:
         "after": pa.array([{"deep": [one]} for one in long]),
     }
     whole = pa.table(columns, metadata={"kept": "yes"})
-    # Slices of views share their characters: here each batch has its own.
+    # Slices of a view array share their characters. Give each batch its own.
     return pa.Table.from_batches(
         [
             pa.record_batch(
@@ -51,7 +51,7 @@ def _table() -> pa.Table:
 
 
 TABLE = _table()
-STORED = TABLE.drop_columns(["v", "unused views"])  # Parquet gives them back as other types
+STORED = TABLE.drop_columns(["v", "unused views"])  # Parquet returns these columns as other types.
 
 
 def ipc_stream(path: Path, **options: Any) -> Path:
@@ -83,13 +83,13 @@ SOURCES: dict[str, Callable[[Path], Any]] = {
     "ipc file, deltas": lambda path: ipc_file(path, emit_dictionary_deltas=True, unify_dictionaries=False),
     "parquet": parquet,
 }
-#: Those that are read anew for each client, or once.
+#: Sources that are read anew for each client, or only once.
 LIVE = ("callable", "reader", "reader of a stream", "parquet")
 SELECTIONS = [["n"], ["d"], ["t", "d"], ["v"], ["n", "d", "v", "t"], []]
 
 
 class Moved(NamedTuple):
-    """Bytes of metadata and of bodies that came inline; addresses that were leased, and their bytes."""
+    """Bytes of metadata and of inline bodies, the number of leased addresses, and their bytes."""
 
     metadata: int
     inline: int
@@ -98,7 +98,7 @@ class Moved(NamedTuple):
 
 
 def moved(route: Route, identifier: bytes) -> Moved:
-    """What travels, counted where it arrives."""
+    """Count the received messages of a stream."""
     (text,) = [route.uris()]
     assert isinstance(text, str)
     uri = Uri.parse(text)
@@ -123,13 +123,13 @@ def moved(route: Route, identifier: bytes) -> Moved:
 
 
 def identifier(ticket: bytes, columns: list[str]) -> bytes:
-    """As docs/protocol.md has it."""
+    """Return the identifier that docs/protocol.md defines."""
     names = ", ".join(f'"{name}"' for name in columns)
     return b"DISSCOL\x01" + len(ticket).to_bytes(4, "little") + ticket + f'{{"columns": [{names}]}}'.encode()
 
 
 def selections(route: Route, source: str, path: Path) -> Iterator[tuple[pa.Table, list[str]]]:
-    """Publish a source for each selection of its columns: some can be read once."""
+    """Publish a source, again for each selection if it can be read only once."""
     sent = STORED if source == "parquet" else TABLE
     published = SOURCES[source](path)
     for columns in SELECTIONS:
@@ -161,7 +161,7 @@ def test_bodies_of_other_columns_do_not_move(quick: Route, source: str, tmp_path
             assert (count.inline, count.leased) == (0, 0)
         if quick.way.medium != "shm" or quick.way.bodies == "packed":
             assert count.leased == 0
-        elif quick.way.bodies == "any" and columns and source not in LIVE:  # whose small batches go inline
+        elif quick.way.bodies == "any" and columns and source not in LIVE:  # live sources send small batches inline
             assert count.leased > 0
             assert count.inline == 0
 
@@ -169,11 +169,11 @@ def test_bodies_of_other_columns_do_not_move(quick: Route, source: str, tmp_path
 def test_metadata_of_other_columns_does_not_move(either: Route) -> None:
     either.publish(pa.Table.from_batches(pa.table({str(n): range(100) for n in range(300)}).to_batches(10)))
     count = moved(either, identifier(either.ticket(), ["7"]))
-    assert count.metadata < 10 * 400 + 300 * 150  # ten batches, and the schema, which keeps the room of the others
+    assert count.metadata < 10 * 400 + 300 * 150  # ten batches, and the schema, which keeps its size
 
 
 def test_two_servers_choose_the_same(arranged: Route) -> None:
-    """tests/contract/test_batches.py goes over every way."""
+    """Compare the selections of two servers. tests/contract/test_batches.py runs over every way."""
     for source, columns in product((TABLE, TABLE.to_reader), (["n"], ["t", "d"], [])):
         arranged.publish(source)
         assert arranged.open(columns=columns).read_all() == TABLE.select([name for name in "ndt" if name in columns])
@@ -210,7 +210,7 @@ def test_a_reader_is_not_used_up_by_a_column_that_does_not_exist(either: Route) 
 
 
 def test_of_a_server_that_cannot_choose(either: Route) -> None:
-    """Its URI does not say that it could: so it is asked for everything, and the client chooses."""
+    """Read from a server whose URI does not offer selections: the client requests everything and selects by itself."""
     either.publish(TABLE)
     uri = either.uris()
     assert isinstance(uri, str)

@@ -1,4 +1,4 @@
-"""What libarrow's writer can be told: dictionaries that change and grow, compression, metadata of single batches."""
+"""Options of libarrow's writer: dictionaries that change and grow, compression, metadata of single batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def stream(batches: Sequence[pa.RecordBatch]) -> Callable[[], pa.RecordBatchRead
 
 
 def encoded(*dictionaries: list[Any], type_: pa.DataType | None = None) -> list[pa.RecordBatch]:
-    """One batch for each dictionary, which uses all of it, last value first."""
+    """Return a batch for each dictionary. The batch uses all values, the last first."""
     return [
         pa.record_batch(
             {
@@ -75,7 +75,7 @@ def test_dictionaries_within_dictionaries_that_change(quick: Route) -> None:
 
 
 def test_compression(quick: Route) -> None:
-    """Of buffers that shrink, that would grow and so stay as they are, and that are empty or absent."""
+    """Compress buffers that shrink, that would grow and so stay uncompressed, and that are empty or absent."""
     sent = pa.record_batch(
         {
             "same": pa.array([7] * 5000),
@@ -92,7 +92,7 @@ def test_compression(quick: Route) -> None:
 
 
 def buffers(batch: pa.RecordBatch) -> list[pa.Buffer]:
-    """Those of all columns that hold anything."""
+    """Return the nonempty buffers of all columns."""
     return [buffer for column in batch.columns for buffer in column.buffers() if buffer is not None and buffer.size]
 
 
@@ -109,7 +109,7 @@ def buffers(batch: pa.RecordBatch) -> list[pa.Buffer]:
     ids=str,
 )
 def test_options_that_libarrow_cannot_be_told(quick: Route, fields: dict[str, Any]) -> None:
-    """Bodies have buffers of a few bytes, so that they do not lie aligned by chance."""
+    """Read bodies with options of our own. Buffers have few bytes, so that they are not aligned by chance."""
     chunks = [
         pa.record_batch(
             {
@@ -129,8 +129,8 @@ def test_options_that_libarrow_cannot_be_told(quick: Route, fields: dict[str, An
         if fields.get("alignment") != 64:
             continue
         starts = [{buffer.address % 64 for buffer in buffers(batch)} for batch in arrived]
-        # Within a body. Small ones may lie anywhere in what a socket gave, also those of a live stream over shm; in
-        # shared memory all lie aligned.
+        # Buffers are aligned within a body. A small body may start anywhere in a socket's buffer, also for a live
+        # stream over shm. In shared memory all bodies are aligned.
         assert [len(one) for one in starts if one] == [1] * len(starts)
         if quick.way.medium == "shm" and quick.way.bodies == "any" and isinstance(source, pa.Table):
             assert set().union(*starts) == {0}
@@ -155,7 +155,7 @@ def test_metadata_version_4(quick: Route) -> None:
 
 
 def with_metadata() -> tuple[pa.Buffer, list[tuple[pa.RecordBatch, Custom]]]:
-    """A stream in which some batches have metadata, and what is in it."""
+    """Return a stream in which some batches have metadata, and these metadata."""
     batches = [pa.record_batch({"n": [n], "d": pa.array([f"w{n}"]).dictionary_encode()}) for n in range(4)]
     metadata: list[Custom] = [{b"watermark": b"17", b"": b""}, None, {b"\xff": b"\0" * 1000}, {b"last": b"yes"}]
     sink = pa.BufferOutputStream()

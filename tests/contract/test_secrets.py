@@ -1,4 +1,4 @@
-"""The text of a source's exception stays in the server's log, over every transport. Over Flight: tests/catalog."""
+"""The text of a source's exception stays in the server's log, over every transport. tests/catalog covers Flight."""
 
 from __future__ import annotations
 

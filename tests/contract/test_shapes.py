@@ -1,4 +1,4 @@
-"""Streams of every shape: empty ones, long ones, large ones, slices, metadata of their own."""
+"""Streams of every shape: empty, long, large, sliced, and with metadata."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from machine import media
 
 from .conftest import MEDIA, QUICK, Route
 
-#: Small batches, so many that they go in runs, and that not all are under way at once.
+#: Small batches, enough for runs, and too many to be in flight all at once.
 COUNT = 700
 
 NUMBERS = pa.schema([("n", pa.int64()), ("s", pa.string())])
@@ -59,7 +59,7 @@ def test_only_nulls(quick: Route) -> None:
 
 
 def test_slices(quick: Route) -> None:
-    """Of tables with chunks, across them, with every offset within a byte."""
+    """Slice tables within and across chunks, at every offset within a byte."""
     whole = pa.table({"b": [None, True, False] * 50, "s": [None, "", "words"] * 50, "l": [[1], [], None] * 50})
     chunked = pa.concat_tables([whole.slice(0, 70), whole.slice(70, 13), whole.slice(83)])
     for offset in range(9):
@@ -79,7 +79,7 @@ def test_many_small_batches(route: Route) -> None:
 
 @pytest.mark.parametrize("medium", media(["ucx", "ucx, none", "fabric"]))
 def test_runs_of_several_megabytes_and_odd_batches_between_them(serve: Serve, medium: str) -> None:
-    """Media with messages of their own fetch runs, and what is small overtakes them; some peers take none."""
+    """Send runs that the medium fetches, and small messages that overtake them, also to peers that accept no runs."""
     lengths = [*[1000] * 300, 7, *[1000] * 100, *[3] * 40, 999]
     ends = np.cumsum([0, *lengths]).tolist()
     whole = pa.record_batch({name: np.arange(ends[-1]) + index for index, name in enumerate("abcd")})

@@ -1,4 +1,4 @@
-"""Everything that can be published, and what a reader gets of it."""
+"""Every kind of source, and the data that a reader receives."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def parquet(path: Path) -> Path:
 
 
 class Capsule:
-    """Knows nothing but the Arrow PyCapsule interface."""
+    """A source with nothing but the Arrow PyCapsule interface."""
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> object:
         return TABLE.to_reader(2).__arrow_c_stream__(requested_schema)
@@ -118,7 +118,7 @@ def test_a_duckdb_relation(either: Route) -> None:
 
 
 def test_ipc_files_whose_dictionaries_grow(quick: Route, tmp_path: Path) -> None:
-    """A file has one dictionary for all batches; here it comes in pieces, between them."""
+    """Publish a file whose dictionary arrives in deltas between the batches."""
     words = ["a", "bb", "ccc", "dddd"]
     batches = [
         pa.record_batch({"d": pa.DictionaryArray.from_arrays(pa.array([size - 1, 0], pa.int8()), words[:size])})
@@ -143,7 +143,7 @@ BY_POLARS = {compression: by_polars(compression) for compression in ("uncompress
 
 @pytest.mark.parametrize("compression", BY_POLARS)
 def test_files_of_polars(either: Route, tmp_path: Path, compression: str) -> None:
-    """Those of Polars 2 have their schema in the footer alone."""
+    """Publish files of Polars 2, which have their schema only in the footer."""
     (tmp_path / "file").write_bytes(BY_POLARS[compression])
     schema, arrived = either.read(tmp_path / "file")
     assert schema == pa.ipc.open_file(tmp_path / "file").schema
@@ -170,12 +170,12 @@ def test_a_file_is_read_where_it_lies_after_it_was_unlinked(quick: Route, tmp_pa
 
 
 def test_a_file_that_is_written_anew_in_its_place_is_not_read_as_what_it_was(tmp_path: Path) -> None:
-    """One that is renamed to its name leaves the old one as it was."""
-    path, numbers = tmp_path / "t.arrow", np.arange(1 << 22)  # 32 MiB: more than sockets take at once
+    """Overwrite a published file. A file that replaces it by a rename leaves the published file intact."""
+    path, numbers = tmp_path / "t.arrow", np.arange(1 << 22)  # 32 MiB: more than sockets buffer
     old, new = pa.table({"n": numbers}), pa.table({"n": numbers[::-1].copy()})
 
     def write(path: Path, table: pa.Table) -> None:
-        """Without cutting it short in between, over which a server may end."""
+        """Write a file without truncating it first, because truncation may crash a server."""
         with path.open("r+b" if path.exists() else "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
             writer.write_table(table, max_chunksize=1 << 19)
 

@@ -1,4 +1,4 @@
-"""Tensors, over every way there is."""
+"""Tensors over every way from a source to a reader."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_one_tensor(route: Route) -> None:
 
 
 def test_hundreds_of_small_tensors(quick: Route) -> None:
-    """Enough of one size for a transport to put them into runs."""
+    """Send enough tensors of one size that a transport puts them into runs."""
     sent = [pa.Tensor.from_numpy(values) for values in some()[0].to_numpy().reshape(24, 1).repeat(50, 0)]
     assert len(sent) == 1200
     quick.publish(sent)

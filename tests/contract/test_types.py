@@ -11,7 +11,7 @@ from .conftest import Route
 
 
 def check(route: Route, sent: list[pa.RecordBatch]) -> None:
-    """Once from a live source, batch by batch, and once from a table."""
+    """Read batches from a live source one by one, and from a table."""
     schema, arrived = route.read(lambda: pa.RecordBatchReader.from_batches(sent[0].schema, sent))
     assert schema.equals(sent[0].schema, check_metadata=True)
     assert arrived == sent

@@ -1,1 +1,1 @@
-"""What happens when peers, media and machines misbehave: over real sockets, real shared memory, real processes."""
+"""Misbehaving peers, media and machines, over real sockets, real shared memory and real processes."""

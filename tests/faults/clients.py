@@ -1,4 +1,4 @@
-"""Readers that are killed and stopped, in processes and in threads."""
+"""Readers that tests kill and stop, in processes and in threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import dissociated as dis
 from .conftest import Good
 from .peer import PATIENCE
 
-#: Reads the stream TICKET at URI, and holds its first BATCHES until somebody closes its input.
+#: A script that reads the stream TICKET at URI, and holds its first BATCHES until its input is closed.
 CLIENT = """
 import os, sys
 import dissociated as dis
@@ -22,7 +22,7 @@ held = [reader.read_next_batch() for _ in range(int(batches))]
 print("reached", flush=True)
 sys.stdin.read()
 """
-#: Goes on instead, and says how many rows it got after these; or ends.
+#: A script that continues instead, and prints the number of the remaining rows; and a script that ends.
 COUNTING = CLIENT.replace("sys.stdin.read()", "print(sum(b.num_rows for b in reader), flush=True)")
 ENDING = CLIENT.replace("sys.stdin.read()", "")
 
@@ -35,7 +35,7 @@ def line(process: subprocess.Popen[str]) -> str:
 
 
 class Reading:
-    """Reads a whole stream in a thread of its own."""
+    """A thread that reads a whole stream."""
 
     def __init__(self, uri: str, timeout: float) -> None:
         self._failure: BaseException | None = None
@@ -55,14 +55,14 @@ class Reading:
 
 
 def end_by(process: subprocess.Popen[str], sign: signal.Signals) -> None:
-    """End a process, or stop it; one that is killed is gone afterwards."""
+    """Kill a process and wait for its end, or stop it."""
     process.send_signal(sign)
     if sign is signal.SIGKILL:
         process.wait(PATIENCE)
 
 
 def failure_by(process: subprocess.Popen[str], uri: str, sign: signal.Signals, timeout: float) -> BaseException | None:
-    """How reading at `uri` ends, where its server is ended so once it has said all that it shall."""
+    """Send `sign` to a server that has sent everything, and return the exception of a reader at `uri`."""
     reading = Reading(uri, timeout)
     assert line(process) == "reached"
     end_by(process, sign)
@@ -70,7 +70,7 @@ def failure_by(process: subprocess.Popen[str], uri: str, sign: signal.Signals, t
 
 
 def stop_and_go_on(good: Good, process: subprocess.Popen[str], rows: int) -> None:
-    """A client that counts is stopped, and keeps nobody from being served; then it gets its other `rows`."""
+    """Stop a client that counts rows, check that others are served, and let the client read its remaining `rows`."""
     assert line(process) == "reached"
     process.send_signal(signal.SIGSTOP)
     good.check()

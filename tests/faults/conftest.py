@@ -27,26 +27,26 @@ from .peer import PATIENCE, RawServer, Script
 
 ROWS = 1000
 
-#: What the fixtures `serve`, `spawn` and `scripted` give.
+#: The types of the fixtures `serve`, `spawn` and `scripted`.
 Serve: TypeAlias = "Callable[..., Good]"
 Spawn: TypeAlias = Callable[..., subprocess.Popen[str]]
 Scripted: TypeAlias = Callable[[str, Script], RawServer]
 
 
-# What is left behind
+# Leaks
 
 
 def descriptors() -> Counter[str]:
-    """What this process has open, by what it refers to."""
+    """Count the open descriptors of this process by their targets."""
     found: Counter[str] = Counter()
     for name, target in helpers.descriptors().items():
-        if not target.startswith("anon_inode:"):  # those of gRPC and libarrow come and go
+        if not target.startswith("anon_inode:"):  # gRPC and libarrow open and close these themselves
             found[f"{name} {target}" if target.startswith(("socket:", "pipe:")) else target] += 1
     return found
 
 
 def mappings() -> Counter[str]:
-    """The shared memory that this process has mapped."""
+    """Count the shared memory mappings of this process."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return Counter(
         line.split(None, 5)[5] for line in lines if "memfd:" in line or "/dev/shm/" in line or "dissociated" in line
@@ -54,7 +54,7 @@ def mappings() -> Counter[str]:
 
 
 def files(runtime: str) -> set[str]:
-    """Sockets and segments of this process. Others may use the same directories."""
+    """Return the sockets and segments of this process. Other processes may use the same directories."""
     stages = Path("/dev/shm", f"dissociated-{os.geteuid()}")
     staged = {str(path) for path in stages.glob(f"{os.getpid()}-*")}
     return staged | {str(path) for path in Path(runtime).rglob("*") if not path.is_dir()}
@@ -66,7 +66,7 @@ def _missing(now: Counter[str], before: Counter[str]) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A runtime directory of this test's own, with a name short enough for sockets."""
+    """Return a runtime directory for this test, with a path short enough for sockets."""
     directory = tempfile.mkdtemp(prefix="dis-")
     monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
     yield directory
@@ -75,7 +75,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def no_leaks(runtime: str) -> Iterator[None]:
-    """No descriptor, thread, mapping or file is left when the test is over, without the garbage collector's help."""
+    """Fail if a descriptor, thread, mapping or file is left after the test, without running the garbage collector."""
     open_before, mapped_before = descriptors(), mappings()
     threads_before, files_before = set(threading.enumerate()), files(runtime)
     yield
@@ -95,7 +95,7 @@ def no_leaks(runtime: str) -> Iterator[None]:
     assert not remains, f"left behind: {remains}"
 
 
-# What is served
+# Datasets and servers
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -108,43 +108,43 @@ def _peers_show_a_certificate(trusted: Certificates) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def table() -> pa.Table:
-    """Of three batches."""
+    """Return a table of three batches."""
     return table_of(ROWS)
 
 
 class Good:
-    """A client that does nothing wrong, and expects to be served whatever others do."""
+    """A well-behaved client that must be served whatever other clients do."""
 
     def __init__(self, server: dis.Server, table: pa.Table) -> None:
         self.server = server
         self._table = table
 
     def check(self) -> None:
-        """Read the whole table, over every transport, by the address and inline."""
+        """Read the whole table over every transport, by address and inline."""
         for bodies in ("any", "packed"):
             for uri in self.server.locations("good", bodies=bodies):
                 read = dis.open_stream(uri, self.server.ticket("good"), timeout=PATIENCE, allow_rma=True).read_all()
                 assert read.equals(self._table)
-        # What it held is given back by now, or soon.
+        # The server receives the freed addresses now or soon.
 
     @property
     def leases(self) -> int:
-        """How many addresses clients hold."""
+        """Return how many leases clients hold."""
         return self.server.status().leases
 
     def alone(self) -> bool:
-        """Whether the server has no connection any more, and nobody holds anything of what it publishes."""
+        """Return whether the server has no connection, and nobody holds any memory of its datasets."""
         idle = not self.server.connections and not self.leases
         return idle and all(self.server.dataset(name).readers == 0 for name in self.server.names())
 
 
 @pytest.fixture
 def serve(table: pa.Table, trusted: Certificates) -> Iterator[Serve]:
-    """Start servers that publish `table` as "good"; at the end each must be without connections."""
+    """Return a function that starts servers of `table` as "good". At the end no server may have connections."""
     servers: list[Good] = []
 
     def start(*listen: str, **options: object) -> Good:
-        # No deadline of the server's own: that a client is gone has to be noticed, within the patience of a test.
+        # The server has no deadlines: it must notice by itself, within the patience of a test, that a client is gone.
         defaults = {"catalog": None, "handshake_timeout": 3 * PATIENCE, **trusted.options}
         server = dis.Server(listen or ("shm:", "tcp://127.0.0.1:0"), **{**defaults, **options})
         server.publish("good", table)
@@ -160,7 +160,7 @@ def serve(table: pa.Table, trusted: Certificates) -> Iterator[Serve]:
 
 @pytest.fixture
 def scripted(runtime: str) -> Iterator[Scripted]:
-    """Start raw servers."""
+    """Return a function that starts raw servers."""
     servers: list[RawServer] = []
 
     def start(scheme: str, script: Script) -> RawServer:
@@ -178,7 +178,7 @@ def scripted(runtime: str) -> Iterator[Scripted]:
 
 @pytest.fixture
 def spawn(forks: None) -> Iterator[Spawn]:
-    """Start Python processes, that read lines and print lines, and are killed at the end of the test."""
+    """Return a function that starts Python processes that read and print lines. They are killed after the test."""
     started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str, say: str = "", prefix: tuple[str, ...] = ()) -> subprocess.Popen[str]:
@@ -197,7 +197,7 @@ def spawn(forks: None) -> Iterator[Spawn]:
     yield start
     for process in started:
         process.kill()
-        with process:  # which may have been read to its end already
+        with process:  # The test may have read it to its end.
             pass
 
 

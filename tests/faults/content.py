@@ -1,4 +1,4 @@
-"""One small dataset, as the messages that scripted servers send."""
+"""A small dataset as the messages that scripted servers send."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TABLE = pa.Table.from_batches([BATCH])
 
 
 def apart(encapsulated: pa.Buffer) -> tuple[bytes, bytes]:
-    """The flatbuffer and the body of an encapsulated message."""
+    """Return the flatbuffer and the body of an encapsulated message."""
     raw = encapsulated.to_pybytes()
     marker, length = struct.unpack_from("<Ii", raw)
     assert marker == 0xFFFFFFFF
@@ -24,7 +24,7 @@ SCHEMA_HEADER, _ = apart(BATCH.schema.serialize())
 BATCH_HEADER, BODY = apart(BATCH.serialize())
 assert len(BODY) == 8000
 
-#: Its two buffers: no validity, 1000 integers.
+#: Its two buffers: no validity bitmap, and 1000 integers.
 BUFFERS = ((0, 0), (0, 8000))
 
 SCHEMA = metadata(0, SCHEMA_HEADER)

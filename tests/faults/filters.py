@@ -1,4 +1,4 @@
-"""Random filters of Substrait, good and hostile, written without the code that reads them."""
+"""Random Substrait filters, valid and hostile, written independently of the code that reads them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FUNCTIONS = (b"equal", b"not_equal", b"lt", b"lte", b"gt", b"gte", b"is_null", b
 LOGIC = (b"and", b"or", b"not")
 ORIGIN = b"https://github.com/substrait-io/substrait/blob/main/extensions/functions_%s.yaml"
 ARROW_TYPES = b"https://github.com/apache/arrow/blob/main/format/substrait/extension_types.yaml"
-#: Types of Arrow that Substrait has none for, as pyarrow declares them.
+#: Arrow types that Substrait lacks, with pyarrow's names for them.
 USER_TYPES = (b"u8", b"u64", b"fp16", b"large_string", b"large_binary", b"date_millis", b"time_nanos", b"null")
 EXTREMES = (0, 1, 2, 3, 9, 16, 37, 38, 39, 76, 77, 127, 255, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 63) - 1, 1 << 63)
 PLAIN_TYPES = (1, 2, 3, 5, 7, 10, 11, 12, 13, 14, 16, 17, 29)
@@ -63,7 +63,7 @@ def call(anchor: int, *arguments: bytes, result: bytes = content(1, number(2, 1)
 
 
 def filter_of(expression: bytes, types: list[bytes]) -> bytes:
-    """A message with this expression over columns of these types. The anchor of each function is its place."""
+    """Return a message with this expression over columns of these types. Each function's anchor is its position."""
     declared = content(1, number(1, 1) + content(2, ORIGIN % b"comparison"))
     declared += content(1, number(1, 2) + content(2, ORIGIN % b"boolean"))
     declared += content(1, number(1, 3) + content(2, ARROW_TYPES))
@@ -78,7 +78,7 @@ def filter_of(expression: bytes, types: list[bytes]) -> bytes:
 
 
 def hostile_filters() -> dict[str, bytes]:
-    """Types and literals whose parameters libarrow takes without a look, in each place of a message."""
+    """Return types and literals with parameters that libarrow does not check, at each place of a message."""
     integer = content(7, number(2, 1))
     types = {f"decimal of precision {one}": decimal_type(one) for one in (0, 39, 77, -1, 1 << 31)}
     types |= {f"decimal of scale {one}": decimal_type(5, one) for one in (39, -1, (1 << 31) - 1, -(1 << 31))}
@@ -100,7 +100,7 @@ def hostile_filters() -> dict[str, bytes]:
     for name, literal in literals.items():
         made[f"value: {name}"] = filter_of(call(equal, column(), content(1, literal)), [integer])
     logic, known = len(FUNCTIONS), call(is_null, column())
-    for user_type in (b"large_string", b"large_binary"):  # of whose nulls libarrow reads what is not there
+    for user_type in (b"large_string", b"large_binary"):  # libarrow reads the values of its nulls out of bounds
         null = content(1, null_literal(content(30, number(1, USER_TYPES.index(user_type)) + number(3, 1))))
         places = {
             "compared": call(equal, column(), null),
@@ -120,7 +120,7 @@ def hostile_filters() -> dict[str, bytes]:
 
 
 def random_filter(dice: random.Random) -> bytes:
-    """Any filter: mostly one that is read, with parameters at the limits."""
+    """Return a random filter. Most are readable, with parameters at the limits."""
     types = [random_type(dice, 0) for _ in range(dice.choice((1, 1, 2, 3)))]
     return filter_of(random_expression(dice, types, 0), types)
 
@@ -199,5 +199,5 @@ def random_expression(dice: random.Random, types: list[bytes], depth: int) -> by
 
 
 def batch_of(schema: pa.Schema) -> pa.RecordBatch:
-    """Three rows of nothing."""
+    """Return a batch of three rows of nulls."""
     return pa.record_batch([pa.nulls(3, field.type) for field in schema], schema=schema)

@@ -1,14 +1,15 @@
-"""Replays good conversations with random mutations, makes hostile requests, and counts what comes of it.
+"""Replay good conversations with random mutations, send hostile requests, and count the outcomes.
 
     python -m faults.fuzz ROLE SCHEME SEED COUNT
 
-prints a JSON object: how often each outcome came, an example of each, and of each that no user should see. "read" is
-where nothing was noticed. Roles are client, server and file, and those in `faults.requests`. In the folder `tests`,
+prints a JSON object: how often each outcome came, an example of each, and an example of each that no user should see.
+The outcome "read" means that nobody noticed the mutation. Roles are client, server and file, and those in
+`faults.requests`. In the folder `tests`,
 
     python -m faults.fuzz --seconds 600 [ROLE ...]
 
-runs each in processes of their own, with other seeds each time, and prints the first example of each bad outcome; a
-process that ends by itself is one. The same role, seed and count do the same again.
+runs each role in its own processes, with other seeds each time, and prints the first example of each bad outcome, among
+them processes that crash. Equal roles, seeds and counts give equal runs.
 """
 
 from __future__ import annotations
@@ -51,16 +52,16 @@ from .peer import (
 from .requests import ROLES, failures
 
 MEMORY = 4 << 30  # bytes that the process may map
-REQUESTS_MEMORY = 12 << 30  # bytes, where gRPC and libarrow have threads of their own
+REQUESTS_MEMORY = 12 << 30  # bytes for roles in which gRPC and libarrow start threads
 LONG_COUNT, LONG_TIMEOUT = 1500, 300.0
-SILENCE = 0.05  # seconds after which a server has said all
+SILENCE = 0.05  # seconds of silence after which the server has said everything
 TIMEOUT = 2.0
 
-Piece = tuple[bytes, bytes | None]  # what is sent, and the content of the memory that is shared beside it
+Piece = tuple[bytes, bytes | None]  # the sent bytes, and the content of the memory shared with them
 
 
 def dataset() -> pa.Table:
-    """Something of everything: nulls, strings, nested types, dictionaries, batches enough for a run, an empty one."""
+    """Return a table with nulls, strings, nested types, dictionaries, enough batches for a run, and an empty batch."""
     rows = 20 * 16
     table = pa.table(
         {
@@ -76,7 +77,7 @@ def dataset() -> pa.Table:
 
 
 def record(server: dis.Server, uri: str) -> list[Piece]:
-    """What the server says, frame by frame."""
+    """Record the server's frames of one conversation."""
     pieces: list[Piece] = [(PREAMBLE, None)]
     with connect(uri) as connection:
         connection.send(want(server.ticket("numbers"), want_of(uri)))
@@ -141,7 +142,7 @@ def fuzz_client(pieces: list[Piece], scheme: str, random: random.Random, count: 
                         connection.socket.shutdown(socket.SHUT_WR)
                         connection.hold()
                     except OSError:
-                        pass  # the client has had enough
+                        pass  # The client has closed the connection.
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -178,12 +179,12 @@ def replay(connection: RawConnection, pieces: list[Piece]) -> None:
 
 
 def fuzz_server(server: dis.Server, uri: str, random: random.Random, count: int) -> Outcomes:
-    """Mutates what a client says: its request and its frees. What a server logs as its own fault is an outcome."""
+    """Mutate the request and the frees of a client. An error that the server logs as its own is an outcome."""
     outcomes = Outcomes()
 
     class Log(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if record.levelno >= logging.ERROR:  # that a client breaks rules is a warning
+            if record.levelno >= logging.ERROR:  # Clients that break rules cause warnings.
                 outcomes.add(f"logged: {record.levelname}", f"{number}: {record.getMessage()} {record.exc_info}")
 
     logging.getLogger("dissociated").addHandler(Log())
@@ -211,16 +212,17 @@ def fuzz_server(server: dis.Server, uri: str, random: random.Random, count: int)
                     connection.socket.settimeout(SILENCE)
                     connection.hold()
                 except OSError:
-                    pass  # the server has had enough, or waits until this client hangs up what it leases
+                    # The server has closed the connection, or waits for this client to close it because of its leases.
+                    pass
 
         outcomes.attempt(number, attempt)
-        if number % 50 == 0:  # it goes on serving
+        if number % 50 == 0:  # The server still serves others.
             dis.open_stream(uri, server.ticket("numbers"), timeout=TIMEOUT).read_all().validate(full=True)
     return outcomes
 
 
 def fuzz_file(server: dis.Server, random: random.Random, count: int) -> Outcomes:
-    """Mutates files before they are published, and reads what can be published."""
+    """Mutate files before they are published, and read every file that can be published."""
     outcomes = Outcomes()
     table = dataset()
     files = []
@@ -244,7 +246,7 @@ def fuzz_file(server: dis.Server, random: random.Random, count: int) -> Outcomes
             data = files[number % 2]
             if number > 1:
                 data = changed(data, random) if number % 5 else data[: random.randrange(len(data))]
-            with open(path, "wb") as file:  # a new one: what is mapped must not change
+            with open(path, "wb") as file:  # Use a new file, because a mapped file must not change.
                 file.write(data)
             outcomes.attempt(number, attempt)
             os.unlink(path)
@@ -252,7 +254,7 @@ def fuzz_file(server: dis.Server, random: random.Random, count: int) -> Outcomes
 
 
 def play(role: str, scheme: str, seed: int, count: int) -> Outcomes:
-    """Do what a role does, in this process."""
+    """Run a role in this process."""
     dice = random.Random(seed)
     if role in ROLES:
         resource.setrlimit(resource.RLIMIT_AS, (REQUESTS_MEMORY, REQUESTS_MEMORY))
@@ -277,11 +279,11 @@ def main() -> None:
     faulthandler.enable()
     role, scheme, seed, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     shown = os.dup(1)
-    os.dup2(2, 1)  # commands that a role runs print
+    os.dup2(2, 1)  # Silence the commands that a role runs.
     outcomes = play(role, scheme, seed, count)
     clients_end()
     left = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-    left = [name for name in left if not name.startswith("Dummy-")]  # those of gRPC, which called Python once
+    left = [name for name in left if not name.startswith("Dummy-")]  # threads of gRPC that called Python once
     if left:
         outcomes.add("left: threads", str(left))
     result = {"counts": outcomes.counts, "examples": outcomes.examples, "unexpected": outcomes.unexpected()}
@@ -289,7 +291,7 @@ def main() -> None:
 
 
 def play_for(seconds: float, chosen: list[str]) -> int:
-    """Run roles in turn until the time is up, and print what is bad of each. Returns how many found something."""
+    """Run roles in turn until the time is up, print the bad outcomes of each, and return how many roles had any."""
     end = time.monotonic() + seconds
     found = 0
     plays = [(role, "tcp") for role in ROLES]

@@ -1,4 +1,4 @@
-"""What comes of random input, counted."""
+"""Counted outcomes of random input."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def changed(data: bytes, random: random.Random) -> bytes:
 
 
 class Outcomes:
-    """What came out, and the first example of each."""
+    """The number and the first example of each outcome."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
@@ -39,14 +39,14 @@ class Outcomes:
         self.examples.setdefault(name, example)
 
     def validate(self, table: pa.Table) -> None:
-        """Bodies are whatever the peer says they are. This is how to find out, without touching what is not there."""
+        """Validate batches before their values are touched, because a peer chooses the content of bodies."""
         try:
             table.validate(full=True)
         except (pa.ArrowInvalid, UnicodeDecodeError) as error:
             self.add("not valid", str(error))
 
     def unexpected(self) -> dict[str, str]:
-        """An example of each outcome that is neither success nor a documented error."""
+        """Return an example of each outcome that is neither success nor a documented error."""
         allowed = {"read", "not valid"} | {f"ours: {name}" for name in DOCUMENTED}
         return {name: example for name, example in self.examples.items() if name not in allowed and name[:5] != "told:"}
 

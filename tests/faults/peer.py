@@ -1,9 +1,9 @@
-"""Peers that speak the framing by bytes of their own, so that they can break every rule of it.
+"""Peers with their own implementation of the framing, so that they can break each of its rules.
 
-Nothing of dissociated is imported: the layouts stand here a second time, as docs/framing.md and the docstrings give
-them. The module also runs as a process of its own, to be killed or stopped:
+The module imports nothing of dissociated: the layouts are written a second time, following docs/framing.md and the
+docstrings. It also runs as a process of its own, to be killed or stopped:
 
-    python peer.py server SCHEME ADDRESS    plays the steps that come as JSON on standard input, see `play`
+    python peer.py server SCHEME ADDRESS    runs the steps that come as JSON on standard input, see `play`
     python peer.py client SCHEME ADDRESS
 """
 
@@ -28,13 +28,13 @@ UNTAGGED, TAGGED, REGION, ABORT, RUN = 1, 2, 3, 4, 5
 FILE, SEALED, LIVE = 0, 1, 2
 PACKED, ADDRESSES = 0, 1
 
-#: What the scripted servers choose for their URIs.
+#: Tags that the scripted servers put into their URIs.
 WANT, FREE = 7, 9
 
-#: In the environment: the files of a certificate and its key, which a server over tls shows.
+#: Environment variables with the files of the certificate and the key of a server over tls.
 CERTIFICATE, KEY = "DISSOCIATED_TEST_CERTIFICATE", "DISSOCIATED_TEST_KEY"
 
-#: Nothing in these tests waits for longer than this, in seconds.
+#: Seconds that anything in these tests may wait.
 PATIENCE = 20.0
 
 
@@ -59,7 +59,7 @@ def body(sequence: int, payload: bytes, kind: int = PACKED) -> bytes:
 
 
 def addresses(*pairs: tuple[int, int], total: int | None = None, count: int | None = None) -> bytes:
-    """The body of kind 1: total, count, pairs. The first two can be made to lie."""
+    """Return a body of kind 1: total, count, pairs. The total and the count may be wrong."""
     lengths = [length for _, length in pairs]
     flat = [sum(lengths) if total is None else total, len(pairs) if count is None else count]
     for pair in pairs:
@@ -68,7 +68,7 @@ def addresses(*pairs: tuple[int, int], total: int | None = None, count: int | No
 
 
 def run(count: int, untagged_size: int, tagged_size: int, *parts: bytes) -> bytes:
-    """A run of messages: its tags, its untagged messages, its tagged ones."""
+    """Return a run of messages from its tags, its untagged messages and its tagged messages."""
     padded = b"".join(part + bytes(-len(part) % 8) for part in parts)
     return frame(RUN, struct.pack("<QQQ", count, untagged_size, tagged_size) + padded)
 
@@ -96,7 +96,7 @@ def is_end(received: Frame) -> bool:
 
 
 class RawConnection:
-    """A stream socket, and the framing in the hands of whoever wants to misuse it."""
+    """A stream socket with framing methods that allow misuse."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(PATIENCE)
@@ -108,13 +108,13 @@ class RawConnection:
         self.socket.sendall(data)
 
     def send_with(self, data: bytes, descriptors: Iterable[int]) -> None:
-        """Send `data`, with descriptors beside its first byte."""
+        """Send `data`, with descriptors attached to its first byte."""
         rights = array.array("i", descriptors)
         sent = self.socket.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
         assert sent == len(data)
 
     def read_exactly(self, size: int) -> bytes:
-        """`size` bytes. Raises EOFError where the peer ends before."""
+        """Read `size` bytes. Raise EOFError if the peer closes the connection first."""
         data = bytearray()
         while len(data) < size:
             try:
@@ -145,7 +145,7 @@ class RawConnection:
         return Frame(word >> 56, tag, payload[:length])
 
     def read_frames(self) -> list[Frame]:
-        """Every frame up to the end of the connection, which must come between two of them."""
+        """Read every frame to the end of the connection, which must lie between two frames."""
         frames = []
         while True:
             try:
@@ -156,7 +156,7 @@ class RawConnection:
                 return frames
 
     def read_rest(self) -> bytes:
-        """Every byte up to the end of the connection."""
+        """Read every byte to the end of the connection."""
         data = bytearray()
         with contextlib.suppress(ConnectionResetError):
             while piece := self.socket.recv(1 << 20):
@@ -164,7 +164,7 @@ class RawConnection:
         return bytes(data)
 
     def hold(self) -> None:
-        """Say nothing more, and wait until the peer closes the connection."""
+        """Send nothing, and wait until the peer closes the connection."""
         with contextlib.suppress(ConnectionResetError):
             while self.socket.recv(1 << 20):
                 pass
@@ -185,7 +185,7 @@ Script = Callable[[RawConnection], None]
 
 
 class RawServer:
-    """Accepts connections, one after the other, and does to each what `script` says. It keeps no rule of its own."""
+    """A server that runs `script` on one connection after another, and enforces no rule."""
 
     def __init__(self, scheme: str, address: str, script: Script) -> None:
         self.listening, place = listen(scheme, address)
@@ -207,7 +207,7 @@ class RawServer:
                 try:
                     self._script(connection)
                 except (ConnectionResetError, BrokenPipeError):
-                    pass  # the victim has had enough, which is its good right
+                    pass  # The peer may close the connection at any time.
                 except BaseException as error:
                     self._failure = error
             self._done.release()
@@ -220,7 +220,7 @@ class RawServer:
         return context.wrap_socket(sock, server_side=True)
 
     def wait_done(self) -> None:
-        """Wait until one more connection is over: the script has come to its end."""
+        """Wait until the script has finished on one more connection."""
         assert self._done.acquire(timeout=PATIENCE), "the script of the raw server hangs"
         if self._failure is not None:
             raise self._failure
@@ -251,7 +251,7 @@ def listen(scheme: str, address: str) -> tuple[socket.socket, str]:
 
 
 def connect(uri: str) -> RawConnection:
-    """Connect to the server at `uri`, and say nothing."""
+    """Connect to the server at `uri`, and send nothing."""
     scheme, _, rest = uri.partition("://")
     place = rest.partition("?")[0]
     if scheme == "shm":
@@ -266,18 +266,21 @@ def connect(uri: str) -> RawConnection:
 
 
 def want_of(uri: str) -> int:
-    """The want_data value in `uri`."""
+    """Return the want_data value in `uri`."""
     return int(uri.partition("want_data=")[2].partition("&")[0])
 
 
 def free_of(uri: str) -> int:
-    """The free_data value in `uri`."""
+    """Return the free_data value in `uri`."""
     return int(uri.partition("free_data=")[2].partition("&")[0])
 
 
 def play(connection: RawConnection, steps: list[list[Any]], say: Callable[[str], None]) -> None:
-    """Steps: send HEX; region BASE SIZE BACKING (a memfd of zeros, sealed as it must be); read N frames; stream (read
-    to its end); reached (tell the parent); hold (until the peer hangs up); sleep (for ever)."""
+    """Run scripted steps.
+
+    Steps: send HEX; region BASE SIZE BACKING (a memfd of zeros, sealed as required); read N frames; stream (read to its
+    end); reached (tell the parent); hold (until the peer closes the connection); sleep (forever).
+    """
 
     for name, *rest in steps:
         if name == "send":

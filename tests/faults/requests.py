@@ -1,6 +1,6 @@
-"""Bytes that a server takes from anybody, or a client from a server, made at random. See `faults.fuzz`, which runs it.
+"""Random bytes for a server from any client, or for a client from a server. `faults.fuzz` runs this module.
 
-Each role makes its requests from a seed. The first requests of some roles are directed: similar ones did harm once.
+Each role makes its requests from a seed. The first requests of some roles are fixed: similar requests did harm once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAGIC = b"DISSCOL\x01"
 TIMEOUT = 5.0
 ROWS = 40
 HUGE = (2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64, 10**30, -1, -(2**63), -(10**30))
-#: Values that JSON can carry, and that are not what anybody expects.
+#: JSON values that servers do not expect.
 VALUES: tuple[Any, ...] = (
     *HUGE,
     0,
@@ -64,7 +64,7 @@ DEEP = b"[" * 60_000, b'{"a":' * 60_000, b'{"batches":' + b"[" * 60_000
 
 @contextmanager
 def failures(outcomes: Outcomes) -> Iterator[None]:
-    """Count as an outcome what this process logs as an error of its own, or lets escape from a thread or finalizer."""
+    """Count the errors that this process logs as its own, or that escape from a thread or finalizer, as outcomes."""
 
     class Log(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -85,14 +85,14 @@ def failures(outcomes: Outcomes) -> Iterator[None]:
 
 
 def told(outcomes: Outcomes, number: int, call: Callable[[], object]) -> None:
-    """Make a call of pyarrow's own client. A refusal is good, unless it tells what the server's code looks like."""
+    """Make a call of pyarrow's client. A refusal is a good outcome unless it reveals the server's code."""
 
     def attempt() -> None:
         try:
             call()
         except (flight.FlightError, pa.ArrowException, KeyError, NotImplementedError, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
-                raise  # libarrow's have no number
+                raise  # libarrow's errors have no number
             leak = "Traceback" in str(error) or "a reason that its log tells" in str(error)
             outcomes.add(f"{'leaked' if leak else 'told'}: {type(error).__name__}", f"{number}: {error}")
 
@@ -100,7 +100,7 @@ def told(outcomes: Outcomes, number: int, call: Callable[[], object]) -> None:
 
 
 def fuzz_filters(outcomes: Outcomes, dice: random.Random, count: int) -> None:
-    """Read filters, and compute those that can be read."""
+    """Read random filters, and evaluate those that can be read."""
 
     def attempt(encoded: bytes) -> None:
         received = parse_filter(encoded)
@@ -118,7 +118,7 @@ def fuzz_filters(outcomes: Outcomes, dice: random.Random, count: int) -> None:
 
 
 def spoil(plain: Any, dice: random.Random) -> Any:
-    """Replace, remove or add one value, at any depth."""
+    """Replace, remove or add one value at any depth."""
     if isinstance(plain, dict | list) and plain and dice.random() < 0.85:
         spoilt = copy.copy(plain)
         keys = [*spoilt] if isinstance(spoilt, dict) else [*range(len(spoilt))]
@@ -134,7 +134,7 @@ def spoil(plain: Any, dice: random.Random) -> Any:
 
 
 def encode(plain: Any, dice: random.Random) -> bytes:
-    """JSON, mostly."""
+    """Encode a value, mostly as JSON."""
     encoded = json.dumps(plain).encode()
     if dice.random() < 0.1:
         return changed(encoded, dice)
@@ -171,7 +171,7 @@ def random_selection(dice: random.Random) -> Any:
 
 
 def fuzz_selections(outcomes: Outcomes, dice: random.Random, count: int) -> None:
-    """Ask for columns, batches and rows, over TCP, over shared memory and over Flight's DoGet."""
+    """Request columns, batches and rows over TCP, shared memory and Flight's DoGet."""
     with dis.Server(["tcp://127.0.0.1:0", "shm:"], catalog="grpc://127.0.0.1:0") as server:
         server.publish("static", table())
         server.publish("streamed", table().to_reader)
@@ -202,7 +202,7 @@ def get(client: Any, ticket: bytes) -> pa.Table:
 
 
 def bodies(ticket: bytes) -> dict[str, Any]:
-    """A good body of each action of a catalog."""
+    """Return a valid body of each action of a catalog."""
     schema = base64.b64encode(table().schema.serialize()).decode()
     part = {
         "id": "f" * 16,
@@ -262,7 +262,7 @@ def descriptor(dice: random.Random, plain: Mapping[str, Any]) -> Any:
 
 
 def fuzz_flight(outcomes: Outcomes, dice: random.Random, count: int) -> None:
-    """Call a node over Flight, in every way there is."""
+    """Call every method of a node over Flight."""
     good = bodies(b"")
     options = flight.FlightCallOptions(timeout=TIMEOUT)
     with (
@@ -308,11 +308,11 @@ def fuzz_flight(outcomes: Outcomes, dice: random.Random, count: int) -> None:
 
         for number in range(count):
             told(outcomes, number, dice.choice((action, action, action, renew, describe, listed, put)))
-        ours.put("static", table())  # which some requests may have replaced or dropped
+        ours.put("static", table())  # some requests may have replaced or dropped it
         assert ours.read("static").read_all().num_rows == ROWS
 
 
-#: Extension types that libarrow makes of a schema's metadata, whatever that says.
+#: Extension types that libarrow creates from a schema's metadata without checking it.
 EXTENSIONS = ("arrow.fixed_shape_tensor", "arrow.json", "arrow.bool8", "arrow.opaque", "arrow.uuid", "arrow.nope")
 EXTENSION_METADATA = (
     b"",
@@ -357,7 +357,7 @@ def random_schema(dice: random.Random) -> bytes:
 
 
 def fuzz_schemas(outcomes: Outcomes, dice: random.Random, count: int) -> None:
-    """Commit datasets without a row under random schemas, and read what was committed."""
+    """Commit datasets without rows under random schemas, and read the committed datasets."""
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm") as directory,
         Node(Store(f"{directory}/store"), ["tcp://127.0.0.1:0"]) as node,
@@ -379,7 +379,7 @@ def fuzz_schemas(outcomes: Outcomes, dice: random.Random, count: int) -> None:
 
 
 class HostileCatalog(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type hints
-    """Answers with what `told` says: of a version, of an endpoint, of the server, and to each action."""
+    """A catalog whose answers `told` defines: versions, endpoints, the server's description, and results of actions."""
 
     def __init__(self) -> None:
         super().__init__("grpc://127.0.0.1:0")
@@ -407,12 +407,12 @@ class HostileCatalog(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow 
         return [("committed", "")]
 
 
-#: Commands that show what a catalog says.
+#: Commands that print a catalog's answers.
 COMMANDS = (["ls", "-l"], ["ls", "--json"], ["status", "--once"], ["status", "--json"], ["describe"], ["versions"])
 
 
 def fuzz_answers(outcomes: Outcomes, dice: random.Random, count: int) -> None:
-    """Ask a hostile catalog, as a program and as a person does."""
+    """Query a hostile catalog with the client and with the commands."""
     version = {"host": "h", "boot_id": "b", "version": 1, "created": 1e9, "expires": 2e9, "began": "x", "tags": {}}
     endpoint = {"nodes": [{"id": "n", "host": "h", "boot_id": "b"}], "rows": 5}
     with dis.Server(["tcp://127.0.0.1:0"]) as server:

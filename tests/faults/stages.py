@@ -1,15 +1,15 @@
-"""How far peers come before their end: the same stages over every medium, each in the words of its own peer."""
+"""Stages at which peers end: the same stages over every medium, each in the steps of its own peer."""
 
 from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-#: One step of a peer: what it does, and with what.
+#: A step of a peer: its name and its arguments.
 Step: TypeAlias = list[Any]
 
 
 def server_stages(read: Step, schema: Step, meta: Step, body: Step, end: Step) -> dict[str, list[Step]]:
-    """How far a server comes, by the steps of its peer."""
+    """Return the steps of a server's peer up to each stage."""
     return {
         "accepted": [],
         "after want_data": [read],

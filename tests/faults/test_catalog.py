@@ -1,4 +1,4 @@
-"""A catalog that is not there, that is none, that says nothing, or whose clients misbehave."""
+"""Catalogs that are missing, are no catalogs, do not answer, or have misbehaving clients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TABLE = pa.table({"n": pa.array(np.arange(1 << 20))})
 
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> None:
-    """What gRPC opens once and keeps is no leak."""
+    """Open the descriptors that gRPC keeps, so that they do not count as leaks."""
     with dis.Server([]) as server, dis.connect(server.catalog_uri) as client:
         client.list()
 
@@ -136,7 +136,8 @@ def test_flight_client_that_takes_nothing(
     closing.start()
     closing.join(PATIENCE)
     hangs = closing.is_alive()
-    if "its stream is left to end by itself" not in caplog.text:  # gRPC took still more, and got that this is the end
+    # gRPC had read ahead, and ended the stream with an error.
+    if "its stream is left to end by itself" not in caplog.text:
         with pytest.raises(pa.ArrowException):
             stream.read_all()
     stream.cancel()

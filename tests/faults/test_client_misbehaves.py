@@ -1,4 +1,4 @@
-"""A client that breaks the protocol: it is told why and loses its connection, and nobody else notices."""
+"""Clients that break the protocol: the server tells them why and closes the connection, and others notice nothing."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ from .peer import (
     want_of,
 )
 
-HANDSHAKE = 0.5  # seconds; enough for those who behave, also on a loaded machine
+HANDSHAKE = 0.5  # seconds; enough for well-behaved clients on a loaded machine
 
 
 @contextmanager
 def other(good: Good, scheme: str) -> Iterator[RawConnection]:
-    """A connection by hand to a server whose other clients are served before, meanwhile and afterwards."""
+    """Yield a raw connection to a server, which must serve other clients before, meanwhile and afterwards."""
     uri = location(good.server, "good", scheme)
     good.check()
     with connect(uri) as connection:
@@ -60,7 +60,7 @@ def other(good: Good, scheme: str) -> Iterator[RawConnection]:
 
 
 def reason(connection: RawConnection) -> str:
-    """Why the server closes the connection: the last frame before the end, after whatever of the stream was sent."""
+    """Return why the server closed the connection: its last frame, after any frames of the stream."""
     frames = connection.read_frames()
     assert frames, "closed without a reason"
     assert frames[-1].kind == ABORT
@@ -73,7 +73,7 @@ class Case(NamedTuple):
     phrase: str
 
 
-# The tags of a server are its own: these are put in where the cases leave them open.
+# Placeholders in the cases for the tags that each server chooses.
 SOME, OTHER = 0x1122_3344_5566_7788, 0x99AA_BBCC_DDEE_FF00
 
 
@@ -117,7 +117,7 @@ def with_tags(data: bytes, uri: str) -> bytes:
 
 @pytest.mark.parametrize("scheme", ["tcp", "tls", "shm"])
 def test_broken_request(serve: Serve, scheme: str) -> None:
-    """All of them once, and a few over what changes nothing about them."""
+    """Try all requests over shm, and every fourth over the other media, which treat them alike."""
     good = serve(f"{scheme}:")
     for name, data, phrase in HANDSHAKES if scheme == "shm" else HANDSHAKES[::4]:
         with case(name), other(good, scheme) as connection:
@@ -125,7 +125,7 @@ def test_broken_request(serve: Serve, scheme: str) -> None:
             assert phrase in reason(connection)
 
 
-#: Where clients fall silent or hang up: before a word, and anywhere in their request.
+#: Lengths of the part of a request that a client sends before it falls silent or hangs up.
 REQUEST = want(bytes(16), SOME)
 CUTS = [0, 3, 8, 9, 23, 24, 30, len(REQUEST) - 1]
 
@@ -147,15 +147,15 @@ def test_client_falls_silent(serve: Serve, cut: int) -> None:
         for connection in one, two, three:
             connection.send(REQUEST[:cut])
         for connection in one, two, three:
-            # Beside the silence, the whole request has that long: on a busy machine, that may be over first.
+            # The deadline of the whole request is equally long and may expire first on a busy machine.
             assert re.search(f"silent for {HANDSHAKE:g} s|took too long to say what it wants", reason(connection))
 
 
-# While leases are held
+# Requests during leases
 
 
 class Stream(NamedTuple):
-    """A stream in shared memory that was read to its end, with the addresses that are held, and how to free them."""
+    """A stream in shared memory that was read to its end, the addresses that are held, and the tag that frees them."""
 
     connection: RawConnection
     held: list[int]
@@ -173,12 +173,12 @@ def holding(good: Good) -> Iterator[Stream]:
 
 
 def read_stream(connection: RawConnection) -> list[int]:
-    """Read to the end of stream. Returns every address that must be given back."""
+    """Read to the end of the stream, and return every address that must be freed."""
     return read_addresses(connection, None)
 
 
 def read_addresses(connection: RawConnection, bodies: int | None) -> list[int]:
-    """Read so many bodies by address, or to the end of stream. Returns every address that must be given back."""
+    """Read `count` bodies by address, or to the end of the stream, and return every address that must be freed."""
     held: list[int] = []
     while bodies is None or bodies > 0:
         kind, tag, payload = connection.read_frame()
@@ -192,7 +192,7 @@ def read_addresses(connection: RawConnection, bodies: int | None) -> list[int]:
 
 
 def test_stream_is_held_until_all_is_freed(serve: Serve) -> None:
-    # The cases below are variations of this one.
+    # The cases below are variations of this test.
     good = serve("shm:")
     with holding(good) as stream:
         assert len(stream.held) == 3 * 4  # batches of integers and of strings with validity and offsets
@@ -202,7 +202,7 @@ def test_stream_is_held_until_all_is_freed(serve: Serve) -> None:
 
 
 def many_addresses() -> pa.Table:
-    """A table of more addresses than a request may have bytes. Its messages are too long to travel in runs."""
+    """Return a table with more addresses than a request may have bytes. Its messages are too long for runs."""
     batch = pa.record_batch({str(number): pa.array([number], pa.int64()) for number in range(2200)})
     return pa.Table.from_batches([batch] * 30)
 
@@ -215,7 +215,8 @@ def test_one_message_frees_everything(serve: Serve) -> None:
         connection.send(want(good.server.ticket("many"), want_of(uri)))
         held = read_stream(connection)
         assert len(held) == 2200 * 30
-        connection.send(free(*held, *[0] * len(held), tag=free_of(uri)))  # and its buffers without bytes
+        # Also the addresses of empty buffers, which are 0.
+        connection.send(free(*held, *[0] * len(held), tag=free_of(uri)))
         assert connection.read_frames() == []
 
 
@@ -225,7 +226,8 @@ def test_one_message_frees_much_while_the_server_sends(serve: Serve) -> None:
     uri = good.server.locations("many")[0]
     with other(good, "shm") as connection:
         connection.send(want(good.server.ticket("many"), want_of(uri)))
-        held = read_addresses(connection, 10)  # the server is sending the others, for which there is no room
+        # The server is still sending the rest, which does not fit into the socket.
+        held = read_addresses(connection, 10)
         assert len(held) == 2200 * 10
         connection.send(free(*held, tag=free_of(uri)))
         connection.send(free(*read_stream(connection), tag=free_of(uri)))
@@ -290,7 +292,7 @@ def test_descriptors_from_a_client(serve: Serve) -> None:
 
 
 def test_descriptors_with_the_request(serve: Serve) -> None:
-    # They are dropped by the kernel, and that is all.
+    # The kernel drops the descriptors, and nothing else happens.
     good = serve("shm:")
     uri = good.server.locations("good")[0]
     with other(good, "shm") as connection:
@@ -357,7 +359,7 @@ def test_descriptors_that_are_handed_out_cannot_be_written(
 
 @pytest.fixture
 def large(serve: Serve) -> Good:
-    """A server whose dataset "large" does not fit in what a connection takes at once."""
+    """Start a server whose dataset "large" does not fit into a socket's buffer."""
     good = serve("shm:", "tcp:", "tls:", stall_timeout=HANDSHAKE)
     good.server.publish("large", pa.table({"n": pa.array(np.arange(1 << 20))}))
     return good
@@ -375,7 +377,7 @@ def test_flood_instead_of_reading(large: Good, scheme: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["tcp", "tls", "shm"])
 def test_client_takes_nothing(large: Good, scheme: str) -> None:
-    # What it gets is cut off, and holds nothing that does not belong there: not even the reason.
+    # The client gets a prefix of the stream and nothing else, not even the reason.
     server = large.server
     uri = location(server, "large", scheme, bodies="packed")
     request = want(server.ticket("large"), want_of(uri))
@@ -392,7 +394,7 @@ def test_client_takes_nothing(large: Good, scheme: str) -> None:
 
 
 def test_many_at_once(serve: Serve) -> None:
-    # More than the listeners keep waiting, each breaking off in its own way.
+    # More connections than the listeners queue break off at every length of the request.
     good = serve("shm:", "tcp://127.0.0.1:0")
     for uri in good.server.locations("good"):
         request = want(good.server.ticket("good"), want_of(uri))
@@ -402,7 +404,7 @@ def test_many_at_once(serve: Serve) -> None:
     good.check()
 
 
-# Strangers: other users of the same host, who got at the socket although its mode keeps them out
+# Other users of the host, who reach the socket in spite of its mode
 
 AS_NOBODY = """
 import os, sys
@@ -426,7 +428,7 @@ else:
 
 
 def stranger(spawn: Spawn, uri: str, ticket: bytes, user: int = 65534) -> str:
-    """What another user hears who asks at `uri`."""
+    """Return the output of a client of another user that reads at `uri`."""
     out, _ = spawn("-c", AS_NOBODY, uri, "connect", ticket.hex(), str(user)).communicate(timeout=PATIENCE)
     return out.strip()
 
@@ -448,7 +450,7 @@ def test_client_of_another_user(serve: Serve, spawn: Spawn, runtime: str, mode: 
 
 @pytest.mark.needs("root")
 def test_client_of_a_user_who_is_allowed(serve: Serve, spawn: Spawn, runtime: str) -> None:
-    # And trusts the server's user, which is root here, as everybody does. Nobody else gets in.
+    # The allowed user also trusts the server's user, root, as every user does. Other users are refused.
     os.chmod(runtime, 0o755)
     good = serve(f"shm://{runtime}/own.sock?allow=nobody,12345")
     assert "allow" not in good.server.locations("good")[0]

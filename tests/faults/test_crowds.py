@@ -1,4 +1,4 @@
-"""Two hundred consumers at once, and those who mean harm among those who do not."""
+"""Two hundred consumers at once, and hostile clients among good ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CROWD = 200
 @pytest.mark.parametrize("source", ["table", "callable", "live"])
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
 def test_two_hundred_consumers_of_one_dataset(serve: Serve, table: pa.Table, scheme: str, source: str) -> None:
-    """All are connected, and in the middle of the stream, before the first goes on."""
+    """Connect all consumers, and read to the middle of the stream, before the first consumer continues."""
     good = serve("shm:", "tcp://127.0.0.1:0")
     live = dis.Live(late="refuse", consumers=CROWD, stall_timeout=60) if source == "live" else None
     good.server.publish("shared", table if source == "table" else table.to_reader, live=live)
@@ -50,7 +50,7 @@ def test_two_hundred_consumers_of_one_dataset(serve: Serve, table: pa.Table, sch
         wait_until(lambda: shared_bytes("shared") == 0, "nothing is left of the stream")
 
 
-# Those who mean harm: each does its worst on one connection
+# Hostile clients, each of which does one kind of harm on a connection
 
 
 def foreign_tickets(connection: RawConnection, uri: str, ticket: bytes) -> None:
@@ -122,7 +122,7 @@ HARM = [
 
 @contextmanager
 def harmed(uri: str, ticket: bytes, silent: int) -> Iterator[None]:
-    """Meanwhile four clients do their worst again and again, beside so many connections that say nothing."""
+    """Run four hostile clients again and again during the block, and a flood of silent connections."""
     over = threading.Event()
 
     def harm(number: int) -> int:
@@ -146,7 +146,7 @@ def harmed(uri: str, ticket: bytes, silent: int) -> Iterator[None]:
 
 
 def test_a_good_client_reads_on_whatever_others_do(serve: Serve, table: pa.Table) -> None:
-    """Four of them do their worst again and again, beside a flood of connections that say nothing."""
+    """Read while four hostile clients do harm again and again, and while a flood of connections is silent."""
     good = serve("shm:", max_connections=64)
     live = table.to_batches()
     endless = pa.RecordBatchReader.from_batches(table.schema, itertools.cycle(live))

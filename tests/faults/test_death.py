@@ -1,4 +1,4 @@
-"""Peers that are killed or stopped, for real, at each stage of a stream."""
+"""Peers that are really killed or stopped at each stage of a stream."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _shared(backing: int) -> list[list[object]]:
     return [["read", 1], _send(PREAMBLE), ["region", BASE, 8192, backing]]
 
 
-#: How far a server comes before its end, as steps of `peer.play`; also within messages, and with its memory.
+#: Steps of `peer.play` up to each stage at which a server ends, also within messages and with shared memory.
 SERVER_STAGES = {
     **server_stages(["read", 1], _send(PREAMBLE + SCHEMA), _send(META), _send(body(1, BODY)), _send(end(2))),
     "before want_data": [_send(PREAMBLE)],
@@ -90,14 +90,14 @@ def test_server_is_stopped(spawn: Spawn, runtime: str, stage: str) -> None:
 
 
 def test_server_is_killed_after_the_end_of_stream(spawn: Spawn, runtime: str) -> None:
-    # What came by address stays readable: the mapping is the client's own.
+    # Bodies by address stay readable, because the mapping belongs to the client.
     steps = [*SERVER_STAGES["with leases"], ["send", end(2).hex()], ["hold"]]
     process = spawn(PEER, "server", "shm", f"{runtime}/peer.sock", say=json.dumps(steps))
     table = dis.open_stream(line(process), b"ticket", timeout=PATIENCE).read_all()
     process.kill()
     process.wait(PATIENCE)
     assert table["n"].to_pylist() == [0] * 1000
-    del table  # nobody takes it back any more
+    del table  # No server frees it any more.
     os.unlink(f"{runtime}/peer.sock")
 
 
@@ -148,7 +148,7 @@ def test_real_server_is_killed(spawn: Spawn, runtime: str) -> None:
     for reader in readers:
         with pytest.raises((ConnectionClosed, RemoteProtocolError), match="the peer closed the"):
             reader.read_next_batch()
-        with pytest.raises((ConnectionClosed, RemoteProtocolError)):  # not an end
+        with pytest.raises((ConnectionClosed, RemoteProtocolError)):  # The stream did not end normally.
             reader.read_next_batch()
     for uri in shm, tcp:
         with pytest.raises(TransportError, match="refused"):
@@ -157,7 +157,7 @@ def test_real_server_is_killed(spawn: Spawn, runtime: str) -> None:
     for batch in batches:
         assert batch["n"].to_pylist() == list(range(1 << 16))
     del held, readers, reader, batches, batch
-    shutil.rmtree(f"{runtime}/dissociated")  # which the next server would remove
+    shutil.rmtree(f"{runtime}/dissociated")  # The next server would remove it.
 
 
 def test_what_a_killed_server_leaves_is_removed_by_the_next(spawn: Spawn, runtime: str, serve: Serve) -> None:
@@ -190,7 +190,7 @@ def test_path_of_a_killed_server_can_be_used_again(spawn: Spawn, runtime: str, s
 def test_real_server_is_stopped(spawn: Spawn, runtime: str) -> None:
     process, (ticket, uris), _ = real_server(spawn)
     process.send_signal(signal.SIGSTOP)
-    for uri in uris:  # the kernel still accepts connections
+    for uri in uris:  # The kernel still accepts connections.
         with pytest.raises(DeadlineExceeded, match="silent"):
             dis.open_stream(uri, ticket, timeout=SILENCE)
     process.send_signal(signal.SIGCONT)
@@ -270,7 +270,7 @@ def test_client_is_killed_while_it_holds_leases(serve: Serve, spawn: Spawn) -> N
 
 @pytest.mark.parametrize("bodies", ["any", "packed"])
 def test_real_clients_are_killed_within_a_live_stream(serve: Serve, spawn: Spawn, bodies: str) -> None:
-    # A stream without end, into memory that is full until the client gives something back.
+    # The stream is endless. Its region is full until the client frees memory.
     batch = pa.record_batch({"n": pa.array(range(1 << 17), pa.int64())})
 
     def for_ever() -> pa.RecordBatchReader:
@@ -319,7 +319,7 @@ def test_interpreter_ends_while_a_stream_is_open(serve: Serve, spawn: Spawn) -> 
         wait_until(good.alone, "the server has noticed")
 
 
-#: Its memory takes its time to be unmapped, by whichever thread is the last to hold it, and outlasts the main thread.
+#: A script whose memory takes long to unmap, in the last thread that holds it, after the main thread has ended.
 SLOW = textwrap.dedent(
     """
     import mmap, sys, threading, time
@@ -353,8 +353,8 @@ def test_interpreter_ends_while_memory_is_given_back(serve: Serve, spawn: Spawn)
     assert process.wait(PATIENCE) == 0
 
 
-#: Threads of the user's that read for as long as the process lives: batch by batch, and all at once within libarrow.
-#: The interpreter deletes the modules while it is finalizing. One of them takes its time, and lets other threads run.
+#: A script with user threads that read as long as the process lives, batch by batch and also within libarrow. A module
+#: deleted during interpreter shutdown sleeps, so that other threads run.
 READING_ON = textwrap.dedent(
     """
     import sys, threading, time

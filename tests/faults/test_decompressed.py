@@ -1,4 +1,4 @@
-"""Bodies that are small, and large once they are decompressed."""
+"""Small bodies that become large when they are decompressed."""
 
 from __future__ import annotations
 

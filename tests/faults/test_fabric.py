@@ -1,4 +1,4 @@
-"""Peers over libfabric that are killed or stopped, for real; and endpoints that break the rules."""
+"""Peers over libfabric that are really killed or stopped, and endpoints that break the rules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .stages import server_stages
 pytestmark = pytest.mark.needs("libfabric")
 
 
-#: Ten missed heartbeats are a second.
+#: Ten missed heartbeats take a second.
 WHERE = "fabric:?heartbeat=0.1"
 
 SERVER = """
@@ -47,7 +47,7 @@ sys.stdin.readline()
 """
 
 
-#: A peer that comes as far as it is told, and goes on living: a server at a URI without a port, otherwise a client.
+#: A script that runs a peer up to a stage and then waits: a server if the URI has no port, otherwise a client.
 PEER = """
 import json, sys
 from dissociated.protocol.message import Message
@@ -81,14 +81,14 @@ def metadata(sequence: int, header: bytes) -> list[object]:
 
 SCHEMA, META, END = metadata(0, SCHEMA_HEADER), metadata(1, BATCH_HEADER), ["send", None, "0002000000"]
 
-#: How far a server comes before its end.
+#: Stages at which a server ends.
 SERVER_STAGES = server_stages(["read"], SCHEMA, META, ["send", 1, BODY.hex()], END)
-#: And a client, which is sent addresses if it asks.
+#: Stages at which a client ends. It receives addresses if it asks for them.
 CLIENT_STAGES = ["before want_data", "after want_data", "before free_data"]
 
 
 def shared_memory() -> set[str]:
-    """What libfabric's providers call theirs."""
+    """Return the shared memory files of libfabric's providers."""
     return {name for name in os.listdir("/dev/shm") if name.startswith(("fi_", "ofi", "sm2", "xpmem"))}
 
 
@@ -101,7 +101,7 @@ def _nothing_in_shared_memory() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All memory that was registered has been withdrawn, and all domains were left."""
+    """Fail unless all registered memory was released and all domains were closed."""
     owed: Counter[str] = Counter()
 
     def counted(method: str, change: int, what: str) -> None:
@@ -186,7 +186,7 @@ def test_a_client_that_ends_within_a_live_stream_is_noticed(serve: Serve, spawn:
 @pytest.mark.parametrize("provider", ["tcp;ofi_rxm", pytest.param("tcp", marks=pytest.mark.needs("libfabric 2"))])
 @pytest.mark.parametrize(("rows", "batches"), [(1 << 20, 20), (20_000, 600), (1_000, 10_000)])
 def test_a_client_that_does_nothing_for_long_is_not_lost(serve: Serve, provider: str, rows: int, batches: int) -> None:
-    """Its heartbeats go on, and the server's are heard, whatever lies before them."""
+    """Keep an inactive client connected: heartbeats pass in both directions in spite of unread data before them."""
     batch = pa.record_batch({"n": pa.array(range(rows), pa.int64())})
     good = serve(f"{WHERE}&provider={provider}")
     good.server.publish("many", pa.Table.from_batches([batch] * batches))

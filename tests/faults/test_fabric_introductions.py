@@ -1,4 +1,4 @@
-"""Introductions over libfabric: servers that lie or talk without end, clients that do not take an answer."""
+"""Introductions over libfabric: servers that lie or send without end, and clients that do not receive the answer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONTROL = 0xFE44_4953_534F_0000
 VERSION = b"\x02"
 TIMEOUT = 1.0  # seconds for connecting
 
-#: A tag, or none, and what is said, given the name of who says it.
+#: A tag or None, and a function that makes the message from the sender's name.
 Word = tuple[int | None, Callable[[bytes], bytes]]
 
 
@@ -54,7 +54,7 @@ def tell(endpoint: FabricEndpoint, to: int, tag: int | None, content: bytes, sto
 
 @contextmanager
 def server(words: list[Word], again: bool) -> Iterator[Uri]:
-    """Say these words to the first who says HELLO, and the last of them again and again."""
+    """Send these messages to the first peer that says HELLO, and repeat the last one."""
     endpoint = FabricEndpoint(PROVIDER, "127.0.0.1", "0")
     memory = endpoint.ofi.ffi.new("char[4096]")
     hello: list[Completion] = []
@@ -83,7 +83,7 @@ def server(words: list[Word], again: bool) -> Iterator[Uri]:
         endpoint.close()
 
 
-#: What a server says, whether it goes on saying the last of it, and what its client makes of that.
+#: The messages of each server, whether it repeats the last one, and the resulting error of its client.
 LIES: dict[str, tuple[list[Word], bool, type[DissociatedError], str]] = {
     "another version": ([word(Kind.WELCOME, b"\x09" + bytes(16))], False, TransportError, "another way"),
     "an empty answer": ([word(Kind.WELCOME)], False, TransportError, "another way"),
@@ -120,7 +120,7 @@ def test_an_answer_that_is_given_again_and_again_is_no_sign_of_work() -> None:
 
 
 def test_who_only_says_hello_has_few_places_and_keeps_nobody_out(serve: Serve) -> None:
-    """Each place costs 16 MB. 40 are asked for, and nobody ever joins."""
+    """Limit clients that say HELLO and never join. Each place costs 16 MB, and 40 are requested."""
     good = serve("fabric:", handshake_timeout=5.0)
     uri = Uri.parse(good.server.locations("good")[0])
     assert uri.host is not None
@@ -141,7 +141,7 @@ def test_who_only_says_hello_has_few_places_and_keeps_nobody_out(serve: Serve) -
 
 
 def test_clients_that_do_not_take_an_answer_delay_nobody(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has as long to take its answer as the good client has to connect, so no answer waits for another."""
+    """Give silent clients as long to take their answers as the good client has to connect, so that waits show."""
     monkeypatch.setattr(listeners, "_LAST_TIMEOUT", 2 * PATIENCE)
     good = serve("fabric:", handshake_timeout=1.0)
     uri = Uri.parse(good.server.locations("good")[0])
@@ -155,4 +155,4 @@ def test_clients_that_do_not_take_an_answer_delay_nobody(serve: Serve, monkeypat
         for _ in range(15):
             tell(endpoint, listener, CONTROL | Kind.HELLO, VERSION + name, lambda: False)
         transport("fabric").connect(uri, PATIENCE).close()
-        assert good.server.connections <= 1  # the others still wait for their answers
+        assert good.server.connections <= 1  # The others still wait for their answers.

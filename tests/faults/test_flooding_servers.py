@@ -1,4 +1,4 @@
-"""Servers over UCX and libfabric that send without end: a client has a cap, and not only a deadline."""
+"""Servers over UCX and libfabric that send without end: a client stops at a cap, and not only at a deadline."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .conftest import Spawn
 
 WHERE = {"ucx": "ucx:", "fabric": "fabric:?heartbeat=0.1"}
 
-#: The caps of these clients in MB, instead of hundreds: so a flood is over soon.
+#: Caps of these clients in MB, far below the default, so that a flood ends soon.
 CAP = 4
-#: MB that it may cost a client, the connection included. Each look of ours lets libfabric take in more than we see: up
-#: to 564 MB were seen. With 1.17 the buffers for that are smaller.
+#: MB that a flood may cost a client, including the connection. Each poll lets libfabric receive more than we see: up to
+#: 564 MB were observed. Version 1.17 has smaller buffers.
 ENOUGH = {"ucx": 200, "fabric 1.17": 200, "fabric": 800}
 
-#: For each line floods whoever connects, without looking at what comes, for ten seconds or until it is cut off.
+#: A script that floods one peer per input line for ten seconds, or until it is disconnected. It ignores its windows.
 SERVER = """
 import json, sys, time
 from dissociated.errors import DissociatedError
@@ -53,8 +53,8 @@ for line in sys.stdin:
     print("ended", flush=True)
 """
 
-#: For each line sends a request of so many bytes, and then receives nothing for some seconds, or all that comes if it
-#: is to. Says how many MB it ever took, and what came of it.
+#: A script that for each input line sends a request of some size, and then pauses, or receives everything. It prints
+#: its peak memory growth in MB and the resulting error.
 CLIENT = """
 import json, re, sys, time
 import dissociated as dis
@@ -87,8 +87,8 @@ for line in sys.stdin:
     print(json.dumps([memory() - before, said]), flush=True)
 """
 
-#: Whether the server waits for a request, the size of what it sends first, if anything, and of all the rest; the bytes
-#: of the client's request, and for how many seconds it receives nothing.
+#: Server: whether it waits for a request, the size of its first message (0: none), and the size of all others. Client:
+#: the bytes of its request, and its pause in seconds (None: it receives everything).
 FLOODS: dict[str, tuple[list[int], list[float | None]]] = {
     "before the request is out": ([False, 0, 4096], [1 << 22, 0]),
     "behind a message that is to be fetched": ([False, 20_000, 4096], [1 << 22, 0]),
@@ -96,8 +96,8 @@ FLOODS: dict[str, tuple[list[int], list[float | None]]] = {
     "empty bodies": ([True, 0, 0], [10, None]),
     "while the reader is away": ([True, 0, 4096], [10, 1.0]),
 }
-#: What a client says that meets its cap before it could ask, and after. Over libfabric what is to be fetched holds up
-#: all that comes behind it, at the server.
+#: Errors of a client that reaches its cap before its request is sent, and afterwards. Over libfabric, messages to be
+#: fetched hold up everything behind them at the server.
 SAYS = {
     "ucx": (f"sent more than {CAP << 20} bytes that nobody had asked for", f"the cap is {CAP << 20}"),
     "fabric": ("sends without waiting|the peer closed the connection", "sends without waiting"),

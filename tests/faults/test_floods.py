@@ -1,4 +1,4 @@
-"""Clients over UCX and libfabric that send without end, or sleep: those media keep whatever nobody receives."""
+"""Clients over UCX and libfabric that send without end, or sleep. These media buffer messages that nobody receives."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .peer import PATIENCE
 
 WHERE = {"ucx": "ucx:", "ucx, none": "ucx:?err_mode=none", "fabric": "fabric:?heartbeat=0.1"}
 
-#: kB that it may cost until a client is cut off, connections included, of which one takes 70 MB over libfabric. Those
-#: of the stages before may still be closing.
+#: kB that a client may cost until it is disconnected. This includes connections (70 MB each over libfabric), among them
+#: connections of earlier stages that are still closing.
 ENOUGH = {"ucx": 150_000, "ucx, none": 150_000, "fabric 1.17": 200_000, "fabric": 300_000}
 
-#: Says on request how much memory it ever had, in kB.
+#: A script that prints its peak memory in kB on request.
 SERVER = """
 import re, sys, threading
 import numpy as np
@@ -49,8 +49,9 @@ forever.set()
 server.close()
 """
 
-#: For each line: asks, then sends 400 MB or 100,000 messages, for a second at most, or until it is cut off, and never
-#: receives. It heeds no window, and stays until the next line. One process for all: what costs time is to start one.
+#: A script that for each input line sends a request and then 400 MB or 100,000 messages, for a second at most, or until
+#: it is disconnected. It ignores its window, receives nothing, and keeps the connection until the next line. All
+#: stages share a process because starting it takes longest.
 FLOOD = """
 import json, sys, time
 from dissociated.errors import DissociatedError
@@ -80,7 +81,7 @@ for one in sys.stdin:
     print("closed", flush=True)
 """
 
-#: What is asked for, if anything; the tag and size of what is sent then.
+#: The requested dataset, if any, and the tag and size of the messages that follow.
 FLOODS = {
     "before want_data": ("", 1, 4096),
     "instead of want_data, without tags": ("", -1, 4096),
@@ -118,7 +119,7 @@ def test_one_who_sends_without_end_costs_a_server_no_memory(spawn: Spawn, where:
         assert line(client) == "closed", stage
 
 
-#: Says how far it has come, and at its end how much memory it ever had, in kB.
+#: A script that prints its progress, and at its end its peak memory in kB.
 STREAMING = """
 import re, sys
 import numpy as np
@@ -143,7 +144,7 @@ with dis.Server([sys.argv[1]], catalog=None) as server:
 
 @pytest.mark.parametrize("where", media(WHERE))
 def test_server_of_a_slow_client_stays_small(spawn: Spawn, where: str) -> None:
-    # 330 MB, of which the server may have 64 MB under way.
+    # The stream has 330 MB. The server may have 64 MB in flight.
     process = spawn("-c", STREAMING, WHERE[where])
     assert process.stdout is not None
     assert process.stdin is not None
@@ -160,7 +161,7 @@ def test_server_of_a_slow_client_stays_small(spawn: Spawn, where: str) -> None:
     listening.start()
     produced = numbers.get(timeout=PATIENCE)
     with suppress(queue.Empty):
-        while True:  # the client sleeps, until the server has had enough
+        while True:  # The client sleeps until the server stops producing.
             produced = numbers.get(timeout=0.5)
     assert 0 < produced < 20
     assert [first["n"][0].as_py(), *(batch["n"][0].as_py() for batch in reader)] == list(range(40))

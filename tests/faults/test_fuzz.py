@@ -1,6 +1,6 @@
-"""Random conversations and requests: documented exceptions only, never a crash, never a hang. See fuzz.py.
+"""Random conversations and requests: they cause documented exceptions only, never a crash or a hang. See fuzz.py.
 
-DISSOCIATED_FUZZ says how many, of which seed: DISSOCIATED_FUZZ=100000,7.
+The environment variable DISSOCIATED_FUZZ sets the count and the seed: DISSOCIATED_FUZZ=100000,7.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_mutations(spawn: Spawn, monkeypatch: pytest.MonkeyPatch, role: str) -> 
 @pytest.mark.timeout(2 * PATIENCE)
 @pytest.mark.parametrize("role", [*ROLES])
 def test_hostile_requests(spawn: Spawn, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
-    """In a process of its own, which one filter could end once."""
+    """Run each role in its own process, because a filter may crash it."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     counts, _ = played(spawn("-m", "faults.fuzz", role, "tcp", SEED, COUNT))
     assert counts["read"] > int(COUNT) // 50

@@ -1,4 +1,4 @@
-"""Clients that shut down their sending side once they have asked: they are sent the whole stream all the same."""
+"""Clients that shut down their sending side after the request: they still receive the whole stream."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def reader() -> pa.RecordBatchReader:
 
 
 def decoded(frames: list[Frame]) -> list[pa.RecordBatch]:
-    """What was sent inline, in order, each message by itself. Runs are left out: these batches are too large."""
+    """Decode the inline messages in order. Runs do not occur, because these batches are too large."""
     headers = [frame.payload[5:] for frame in frames if frame.kind == UNTAGGED and frame.payload[0] == 1]
     bodies = {frame.tag: frame.payload for frame in frames if frame.kind == TAGGED}
     stream = b"".join(
@@ -42,7 +42,7 @@ def decoded(frames: list[Frame]) -> list[pa.RecordBatch]:
 
 
 def asked(good: Good, scheme: str, bodies: str) -> RawConnection:
-    """A connection that has asked for the data, and says no more."""
+    """Return a connection that has sent the request and shut down its sending side."""
     uri = location(good.server, "data", scheme, bodies=bodies)
     connection = connect(uri)
     connection.send(want(good.server.ticket("data"), want_of(uri)))
@@ -50,7 +50,7 @@ def asked(good: Good, scheme: str, bodies: str) -> RawConnection:
     return connection
 
 
-#: Of a shared stream over TCP nothing else tells that a consumer is gone: see docs/framing.md.
+#: A live stream over TCP is left out: nothing else tells its server that a consumer is gone. See docs/framing.md.
 WAYS = [*((scheme, source) for scheme in ("tcp", "shm") for source in ("table", "reader", "callable")), ("shm", "live")]
 
 
@@ -74,12 +74,12 @@ def test_what_comes_by_address_is_leased_until_the_client_hangs_up(serve: Serve,
         while not frames or not is_end(frames[-1]):
             frames.append(connection.read_frame())
         by_address = [frame for frame in frames if frame.kind == TAGGED and frame.tag >> 56]
-        if source == "live":  # a region that nobody will free is filled at most once
+        if source == "live":  # A region that nobody frees is filled at most once.
             assert len(by_address) * BATCH.nbytes < (1 << 20) + 2 * BATCH.nbytes
         if source == "static" or by_address:
             connection.socket.settimeout(0.3)
             with pytest.raises(TimeoutError):
-                connection.read_frame()  # the server waits
+                connection.read_frame()  # The server waits.
             assert good.leases
     wait_until(good.alone, "the server has noticed that the client hung up")
 
@@ -94,7 +94,7 @@ def test_who_hangs_up_altogether_does_not_keep_the_source_busy(serve: Serve, sch
 
 
 def test_what_comes_inline_to_one_that_also_maps_is_right_when_it_is_taken_late(serve: Serve) -> None:
-    """The server has sent it away by then, and the memory that it shares with others has been used again."""
+    """Read inline bodies late: the server has disconnected the client by then, and has reused the memory they share."""
     good = serve("shm:", stall_timeout=1.0)
     half_closed = threading.Event()
 
@@ -109,7 +109,8 @@ def test_what_comes_inline_to_one_that_also_maps_is_right_when_it_is_taken_late(
     with connect(uri) as connection:
         connection.send(want(good.server.ticket("data"), want_of(uri)))
         by_address = 0
-        while by_address < 2:  # it gives none of them back: so it is sent the rest even when it has been sent away
+        # The client frees neither of them, so the server sends the rest inline, also after it gave the client up.
+        while by_address < 2:
             by_address += connection.read_frame().kind == TAGGED
         connection.socket.shutdown(socket.SHUT_WR)
         half_closed.set()
@@ -120,5 +121,5 @@ def test_what_comes_inline_to_one_that_also_maps_is_right_when_it_is_taken_late(
     assert b"took nothing for 1 s" in frames[-1].payload
     inline = {frame.tag: frame.payload for frame in frames if frame.kind == TAGGED and not frame.tag >> 56}
     assert inline
-    for sequence, payload in inline.items():  # the schema is number 0
+    for sequence, payload in inline.items():  # The schema has number 0.
         assert set(np.frombuffer(payload, np.int64)) == {sequence - 1}

@@ -1,4 +1,4 @@
-"""Clients that take their time to say what they want: whatever they do, one that asks at once gets its answer."""
+"""Slow requests of many clients do not delay a client that sends its request at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from helpers import PATIENCE, wait_until
 
 from .conftest import Serve
 
-#: What is said a byte at a time: the beginnings of a message, and of a record of TLS, that are never whole.
+#: Beginnings of a message and of a TLS record, sent one byte at a time and never completed.
 MESSAGE = PREAMBLE + (FrameKind.TAGGED << 56 | 60_000).to_bytes(8, "little") + bytes(200)
 RECORD = b"\x16\x03\x01\x40\x00\x01\x00\x3f\xfc" + bytes(200)
 
@@ -41,7 +41,7 @@ def endless() -> pa.RecordBatchReader:
 
 @contextmanager
 def trickling(uri: Uri, count: int) -> Iterator[Sequence[bool]]:
-    """So many connections that say a byte now and then, and come again when they are sent away. Who was, is told."""
+    """Keep `count` connections that send a byte now and then, and that reconnect when disconnected."""
     over, sent_away = threading.Event(), [False] * count
 
     def trickle(number: int) -> None:
@@ -77,7 +77,7 @@ def test_one_who_asks_gets_in_however_many_dawdle(serve: Serve, certified: Certi
         for _ in range(3):
             dis.open_stream(uri + roots, good.server.ticket("good"), timeout=PATIENCE).read_all()
             wait_until(lambda: {one.state for one in good.server.status().consumers} <= {"asking"}, "its place is free")
-        assert good.server.connections <= 4 + 2 * 8  # those who were sent away take a moment to go
+        assert good.server.connections <= 4 + 2 * 8  # Disconnected clients take a moment to close.
     wait_until(good.alone, "all have gone")
 
 

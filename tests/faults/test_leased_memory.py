@@ -1,6 +1,6 @@
-"""Memory stays until it is given back: what a peer holds is what it was sent, whatever became of the connection.
+"""Memory stays until it is freed: the held bytes equal the sent bytes, whatever happens to the connection.
 
-Checksums are taken of what is published; consumers, in processes of their own, say what they hold.
+The tests compute checksums of the published data. Consumers in their own processes report checksums of their batches.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ for line in iter(sys.stdin.readline, ""):
 
 
 def batches(count: int) -> list[pa.RecordBatch]:
-    """Of random content, so that each has a checksum of its own: much metadata, little else."""
+    """Return batches of random content, so that checksums differ, with much metadata and few rows."""
     values = np.random.default_rng(count)
     return [
         pa.record_batch({f"c{column}": values.integers(1, 1 << 60, ROWS) for column in range(COLUMNS)})
@@ -98,13 +98,13 @@ def reader(some: list[pa.RecordBatch]) -> pa.RecordBatchReader:
 
 
 class Child:
-    """A consumer in a process of its own."""
+    """A consumer in its own process."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
 
     def __call__(self, word: str) -> tuple[str, list[int]]:
-        """Tell it a word. How its stream ended, if it did, and the checksums of what it holds."""
+        """Send a command. Return how the stream ended, if it did, and the checksums of the held batches."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{word}\n")
         return self.look()
@@ -119,7 +119,7 @@ class Child:
 
 
 class Holder:
-    """A client that breaks rules: it maps what it is sent, and gives nothing back."""
+    """A client that breaks rules: it maps the bodies it receives, and frees none."""
 
     def __init__(self, good: Good) -> None:
         uri = good.server.locations("live")[0]
@@ -127,7 +127,7 @@ class Holder:
         self.connection = peer.connect(uri)
         self.connection.send(peer.want(good.server.ticket("live"), peer.want_of(uri)))
         self.extents: list[list[tuple[int, int]]] = []
-        self.inline: list[int] = []  # the checksums of what came afterwards in its own memory
+        self.inline: list[int] = []  # the checksums of later bodies, which arrived inline
 
     def hold(self, count: int) -> Holder:
         while len(self.extents) < count:
@@ -142,7 +142,7 @@ class Holder:
             if frame.tag >> 56 == peer.ADDRESSES:
                 self._hold(frame.payload)
             else:
-                self.inline.append(zlib.crc32(frame.payload))  # a body of this test has no padding
+                self.inline.append(zlib.crc32(frame.payload))  # These bodies have no padding.
         elif frame.kind == peer.RUN:
             count, untagged, tagged = struct.unpack_from("<QQQ", frame.payload)
             at = 24 + 8 * count + (count * untagged + 7 & ~7)
@@ -156,12 +156,12 @@ class Holder:
         self.extents.append([(address, length) for address, length in pairs if length])
 
     def end_sending(self) -> None:
-        """Nothing more comes from here. The server lets it be, so that its silence is the end."""
+        """Shut down the sending side. The server accepts that, so that later silence ends the stream."""
         self.connection.socket.shutdown(socket.SHUT_WR)
         self.connection.socket.settimeout(1.0)
 
     def to_the_end(self) -> str:
-        """Why its stream ended, after whatever else it is still sent."""
+        """Return why the stream ended, after reading the remaining frames."""
         while True:
             try:
                 frame = self.connection.read_frame()
@@ -200,12 +200,12 @@ def publish_own(good: Good, some: list[pa.RecordBatch], consumers: int = 1) -> N
 
 
 def is_sent_away(good: Good) -> bool:
-    """Whether the server has given up on its only client."""
+    """Return whether the server has given up its only client."""
     return all(consumer.state == "cut off" for consumer in good.server.status().consumers)
 
 
 def pause(good: Good, child: Child) -> None:
-    """Stop the only client until the server has given up on it."""
+    """Stop the only client until the server gives it up."""
     child.process.send_signal(signal.SIGSTOP)
     wait_until(lambda: is_sent_away(good), "the server has given up on it")
     child.process.send_signal(signal.SIGCONT)
@@ -217,7 +217,7 @@ def is_over(good: Good) -> None:
 
 
 def each_time(good: Good, child: Child, sent: list[pa.RecordBatch]) -> Iterator[None]:
-    """The child opens these, published in either way, a few times; what it does not hold any more has gone back."""
+    """Publish and open the batches a few times in each way. All memory must be freed after each time."""
     for publish in (publish_shared, publish_own) * ROUNDS:
         publish(good, sent)
         child.open(good)
@@ -227,7 +227,7 @@ def each_time(good: Good, child: Child, sent: list[pa.RecordBatch]) -> Iterator[
 
 
 def test_a_pause_beyond_stall_timeout(serve: Serve, child: Child) -> None:
-    """Its socket is full of small messages, which it still takes afterwards, and then it is told why that was all."""
+    """Pause a client whose socket is full of small messages. It still reads them, and then the reason for the end."""
     good = serve("shm:", stall_timeout=0.3)
     sent = batches(400)
     expected = [*map(checksum, sent)]
@@ -254,9 +254,9 @@ def test_a_pause_beyond_lease_timeout(serve: Serve, child: Child) -> None:
 
 def test_whatever_a_client_does_it_keeps_what_it_holds_until_it_closes_its_connection(serve: Serve) -> None:
     good = serve("shm:", stall_timeout=0.3)
-    # It may have sent everything when half a message comes, and then waits for what is freed.
+    # A server that has sent everything when half a message comes waits for freed memory, up to the lease timeout.
     soon_over = serve("shm:", stall_timeout=0.3, lease_timeout=2.0)
-    sent = batches(15)  # whose metadata a socket takes at once: nobody shall be late but who stops within a message
+    sent = batches(15)  # A socket holds all of their metadata, so only a client that stops within a message is late.
     expected = [*map(checksum, sent)]
     steps: dict[str, tuple[Callable[[Holder], object], str]] = {
         "noise": (lambda one: one.connection.send(b"\xff" * 64), "unknown kind 255"),
@@ -309,7 +309,7 @@ def test_whatever_becomes_of_a_live_stream_its_readers_keep_what_they_hold(serve
 
 
 def test_what_a_forked_child_holds_as_well(serve: Serve, spawn: Spawn) -> None:
-    """Its parent lets go, reads the rest of the stream, and lets go of that too."""
+    """Fork a reader. The parent releases its batches, reads the rest of the stream, and releases that, too."""
     good = serve("shm:")
     sent = batches(50)
     expected = [*map(checksum, sent)]
@@ -364,7 +364,7 @@ def test_memory_of_those_who_were_cut_off_is_told_and_bounded(serve: Serve) -> N
 
 
 def test_memory_of_what_is_served_no_more_is_told_and_bounded(serve: Serve) -> None:
-    """A reader of a static dataset is cut off, and goes on to hold what is replaced then."""
+    """Disconnect a reader of a static dataset that keeps holding memory which is replaced meanwhile."""
     good = serve("shm:", "tcp://127.0.0.1:0", lease_timeout=0.05, kept_limit=1 << 20)
     server = good.server
     table = pa.table({"n": np.arange(1 << 18)})

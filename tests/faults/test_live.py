@@ -1,4 +1,4 @@
-"""Consumers of one live stream, in processes that are killed, stopped, late, or disappointed by the source."""
+"""Consumers of one live stream in processes that are killed, stopped, late, or disappointed by the source."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ for line in sys.stdin:
 
 
 class Paced:
-    """Batches of 1 MB, numbered; each waits until the test lets it go. The last may be an error."""
+    """A source of numbered batches of 1 MB. Each waits until the test releases it. The last may be an error."""
 
     def __init__(self, count: int, error: Exception | None = None) -> None:
         self._allowed = threading.Semaphore(0)
@@ -72,7 +72,7 @@ class Paced:
 
 
 class Child:
-    """A consumer in a process of its own, which is told words and answers in lines."""
+    """A consumer in its own process that reads commands and answers in lines."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -95,7 +95,7 @@ Start = Callable[..., Child]
 
 @pytest.fixture
 def consumer(spawn: Spawn) -> Start:
-    """Start a consumer in a process of its own."""
+    """Return a function that starts a consumer in its own process."""
 
     def start(good: Good, scheme: str = "shm") -> Child:
         uri = location(good.server, "live", scheme)
@@ -108,7 +108,7 @@ def consumer(spawn: Spawn) -> Start:
 
 
 def hold(source: Paced, count: int, keeper: Child, *others: Child) -> None:
-    """All take the first batches; of these, one keeps them."""
+    """Let all consumers take the first batches, and let one of them keep these."""
     source.allow(count)
     for number in range(count):
         assert {one("hold") for one in (keeper, *others)} == {str(number)}
@@ -116,7 +116,7 @@ def hold(source: Paced, count: int, keeper: Child, *others: Child) -> None:
 
 
 def rest_of(*consumers: Child) -> list[str]:
-    """All of them read to the end, at once."""
+    """Let all consumers read to the end at the same time."""
     for one in consumers:
         one.say("rest")
     return [one.answer() for one in consumers]
@@ -129,12 +129,12 @@ def test_a_consumer_that_is_killed_gives_everything_back(serve: Serve, consumer:
     good.server.publish("live", source.reader, live=dis.Live(consumers=3, stall_timeout=60))
     victim, other, inline = consumer(good), consumer(good), consumer(good, "tcp")
     hold(source, 4, victim, other, inline)
-    assert shared_bytes("live") == 4 * MB  # what the victim holds
+    assert shared_bytes("live") == 4 * MB  # held by the victim
     victim.process.kill()
     wait_until(lambda: shared_bytes("live") == 0, "its memory has gone back to the system")
     wait_until(lambda: good.server.connections == 2, "its connection is over")
     source.allow(20)
-    # More than the limit passes: nothing counts against it any more.
+    # More data than the limit passes, so its memory no longer counts against the limit.
     assert rest_of(other, inline) == ["[4] [19] 16"] * 2
     wait_until(lambda: shared_bytes("live") == 0, "nothing is left")
 
@@ -149,7 +149,7 @@ def test_a_consumer_that_is_stopped_is_cut_off_and_no_other(serve: Serve, consum
     source.allow(40)
     assert rest_of(other, inline) == ["[2] [39] 38"] * 2
     wait_until(lambda: shared_bytes("live") <= LIMIT, "the others have given back what they held")
-    assert shared_bytes("live") >= 2 * MB  # what was sent to it stays, until it lets go
+    assert shared_bytes("live") >= 2 * MB  # Its batches stay until it releases them.
     stopped.process.send_signal(signal.SIGCONT)
     assert stopped("check") == "True [0, 1]"
     assert "held up the others for 1 s: it was cut off" in stopped("rest")

@@ -1,4 +1,4 @@
-"""Clients over UCX and libfabric that break the rules, or that come in numbers and ask for nothing."""
+"""Clients over UCX and libfabric that break the rules, or that connect in numbers and send no request."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def connect(good: Good) -> tuple[Connection, Uri]:
 
 
 def last_word(connection: Connection) -> str:
-    """Why the server closes the connection, after whatever of the stream was sent."""
+    """Return why the server closed the connection, after any messages of the stream."""
     try:
         while True:
             connection.receive(PATIENCE, lambda tag, length: bytearray(length))
@@ -53,7 +53,7 @@ def wanted(good: Good, tags: Tags) -> Message:
     return Message(tags.want, (good.server.ticket("good"),))
 
 
-#: What a client says, and what it is told.
+#: Messages of a client, and the reason that the server gives.
 LIES: dict[str, tuple[Callable[[Good, Tags], Sequence[Message]], str]] = {
     "an unknown tag": (lambda good, tags: [Message(tags.want ^ 1 << 9, (b"ticket",))], "unknown tag"),
     "an untagged message": (lambda good, tags: [Message(None, (b"\1\0\0\0\0",))], "untagged message"),
@@ -72,11 +72,11 @@ LIES: dict[str, tuple[Callable[[Good, Tags], Sequence[Message]], str]] = {
 
 @pytest.mark.parametrize("medium", media(MEDIA))
 def test_one_who_breaks_the_protocol_is_told_and_harms_nobody(serve: Serve, medium: str) -> None:
-    fetches = medium != "fabric, tcp"  # where allow_rma is refused: see test_fabric.py
+    fetches = medium != "fabric, tcp"  # test_fabric.py covers servers that refuse allow_rma
     good = serve(MEDIA[medium], allow_rma=fetches)
     for name, (lie, phrase) in LIES.items():
         if "free" in name and not fetches:
-            continue  # a server that sends no addresses takes none back
+            continue  # A server that sends no addresses accepts none.
         connection, uri = connect(good)
         with case(name), connection:
             assert uri.want_data is not None
@@ -99,7 +99,7 @@ def test_one_message_frees_everything(serve: Serve, medium: str) -> None:
     with transport(uri.scheme).connect(uri, PATIENCE) as connection:
         connection.send([Message(uri.want_data, (good.server.ticket("many"),))], PATIENCE)
         held: list[int] = []
-        while len(held) < 200 * 100:  # the end of the stream may overtake bodies
+        while len(held) < 200 * 100:  # The end of the stream may overtake bodies.
             arrived = connection.receive(PATIENCE, lambda tag, length: bytearray(length))
             assert arrived is not None
             for tag, data in arrived.expand():
@@ -116,7 +116,7 @@ def control(kind: int, content: bytes = b"") -> tuple[int, bytes]:
     return CONTROL | kind, content
 
 
-#: What a client over libfabric says beside the protocol, once it has joined.
+#: Messages outside the protocol from a client over libfabric that has joined.
 SAYINGS = {
     "consumed what was never sent": [control(Kind.CREDIT, b"\xff" * 8)],
     "half a number": [control(Kind.CREDIT, b"\xff" * 4)],
@@ -152,7 +152,7 @@ def test_one_who_lies_beside_the_protocol_goes_and_harms_nobody(serve: Serve) ->
 
 @contextmanager
 def waiting(good: Good, count: int) -> Iterator[None]:
-    """So many clients that are connected and ask for nothing, and come again when they are sent away."""
+    """Keep `count` connections that send no request, and reconnect when they are disconnected."""
     over = threading.Event()
 
     def wait() -> None:
@@ -181,5 +181,5 @@ def test_one_who_asks_gets_in_however_many_are_only_connected(serve: Serve, medi
         for _ in range(3):
             dis.open_stream(good.server.locations("good")[0], good.server.ticket("good"), timeout=PATIENCE).read_all()
             wait_until(lambda: {one.state for one in good.server.status().consumers} <= {"asking"}, "its place is free")
-            assert good.server.connections <= 4 + 2 * 8  # those who were sent away take a moment to go
+            assert good.server.connections <= 4 + 2 * 8  # Disconnected clients take a moment to close.
     wait_until(good.alone, "all have gone")

@@ -1,4 +1,4 @@
-"""Two URIs in the wrong order: the client says so at once, whether they tell or what arrives does."""
+"""Two URIs in the wrong order: the client reports this at once, from the URIs or from the arriving data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_uris_that_tell_are_refused_before_anybody_connects(serve: Serve) -> Non
 
 
 def test_other_uris_are_found_out_by_what_arrives(scripted: Scripted) -> None:
-    """Such as those of the C++ reference. The deadline is far away: the test would not end in time."""
+    """Read at URIs that do not show the order, such as those of the C++ reference. No deadline ends the read."""
     said = "of two URIs the first is that of the metadata"
     for metadata, bodies in ((SCHEMA + META + end(2), body(1, BODY)), (SCHEMA + end(1), b"")):
         first, second = scripted("tcp", saying(metadata)), scripted("tcp", saying(bodies))

@@ -38,7 +38,7 @@ def saying(data: bytes, then: Callable[[RawConnection], None] = RawConnection.ho
 Then = Callable[[RawConnection], None]
 HOLD, CLOSE = RawConnection.hold, RawConnection.close
 
-#: What the two servers say and do then, and what comes of it.
+#: Messages and actions of the two servers, and the resulting error.
 PAIRS: dict[str, tuple[bytes, Then, bytes, Then, type[Exception], str]] = {
     "bodies are silent": (METADATA, HOLD, b"", HOLD, DeadlineExceeded, "silent"),
     "bodies stop": (METADATA, HOLD, BODIES[:4000], HOLD, DeadlineExceeded, "silent"),
@@ -92,7 +92,7 @@ def test_second_server_is_not_there(scripted: Scripted, runtime: str) -> None:
 
 
 def test_second_uri_is_wrong(scripted: Scripted) -> None:
-    # Nothing is connected before both are known to be good.
+    # The client connects only after both URIs have been checked.
     with pytest.raises(UriError, match="want_data"):
         dis.open_stream(["tcp://127.0.0.1:1?want_data=1", "tcp://127.0.0.1:1"], b"ticket")
     with pytest.raises(UriError, match="not 3"):
@@ -114,7 +114,7 @@ def test_one_of_two_refuses(serve: Serve, scripted: Scripted) -> None:
 
 
 def test_reader_is_dropped_half_way(scripted: Scripted) -> None:
-    # With a body on its way that never ends.
+    # A body is in progress that never ends.
     servers = scripted("tcp", saying(METADATA)), scripted("tcp", saying(BODIES[:4000]))
     reader = dis.open_stream([server.uri for server in servers], b"ticket", timeout=60)
     del reader

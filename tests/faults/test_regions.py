@@ -1,4 +1,4 @@
-"""A server that shares what cannot be mapped safely, or speaks of addresses that nobody shared."""
+"""Servers that share memory which cannot be mapped safely, or send addresses outside of shared memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ALL_SEALS = SIZE_SEALS | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 @contextmanager
 def memfd(size: int = SIZE, seals: int = ALL_SEALS) -> Iterator[int]:
-    """A memfd that begins with the body of the dataset."""
+    """Provide a memfd that starts with the body of the dataset."""
     descriptor = os.memfd_create("raw", os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
@@ -112,7 +112,7 @@ def stream(*pairs: tuple[int, int], frees: bool = True) -> bytes:
 
 
 def sharing(descriptors: list[int], announcement: bytes, rest: bytes) -> Script:
-    """Greet, share these descriptors beside `announcement`, send the rest."""
+    """Return a script that greets, shares these descriptors together with `announcement`, and sends the rest."""
 
     def script(connection: RawConnection) -> None:
         connection.read_frame()
@@ -129,12 +129,12 @@ def refused(server: RawServer, phrase: str, error: type[Exception] = RemoteProto
         dis.open_stream(server.uri, b"ticket", timeout=10).read_all()
     assert type(caught.value) is error
     server.wait_done()
-    del caught  # a cycle otherwise: its traceback knows this frame
+    del caught  # The traceback refers to this frame, which would be a reference cycle.
 
 
 GOOD = stream((0, 0), (BASE, 8000))
 
-#: What is shared, how it is announced, and what the client says to it.
+#: The shared memory, its announcement, and the client's error.
 UNSAFE = {
     "no seals": (lambda: memfd(seals=0), (SIZE, SEALED), "without the seals"),
     "no seals, live": (lambda: memfd(seals=0), (SIZE, LIVE), "without the seals"),
@@ -239,7 +239,7 @@ def test_extent_into_the_next_region(scripted: Scripted) -> None:
 
 
 def test_descriptors_that_no_region_claims(scripted: Scripted) -> None:
-    # A peer must not be able to use up this process's descriptors.
+    # A peer must not be able to exhaust the descriptors of this process.
     def script(connection: RawConnection) -> None:
         connection.read_frame()
         connection.send(PREAMBLE + SCHEMA)
@@ -252,7 +252,7 @@ def test_descriptors_that_no_region_claims(scripted: Scripted) -> None:
 
 
 def test_good_conversation(scripted: Scripted) -> None:
-    # The cases above are variations of this one. What is read lies in the region, and is given back.
+    # The cases above are variations of this test. The batch lies in the region, and its address is freed.
     given_back: list[Frame] = []
 
     def script(connection: RawConnection) -> None:
@@ -273,7 +273,7 @@ def test_good_conversation(scripted: Scripted) -> None:
 
 
 def test_unaligned_addresses_are_copied(scripted: Scripted) -> None:
-    # Legal, though libarrow could not read them where they lie.
+    # Such addresses are legal, although libarrow could not read the buffers in place.
     def script(connection: RawConnection) -> None:
         connection.read_frame()
         connection.send(PREAMBLE)
@@ -292,12 +292,12 @@ def test_unaligned_addresses_are_copied(scripted: Scripted) -> None:
 
 
 def test_client_without_descriptors(scripted: Scripted) -> None:
-    # The kernel then drops what the server sends. It is this process that has too few, and the sentence says so.
+    # The kernel then drops the descriptors. The message says that this process lacks descriptors, not the server.
     def script(connection: RawConnection) -> None:
         connection.read_frame()
         connection.send(PREAMBLE)
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # there are more already
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # More descriptors than that are open.
         try:
             connection.send_with(region(BASE, SIZE, SEALED), [descriptor])
             connection.send(GOOD)
@@ -328,7 +328,7 @@ def test_memory_that_the_client_cannot_map(scripted: Scripted) -> None:
 
 
 def test_live_region_may_be_written_meanwhile(scripted: Scripted) -> None:
-    # Sealed against shrinking only: that is what would crash a reader.
+    # The file is not sealed against shrinking, which would crash a reader.
     with memfd(seals=SIZE_SEALS) as descriptor, mmap.mmap(descriptor, SIZE) as memory:
         server = scripted("shm", sharing([descriptor], region(BASE, SIZE, LIVE), GOOD))
         table = dis.open_stream(server.uri, b"ticket", timeout=10).read_all()

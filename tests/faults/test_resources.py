@@ -1,4 +1,4 @@
-"""A machine that runs out of something: space, descriptors, threads, ports, memory."""
+"""A machine that runs out of a resource: space, descriptors, threads, ports, memory."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def limit(which: int, soft: int) -> Iterator[None]:
 
 
 def run(process: subprocess.Popen[str]) -> None:
-    """Wait for a child that checks things by itself."""
+    """Wait for a child process that makes its own assertions."""
     out, _ = process.communicate(timeout=3 * PATIENCE)
     assert process.returncode == 0, out
 
 
-# Places that are not there
+# Missing addresses
 
 
 def nothing(path: str) -> str:
@@ -110,7 +110,7 @@ def test_ports_where_nobody_listens() -> None:
 
 
 def test_port_that_does_not_answer() -> None:
-    # Its queue is full, so the kernel drops what comes.
+    # The queue of the socket is full, so the kernel drops connection requests.
     with socket.create_server(("127.0.0.1", 0), backlog=0) as sock:
         host, port = sock.getsockname()
         waiting = []
@@ -133,7 +133,7 @@ def test_path_that_does_not_answer(runtime: str) -> None:
         with pytest.raises(DeadlineExceeded, match=r"connecting to the shm server .*: no answer in time"):
             dis.open_stream(nothing(path), b"t", timeout=0.3)
 
-        # One that is only busy is waited for.
+        # The client waits for a server that is only busy.
         def hang_up() -> None:
             for _ in range(2):
                 sock.accept()[0].close()
@@ -148,7 +148,7 @@ def test_path_that_does_not_answer(runtime: str) -> None:
     os.unlink(path)
 
 
-# Servers that cannot listen leave nothing behind, not even what they had begun
+# Servers that cannot listen release everything that they have opened
 
 
 @pytest.mark.parametrize("catalog", [None, "grpc://127.0.0.1:0"])
@@ -192,7 +192,7 @@ def test_listener_that_cannot_be(runtime: str, uri: str, error: type[Exception],
         dis.Server(["shm:", "tcp://127.0.0.1:0", "inproc://faults", uri], catalog="grpc://127.0.0.1:0")
     assert os.listdir(f"{runtime}/dissociated") == []
     with dis.Server(["inproc://faults"], catalog=None):
-        pass  # the name is free again
+        pass  # The name is free again.
 
 
 def test_path_in_use(serve: Serve, runtime: str) -> None:
@@ -338,7 +338,7 @@ def test_live_memory_cannot_be_mapped(serve: Serve) -> None:
     with limit(resource.RLIMIT_AS, scarce), pytest.raises(TransportError, match=r"cannot map the .* bytes"):
         dis.open_stream(uri, good.server.ticket("numbers"), timeout=PATIENCE).read_all()
     good.check()
-    # Who cannot map that much can have it packed.
+    # A client that cannot map so much memory can request packed bodies.
     (packed,) = good.server.locations("numbers", bodies="packed")
     with limit(resource.RLIMIT_AS, scarce):
         assert dis.open_stream(packed, good.server.ticket("numbers"), timeout=PATIENCE).read_all().equals(NUMBERS)
@@ -364,7 +364,7 @@ def test_segment_of_limited_size(tmp_path: Path) -> None:
     assert path.read_text() == "precious"
 
 
-# Files that are not what they should be
+# Invalid files
 
 
 def ipc_file(tmp_path: Path, kind: str) -> bytes:
@@ -386,7 +386,7 @@ def test_every_truncation_of_a_file(tmp_path: Path, kind: str) -> None:
         except StoreError as error:
             refused += str(path) in str(error)
         else:
-            assert kind == "stream"  # cut between two messages: an end without a marker is legal
+            assert kind == "stream"  # Cut between two messages: the end-of-stream marker is optional.
             assert rows in (0, 100)
     assert refused > 0.9 * len(whole) / 3 or kind == "stream"
 
@@ -409,7 +409,7 @@ def test_files_that_hold_something_else(serve: Serve, tmp_path: Path) -> None:
             publish("bad", path)
     with pytest.raises(SourceError, match="there is no such file"):
         publish("bad", tmp_path / "nothing")
-    with pytest.raises(SourceError, match="thing"):  # which begins like Parquet
+    with pytest.raises(SourceError, match="thing"):  # It starts like Parquet.
         publish("bad", tmp_path)
     path.write_bytes(b"text")
     with pytest.raises(SourceError, match=r"it is a directory.*\(thing is none\)"):
@@ -458,7 +458,7 @@ def say(process: subprocess.Popen[str]) -> None:
 
 
 def cpu(process: subprocess.Popen[str]) -> float:
-    """Seconds that a process has been running."""
+    """Return the CPU seconds of a process."""
     fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -470,26 +470,26 @@ def test_no_descriptors(spawn: Spawn) -> None:
     before = [connect(uri) for uri in uris]
     say(process)
     assert line(process) == "limited"
-    # A listener that waits has a descriptor already; the next connection gets none.
+    # A waiting listener has reserved a descriptor. The next connection gets none.
     during = [connect(uri) for uri in uris]
     spent = cpu(process)
     for uri in uris:
         with pytest.raises(DeadlineExceeded, match=r"silent for 0.4 s"):
             dis.open_stream(uri, ticket, timeout=0.4)
     assert cpu(process) - spent < 0.2, "the server runs hot"
-    # Those that are there already are served,
+    # Connections from before are served,
     for connections in before, during:
         for connection, uri in zip(connections, uris, strict=True):
             connection.send(want(ticket, want_of(uri)))
             assert [frame.kind for frame in connection.read_frames()] == [1, 1, 2, 1]
             connection.close()
-    # and their descriptors serve others.
+    # and their descriptors serve later connections.
     for uri in uris:
         assert dis.open_stream(uri, ticket, timeout=PATIENCE).read_all().num_rows == 3
     say(process)
     said = rest_of(process).splitlines()
     assert process.returncode == 0
-    assert 2 <= len(said) <= 12, said  # once for each listener, and again where it had got one meanwhile
+    assert 2 <= len(said) <= 12, said  # once for each listener, and again after it accepted a connection meanwhile
     assert all("cannot accept connections: Too many open files; trying again" in one for one in said)
 
 
@@ -555,7 +555,7 @@ def test_client_has_no_memory_for_a_body(scripted: Scripted, table: pa.Table) ->
 
 
 def test_accepting_goes_on_after_errors(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
-    # Connections that are reset before they are accepted.
+    # Connections that are reset before they are accepted
     good = serve("tcp://127.0.0.1:0")
     (uri,) = good.server.locations("good")
     with caplog.at_level(logging.WARNING):

@@ -1,4 +1,4 @@
-"""A server that breaks the protocol: its client gets one documented exception, closes, and keeps nothing."""
+"""Servers that break the protocol: the client raises one documented exception, closes, and keeps no resource."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ def read(uri: str, timeout: float = 10.0, **options: Any) -> pa.Table:
 
 
 def refused(server: RawServer, error: type[Exception], phrase: str, timeout: float = 10.0) -> None:
-    """Reading raises `error`, of that very type, and closes the connection although the error is still held."""
+    """Fail unless reading raises exactly `error`, and closes the connection while the exception is still referenced."""
     with pytest.raises(error, match=phrase) as caught:
         read(server.uri, timeout)
     assert type(caught.value) is error
     server.wait_done()
-    del caught  # a cycle otherwise: its traceback knows this frame
+    del caught  # The traceback refers to this frame, which would be a reference cycle.
 
 
 def saying(data: bytes, then: Callable[[RawConnection], None] = RawConnection.hold) -> Script:
-    """Take the request, send `data`, and wait for the client to close; or close first."""
+    """Read the request, send `data`, and wait for the client to close, or close first."""
 
     def script(connection: RawConnection) -> None:
         request = connection.read_frame()
@@ -139,7 +139,7 @@ BODIES = [
 
 
 def _run(*messages: tuple[int, int, bytes], first: bytes = SCHEMA) -> bytes:
-    """A run of batches: their numbers in the metadata and in the tags, and their bodies."""
+    """Return a run of batches from the numbers in the metadata and in the tags, and the bodies."""
     untagged = [struct.pack("<BI", 1, number) + BATCH_HEADER for number, _, _ in messages]
     tags = [struct.pack("<Q", tag) for _, tag, _ in messages]
     bodies = [payload for _, _, payload in messages]
@@ -215,12 +215,12 @@ ALL = [
 ]
 
 
-#: The tag of a run over media that have messages of their own.
+#: The tag of a run over media with messages of their own.
 RUN_TAG = 0xFE44_4953_534F_0200
 
 
 def _messages(frames: bytes) -> Iterator[tuple[int, Message]]:
-    """What frames are over these media: their kinds, and messages. What only has a head is zeros."""
+    """Convert frames to the messages of these media. A missing payload becomes zeros."""
     while frames:
         word, tag = struct.unpack_from("<QQ", frames)
         kind, length = word >> 56, word & (1 << 56) - 1
@@ -230,8 +230,8 @@ def _messages(frames: bytes) -> Iterator[tuple[int, Message]]:
 
 
 def _say(connection: Connection, frames: bytes) -> None:
-    """Take the request, and send what these frames are."""
-    with connection, suppress(ConnectionClosed):  # the client has had enough
+    """Read the request, and send the messages of these frames."""
+    with connection, suppress(ConnectionClosed):  # The client has closed the connection.
         connection.handshake(PATIENCE)
         request = connection.receive(PATIENCE, lambda tag, length: bytearray(length))
         assert request is not None
@@ -264,14 +264,14 @@ def test_broken_runs_over_media_with_messages_of_their_own(medium: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["tcp", "tls", "shm"])
 def test_broken_rule(scripted: Scripted, scheme: str) -> None:
-    """All of them once, and a few over what changes nothing about them."""
+    """Try all cases over one medium, and a few over media that treat them alike."""
     for name, data, error, phrase in ALL if scheme == "shm" else ALL[::8]:
         with case(name):
             refused(scripted(scheme, saying(data)), error, phrase)
 
 
 def test_good_conversation(scripted: Scripted) -> None:
-    # The cases above are variations of this one.
+    # The cases above are variations of this test.
     server = scripted("tcp", saying(GOOD))
     assert read(server.uri).equals(TABLE)
     server.wait_done()
@@ -299,9 +299,9 @@ def test_region_on_tcp(scripted: Scripted) -> None:
     refused(server, RemoteProtocolError, "shared memory on a connection that cannot")
 
 
-# Where the server stops in the middle
+# Servers that stop within a message
 
-#: Everywhere within the small frames, and here and there in the body.
+#: Every position in the small frames, and some in the body.
 CUTS = [0, 1, 7, 8, 9, 23, 24, 30, len(GOOD) - 8000, len(GOOD) - 4000, len(GOOD) - 25, len(GOOD) - 24, len(GOOD) - 20]
 
 
@@ -334,7 +334,7 @@ def test_enormous_body_is_not_allocated(scripted: Scripted) -> None:
 
 
 def test_flood_of_metadata(scripted: Scripted) -> None:
-    # Each with a flatbuffer that is 64 MiB long, and none with its body.
+    # Each has a flatbuffer of 64 MiB, and none has its body.
     def script(connection: RawConnection) -> None:
         connection.read_frame()
         connection.send(PREAMBLE + SCHEMA)
@@ -352,7 +352,7 @@ def test_flood_of_metadata(scripted: Scripted) -> None:
 
 def test_max_body(scripted: Scripted) -> None:
     server = scripted("tcp", saying(GOOD))
-    # Bodies this small come in memory of the transport's own: the metadata has said how long they are.
+    # The transport has its own memory for bodies this small: the metadata has announced their length.
     assert read(server.uri, max_body=8000).equals(TABLE)
     server.wait_done()
     with pytest.raises(RemoteProtocolError, match=r"max_body"):

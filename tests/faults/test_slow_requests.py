@@ -1,4 +1,4 @@
-"""Clients over UCX and libfabric that never come to their request, and are never silent either."""
+"""Clients over UCX and libfabric that never send their request, and are never silent either."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HANDSHAKE, PAUSE = 1.0, 0.05  # seconds
 
 
 def until_it_is_cut_off(good: Good, say: Callable[[], Any]) -> None:
-    """Have something said again and again, and nobody else kept out by it."""
+    """Repeat an action until the server closes the connection, while it serves other clients."""
     pause = threading.Event()
 
     def connected() -> int:
@@ -32,7 +32,7 @@ def until_it_is_cut_off(good: Good, say: Callable[[], Any]) -> None:
 
     wait_until(connected, "the server waits for the request")
     good.check()
-    # Its deadline is for all of the request: what is said meanwhile does not put it off.
+    # The deadline is for the whole request: other messages do not extend it.
     wait_until(lambda: not connected(), "the server has had enough")
 
 
@@ -46,7 +46,7 @@ def test_a_ucx_client_that_says_something_now_and_then_is_cut_off_in_time(serve:
     nothing = worker.ffi.new("ucp_request_param_t *")
 
     def say() -> None:
-        if not worker.lost:  # an active message of an id that nobody has registered: UCX drops it
+        if not worker.lost:  # UCX drops an active message with an unregistered id.
             worker.lib.ucp_am_send_nbx(worker.endpoint, 7, worker.ffi.NULL, 0, worker.ffi.NULL, 0, nothing)
         while worker.progress():
             pass

@@ -1,4 +1,4 @@
-"""Sources that fail, and clients that stop half-way."""
+"""Sources that fail, and clients that stop within the stream."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def failing(error: BaseException, after: int) -> Callable[[], pa.RecordBatchRead
     return lambda: reader(batches())
 
 
-#: What a source raises, and what of it a client is told: the kind alone, but of an error that was made to be told.
+#: Exceptions of a source, and the text that a client sees: only the kind, unless the error is meant for clients.
 ERRORS = {
     "ValueError": (ValueError("the query was cancelled"), "failed (ValueError): the log of its server"),
     "KeyError": (KeyError("column"), "failed (KeyError): the log of its server"),
@@ -59,12 +59,12 @@ def check_source_that_raises(good: Good, error: BaseException, phrase: str, afte
     good.server.publish("bad", failing(error, after))
     for uri in good.server.locations("bad"):
         stream = dis.open_stream(uri, good.server.ticket("bad"), timeout=PATIENCE)
-        for _ in range(after):  # what came before it is whole
+        for _ in range(after):  # The batches before the error are complete,
             assert stream.read_next_batch().equals(BATCH)
         with pytest.raises(RemoteError) as caught:
             stream.read_next_batch()
         assert phrase in str(caught.value)
-        with pytest.raises(DissociatedError):  # and what follows is no end
+        with pytest.raises(DissociatedError):  # and the stream does not end normally.
             stream.read_next_batch()
         del caught, stream
         good.check()
@@ -128,7 +128,7 @@ def test_one_shot_source_is_used_up(serve: Serve) -> None:
 
 
 def test_table_that_cannot_be_encoded(serve: Serve) -> None:
-    # libarrow writes no batches of 2**31 rows and more; nulls take no memory.
+    # libarrow does not write batches of 2**31 rows or more. Nulls take no memory.
     good = serve("shm:", "tcp://127.0.0.1:0")
     good.server.publish("huge", pa.table({"nothing": pa.nulls(2**31)}))
     for uri in good.server.locations("huge"):
@@ -154,7 +154,7 @@ def test_slow_source_exceeds_the_client_s_patience(serve: Serve) -> None:
     go_on.set()
 
 
-# Clients that stop half-way
+# Clients that stop within the stream
 
 
 @pytest.mark.parametrize("kind", ["static", "live", "partly inline"])

@@ -1,4 +1,4 @@
-"""A server that sends tensors that are none, and one that waits for memory to come back."""
+"""Servers that send invalid tensors, and a server that waits for memory to be freed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BASE = 1 << 20
 
 
 def message(name: str) -> tuple[bytes, bytes]:
-    """Flatbuffer and body of a golden tensor."""
+    """Return the flatbuffer and the body of a golden tensor."""
     content = GOLDEN[name]
     body_at = 8 + int.from_bytes(content[4:8], "little")
     return content[8:body_at], content[body_at:]
@@ -46,7 +46,7 @@ DENSE, DENSE_BODY = message("dense")  # 192 bytes
 
 
 def saying(data: bytes, share: bytes | None = None) -> Script:
-    """Answer the request with a region that holds `share`, if any, and with `data`."""
+    """Return a script that answers the request with a region of the content `share`, if any, and with `data`."""
 
     def script(connection: RawConnection) -> None:
         connection.read_frame()
@@ -76,11 +76,11 @@ def patched(content: bytes, at: int, value: int) -> bytes:
 def refused(server: RawServer, phrase: str) -> None:
     with pytest.raises(RemoteProtocolError, match=phrase) as caught:
         list(dis.open_tensors(server.uri, b"ticket", timeout=PATIENCE))
-    del caught  # its traceback knows buffers that were mapped before: the connection stays for as long as they do
+    del caught  # The traceback refers to mapped buffers, which keep the connection open.
     server.wait_done()
 
 
-LENGTH_AT = CSR.index(struct.pack("<qq", 80, 40)) + 8  # of the values
+LENGTH_AT = CSR.index(struct.pack("<qq", 80, 40)) + 8  # offset of the buffer of values
 
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
@@ -119,7 +119,7 @@ def test_buffers_that_lie_elsewhere_are_refused(scripted: Scripted, extents: tup
 
 
 def test_a_reader_that_has_failed_fails_again(scripted: Scripted) -> None:
-    """It must not look like one that has ended."""
+    """Raise the error again on the next read: a failed reader must not look like one that has ended."""
     server = scripted("tcp", saying(metadata(0, DENSE) + body(0, DENSE_BODY) + META))
     reader = dis.open_tensors(server.uri, b"ticket", timeout=PATIENCE)
     next(reader)
@@ -130,7 +130,7 @@ def test_a_reader_that_has_failed_fails_again(scripted: Scripted) -> None:
 
 
 def test_buffers_may_lie_anywhere(scripted: Scripted) -> None:
-    """In any order, aligned to nothing."""
+    """Accept buffers in any order and without alignment."""
     share = b"?" + CSR_BODY[80:] + b"!" + CSR_BODY[:40] + b"?!" + CSR_BODY[40:80]
     extents = (BASE + 42, 40), (BASE + 84, 40), (BASE + 1, 40)
     data = metadata(0, CSR) + body(0, addresses(*extents), ADDRESSES) + end(1)
@@ -142,7 +142,7 @@ def test_buffers_may_lie_anywhere(scripted: Scripted) -> None:
 
 
 def test_memory_goes_back_while_more_is_read(scripted: Scripted) -> None:
-    """The reader holds nothing of what it gave. The second tensor is sent only when the first is given back."""
+    """Free the first tensor while the reader waits for the second, which the server sends only afterwards."""
 
     def script(connection: RawConnection) -> None:
         connection.read_frame()

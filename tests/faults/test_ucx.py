@@ -1,4 +1,4 @@
-"""Peers over UCX that are killed or stopped, for real, at each stage of a stream; and peers that break the rules."""
+"""Peers over UCX that are really killed or stopped at each stage of a stream, and peers that break the rules."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MODES = ["peer", "none"]
 LARGE = pa.table({"n": pa.array(np.arange(1 << 21))})
 
 
-#: What UCX makes, and the call that gives it back.
+#: Functions of UCX that create an object, and the functions that release it.
 OWED = {
     "ucp_worker_create": "ucp_worker_destroy",
     "ucp_listener_create": "ucp_listener_destroy",
@@ -54,7 +54,7 @@ OWED = {
 
 
 class Counted:
-    """UCX's library, with an account of what this process has not given back."""
+    """UCX's library with a record of the objects that this process has not released."""
 
     def __init__(self, library: Any) -> None:
         self.library = library
@@ -80,7 +80,7 @@ class Counted:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_owed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All workers have been given back, and with them all requests; and listeners, registered memory and keys."""
+    """Fail unless all workers, requests, listeners, registered memory and keys were released."""
     counted = Counted(ucp().lib)
     monkeypatch.setattr(ucp(), "lib", counted)
     yield
@@ -93,7 +93,7 @@ def metadata(sequence: int, header: bytes) -> list[object]:
 
 SCHEMA, META, END = metadata(0, SCHEMA_HEADER), metadata(1, BATCH_HEADER), ["am", struct.pack("<BI", 0, 2).hex()]
 
-#: How far a server comes before its end, as steps of `ucx_peer.play`.
+#: Steps of `ucx_peer.play` up to each stage at which a server ends.
 SERVER_STAGES = server_stages(["read", 1], SCHEMA, META, ["tag", 1, BODY.hex()], END)
 
 
@@ -113,7 +113,7 @@ except dis.errors.DissociatedError as error:
 
 
 def connecting_fails(spawn: Spawn, process: subprocess.Popen[str], uri: str) -> None:
-    """In a process of its own: UCX 1.22 crashes in mode none where it looks too late, once in some hundred times."""
+    """Connect in a separate process: UCX 1.22 crashes in mode none when it checks too late, about once in 100 runs."""
     client = spawn("-c", CONNECTING, uri, str(PATIENCE))
     assert line(process) == "reached"
     end_by(process, signal.SIGKILL)
@@ -131,7 +131,7 @@ def test_server_is_killed(spawn: Spawn, stage: str, mode: str) -> None:
         connecting_fails(spawn, process, uri)
         return
     failure = failure_by(process, uri, signal.SIGKILL, PATIENCE)
-    if stage == "accepted" and type(failure) is TransportError:  # in time to end connecting
+    if stage == "accepted" and type(failure) is TransportError:  # in time to end the connection attempt
         assert "connecting to" in str(failure)
     else:
         assert type(failure) in (ConnectionClosed, RemoteProtocolError), failure
@@ -160,7 +160,7 @@ sys.stdin.readline()
 
 
 class Slow:
-    """Supplies memory for a body, and has the server ended before any of it can arrive."""
+    """A patch that ends the server when the client allocates memory for a body, before any of the body arrives."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> None:
         from dissociated.client.session import ClientSession
@@ -188,7 +188,9 @@ def test_real_server_ends_inside_a_body(
         read = dis.open_stream(uri, bytes.fromhex(ticket), timeout=timeout).read_all()
     except (ConnectionClosed, RemoteProtocolError, DeadlineExceeded) as error:
         failure = error
-    else:  # shared memory can be read although its owner is stopped, who may have said before that this is all
+    # Shared memory stays readable while its owner is stopped, and the server may have sent the end of the stream
+    # before.
+    else:
         assert (by, mode) == (signal.SIGSTOP, "none")
         assert np.array_equal(read["n"], np.arange(1 << 21))
     if by is signal.SIGKILL:
@@ -198,7 +200,7 @@ def test_real_server_ends_inside_a_body(
 
 
 def test_what_a_client_still_reads_is_right_or_an_error_when_the_server_closes() -> None:
-    """Over shared memory lanes the client copies bodies out of the server's memory by itself."""
+    """Close a server during a stream whose client copies bodies out of the server's memory over shared memory lanes."""
     for _ in range(3):
         close_within_a_stream()
 
@@ -216,7 +218,7 @@ def close_within_a_stream() -> None:
         reader = dis.open_stream(server.locations("data")[0], server.ticket("data"))
         reader.read_next_batch()
         wait_until(lambda: len(sent) > 50, "much is under way")
-        reader.read_next_batch()  # of all that is under way the client knows by now
+        reader.read_next_batch()  # The client now knows all messages in flight.
     for array in sent:
         array[:] = -1
     got: list[tuple[int, int]] = []
@@ -225,7 +227,7 @@ def close_within_a_stream() -> None:
     assert got == [(number, number) for number in range(2, len(got) + 2)]
 
 
-#: Says the least and largest number of each batch that it reads, and what ended that.
+#: A script that prints the minimum and maximum of each batch, and then the error that ended the stream.
 FETCHING = """
 import sys
 import dissociated as dis
@@ -243,7 +245,7 @@ except dis.errors.DissociatedError as error:
 
 @pytest.mark.parametrize("rma", [True, False], ids=["fetched", "sent"])
 def test_what_a_stopped_client_may_still_read_is_not_written_over(memory: Path, spawn: Spawn, rma: bool) -> None:
-    """Over shared memory lanes the client reads by itself what lies in a file, also when the server has closed."""
+    """Stop a client that reads a file over shared memory lanes, which it may do also after the server has closed."""
     path = memory / "data.arrows"
     batches = [pa.record_batch({"n": np.full(1 << 17, number)}) for number in range(4)]
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, batches[0].schema) as writer:
@@ -253,7 +255,7 @@ def test_what_a_stopped_client_may_still_read_is_not_written_over(memory: Path, 
         client = spawn("-c", FETCHING, server.locations("data")[0], server.ticket("data").hex())
         assert line(client) == "reached"
         client.send_signal(signal.SIGSTOP)
-    if (descriptor := claim_unused(path)) is not None:  # so nothing of it was under way yet, or a reader will tell
+    if (descriptor := claim_unused(path)) is not None:  # The client reads nothing yet, or it will notice the change.
         os.pwrite(descriptor, b"\xff" * path.stat().st_size, 0)
         os.close(descriptor)
     client.send_signal(signal.SIGCONT)
@@ -338,7 +340,7 @@ def test_server_ends_before_its_memory_is_fetched(
         fetch(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(UcxConnection, "fetch", fetching)
-    # Where memory can be reached without its owner's help, that may be asleep, once it has sent all addresses.
+    # Over lanes that need no help from the memory's owner, the client reads on after the server has sent all addresses.
     reachable = mode == "none" and by is signal.SIGSTOP
     gone = (ConnectionClosed, RemoteProtocolError)
     silent = suppress(DeadlineExceeded) if reachable else pytest.raises(DeadlineExceeded)
@@ -374,7 +376,7 @@ def test_interpreter_ends_while_a_stream_is_open(serve: Serve, spawn: Spawn, mod
     wait_until(good.alone, "the server has noticed")
 
 
-#: Says how many connections it has, whenever it is asked.
+#: A script that prints its number of connections for each input line.
 COUNTED = SERVER.replace("sys.stdin.readline()", "for _ in sys.stdin: print(server.connections, flush=True)").replace(
     'pa.table({"n": pa.array(np.arange(1 << 21))})',
     'pa.Table.from_batches([pa.record_batch({"n": np.arange(n << 16, n + 1 << 16)}) for n in range(32)])',
@@ -389,9 +391,9 @@ COUNTED = SERVER.replace("sys.stdin.readline()", "for _ in sys.stdin: print(serv
 def test_streams_that_are_closed_early_beside_one_that_goes_on(
     spawn: Spawn, listen: str, settings: tuple[str, ...]
 ) -> None:
-    """What the server had under way to the others may end only with what it has under way to this one.
+    """Close streams early. The server's sends to them may complete only together with its sends to the last stream.
 
-    A process whose freed memory is filled ends where UCX writes to a worker that is gone by then.
+    MALLOC_PERTURB_ fills freed memory, so that the server crashes if UCX writes to a worker that has been destroyed.
     """
     process = spawn("-c", COUNTED, listen, prefix=("env", "MALLOC_PERTURB_=165", *settings))
     ticket, uri = line(process).replace("err_mode=none&", "").split()
@@ -423,7 +425,7 @@ def test_server_ends_while_clients_read(spawn: Spawn) -> None:
         reader.read_all()
 
 
-# Servers that break the rules: tests/faults/test_server_misbehaves.py has all of them
+# Servers that break the rules: tests/faults/test_server_misbehaves.py has all cases
 
 BAD: dict[str, tuple[list[list[object]], str]] = {
     "reserved bits": ([SCHEMA, META, ["tag", 1 << 40 | 1, BODY.hex()]], "reserved bits"),
@@ -445,7 +447,7 @@ def test_server_breaks_a_rule(spawn: Spawn, what: str) -> None:
     assert line(process) == "reached"
 
 
-# Clients that break them
+# Clients that break the rules
 
 
 @pytest.mark.parametrize("tag", [0, 1 << 56, 7])
@@ -456,7 +458,7 @@ def test_client_sends_an_unknown_tag(serve: Serve, spawn: Spawn, tag: int) -> No
     )
     assert line(process) == "reached"
     wait_until(good.alone, "the server has closed the connection")
-    assert process.wait(PATIENCE) == 0  # it has been told
+    assert process.wait(PATIENCE) == 0  # The client knows the reason.
 
 
 def test_client_sends_too_much_before_it_is_served(serve: Serve, spawn: Spawn) -> None:
@@ -469,7 +471,7 @@ def test_client_sends_too_much_before_it_is_served(serve: Serve, spawn: Spawn) -
 
 
 def test_many_connections_that_say_nothing_keep_nobody_out(serve: Serve, spawn: Spawn) -> None:
-    good = serve("ucx:", handshake_timeout=5.0)  # which a good client must keep to, on a busy machine, too
+    good = serve("ucx:", handshake_timeout=5.0)  # a limit that a good client must keep on a busy machine, too
     (uri,) = good.server.locations("good")
     processes = [spawn(PEER, "client", uri, say=json.dumps([["reached"], ["hold"]])) for _ in range(4)]
     for process in processes:

@@ -1,4 +1,4 @@
-"""Files that another user's server shares: it could cut them short, so they are not mapped unless somebody says so."""
+"""Files shared by another user's server, who could truncate them: clients map them only if the user allows it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ sys.stdin.read()
 
 
 class Theirs:
-    """A server of another user, and what it can do to its file."""
+    """A server of another user that can truncate its file."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -107,6 +107,6 @@ def test_by_name_too_whatever_the_catalog_says(theirs: Theirs) -> None:
                 assert mapped() is maps
                 assert table["n"].to_pylist() == [*range(ROWS)]
                 del table
-    with dis.connect(theirs.catalog) as client:  # who is not trusted at all is read over tcp
+    with dis.connect(theirs.catalog) as client:  # without trust the client reads over tcp
         assert client.read("file").read_all().num_rows == ROWS
         assert not mapped()

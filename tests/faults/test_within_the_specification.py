@@ -1,4 +1,4 @@
-"""Peers that keep to the specification in ways that our own side never does: they are understood."""
+"""Peers that use freedoms of the specification which our own side does not use: they are understood."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def memfds(contents: Sequence[bytes | bytearray]) -> Iterator[list[int]]:
 
 
 class Apart:
-    """A stream whose messages have each buffer in another region than the one before."""
+    """A stream in which consecutive buffers of a message lie in different regions."""
 
     def __init__(self, batches: Sequence[pa.RecordBatch], codec: str | None = None, unaligned: bool = False) -> None:
         self.regions = [bytearray(SIZE) for _ in range(APART)]
@@ -67,20 +67,20 @@ class Apart:
             at = self.ends[number] + unaligned
             self.regions[number][at : at + length] = content[offset : offset + length]
             self.ends[number] = at + length + -(at + length) % 8
-            # An empty buffer may have any address, which is given back unless it is 0.
+            # An empty buffer may have any address, which is freed unless it is 0.
             extents.append((BASE + number * SIZE + at if length else (0, 1, 2**64 - 1)[index % 3], length))
         self.sent += [address for address, length in extents if length or address]
         return extents
 
     def lists(self) -> Iterator[tuple[int, bytes]]:
-        """The number of each message with a body, and its address list, whose total counts padding."""
+        """Return the number of each message with a body and its address list, whose total includes padding."""
         for number, (_, extents) in enumerate(self.messages):
             if extents is not None:
                 total = sum(length + -length % 8 for _, length in extents)
                 yield number, addresses(*extents, total=total)
 
 
-#: One batch with a column of every type, one that is empty, and dictionaries that change.
+#: A batch with a column of every type, an empty batch, and dictionaries that change.
 EVERYTHING = pa.record_batch(
     {f"{name} {n}": array for name, some in arrow_cases.ARRAYS.items() for n, array in enumerate(some)}
 )
@@ -108,7 +108,7 @@ def test_buffers_of_one_message_in_several_regions(scripted: Scripted, name: str
             connection.send_with(region_frame(BASE + number * SIZE, SIZE, SEALED), [descriptor])
         for number, (header, _) in enumerate(apart.messages):
             connection.send(metadata(number, header))
-        connection.send(body(0, b""))  # which nobody needs
+        connection.send(body(0, b""))  # no column needs it
         for number, listed in apart.lists():
             connection.send(body(number, listed, ADDRESSES))
         connection.send(end(len(apart.messages)))

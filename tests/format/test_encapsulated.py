@@ -1,4 +1,4 @@
-"""IPC streams and files are walked as libarrow wrote them; anything else gives a FormatError and nothing worse."""
+"""The walk finds the messages of IPC streams and files as libarrow wrote them, and otherwise raises FormatError."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_file_that_is_cut_off_anywhere() -> None:
 
 
 def check(content: bytes) -> None:
-    """The one invariant: messages that lie within, or a FormatError."""
+    """Check the only invariant: the messages lie within the content, or the walk raises FormatError."""
     try:
         found = messages(content)
     except FormatError:

@@ -1,4 +1,4 @@
-"""Footers of files: read as libarrow writes them, and refused where they lie."""
+"""Footers of files: they are read as libarrow writes them, and refused if they are wrong."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FOOTER = footer_of(WHOLE)
 
 def test_blocks_lie_where_the_messages_of_the_file_are() -> None:
     footer = parse_footer(FOOTER)
-    assert len(footer.dictionaries) == 3  # one and two deltas
+    assert len(footer.dictionaries) == 3  # a delta, and two deltas
     assert len(footer.record_batches) == 3
     kinds = {"dictionary": footer.dictionaries, "record batch": footer.record_batches}
     for kind, blocks in kinds.items():
@@ -56,7 +56,7 @@ def test_the_version_is_told() -> None:
 
 @pytest.mark.needs("golden files")
 def test_the_version_of_an_old_file_is_told() -> None:
-    """libarrow writes V5 into every footer, so only old files have another."""
+    """Read another version than V5, which only old files have: libarrow writes V5 into every footer."""
     assert ARROW_TEST_DATA is not None
     old = ARROW_TEST_DATA / "arrow-ipc-stream" / "integration" / "0.17.1" / "generated_union.arrow_file"
     assert parse_footer(footer_of(old.read_bytes())).version == 3
@@ -119,7 +119,7 @@ def test_a_footer_cut_off_anywhere_is_refused_or_complete() -> None:
         except FormatError:
             refused += 1
             continue
-        assert len(found.record_batches) == 3, length  # only what is not read here was cut off
+        assert len(found.record_batches) == 3, length  # only unused data was cut off
     assert refused > len(FOOTER) / 2
 
 

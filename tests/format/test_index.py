@@ -1,4 +1,4 @@
-"""An index says where the messages are, and reads no body to know."""
+"""An index of the positions of messages, made without reading bodies."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ stream, file = partial(written, pa.ipc.new_stream), partial(written, pa.ipc.new_
 
 
 def messages(content: bytes) -> list[tuple[HeaderType, bytes, int]]:
-    """What libarrow finds in a stream: type, metadata, length of the body."""
+    """Return type, metadata and body length of the messages that libarrow finds in a stream."""
     types = {"schema": S, "dictionary": D, "record batch": R}
     return [(types[m.type], m.metadata.to_pybytes(), m.body.size) for m in pa.ipc.MessageReader.open_stream(content)]
 
 
 def seen(content: bytes, index: Index) -> list[tuple[HeaderType, bytes, int]]:
-    """The same, out of the places that the index names."""
+    """Return type, metadata and body length of the messages at the positions of the index."""
     found = []
     for entry in index:
         prefix = 8 if content[entry.offset : entry.offset + 4] == b"\xff\xff\xff\xff" else 4
@@ -92,10 +92,10 @@ def test_a_stream(kind: str, legacy: bool) -> None:
 @pytest.mark.parametrize("legacy", [False, True], ids=["", "legacy"])
 @pytest.mark.parametrize("kind", STREAMS)
 def test_a_stream_is_ended_by_its_marker_and_not_by_zeros(kind: str, legacy: bool) -> None:
-    """Zeros follow what was cut off where its file was made longer before."""
+    """Cut streams before their marker. Zeros follow if the file was extended in advance."""
     whole = stream(STREAMS[kind], use_legacy_format=legacy)
     cut = whole[: -4 if legacy else -8]
-    for content in (whole, cut + bytes(4)):  # in either format a reader takes either marker
+    for content in (whole, cut + bytes(4)):  # readers accept either marker in both formats
         assert Index(content).is_ended
         assert not len(Index(content).rest)
     for content in (cut, cut + bytes(8), cut + bytes(4096), cut + bytes(4) + whole):
@@ -112,7 +112,7 @@ def test_any_stream(rows: list[int], text: str) -> None:
 
 
 def test_a_file_is_listed_by_its_footer() -> None:
-    """Its dictionaries first, wherever they are: a batch may come before what it needs."""
+    """List a file with its dictionaries first, because a batch may precede a dictionary that it needs."""
     content = file(words(["a", "b"], ["a", "b", "c"], ["a", "b", "c"]), emit_dictionary_deltas=True)
     index = Index(content)
     assert index.is_file
@@ -179,7 +179,7 @@ def test_a_damaged_file_is_refused_or_leads_nowhere_outside(at: int, value: int)
 
 
 def test_bodies_are_not_touched(tmp_path: Path) -> None:
-    """A sparse file of 64 GiB, nothing of which is there but its metadata."""
+    """Index a sparse file of 64 GiB that contains only metadata."""
     rows = 1 << 30
     batch = pa.record_batch({"n": pa.Array.from_buffers(pa.int64(), 8, [None, pa.py_buffer(bytes(64))])})
     written = stream([batch])

@@ -1,4 +1,4 @@
-"""Messages have the buffers that their schema needs, and no others: libarrow would read the first of more."""
+"""A message has exactly the buffers that its schema requires. libarrow would read other buffers of a longer list."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from protocol.wire import Encoded, encode, metadata, tag
 
 
 def with_buffers(count: int, body: bytes) -> bytes:
-    """A record batch of one row with one node and so many buffers, all of them 8 bytes of `body`."""
+    """Return a record batch of one row with one node and `count` buffers, each 8 bytes of `body`."""
     builder = Builder()
     _, _, header, _ = builder.table(0, [("h", 4), ("B", 3), ("I", 0), ("q", len(body))])
     _, nodes, buffers = builder.table(header, [("q", 1), ("I", 0), ("I", 0)])
@@ -51,7 +51,7 @@ def test_every_type_has_as_many_buffers_as_its_schema_says() -> None:
 
 
 def test_what_is_shorter_than_its_rows_need_is_refused_as_libarrow_does() -> None:
-    """Each buffer of every type a byte shorter. libarrow also looks how long its data has to be, by the offsets."""
+    """Shorten each buffer of every type by a byte. Unlike libarrow, the layout does not compare data with offsets."""
     refused = 0
     for name, arrays in arrow_cases.ARRAYS.items():
         messages = encode(*arrow_cases.batches(arrays))
@@ -75,7 +75,7 @@ def test_what_is_shorter_than_its_rows_need_is_refused_as_libarrow_does() -> Non
 
 
 def refusal(messages: Sequence[Encoded]) -> str:
-    """What libarrow finds wrong with the sizes in a stream."""
+    """Return libarrow's complaint about the sizes in a stream."""
     reader = join((header, body) for header, body in messages)
     try:
         for batch in reader:
@@ -115,7 +115,7 @@ def fixed_size_lists() -> pa.Array:
 
 
 def test_a_message_with_the_buffers_of_earlier_ones_is_refused() -> None:
-    # What the C++ example sends, unmodified, for the third batch: the buffers of the first come first.
+    # The C++ example sends this, unmodified, for the third batch: the buffers of the first batch come first.
     (schema, _) = encode(pa.record_batch({"n": [1]}))
     for count in (1, 3, 4, 6):
         body = struct.pack(f"<{count - 1}q", *range(count - 1))
@@ -155,9 +155,9 @@ def test_a_schema_that_leads_in_circles_ends() -> None:
     deep = pa.struct([("a", pa.int8()), ("b", pa.int8())])
     header = bytearray(encode(pa.record_batch({"s": pa.array([{"a": 1, "b": 2}], deep)}))[0].header)
     circular = 0
-    for at in range(0, len(header) - 4, 4):  # each offset in turn leads back to where it stands in the message
+    for at in range(0, len(header) - 4, 4):  # Let each offset in turn lead back to an earlier place.
         changed = bytearray(header)
         for back in range(4, at, 4):
             struct.pack_into("<I", changed, at, (at - back) & 0xFFFFFFFF)
             circular += layout_of(bytes(changed)) is None
-    assert circular  # and every one of them came to an end
+    assert circular  # and each of them was parsed to an end

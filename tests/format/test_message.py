@@ -1,4 +1,4 @@
-"""Flatbuffers come from libarrow here, so every position is checked against what libarrow makes of it."""
+"""Parsed flatbuffers that libarrow wrote. Each position is compared with libarrow's result."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CORPUS = {
 
 
 def slices(message: Encoded) -> list[bytes]:
-    """The buffers of a message, cut from its packed body."""
+    """Return the buffers of a message, cut from its packed body."""
     offsets, lengths = buffer_extents(message.header, parse_header(message.header))
     body = message.body or b""
     return [body[offset : offset + length] for offset, length in zip(offsets, lengths, strict=True)]
@@ -89,11 +89,11 @@ class TestParse:
             ("indices", [(0, 0), (0, 12)]),  # validity; int32 0, 1, 0
             ("empty batch", [(0, 0), (0, 0)]),
             ("tensor", [(0, 96)]),
-            # libarrow rounds these lengths up to 8: 5 x 3 coordinates, 5 values
+            # libarrow rounds these lengths up to 8: 5 x 3 coordinates, 5 values.
             ("sparse coo", [(0, 64), (64, 40)]),
             ("sparse csr", [(0, 24), (24, 24), (48, 40)]),  # 5 begins, 5 columns
             ("sparse csc", [(0, 32), (32, 24), (56, 40)]),  # 7 begins, 5 rows
-            # and gives these in elements: 3 and 5 begins; 2, 4 and 5 indices
+            # libarrow gives these lengths in elements: 3 and 5 begins; 2, 4 and 5 indices.
             ("sparse csf", [(0, 12), (16, 20), (40, 8), (48, 16), (64, 20), (88, 40)]),
         ],
     )
@@ -144,7 +144,7 @@ class TestRefusal:
             pytest.param(bytes(4), "unknown type 0", id="zeros"),
             pytest.param(patched(0, "ffffffff"), "no Arrow IPC message", id="root outside"),
             pytest.param(patched(16, "11000000"), "no Arrow IPC message", id="vtable before the message"),
-            # -86 is where the vtable is, seen from the end of the message
+            # -86 is the position of the vtable relative to the end of the message.
             pytest.param(patched(16, "66000000"), "no Arrow IPC message", id="vtable from the end"),
             pytest.param(patched(16, "00000080"), "no Arrow IPC message", id="vtable after the message"),
             pytest.param(patched(20, "00"), "unknown type 0", id="type none"),
@@ -173,7 +173,7 @@ class TestRefusal:
 
 
 def survives(header: bytes) -> None:
-    """The one promise for bytes of any kind: they are refused in our words, or can be used without harm."""
+    """Check the only guarantee for arbitrary bytes: they are refused with RemoteProtocolError, or are safe to use."""
     try:
         parsed = parse_header(header)
         offsets, lengths = buffer_extents(header, parsed)
@@ -225,11 +225,11 @@ class TestFuzz:
 
 
 class TestRelocate:
-    """Bodies by reference: the buffers lie anywhere in a region, and libarrow decodes them from there."""
+    """Bodies by reference, whose buffers lie anywhere in a region: libarrow decodes them in place."""
 
     @staticmethod
     def scattered(message: Encoded, gap: int) -> tuple[bytes, bytes]:
-        """The header and the body of `message` with its buffers in reverse order, `gap` bytes apart."""
+        """Return the header and the body of `message` with its buffers in reverse order, `gap` bytes apart."""
         region, offsets = bytearray(b"\xee" * gap), []
         for content in reversed(slices(message)):
             offsets.append(len(region) if content else 0)
@@ -253,7 +253,7 @@ class TestRelocate:
         assert pa.ipc.open_stream(stream).read_all().to_batches() == [DICTIONARY]
 
     def test_libarrow_reads_a_tensor_from_the_start_of_its_body_whatever_its_offset(self):
-        # Why a tensor by reference is cut out of its region. Should this fail: relocate it, like a batch.
+        # For this reason a tensor by reference is cut out of its region. If this fails, relocate it like a batch.
         header, region = self.scattered(TENSOR_MESSAGE, 64)
         read = pa.ipc.read_tensor(pa.BufferReader(decode(header, region).serialize()))
         assert read.to_numpy().tobytes() == region[:96]

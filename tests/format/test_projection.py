@@ -1,4 +1,4 @@
-"""Whatever columns are chosen of whatever batches: libarrow reads them, and they are what it makes of the whole."""
+"""Projections of any columns of any batches: libarrow reads them as the selected columns of the whole."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def messages(batches: list[pa.RecordBatch], options: WriteOptions | None, metada
 
 
 def project(whole: list[SplitMessage], indices: list[int]) -> bytes:
-    """The projected stream as bytes, put together by what the projection says."""
+    """Return the projected stream as bytes, assembled from the result of the projection."""
     projection = Projection(whole[0].header, indices)
     stream = encapsulate(projection.header)
     for message in whole[1:]:
@@ -105,7 +105,7 @@ def test_a_batch_that_does_not_fit_the_schema_is_refused() -> None:
 
 
 def test_damaged_metadata_is_refused_or_projected() -> None:
-    """Nothing but the documented exception, whatever is in it."""
+    """Raise only the documented exception for any content."""
     words = pa.array(["x", "y"]).dictionary_encode()
     whole = messages([pa.record_batch([words, [[1], None], ["a", None]], ["a", "b", "c"])], OPTIONS["compressed"])
     for seed in range(300):

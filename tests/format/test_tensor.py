@@ -1,4 +1,4 @@
-"""The flatbuffers of tensors, as libarrow's C++ writes them."""
+"""Flatbuffers of tensors as libarrow's C++ library writes them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_what_is_encoded_is_parsed(version: int) -> None:
 
 
 def test_csf_may_give_lengths_in_bytes() -> None:
-    """As the specification says of every `Buffer`. libarrow gives elements."""
+    """Accept lengths in bytes, which the specification requires of every `Buffer`. libarrow writes elements."""
     header = bytearray(HEADERS["csf_int32"])
     for offset, elements in ((0, 3), (16, 5), (40, 2), (48, 4), (64, 5)):
         pair = offset.to_bytes(8, "little") + elements.to_bytes(8, "little")
@@ -78,7 +78,7 @@ def test_a_record_batch_is_no_tensor() -> None:
 
 
 def survives(header: bytes) -> None:
-    """The one promise for bytes of any kind: they are refused in our words, or agree with themselves."""
+    """Check the only guarantee for arbitrary bytes: they are refused with FormatError, or the result is consistent."""
     try:
         found = parse_tensor(header)
     except FormatError:

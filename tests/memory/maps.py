@@ -1,4 +1,4 @@
-"""Where memory comes from, by the account of the operating system."""
+"""The origin of memory according to the operating system."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helpers import descriptors
 
 
 class Mapping(NamedTuple):
-    """One line of /proc/self/maps."""
+    """A line of /proc/self/maps."""
 
     start: int
     end: int
@@ -32,14 +32,14 @@ def mappings() -> list[Mapping]:
 
 
 def buffers(array: pa.Array) -> Iterator[pa.Buffer]:
-    """All buffers of an array that have bytes, those of its dictionary too."""
+    """Yield all nonempty buffers of an array, including its dictionary's."""
     yield from (buffer for buffer in array.buffers() if buffer is not None and buffer.size)
     if pa.types.is_dictionary(array.type):
         yield from buffers(array.dictionary)
 
 
 def origins(batches: list[pa.RecordBatch]) -> set[tuple[str, str]]:
-    """Permissions and paths of the mappings that all buffers of these batches lie in, whole."""
+    """Return the permissions and paths of the mappings that contain the buffers of these batches."""
     known = mappings()
     found = set()
     for batch in batches:
@@ -51,11 +51,11 @@ def origins(batches: list[pa.RecordBatch]) -> set[tuple[str, str]]:
 
 
 def shared_bytes(name: str) -> int:
-    """How much memory the memfds of this name hold, as the server that owns them sees it."""
+    """Return how many bytes the memfds of this name occupy. Call it in the server's process."""
     blocks = {}
     for descriptor, target in descriptors().items():
         if target == f"/memfd:dissociated:{name} (deleted)":
-            with suppress(OSError):  # closed since
+            with suppress(OSError):  # closed meanwhile
                 status = os.fstat(descriptor)
                 blocks[status.st_ino] = status.st_blocks * 512
     return sum(blocks.values())

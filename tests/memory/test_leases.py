@@ -1,4 +1,4 @@
-"""The server's ledger against a model of it, and the client's leases, which end with the last array."""
+"""The server's ledger against a model, and the client's leases, which end with the last array."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ADDRESSES = st.integers(1, 6)
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Sends are counted: an address sent twice must come back twice."""
+    """A model that counts sends: an address that was sent twice must be freed twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def test_a_lease_keeps_its_memory() -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt, whatever a command that ran in this process has made of it."""
+    """Let Ctrl-C raise KeyboardInterrupt, whatever handler a command in this process has installed."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -111,7 +111,7 @@ def test_a_lease_that_ends_in_the_moment_of_ctrl_c_has_ended(kind: str) -> None:
     del place
     interrupt: Any = partial(ctypes.CDLL(None)["raise"], signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        list(map(operator.call, [interrupt, last.clear]))  # C alone: the signal is handled in the next line of Python
+        list(map(operator.call, [interrupt, last.clear]))  # C code only: Python handles the signal in its next line
     returns.wake()
     assert returns.take(10) == [1, 2, 3]
 

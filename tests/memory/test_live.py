@@ -1,4 +1,4 @@
-"""A region for a stream without end gives freed memory back to the system."""
+"""A region for an endless stream gives freed memory back to the system."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_pages_that_cannot_be_given_back_now_go_back_with_the_next(region: LiveR
     ((third, _),) = region.place([b"3" * PAGE], PAGE, [(0, PAGE)])
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (taken + size // 2, limits[1]))  # for these bodies there is no room to map
+    resource.setrlimit(resource.RLIMIT_AS, (taken + size // 2, limits[1]))  # no room in the region for these bodies
     try:
         region.free([first, second])
         assert used(region) == 2 * size + PAGE
@@ -94,7 +94,7 @@ def test_room_is_what_is_not_held(region: LiveRegion) -> None:
 
 
 def test_there_is_room_for_two_bodies_of_any_size(region: LiveRegion) -> None:
-    """A reader that asks for the next batch still holds the last."""
+    """Place two bodies of any size, because a reader that asks for the next batch still holds the last."""
     placed = []
     for _ in range(2):
         assert region.has_room(MB)
@@ -135,7 +135,7 @@ def test_who_counts_no_more_keeps_what_he_holds_and_makes_room(region: LiveRegio
     held = [region.place([b"x" * 5 * PAGE], 5 * PAGE, [(0, 5 * PAGE)], holders=2)[0][0] for _ in range(2)]
     assert not region.has_room(1)
     region.exempt(held)
-    assert region.size_of(held) == region.unfreed == 10 * PAGE  # the other one still counts
+    assert region.size_of(held) == region.unfreed == 10 * PAGE  # the other holder still counts
     region.free(held)
     assert (region.unfreed, used(region)) == (0, 10 * PAGE)
     assert region.has_room(10 * PAGE)

@@ -1,4 +1,4 @@
-"""Shared memory that is mapped once more, for one process alone."""
+"""Shared memory that is mapped a second time, privately for one process."""
 
 from __future__ import annotations
 

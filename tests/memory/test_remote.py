@@ -62,8 +62,8 @@ def test_what_lies_outside_is_refused(address: int, length: int) -> None:
 
 
 def test_neighbours_are_fetched_together() -> None:
-    # As a batch of a segment has them: padded to 64 bytes, one buffer absent.
+    # A batch of a segment: padded to 64 bytes, one absent buffer.
     assert fetch_ranges([4096, 0, 4160, 4224], [10, 0, 60, 8], [0, 64, 64, 128]) == [(4096, 136, 0)]
-    # Far apart, or not alike in both places.
+    # Ranges that are far apart, or whose distances differ in source and target.
     assert fetch_ranges([4096, 8192], [8, 8], [0, 8]) == [(4096, 8, 0), (8192, 8, 8)]
     assert fetch_ranges([4096, 4104], [8, 8], [0, 64]) == [(4096, 8, 0), (4104, 8, 64)]

@@ -28,7 +28,7 @@ def test_a_sealed_memfd_never_changes() -> None:
 
 
 def test_parts_are_written_one_after_the_other(tmp_path: Path) -> None:
-    """More of them than the system takes in one call, some of them empty."""
+    """Write more parts than the system accepts in one call, some of them empty."""
     parts = [bytes([n % 256]) * (n % 5) for n in range(5000)]
     descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     try:

@@ -1,1 +1,1 @@
-"""Tests of the protocol core: what a peer may rely on, and what it cannot break."""
+"""Tests of the protocol core: its guarantees to peers, and its resistance to them."""

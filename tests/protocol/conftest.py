@@ -1,4 +1,4 @@
-"""Nothing here has sockets, and so no directory for them."""
+"""Empty fixtures in place of the socket directories, because no test here opens a socket."""
 
 import pytest
 

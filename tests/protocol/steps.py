@@ -1,4 +1,4 @@
-"""Every step in every state of a role: allowed, and what it leads to; or the fault of whoever took it."""
+"""A check of every step in every state of a role: the next state if it is allowed, otherwise the error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Steps = Mapping[str, Callable[[Any], object]]
 def check_steps(
     in_state: Callable[[State], Any], allowed: Mapping[State, Mapping[str, State]], theirs: Steps, ours: Steps
 ) -> None:
-    """What `in_state` makes takes the steps that are `allowed`. Of any other it says whose fault it is, and stays."""
+    """Take every step in each state. `allowed` has the next state; other steps must raise and change nothing."""
     for state, step in product(allowed, {**theirs, **ours}):
         with case((state, step)):
             _check_step(in_state(state), allowed[state].get(step), {**theirs, **ours}[step], step in theirs)

@@ -15,7 +15,7 @@ from .wire import uint64s
 
 uint64 = st.integers(0, 2**64 - 1)
 buffers = st.tuples(uint64, st.integers(1, 2**56)) | st.just((0, 0))
-#: lists of uint64 that look like address lists, so that a fuzzer gets past the size check
+#: Lists of uint64 that look like address lists, so that random cases pass the size check.
 plausible_lists = st.lists(st.integers(0, 3) | uint64, max_size=12).map(lambda numbers: uint64s(*numbers))
 
 TWO_BUFFERS_AND_AN_ABSENT_ONE = bytes.fromhex(

@@ -1,4 +1,4 @@
-"""Whatever the order of arrival, each message is delivered once, in its turn, with its own body."""
+"""The receiver delivers each message once, in order and with its own body, for any order of arrival."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ from .wire import (
     uint64s,
 )
 
-DICTIONARY = pa.record_batch({"d": pa.array(["x", "yy", "x"]).dictionary_encode()})  # as many buffers as NUMBERS
+# A batch with the same number of buffers as NUMBERS.
+DICTIONARY = pa.record_batch({"d": pa.array(["x", "yy", "x"]).dictionary_encode()})
 EMPTY = pa.record_batch({"n": pa.array([], pa.int64())})
-NUMBERS = pa.record_batch({"n": [1, 2, 3, 4]})  # buffers: no validity, 32 bytes of values
+NUMBERS = pa.record_batch({"n": [1, 2, 3, 4]})  # buffers: no validity bitmap, 32 bytes of values
 ROLLS_OVER_AFTER_3 = 2**32 - 3
 
 SCHEMA, BATCH = encode(NUMBERS)
@@ -51,7 +52,7 @@ SPARSE = golden_tensor("csr_int32")
 
 
 class Form(NamedTuple):
-    """An IPC message and its body in one of its two forms, with what the receiver makes of it."""
+    """An IPC message with its body in one of the two forms, and the result of the receiver."""
 
     message: Encoded
     kind: int
@@ -64,7 +65,7 @@ def packed(message: Encoded) -> Form:
     return Form(message, 0, message.body, message.body)
 
 
-# Buffer lengths are literal: they are what makes an address list agree with its metadata.
+# Buffer lengths are literals: an address list must agree with its metadata.
 FORMS = [
     packed(BATCH),
     Form(BATCH, 1, address_list((0, 0), (4096, 32)), AddressList((0, 4096), (0, 32))),
@@ -94,7 +95,7 @@ PACKED, LISTED, EMPTY_PACKED = FORMS[:3]
 
 
 def receiver(next_: int = 0, *, schema: bool = False, **caps: int) -> Receiver:
-    """A receiver that has asked for a stream and waits for message `next_`, or has just had the schema."""
+    """Return a receiver of a stream that waits for message `next_`, or that has just received the schema."""
     made = Receiver(**caps)
     made.want()
     made._next = next_
@@ -105,7 +106,7 @@ def receiver(next_: int = 0, *, schema: bool = False, **caps: int) -> Receiver:
 
 
 def following(receiving: Receiver) -> Delivery:
-    """The next message, which is there."""
+    """Return the next message. Fail if it cannot be delivered yet."""
     delivery = receiving.next()
     assert delivery is not None
     return delivery
@@ -117,12 +118,12 @@ def receive(receiving: Receiver, sequence: int, form: Form) -> None:
 
 
 def take(receiving: Receiver) -> list[Delivery]:
-    """Everything that can be delivered now."""
+    """Return every message that can be delivered now."""
     return list(iter(receiving.next, None))
 
 
 def body(delivery: Delivery) -> object:
-    """The body in the form in which it came."""
+    """Return the body in the form in which it arrived."""
     return delivery.body if delivery.addresses is None else delivery.addresses
 
 
@@ -187,13 +188,13 @@ class TestOrder:
 
     def test_what_the_next_message_waits_for_is_known(self):
         receiving = receiver(schema=True)
-        assert not receiving.needs_body  # nothing arrived
+        assert not receiving.needs_body  # Nothing has arrived.
         receiving.receive_body(tag(1), BATCH.body)
-        assert not receiving.needs_body  # its metadata is what is missing
+        assert not receiving.needs_body  # Its metadata is missing.
         receiving.receive_metadata(metadata(1, BATCH.header))
         take(receiving)
         receiving.receive_metadata(metadata(3, BATCH.header))
-        assert not receiving.needs_body  # message 2 is what is missing
+        assert not receiving.needs_body  # Message 2 is missing.
         receiving.receive_metadata(metadata(2, BATCH.header))
         assert receiving.next() is None
         assert receiving.needs_body
@@ -364,7 +365,7 @@ class TestEnd:
 
 
 class TestGaps:
-    """A peer that leaves is told apart from one that is done."""
+    """Peers that leave early, and peers that leave after the end of the stream."""
 
     def test_nothing_is_missing_once_complete(self):
         receiving = receiver(schema=True)
@@ -457,14 +458,14 @@ class TestBodies:
             (EMPTY_PACKED, b"\0"),
             (LISTED, b""),
             (LISTED, address_list()),
-            (LISTED, address_list((4096, 32))),  # one buffer too few
-            (LISTED, address_list((0, 0), (4096, 32), (0, 0))),  # one too many
+            (LISTED, address_list((4096, 32))),  # a buffer too few
+            (LISTED, address_list((0, 0), (4096, 32), (0, 0))),  # a buffer too many
             (LISTED, address_list((0, 0), (4096, 24))),  # a buffer too short
             (LISTED, address_list((0, 0), (4096, 40))),  # too long, as if padded
             (LISTED, address_list((4096, 32), (0, 0))),  # in the wrong order
             (LISTED, address_list((64, 16), (128, 16))),  # the right sum in other parts
-            (LISTED, uint64s(31, 2, 0, 0, 4096, 32)),  # total wrong
-            (LISTED, uint64s(32, 1, 0, 0, 4096, 32)),  # count wrong
+            (LISTED, uint64s(31, 2, 0, 0, 4096, 32)),  # wrong total
+            (LISTED, uint64s(32, 1, 0, 0, 4096, 32)),  # wrong count
         ],
     )
     def test_a_body_that_disagrees_with_its_metadata_is_refused(self, form, body):
@@ -498,7 +499,7 @@ class TestBodies:
 
 
 def in_state(state: State) -> Receiver:
-    """A receiver in this state; past IDLE it has had the schema, and in ENDING misses message 1."""
+    """Return a receiver in this state. After IDLE it has received the schema, and in ENDING it lacks message 1."""
     if state is State.IDLE:
         return Receiver()
     made = receiver(schema=True)
@@ -537,7 +538,7 @@ def test_every_step_in_every_state_is_allowed_or_the_fault_of_whoever_took_it():
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """A peer sends, the network reorders, the consumer takes when it likes; all three at once."""
+    """A sending peer, a reordering network, and a consumer that reads at any time, all at once."""
 
     @initialize(start=st.sampled_from([0, ROLLS_OVER_AFTER_3]), forms=st.sampled_from([FORMS, TENSOR_FORMS]))
     def begin(self, start: int, forms: list[Form]) -> None:
@@ -609,7 +610,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.receiving.complete is (end_arrived and len(self.delivered) == len(self.expected))
 
     def teardown(self) -> None:
-        """In the end nothing is lost: whatever is still under way arrives, and all of it is delivered."""
+        """Deliver the messages in flight at the end. No message may be lost."""
         if not hasattr(self, "receiving"):
             return
         for message in self.in_flight:
@@ -644,7 +645,7 @@ bodies = st.sampled_from([form.sent for form in FORMS + TENSOR_FORMS]) | st.bina
 def test_whatever_a_peer_sends_is_delivered_in_order_or_refused_as_its_fault(messages, start):
     receiving, delivered = receiver(start), []
     for tag_, content in messages:
-        with suppress(RemoteProtocolError):  # and nothing else
+        with suppress(RemoteProtocolError):  # no other exception
             if tag_ is None:
                 receiving.receive_metadata(content)
             else:

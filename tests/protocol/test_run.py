@@ -1,4 +1,4 @@
-"""Runs recognised at once mean what the same messages mean one by one, and nothing doubtful is recognised."""
+"""A run that is recognized as a whole means the same as its single messages, and doubtful runs are not recognized."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dissociated.protocol.message import Run
 from dissociated.protocol.receiver import Receiver
 from dissociated.protocol.run import recognise
 
-BASE = 1 << 40  # of the region that shared bodies lie in
+BASE = 1 << 40  # start of the region with shared bodies
 
 
 def batch_headers(batches: list[pa.RecordBatch]) -> list[bytes]:
-    """The flatbuffers of these batches, cut by hand out of what libarrow writes."""
+    """Return the flatbuffers of these batches, cut by hand from libarrow's output."""
     headers = []
     for batch in batches:
         stream = batch.serialize().to_pybytes()
@@ -40,7 +40,7 @@ def numbers(rows: int, nulls: bool = False) -> pa.RecordBatch:
 
 
 def shared_run(rows: list[int], first: int = 1) -> Run:
-    """Batches of so many rows without nulls, their bodies one behind the other, address lists by hand."""
+    """Return a run of batches without nulls, with adjacent bodies and address lists made by hand."""
     batches = [numbers(count) for count in rows]
     untagged, tags, tagged, at = b"", b"", b"", BASE
     for number, (batch, header) in enumerate(zip(batches, batch_headers(batches), strict=True), first):
@@ -67,7 +67,7 @@ def as_run(count: int, untagged: bytes, tags: bytes, tagged: bytes) -> Run:
 
 
 def begun(first: int = 1) -> Receiver:
-    """A receiver that has delivered a schema, and all messages before number `first`."""
+    """Return a receiver that has delivered a schema and all messages before number `first`."""
     receiver = Receiver()
     receiver.want()
     schema = numbers(1).schema.serialize().to_pybytes()
@@ -78,7 +78,7 @@ def begun(first: int = 1) -> Receiver:
 
 
 def one_by_one(run: Run, first: int = 1) -> list[Delivery]:
-    """What the Receiver makes of the messages of the run, or the error that it raises."""
+    """Return the deliveries of a receiver for the messages of the run. Raise the error that it raises."""
     receiver = begun(first)
     delivered = []
     for message in run.expand():
@@ -107,7 +107,7 @@ def test_a_run_of_shared_bodies_means_what_its_messages_mean(rows: list[int], fi
     batches = recognise(run, first)
     assert isinstance(batches, SharedBatches)
     assert same(list(batches.expand()), one_by_one(run, first))
-    # what is leased is each address that was sent, in order: two for each batch
+    # Every sent address is leased, in order: two for each batch.
     assert batches.leased.tolist() == [
         address for at, count in zip(batches.body_at.tolist(), rows, strict=True) for address in (at, at + 8 * count)
     ]
@@ -157,7 +157,7 @@ def test_a_receiver_delivers_a_run_together_or_one_by_one_as_it_is_asked(run: Ru
 
 
 def sequence_of(delivered: Delivered | None) -> int:
-    """The number of the one message that was delivered."""
+    """Return the number of the only delivered message."""
     assert delivered is not None
     (one,) = delivered.expand()
     return one.sequence
@@ -174,7 +174,7 @@ def test_of_a_doubtful_run_all_is_delivered_that_comes_before_the_doubt() -> Non
 
 
 def test_a_run_that_is_overtaken_is_still_delivered_together() -> None:
-    """By what comes after it: a message, half of one, the end. Media with messages of their own do that."""
+    """Overtake a run with a message, half a message, and the end. Media with messages of their own do that."""
     last, after = packed_run(6, 2, first=4).expand(), begun()
     metadata, packed, half, _ = last
     after.receive(metadata)
@@ -226,12 +226,12 @@ def test_different_layouts_are_not_alike() -> None:
     plain, nullable = batch_headers([numbers(9)])[0], batch_headers([numbers(9, nulls=True)])[0]
     assert len(plain) == len(nullable)
     shared = shared_run([9, 9])
-    # null counts may differ; that is still one layout, so it is the address list that says no
+    # Null counts may differ within one layout, so the address list decides here.
     swapped = bytes(shared.untagged[: shared.untagged_size + 5]) + nullable
     assert recognise(as_run(2, swapped, bytes(shared.tags), bytes(shared.tagged)), 1) is None
 
 
-@pytest.mark.parametrize("at", [8, 24])  # number of buffers; length of an absent one
+@pytest.mark.parametrize("at", [8, 24])  # number of buffers; length of an absent buffer
 def test_a_list_that_disagrees_is_not_recognised(at: int) -> None:
     run = shared_run([6, 6])
     tagged = bytearray(run.tagged)
@@ -247,7 +247,7 @@ def test_a_scattered_body_is_not_recognised() -> None:
 
 
 def test_an_address_before_its_offset_does_not_wrap_around() -> None:
-    # Both buffers lie 64 bytes further in their body than their addresses could: the body would begin before 0.
+    # Both buffers have offsets 64 bytes beyond their addresses, so the body would begin before address 0.
     run = shared_run([6, 6])
     untagged, tagged = bytearray(run.untagged), bytearray(run.tagged)
     extents = struct.pack("<8Q", 0, 0, 0, 48, 48, 0, 48, 48)
@@ -266,7 +266,7 @@ def test_what_tells_how_to_read_a_header_must_not_vary() -> None:
     header = bytes(untagged[5 : run.untagged_size])
     nodes = header.index(struct.pack("<IQQQQ", 2, 6, 0, 6, 0))  # two columns of six rows without nulls
     for row in range(2):
-        struct.pack_into("<I", untagged, row * run.untagged_size + 5 + nodes, 200)  # would span all that follows
+        struct.pack_into("<I", untagged, row * run.untagged_size + 5 + nodes, 200)  # would span everything that follows
     assert recognise(as_run(2, bytes(untagged), bytes(run.tags), bytes(run.tagged)), 1) is None
 
 
@@ -281,7 +281,7 @@ def test_a_message_that_has_to_wait_does_not_keep_its_run() -> None:
     del run
     assert [delivery.sequence for delivery in iter(receiver.next, None)] == [1, 2]
     expected = bytes(memory[-len(memory) // 3 :])
-    memory.clear()  # which nobody looks at any more: BufferError otherwise
+    memory.clear()  # raises BufferError if a view remains
     receiver._next = 9
     last = receiver.next()
     assert last is not None

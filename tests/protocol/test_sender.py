@@ -22,7 +22,7 @@ def on_the_wire(messages) -> list[tuple[int | None, bytes]]:
 
 
 def sender(state: State = State.STREAMING) -> Sender:
-    """A sender in this state; past IDLE it has sent its schema."""
+    """Return a sender in this state. After IDLE it has sent its schema."""
     made = Sender(TAGS)
     if state is State.IDLE:
         return made
@@ -112,7 +112,7 @@ class TestWhatTheServerSends:
                 bytes.fromhex("0500000000000000 01" + "00" * 7 + "40" + "00" * 7 + "05") + bytes(7),
             ),
             (None, b"\x01\x03\x00\x00\x00<batch>"),
-            (0x0000000000000003, b""),  # an empty batch has a body all the same
+            (0x0000000000000003, b""),  # an empty batch has a body, too
             (None, b"\x00\x04\x00\x00\x00"),
         ]
         sending.drained()
@@ -212,7 +212,7 @@ ALLOWED = {
     },
     State.ENDING: {"free_data": State.ENDING, "drained": State.DONE, "fail": State.FAILED},
     State.DONE: {},
-    State.FAILED: {"free_data": State.FAILED, "fail": State.FAILED},  # addresses come back all the same
+    State.FAILED: {"free_data": State.FAILED, "fail": State.FAILED},  # addresses are still accepted
 }
 
 

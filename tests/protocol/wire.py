@@ -1,6 +1,6 @@
-"""A peer made by hand: the bytes of the specification, and Arrow IPC messages as libarrow writes them.
+"""A peer made by hand: bytes of the specification, and Arrow IPC messages from libarrow.
 
-Nothing here calls the code under test.
+This module does not call the code under test.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ UINT32 = 2**32
 
 
 class Encoded(NamedTuple):
-    """One Arrow IPC message of libarrow: its flatbuffer and its packed body (None where it has none)."""
+    """An Arrow IPC message from libarrow: its flatbuffer and its packed body (None if it has no body)."""
 
     header: bytes
     body: bytes | None
 
 
-#: A record batch of two buffers, laid out as libarrow never would: nothing aligned, no nodes, no padding.
+#: A record batch of two buffers with a layout that libarrow never writes: nothing aligned, no nodes, no padding.
 BY_HAND = bytes.fromhex(
     "10000000"  # 0: the root table is at 16
     "0c00 1400 0000 0400 0800 0c00"  # 4: its vtable: no version, type at 4, header at 8, bodyLength at 12
@@ -36,33 +36,33 @@ BY_HAND = bytes.fromhex(
 
 
 def patched(at: int, hexadecimal: str) -> bytes:
-    """BY_HAND with other bytes at one place."""
+    """Return BY_HAND with other bytes at one position."""
     new = bytes.fromhex(hexadecimal)
     return BY_HAND[:at] + new + BY_HAND[at + len(new) :]
 
 
 def metadata(sequence: int, header: bytes) -> bytes:
-    """`bytes([1]) + le_bytes(sequence_number) + batch_metadata`"""
+    """Return `bytes([1]) + le_bytes(sequence_number) + batch_metadata`."""
     return b"\x01" + (sequence % UINT32).to_bytes(4, "little") + header
 
 
 def end_of_stream(count: int) -> bytes:
-    """`bytes([0]) + le_bytes(sequence_number)`"""
+    """Return `bytes([0]) + le_bytes(sequence_number)`."""
     return b"\x00" + (count % UINT32).to_bytes(4, "little")
 
 
 def tag(sequence: int, kind: int = 0) -> int:
-    """Bits 0 to 31: the sequence number. Bits 56 to 63: the kind of body."""
+    """Return a tag: bits 0 to 31 are the sequence number, bits 56 to 63 the kind of the body."""
     return sequence % UINT32 + kind * 2**56
 
 
 def uint64s(*values: int) -> bytes:
-    """Unsigned, little-endian 64-bit integers."""
+    """Return unsigned little-endian 64-bit integers."""
     return b"".join(value.to_bytes(8, "little") for value in values)
 
 
 def address_list(*extents: tuple[int, int]) -> bytes:
-    """Total size, number of buffers, then one (address, length) pair for each."""
+    """Return an address list: total size, number of buffers, and an (address, length) pair for each buffer."""
     pairs = [number for extent in extents for number in extent]
     return uint64s(sum(length for _, length in extents), len(extents), *pairs)
 
@@ -77,7 +77,7 @@ def read_messages(stream: pa.Buffer) -> Iterable[pa.ipc.Message]:
 
 
 def encode(*batches: pa.RecordBatch, custom_metadata: dict[str, str] | None = None) -> list[Encoded]:
-    """The IPC messages of a stream of these batches, its schema first."""
+    """Return the IPC messages of a stream of these batches. The schema is first."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batches[0].schema) as writer:
         for batch in batches:
@@ -89,7 +89,7 @@ def encode(*batches: pa.RecordBatch, custom_metadata: dict[str, str] | None = No
 
 
 def encode_tensor(tensor: pa.Tensor) -> Encoded:
-    """The IPC message of one tensor."""
+    """Return the IPC message of a tensor."""
     sink = pa.BufferOutputStream()
     pa.ipc.write_tensor(tensor, sink)
     message = pa.ipc.read_message(sink.getvalue())
@@ -97,18 +97,18 @@ def encode_tensor(tensor: pa.Tensor) -> Encoded:
 
 
 def golden_tensor(name: str) -> Encoded:
-    """The message of one of the golden tensors."""
+    """Return the message of a golden tensor."""
     content = GOLDEN[name]
     body_at = 8 + int.from_bytes(content[4:8], "little")
     return Encoded(content[8:body_at], content[body_at:])
 
 
 def decode(header: bytes, body: bytes) -> pa.ipc.Message:
-    """Have libarrow read this flatbuffer and this body as one encapsulated message."""
+    """Let libarrow read this flatbuffer and this body as one encapsulated message."""
     padded = header + bytes(-len(header) % 8)
     return pa.ipc.read_message(b"\xff\xff\xff\xff" + len(padded).to_bytes(4, "little") + padded + body)
 
 
 def joined(parts: Sequence[bytes]) -> bytes:
-    """What arrives when `parts` are sent as one message."""
+    """Return the message that arrives when `parts` are sent together."""
     return b"".join(parts)

@@ -1,4 +1,4 @@
-"""A server: what it publishes, where, and how it ends."""
+"""A server: its datasets, their locations, and its end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_locations(serve: Serve) -> None:
     assert (inproc.host, tcp.host) == ("here", "127.0.0.1")
     assert tcp.port
     assert Path(shm.path).is_socket()
-    assert shm.free_data is not None  # only there are addresses to free
+    assert shm.free_data is not None  # only shm frees addresses
     assert (tcp.free_data, inproc.free_data) == (None, None)
 
 
@@ -70,7 +70,7 @@ def test_options_are_one_value_which_shows_no_secret() -> None:
         for one in (server, other):
             one.publish("numbers", TABLE, ticket=b"the same")
         (uri,) = other.locations("numbers")
-        assert dis.open_stream(uri, server.ticket("numbers")).read_all() == TABLE  # by their secret
+        assert dis.open_stream(uri, server.ticket("numbers")).read_all() == TABLE  # both servers share the secret
     with pytest.raises(TypeError, match="catlog"):
         dis.Server(catlog=None)  # type: ignore[call-arg]
     with pytest.raises(OptionError, match="max_asking is 1 or more, not 0"):
@@ -89,7 +89,7 @@ def test_a_chosen_ticket(serve: Serve) -> None:
     server = serve("inproc:")
     server.publish("data", TABLE, ticket=b"chosen")
     assert server.ticket("data") == b"chosen"
-    server.publish("data", TABLE.slice(1), ticket=b"chosen")  # replaces itself
+    server.publish("data", TABLE.slice(1), ticket=b"chosen")  # replaces the dataset itself
     assert dis.open_stream(server.locations("data")[0], b"chosen").read_all() == TABLE.slice(1)
     with pytest.raises(dis.DissociatedError, match="another dataset than 'other' has this ticket already"):
         server.publish("other", TABLE, ticket=b"chosen")
@@ -130,8 +130,8 @@ def test_closing_ends_everything_and_leaves_nothing_on_disk(tmp_path: Path) -> N
         silent = socket.create_connection(("127.0.0.1", port))
         server.close()
         assert list(tmp_path.iterdir()) == []
-        with silent, suppress(ConnectionResetError):  # which is what it gets if nobody had accepted it yet
-            while silent.recv(1 << 16):  # it is told why, and then no more
+        with silent, suppress(ConnectionResetError):  # if the server had not accepted it yet
+            while silent.recv(1 << 16):  # the reason, and then nothing
                 pass
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port))
@@ -147,14 +147,14 @@ def test_what_clients_have_mapped_outlives_the_server(serve: Serve) -> None:
 
 
 def test_a_client_that_says_nothing_is_sent_away(serve: Serve) -> None:
-    server = serve("tcp://127.0.0.1:0", handshake_timeout=1.0)  # in which a good client, too, has to ask
+    server = serve("tcp://127.0.0.1:0", handshake_timeout=1.0)  # a deadline for good clients, too
     server.publish("data", TABLE)
     uri = Uri.parse(server.locations("data")[0])
     with socket.create_connection((uri.host, uri.port), PATIENCE) as silent:
         content = b""
         while received := silent.recv(1 << 16):
             content += received
-    assert b"silent for 1 s" in content or b"took too long" in content  # which of them is over first
+    assert b"silent for 1 s" in content or b"took too long" in content  # whichever deadline expires first
     assert read(server) == TABLE
 
 
@@ -169,7 +169,7 @@ def test_a_client_that_takes_nothing_is_sent_away(serve: Serve) -> None:
 
 
 def test_a_client_that_holds_memory_for_too_long_is_sent_away(serve: Serve) -> None:
-    """It can still read what it has mapped."""
+    """Disconnect the client, which can still read the memory that it has mapped."""
     server = serve("shm:", lease_timeout=0.05)
     server.publish("data", TABLE)
     arrived = read(server)
@@ -180,7 +180,7 @@ def test_a_client_that_holds_memory_for_too_long_is_sent_away(serve: Serve) -> N
 def test_more_connections_than_are_allowed_are_refused_with_a_reason(serve: Serve) -> None:
     server = serve("shm:", max_connections=2)
     server.publish("data", TABLE)
-    first = read(server)  # the connection stays open while this is used
+    first = read(server)  # the connection stays open while `first` is used
     of_first = serving(server)
     second = read(server)
     of_second = serving(server) - of_first
@@ -254,7 +254,7 @@ def test_what_a_writer_writes_is_published_at_its_close(serve: Serve) -> None:
     segment = dataset.mapped()[0].segment
     assert segment.nbytes == writer.stats.total_serialized_body_size
     modes = {fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE for descriptor in shared("data")}
-    assert modes == {os.O_RDONLY}  # what it was written with is closed
+    assert modes == {os.O_RDONLY}  # the handle that wrote it is closed
 
 
 def test_what_a_writer_writes_replaces_what_had_its_name(serve: Serve) -> None:
@@ -318,13 +318,13 @@ def test_a_writer_has_options(serve: Serve, fields: dict[str, Any]) -> None:
 
 
 def shared(name: str) -> list[int]:
-    """The descriptors of memfds of this name."""
+    """Return the descriptors of memfds of this name."""
     return [number for number, target in descriptors().items() if target == f"/memfd:dissociated:{name} (deleted)"]
 
 
 @pytest.mark.parametrize("live", [None, dis.Live()], ids=["table", "live"])
 def test_a_dataset_with_a_time_to_live_goes(live: dis.Live | None) -> None:
-    """From the catalog and from the server; one that replaces it in time has a time of its own."""
+    """Remove the dataset from the catalog and from the server. A replacement in time has its own time to live."""
     with dis.Server(["tcp:"]) as server, dis.connect(server.catalog_uri) as client:
         server.publish("longer", TABLE, ttl=600)
         server.publish("stays", TABLE, ttl=0.3)

@@ -1,4 +1,4 @@
-"""A file that is served takes no memory of the server's own, whoever reads it how often."""
+"""Serving a file takes no memory of the server's own, for any number of reads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def server(forks: None, file: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def resident(pid: int) -> int:
-    """Resident memory of a process's own, without pages of files, which the kernel may take back; in bytes."""
+    """Return the resident bytes of a process without pages of files, which the kernel may reclaim."""
     fields = dict(line.split(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem")) * 1024
 

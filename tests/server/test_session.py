@@ -1,4 +1,4 @@
-"""Live streams that outlast a region, and clients that leave in the middle."""
+"""Live streams that fill more than one region, and clients that leave in the middle."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_live_stream_goes_on_in_another_region(serve: Serve, monkeypatch: pyte
 def test_the_limit_counts_what_is_held_in_all_regions(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "_SPAN", 1 << 20)
     monkeypatch.setattr(live.LiveRegion, "size", 1 << 20)
-    held: list[int] = []  # bytes, after each body that was shared
+    held: list[int] = []  # bytes, after each shared body
     place = StreamedSending._write_body
 
     def placed(sending: StreamedSending, *arguments: Any) -> Any:
@@ -59,12 +59,12 @@ def test_the_limit_counts_what_is_held_in_all_regions(serve: Serve, monkeypatch:
     server.publish("live", lambda: live_source(100))  # 8 MB
     kept = list(dis.open_stream(server.locations("live")[0], server.ticket("live")))
     assert [batch["n"][-1].as_py() for batch in kept] == list(range(100))
-    assert len(held) > 13  # more than one region took
-    assert max(held) <= (1 << 21) + 2 * 81_920  # a region takes two bodies in any case
+    assert len(held) > 13  # more than one region holds
+    assert max(held) <= (1 << 21) + 2 * 81_920  # a region accepts two bodies in any case
 
 
 def test_what_arrived_of_a_group_that_is_cut_off_is_held(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    held: list[int] = []  # when a session begins to wait for what is to come back
+    held: list[int] = []  # leases when a session begins to wait for freed addresses
     drain = Sending.drain
 
     def draining(sending: Sending, *timeout: Any) -> Any:
@@ -74,13 +74,13 @@ def test_what_arrived_of_a_group_that_is_cut_off_is_held(serve: Serve, monkeypat
     monkeypatch.setattr(Sending, "drain", draining)
     server = serve("shm:", inline_limit=10_000)
     small, large = ({f"c{n}": [n] * rows for n in range(400)} for rows in (1, 100))
-    # The first is inline, so nothing is read in place; of the rest there are megabytes of addresses.
+    # The first batch is inline, so nothing is read in place. The rest has megabytes of addresses.
     server.publish("wide", pa.Table.from_batches([pa.record_batch(small), *[pa.record_batch(large)] * 400]))
     uri, ticket = server.locations("wide")[0], server.ticket("wide")
     reader = dis.open_stream(uri, ticket)
     kept = [reader.read_next_batch() for _ in range(2)]
     assert server.connections == 1
-    del reader  # the server is in the middle of sending
+    del reader  # the server is still sending
     assert kept[1].num_rows == 100
     del kept
     assert connections_left(server) == 0

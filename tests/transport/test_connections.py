@@ -1,4 +1,4 @@
-"""What every transport promises ("Requirements"), between two ends of one connection."""
+"""Guarantees of every transport ("Requirements") between the two ends of a connection."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STREAMS = {
     "tls": "tls://127.0.0.1:0",
     "shm": "shm:",
 }
-#: Those that have messages of their own, which may overtake each other.
+#: Media with messages of their own, which may overtake each other.
 NATIVE = {
     "ucx": "ucx://127.0.0.1:0",
     "ucx6": "ucx://[::1]:0",
@@ -95,7 +95,7 @@ def connect(listener: Listener) -> Ends:
         assert server is not None
         server.handshake(PATIENCE)
         while not connecting.done():
-            server.arrived()  # some media connect only while the other side attends to it
+            server.arrived()  # Some media connect only while the server makes progress.
         return Ends(connecting.result(), server)
 
 
@@ -120,7 +120,7 @@ PLAIN = [(tag, b"".join(map(bytes, parts))) for tag, parts in MESSAGES]
 
 
 def _ordered(ends: Ends, messages: list[Any]) -> list[Any]:
-    """As they came, where the medium promises that."""
+    """Sort the messages if the medium does not guarantee their order."""
     if not isinstance(ends.client, NativeConnection):
         return messages
     return sorted(messages, key=lambda message: (message[0] is None, message))
@@ -129,7 +129,7 @@ def _ordered(ends: Ends, messages: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("back", [False, True], ids=["to server", "to client"])
 def test_messages_arrive_whole_and_in_order(ends: Ends, back: bool) -> None:
     sender, receiver = reversed(ends) if back else ends
-    # A server takes no more metadata than a client has to say.
+    # A server limits metadata to the size of a client's requests.
     chosen = [index for index, (tag, data) in enumerate(PLAIN) if back or tag is not None or len(data) < 1 << 16]
     messages, expected = [MESSAGES[index] for index in chosen], [PLAIN[index] for index in chosen]
     with ThreadPoolExecutor(1) as pool:
@@ -145,7 +145,7 @@ def test_prepared_messages_can_be_sent_on_any_connection_of_the_same_kind(listen
             both = connect(listener)
             with both.client, both.server:
                 both.client.send([Message(1, (b"ticket",))], PATIENCE)
-                receive(both.server)  # it knows by now what the client takes
+                receive(both.server)  # The server now knows whether the client accepts runs.
                 prepared = prepared or both.server.prepare(MESSAGES)
                 sending = pool.submit(both.server.send, prepared, PATIENCE)
                 arrived: list[Any] = []
@@ -161,7 +161,7 @@ def test_prepared_messages_can_be_sent_on_any_connection_of_the_same_kind(listen
 
 @pytest.mark.parametrize("medium", media(["ucx", "fabric"]))
 def test_runs_go_only_to_who_has_said_that_it_takes_them(listener: Listener) -> None:
-    """A client that is not offered them says nothing of them, as those of others do. Clients send none."""
+    """Send runs only to clients that accept them. Clients announce that only if the URI offers runs, and send none."""
     both = connect(listener)
     with both.client, both.server:
         assert both.client.takes_runs
@@ -190,7 +190,7 @@ def test_where_no_thread_is_to_be_had_for_what_is_under_way_the_connection_ends(
     ends.server.close()
 
 
-# Without error handling, UCX throws away what a peer sent before it closed: there it takes `finish`.
+# Without error handling, UCX discards messages that a peer sent before it closed. That mode needs `finish`.
 @pytest.mark.parametrize("medium", media(one for one in MEDIA if one != "ucx, none"))
 def test_closing_lets_what_was_sent_arrive(ends: Ends) -> None:
     ends.server.send([Message(None, (b"one",)), Message(2, (b"two",))], PATIENCE)
@@ -251,7 +251,7 @@ def test_a_peer_that_takes_nothing_exceeds_the_deadline(ends: Ends) -> None:
 
 
 def test_two_sides_that_both_send_do_not_block_each_other(ends: Ends) -> None:
-    """A client gives leases back while the server is still sending."""
+    """Free leases from the client while the server is still sending."""
     bodies = [Message(number, (bytes(1 << 20),)) for number in range(100)]
     frees = [Message(9, (bytes(8),)) for _ in range(2000)]
     everything_sent = threading.Event()
@@ -298,9 +298,10 @@ def test_interrupting_ends_a_send_in_another_thread(ends: Ends) -> None:
             sending.result(PATIENCE)
 
 
-@pytest.mark.parametrize("medium", media(one for one in MEDIA if one != "inproc"))  # which keeps nothing while it sends
+# The transport inproc buffers nothing while it sends.
+@pytest.mark.parametrize("medium", media(one for one in MEDIA if one != "inproc"))
 def test_one_who_sends_and_does_not_receive_is_cut_off(ends: Ends) -> None:
-    """What it sends is kept while it is sent to, but not without end."""
+    """Send to a client that sends and never receives: its messages are buffered up to a limit."""
 
     def client() -> None:
         while True:
@@ -333,7 +334,7 @@ def test_a_closed_listener_accepts_nobody_and_wakes_whoever_waits(listener: List
 
 @pytest.mark.parametrize("medium", ["tcp", "tls", "shm"])
 def test_parts_from_a_mapped_file_arrive_in_their_place(ends: Ends, tmp_path: Path) -> None:
-    """More than a socket takes at once, between parts of other memory."""
+    """Send more than a socket buffers, between parts of other memory."""
     content = bytes(range(256)) * 20_000
     (tmp_path / "file").write_bytes(content)
     with (tmp_path / "file").open("rb") as file, ThreadPoolExecutor(1) as executor:
@@ -357,7 +358,7 @@ def test_what_a_connection_copies_may_change_once_it_is_sent(ends: Ends) -> None
 
 @pytest.mark.parametrize("medium", ["tcp", "shm"])
 def test_a_mapped_file_that_has_become_shorter_breaks_off(ends: Ends, tmp_path: Path) -> None:
-    """Its pages are gone, which the kernel notices: the process lives on. (To encrypt them, it would have to look.)"""
+    """Truncate a mapped file. The kernel reports the missing pages, without SIGBUS. (TLS would have to read them.)"""
     size = 100_000
     (tmp_path / "file").write_bytes(bytes(size))
     with (tmp_path / "file").open("rb+") as file:
@@ -367,7 +368,7 @@ def test_a_mapped_file_that_has_become_shorter_breaks_off(ends: Ends, tmp_path: 
             received = pool.submit(receive, ends.client)
             with pytest.raises(SourceError, match="become shorter"):
                 ends.server.send([Message(7, (b"before", part))], PATIENCE)
-            assert ends.server.written  # so whatever followed would be taken for the rest
+            assert ends.server.written  # A later message would be taken for the rest.
             ends.server.send_close_reason("x" * MAX_CONTROL)
             ends.server.flush_close_reason(PATIENCE)
             ends.server.close()
@@ -382,12 +383,12 @@ def test_waiting_ends_with_a_message_or_when_another_thread_wakes(ends: Ends) ->
     client.send([Message(1, (b"x",))], PATIENCE)
     server.wait(PATIENCE)
     assert server.arrived()
-    server.wait(PATIENCE)  # it is still there
+    server.wait(PATIENCE)  # The message is still unread.
     assert plain(receive(server)) == (1, b"x")
     with ThreadPoolExecutor(1) as pool:
-        for wake in (server.wake, client.close):  # and with the end of the connection
+        for wake in (server.wake, client.close):  # Closing wakes a waiter, too.
             waiting = pool.submit(server.wait, PATIENCE)
             wake()
             waiting.result(PATIENCE / 2)
-    server.wake()  # before somebody waits
+    server.wake()  # A wake before the wait counts.
     server.wait(PATIENCE)

@@ -9,7 +9,7 @@ from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteError
 from dissociated.transport.mailbox import Mailbox
 from helpers import PATIENCE
 
-SOON = 0.01  # seconds, for what must not happen within any time
+SOON = 0.01  # seconds in which nothing may happen
 
 
 def test_items_come_in_order() -> None:

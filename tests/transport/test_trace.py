@@ -1,4 +1,4 @@
-"""Each message that is sent or received is in the log once it is asked for, and nothing of what is in it is."""
+"""The log contains each sent and received message if tracing is enabled, and never its content."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LISTEN = {
     "ucx": "ucx://127.0.0.1:0",
     "fabric": "fabric://127.0.0.1:0",
 }
-#: What the reads below say, from the server to the client but for where the bodies are; and back.
+#: Trace lines of the reads below: from the server to the client, apart from the bodies, and back.
 FROM_SERVER = (
     r"schema 0: metadata of \d+ bytes",
     r"dictionary batch 1: metadata of \d+ bytes for a body of \d+ bytes",
@@ -93,7 +93,7 @@ def test_each_message_is_a_line_and_its_content_in_none(
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Connection, Connection]]:
-    """The two ends of a connection, the client's first."""
+    """Yield the two ends of a connection, the client's first."""
     inproc = transport("inproc")
     with closing(inproc.listen(Uri.parse("inproc:"))) as listener, inproc.connect(listener.uri, PATIENCE) as client:
         accepted = listener.accept()

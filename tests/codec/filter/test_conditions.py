@@ -1,4 +1,4 @@
-"""Conditions on columns that Spark has none of. `tests/spark/test_filters.py` compares with Spark."""
+"""Conditions on columns for which Spark has no equivalent. `tests/spark/test_filters.py` compares with Spark."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_times_are_compared_as_they_are_in_whatever_unit(unit: str, zone: str | 
         moments = [moment]
         if not value % 1_000:
             moments.append(epoch + timedelta(microseconds=value // 1_000))
-        if not value % 1_000 or unit == "ns":  # Spark leaves out what is less than its microseconds
+        if not value % 1_000 or unit == "ns":  # Spark drops digits below a microsecond.
             moments.append(moment.isoformat())
         for written in moments:
             for name, compare in COMPARISONS.items():

@@ -1,4 +1,4 @@
-"""Statistics after a segment: bounds that hold, whatever the values are, and nothing where they are damaged."""
+"""Statistics behind a segment: their bounds hold for any values, and damaged statistics are ignored."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def test_what_is_known_of_each_batch(tmp_path: Path) -> None:
                 [least, None, None, least],
                 [most, None, None, most],
             )
-        assert bounds.min.is_null().to_pylist() == [False, True, True, False], name  # small ones are not looked at
-    with pa.ipc.open_stream(tmp_path / "s") as reader:  # any Arrow reader stops before them
+        assert bounds.min.is_null().to_pylist() == [False, True, True, False], name  # small batches have no bounds
+    with pa.ipc.open_stream(tmp_path / "s") as reader:  # any Arrow reader stops before the statistics
         assert reader.read_all().num_rows == 2 * ROWS + 5
 
 
 def test_bounds_hold_for_every_type(tmp_path: Path) -> None:
-    """Also of columns with nulls, whose slots may hold anything."""
+    """Compare the bounds also for columns with nulls, whose slots may contain anything."""
     looked_at: set[str] = set()
     for number, (name, arrays) in enumerate(ARRAYS.items()):
         for array in arrays:
@@ -96,7 +96,7 @@ def test_bounds_hold_for_every_type(tmp_path: Path) -> None:
 
 
 def stream(tail: bytes) -> tuple[bytes, int]:
-    """An IPC stream of one batch of 20,000 rows, what follows it, and where its last message ends."""
+    """Return an IPC stream of a batch of 20,000 rows followed by `tail`, and the end of its last message."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, BATCH.schema) as writer:
         writer.write_batch(BATCH)
@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_as_if_it_were_not_there() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_damaged_bytes_harm_nobody(seed: int) -> None:
-    """What comes out of them are arrays of the right types and lengths, or nothing."""
+    """Read damaged statistics as arrays of the right types and lengths, or as nothing."""
     chance = random.Random(seed)
     encoded = good().encode()
     for _ in range(500):
@@ -197,7 +197,7 @@ def test_a_thorough_look_takes_text_and_decimals_and_leaves_out_nulls() -> None:
         bounds = found.bounds[number]
         assert bounds.null_count.to_pylist() == [some.column(number).null_count for some in (batch[:6], batch, batch)]
         assert (bounds.min.type, bounds.min[0].as_py(), bounds.max[0].as_py()) == (type_, least, most), name
-        # text of several values, with which one batch begins like the other, is compared once
+        # A string column of several values is compared once. Later batches that begin alike have no bounds.
         again = None if name in ("text", "bytes", "digits") else least
         assert [bounds.min[at].as_py() for at in (1, 2)] == [again] * 2, name
 

@@ -1,4 +1,4 @@
-"""Filters as they travel: the same rows pass, no batch with one of them is left out, and no bytes do harm."""
+"""Encoded filters: they pass the same rows, leave out no batch with such a row, and are safe for any bytes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ COMPARE = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
 def leaf(name: str, how: str, value: Any) -> pc.Expression:
     if how == "in":
         return pc.field(name).isin(pa.array([value, VALUES[name][1][0]], VALUES[name][0]))
-    if how == "in, or null":  # as DuckDB writes it
+    if how == "in, or null":  # in DuckDB's encoding
         found = pc.field(name).isin(pa.array([value, VALUES[name][1][0]], VALUES[name][0]))
         return pc.if_else(pc.field(name).is_valid(), found, pa.scalar(None, pa.bool_()))
     if how in COMPARE:
@@ -81,7 +81,7 @@ expressions = st.recursive(
 
 
 def tables(seed: int) -> list[pa.RecordBatch]:
-    """A few batches, each of few rows, so that bounds are narrow. Hypothesis would take long to draw them."""
+    """Return a few batches of few rows, so that bounds are narrow. Hypothesis would take long to draw them."""
     chance = random.Random(seed)
 
     def batch(rows: int) -> pa.RecordBatch:
@@ -94,7 +94,7 @@ def tables(seed: int) -> list[pa.RecordBatch]:
 
 
 def everything(batches: list[pa.RecordBatch]) -> Statistics:
-    """Statistics of all columns, as they are read after a segment: also of types that Python writes none for."""
+    """Return statistics of all columns as they are read behind a segment, also for types that Python does not write."""
     collector = StatisticsCollector(SCHEMA)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(statistics, "_LEAST_ROWS", 1)
@@ -164,13 +164,13 @@ def test_which_sets_of_values_travel() -> None:
     assert travels(some & (pc.field("double") > 0.5) & text.is_valid() | pc.field("double").is_nan())
     others = (~some, pc.equal(some, pc.scalar(False)), some.is_null(), number.isin([1, None]))
     assert not any(map(travels, (*others, number.isin(list(range(600))), pc.field("double").isin([0.5]))))
-    assert not travels(pc.field("unsigned").isin([1]))  # of which libarrow makes int64
+    assert not travels(pc.field("unsigned").isin([1]))  # libarrow makes int64 of it
     with pytest.raises(FormatError, match="a set of the filter"):
         parse_filter(bytes.fromhex("1a040a024200"))
 
 
 def test_moments_of_other_units_and_zones() -> None:
-    """pyarrow writes all moments as microseconds, and those that are none it writes as others."""
+    """Filter timestamps of other units. pyarrow writes all as microseconds, with wrong values if they do not fit."""
 
     def moment(value: int) -> pa.Scalar:
         return pa.array([value]).view(type_)[0]
@@ -206,7 +206,7 @@ def test_a_set_that_is_printed_within_a_letter() -> None:
 
 
 def test_batches_without_a_row_are_left_out() -> None:
-    """Which the test before would not notice."""
+    """Leave out batches by their bounds, which the test above does not notice."""
     batches = [
         pa.record_batch({"n": pa.array(range(first, first + SIZE), pa.int64())}) for first in (0, SIZE, 2 * SIZE)
     ]
@@ -236,7 +236,7 @@ def test_batches_without_a_row_are_left_out() -> None:
 
 
 def refused() -> dict[str, bytes]:
-    """Filters that pyarrow would compute, and what is none."""
+    """Return filters that pyarrow would evaluate, and bytes that are no filter."""
     schema = pa.schema([("n", pa.int64()), ("s", pa.string())])
     n = pc.field("n")
     some = {
@@ -253,7 +253,7 @@ def refused() -> dict[str, bytes]:
 
 
 def nested(encoded: bytes, depth: int) -> bytes:
-    """The filter `encoded`, the denial of something, denied so many times more."""
+    """Return the negated filter `encoded` within `depth` more negations."""
     fields = [*protobuf.fields(encoded)]
     expression = bytes(next(value for one, value in fields if one == module._EXPRESSIONS))
     ((_, root),) = [one for one in protobuf.fields(expression) if one[0] == 1]
@@ -284,7 +284,7 @@ def test_denials_are_counted_as_libarrow_does() -> None:
 
 
 def test_what_substrait_would_change_does_not_travel() -> None:
-    """`is_in` becomes comparisons, to which nulls and NaN are something else."""
+    """Evaluate such filters in the client: Substrait turns `is_in` into comparisons, which differ for nulls and NaN."""
     number, double = pc.field("number"), pc.field("double")
     for expression in (number.isin([1, None]), ~number.isin([1]), double.is_null(nan_is_null=True), number > 0.5):
         assert encode_filter(RowFilter.bind(expression, SCHEMA), SCHEMA) is None
@@ -316,7 +316,7 @@ def test_damaged_filters_harm_nobody(seed: int) -> None:
 
 
 def test_who_waits_for_rows_hears_that_others_are_read() -> None:
-    """A filter that nothing passes for long: batches without rows come then, and by default none."""
+    """Yield batches without rows while a filter passes nothing for long. By default none are yielded."""
     batches = [pa.record_batch({"n": [1]})] * 3
     for alive, count in ((0.0, 3), (1e9, 0)):
         reader = pa.RecordBatchReader.from_batches(batches[0].schema, batches)

@@ -1,4 +1,4 @@
-"""The bytes of every frame, written and read: whole, byte by byte, cut anywhere."""
+"""The bytes of every frame, written and read: whole, byte by byte, and cut at any position."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from helpers import case
 
 HELLO = bytes.fromhex("444953534f430001")
 
-#: The bytes of a frame of each kind, and what they mean.
+#: The bytes of a frame of each kind, and their meaning.
 GOLDEN = [
     ("03000000000000010000000000000000 6162630000000000", Frame(1, 0, b"abc")),
     ("00000000000000010000000000000000", Frame(1, 0, b"")),
@@ -126,7 +126,7 @@ def test_frames_are_read_cut_in_two() -> None:
 
 
 def test_a_reader_goes_on_after_a_deadline() -> None:
-    """Wherever the peer fell silent."""
+    """Resume after a deadline at each position of the stream."""
     for at in range(1, len(STREAM)):
         before, after = cut(STREAM, at)
         reader = FrameReader(Source([before, DeadlineExceeded("silent"), after]).read_into)
@@ -176,7 +176,7 @@ def test_large_payloads_are_read_straight_into_the_memory_that_was_supplied() ->
     assert frame is not None
     assert frame.payload is supplied[0]
     assert frame.payload == payload
-    assert source.largest > len(payload) - (1 << 18)  # all but what came with the head, in one read
+    assert source.largest > len(payload) - (1 << 18)  # all but the start that came with the head, in one read
     assert reader.read(1.0, supply) == Frame(1, 0, b"next")
 
 
@@ -190,7 +190,7 @@ def test_payloads_stay_as_they_are_while_more_is_read() -> None:
 
 
 def test_bodies_are_aligned_to_8_bytes() -> None:
-    """libarrow would copy them otherwise, or refuse them."""
+    """Align bodies, because libarrow copies or refuses unaligned buffers."""
     import numpy as np
 
     messages = [message for n in range(300) for message in (Message(None, (b"m" * n,)), Message(n, (b"b" * 3 * n,)))]
@@ -234,7 +234,7 @@ def test_whatever_is_written_is_read(messages: list[Message], sizes: list[int]) 
     st.lists(st.sampled_from([None, 1]), max_size=3),
 )
 def test_runs_mean_what_their_messages_mean(shapes: list[tuple[int, int, int]], odd: list[int | None]) -> None:
-    """Runs of like pairs, and what comes between them."""
+    """Encode runs of equal pairs, and other messages between them."""
     messages = []
     for count, untagged, tagged in shapes:
         messages += [Message(tag, (b"odd",)) for tag in odd]

@@ -1,4 +1,4 @@
-"""Sockets where nobody else can reach them, and memory that comes safely through them."""
+"""Unix sockets that other users cannot reach, and safe sharing of memory over them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def allocate(tag: int | None, length: int) -> Any:
     return bytearray(length)
 
 
-# Where sockets lie
+# Locations of sockets
 
 
 def test_a_socket_of_its_own_lies_in_the_runtime_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_the_socket_of_a_server_that_lives_is_left_alone(tmp_path: Path) -> None
 
 
 def test_a_server_that_lives_does_not_see_who_looks_whether_it_does() -> None:
-    """It would take that for a client, and write of it in its log."""
+    """Probe a live server without connecting, because it would count a connection as a client and log it."""
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(runtime_directory() / "other.sock"))
         other.listen()
@@ -117,7 +117,7 @@ def test_a_server_that_lives_does_not_see_who_looks_whether_it_does() -> None:
         with pytest.raises(BlockingIOError):
             other.accept()
     assert (runtime_directory() / "other.sock").exists()
-    SHM.listen(Uri.parse("shm:")).close()  # which finds it dead now
+    SHM.listen(Uri.parse("shm:")).close()  # The probe finds it dead now.
     assert not (runtime_directory() / "other.sock").exists()
 
 
@@ -194,7 +194,7 @@ def ends(tmp_path: Path) -> Iterator[tuple[Connection, Connection]]:
 
 @pytest.fixture
 def memfd() -> Iterator[int]:
-    """One page of ones, one of twos, sealed."""
+    """Provide a sealed memfd with a page of ones and a page of twos."""
     descriptor = create_memfd("test")
     os.write(descriptor, b"1" * PAGE + b"2" * PAGE)
     seal(descriptor, Backing.SEALED)
@@ -203,7 +203,7 @@ def memfd() -> Iterator[int]:
 
 
 def mapped(client: Connection, server: Connection) -> None:
-    """Let the client take in what was shared: that is done when the next message has arrived."""
+    """Let the client map the shared memory, which it has done when the next message arrives."""
     server.send([Message(None, (b"next",))], PATIENCE)
     arrived = client.receive(PATIENCE, allocate)
     assert arrived is not None

@@ -1,4 +1,4 @@
-"""TLS: who is not to be trusted gets nothing, and what is altered on the way is not taken."""
+"""TLS: untrusted peers receive nothing, and altered data is refused."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_certificate_for_another_host_is_refused(serve: Serve, tmp_path: Path)
 
 
 def test_another_transport_is_no_way_around_an_untrusted_certificate(certified: Certificates) -> None:
-    """A client that was sent to an impostor does not go on in the clear."""
+    """Keep a client whose server presents an untrusted certificate from falling back to plain text."""
     with dis.Server(["tcp:", "tls:"], **certified.options) as server, dis.connect(server.catalog_uri) as client:
         server.publish("data", TABLE)
         assert [uri.partition(":")[0] for uri in server.locations("data")] == ["tcp", "tls"]
@@ -93,11 +93,11 @@ def test_neither_side_speaks_without_tls(server: dis.Server, serve: Serve, certi
         dis.open_stream(where(plain).replace("tcp:", "tls:"), plain.ticket("data"), timeout=PATIENCE)
 
 
-# On the way
+# Attackers on the network
 
 
 class Wire:
-    """Stands between client and server, hears everything, and lets `alter` have a look at what the server says."""
+    """A proxy between client and server that records all bytes and passes the server's bytes through `alter`."""
 
     def __init__(self, port: int, alter: Callable[[bytes], bytes] = bytes) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -178,7 +178,7 @@ def test_what_is_cut_off_on_the_way_is_not_taken_for_whole(server: dis.Server, c
 
 @pytest.fixture
 def silent() -> Iterator[socket.socket]:
-    """Somebody who listens, and neither accepts nor says anything."""
+    """Provide a listening socket that neither accepts nor answers."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield listening
 
@@ -200,7 +200,7 @@ def test_a_server_that_hangs_up_instead_of_shaking_hands(silent: socket.socket) 
 def test_clients_that_do_not_shake_hands_are_sent_away_and_hold_up_nobody(
     serve: Serve, certified: Certificates, said: bytes
 ) -> None:
-    server = serve("tls:", handshake_timeout=1.0, **certified.options)  # in which a good client has to agree, too
+    server = serve("tls:", handshake_timeout=1.0, **certified.options)  # a deadline for good clients, too
     server.publish("data", TABLE)
     uri = Uri.parse(where(server))
     silent = [socket.create_connection((uri.host, uri.port), PATIENCE) for _ in range(20)]
@@ -233,7 +233,7 @@ def test_a_client_that_drips_does_not_get_longer_than_the_deadline(serve: Serve,
             pytest.fail("a client got as long as it liked")
 
 
-# What it is given
+# Resources
 
 
 def test_an_interrupted_close_leaves_nothing(server: dis.Server, certified: Certificates) -> None:

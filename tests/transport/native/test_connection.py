@@ -1,4 +1,4 @@
-"""What connections share whose medium has messages of its own. The real ones are in test_connections.py."""
+"""Connections over media with messages of their own, with emulated media. test_connections.py has the real ones."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from helpers import PATIENCE, Interruption, case, leaving_nothing, wait_until
 
 
 class Outgoing(NamedTuple):
-    """A message, prepared."""
+    """A prepared message."""
 
     size: int
 
 
 class Quiet(NativeConnection):
-    """Sends without ever saying that something happened, as UCX may when its own thread did the work."""
+    """A connection that completes sends without reporting progress, as UCX may when its own thread did the work."""
 
     def __init__(self, accepted: bool = False) -> None:
         super().__init__("nobody", accepted)
         self.looks = 0
-        self.released = 0  # times
+        self.released = 0  # number of calls
 
     def _encode(self, message: Message) -> Outgoing:
         return Outgoing(sum(map(len, message.parts)))
@@ -80,7 +80,7 @@ def test_what_completes_unnoticed_is_noticed() -> None:
 
 
 class Endless(Quiet):
-    """Something always happens, but nothing of what is sent ever leaves."""
+    """A connection that always makes progress and never completes a send."""
 
     def _progress(self) -> bool:
         return True
@@ -105,7 +105,7 @@ def test_ending_takes_no_longer_than_it_may_whatever_the_peer_does() -> None:
 
 
 class Failing(Quiet):
-    """Its medium breaks while it ends."""
+    """A connection whose medium fails while it closes."""
 
     def _progress(self) -> bool:
         raise TransportError("out of order")
@@ -122,7 +122,7 @@ def test_a_medium_that_fails_is_given_back_all_the_same() -> None:
 
 
 class Slow(Quiet):
-    """Sending takes a while."""
+    """A connection whose sends take several polls."""
 
     def _complete(self, request: Any) -> bool | None:
         self.looks += 1
@@ -147,7 +147,7 @@ def test_ctrl_c_at_any_line_of_what_closing_waits_for_gives_everything_back() ->
 
 
 def ctrl_c_at_first(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, but Ctrl-C comes as it is called for the first time."""
+    """Return `method` with a Ctrl-C at the start of its first call."""
     calls: list[None] = []
 
     def interrupted(*arguments: Any) -> Any:
@@ -185,12 +185,12 @@ def test_two_threads_that_close_give_back_once() -> None:
 
 
 class QuietListener(NativeListener):
-    """Nobody ever comes, and it does not wait long for them."""
+    """A listener without clients that fails after three polls."""
 
     def __init__(self) -> None:
         super().__init__(exposes_memory=False)
         self.looks = 0
-        self.released = 0  # times
+        self.released = 0  # number of calls
 
     def _progress(self) -> None:
         self.looks += 1
@@ -217,7 +217,7 @@ class QuietListener(NativeListener):
 
 
 class SleepyListener(QuietListener):
-    """It sleeps until somebody waits for it."""
+    """A listener that sleeps until a thread waits for it."""
 
     def __init__(self) -> None:
         super().__init__()

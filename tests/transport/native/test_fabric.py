@@ -92,7 +92,7 @@ print(*{line.split()[-1] for line in open("/proc/self/maps") if "libfabric.so" i
 
 @pytest.mark.parametrize("named", [False, True], ids=["nobody names it", "the variable names it"])
 def test_the_systems_library_is_used_only_if_the_variable_names_it(tmp_path: Path, named: bool) -> None:
-    """The dynamic loader finds a copy here, as it finds a library that a package of the system has installed."""
+    """Let the dynamic loader find a copy of libfabric, as it would find a package of the system."""
     installed = _ofi.installed_library()
     assert installed is not None
     system = shutil.copy(installed, tmp_path / "libfabric.so.1")
@@ -111,13 +111,13 @@ def test_a_provider_that_shares_no_memory_is_refused_with_allow_rma_before_anybo
         server.publish("data", pa.table({"n": [1]}))
         uri = server.locations("data")[0]
         assert Uri.parse(uri).remote_handle is None
-        # A client that allows it reads all the same: bodies are sent.
+        # A client that allows remote reads still reads: the server sends the bodies.
         read = dis.open_stream(uri, server.ticket("data"), allow_rma=True).read_all()
         assert read == pa.table({"n": [1]})
 
 
 def connected(listener: Listener, spans: Sequence[Span] = ()) -> tuple[FabricConnection, FabricConnection]:
-    """A client's end, which may read from these spans, and the server's."""
+    """Return the client's end, which may read from these spans, and the server's end."""
     uri = with_spans(listener.uri, spans) if spans else listener.uri
     with ThreadPoolExecutor(1) as pool:
         connecting = pool.submit(transport("fabric").connect, uri, PATIENCE)
@@ -154,7 +154,7 @@ def where(request: pytest.FixtureRequest) -> Uri:
 
 
 def send_untagged(server: FabricConnection, messages: list[bytes]) -> None:
-    """Send them without a tag, whatever their size."""
+    """Send messages of any size without a tag."""
     ended: list[Completion] = []
     peer = server._handshake.address
     assert peer is not None
@@ -167,9 +167,10 @@ def send_untagged(server: FabricConnection, messages: list[bytes]) -> None:
 
 
 def test_large_untagged_messages_arrive_among_small_ones(where: Uri) -> None:
-    """libfabric 1.17 says that a buffer for many is used up while large ones are still fetched into it.
+    """Receive large messages among small ones.
 
-    So large ones are sent with a tag, but not by every peer.
+    libfabric 1.17 reports a buffer for many messages as used up while large ones are still fetched into it. Our servers
+    therefore send large messages with a tag, but other peers may not.
     """
     sent = [bytes([number % 251]) * (9_000 if number % 2 else 60_000) for number in range(500)]
     with leaving_nothing(), closing(transport("fabric").listen(where)) as listener:
@@ -188,14 +189,14 @@ def test_large_untagged_messages_arrive_among_small_ones(where: Uri) -> None:
 
 
 def talk(client: FabricConnection, count: int) -> None:
-    """Let the client say that it consumed nothing, so often that more has arrived than there are receives for."""
+    """Send so many credit messages, each for nothing consumed, that more have arrived than receives were posted."""
     sent = [client._send_control(Kind.CREDIT, struct.pack("<Q", 0)) for _ in range(count)]
     while not all(one.ended for one in sent):
         client.arrived()
 
 
 def test_what_is_said_beside_the_protocol_is_no_message_however_much_comes_at_once(where: Uri) -> None:
-    """A server that took it for one would wait for the message, and its client for the server."""
+    """Ignore control messages when looking for a message. A server that counted them would wait for it forever."""
     with leaving_nothing(), closing(transport("fabric").listen(where)) as listener:
         client, server = connected(listener)
         with client, server:
@@ -217,13 +218,13 @@ def test_too_much_said_beside_the_protocol_ends_the_connection(where: Uri, size:
             peer = client._handshake.address
             assert peer is not None
             tag, much = 0xFE44_4953_534F_0000 | Kind.CREDIT, [client._ffi.from_buffer(bytes(size))]
-            talk(client, before)  # there are receives for so much
+            talk(client, before)  # Receives for this number are posted.
             for _ in range(24 if before else 1):
                 while not client._endpoint.send(peer, tag, much, lambda completion: None):
                     client.arrived()
             end = time.monotonic() + 0.2
             while time.monotonic() < end:
-                client.arrived()  # so that all of it arrives at once
+                client.arrived()  # All of it arrives at once.
             with ThreadPoolExecutor(1) as pool:
                 receiving = pool.submit(server.receive, PATIENCE, lambda tag, length: bytearray(length))
                 while not receiving.done():
@@ -232,11 +233,11 @@ def test_too_much_said_beside_the_protocol_ends_the_connection(where: Uri, size:
                     with pytest.raises(RemoteProtocolError, match=f"says {size} bytes beside the protocol"):
                         receiving.result()
                 else:
-                    assert receiving.result() is None  # libfabric itself cuts it off
+                    assert receiving.result() is None  # libfabric itself disconnects
 
 
 class Memory(bytearray):
-    """Memory of which one can tell whether it has been given back."""
+    """Memory that can be referenced weakly, to observe its release."""
 
 
 def test_memory_that_is_read_into_stays_until_that_has_ended() -> None:
@@ -257,7 +258,7 @@ def test_memory_that_is_read_into_stays_until_that_has_ended() -> None:
                     if endpoint.read(peer, span.base * virtual, key, into, 0, source.size, ended.append):
                         break
                     endpoint.progress()
-                server.arrived()  # which lets libfabric work
+                server.arrived()  # libfabric makes progress here
             del memory, into
             while not ended:
                 assert kept() is not None
@@ -275,7 +276,7 @@ def test_memory_that_is_read_into_stays_until_that_has_ended() -> None:
 
 @contextmanager
 def no_descriptors() -> Iterator[None]:
-    """None is to be had meanwhile."""
+    """Exhaust the descriptors of the process during the block."""
     limits, kept = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
     most = max(map(int, os.listdir("/proc/self/fd"))) + 2
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
@@ -291,7 +292,7 @@ def no_descriptors() -> Iterator[None]:
 
 
 def test_a_connection_without_a_descriptor_is_an_error_of_ours() -> None:
-    """Whoever accepts tries again after such errors alone."""
+    """Raise TransportError, because the accepting thread tries again only after such errors."""
     with (
         leaving_nothing(),
         closing(open_endpoint(PROVIDER, "127.0.0.1", rma=False)) as endpoint,
@@ -303,7 +304,7 @@ def test_a_connection_without_a_descriptor_is_an_error_of_ours() -> None:
 
 @contextmanager
 def fetching(listener: Listener) -> Iterator[FabricConnection]:
-    """A client whose server went while it fetched a large message."""
+    """Yield a client whose server disconnected while the client fetched a large message."""
     client, server = connected(listener)
     with client, server:
         client.send([Message(2, (b"I have joined",))], PATIENCE)
@@ -317,7 +318,7 @@ def fetching(listener: Listener) -> Iterator[FabricConnection]:
 
 
 def test_a_connection_that_fetches_can_be_closed_without_a_descriptor() -> None:
-    """libfabric 1 crashes unless the TCP connection to the peer is ended first, which we have to find."""
+    """Close a connection without descriptors. libfabric 1 crashes unless its TCP socket is found and shut down."""
     with (
         leaving_nothing(),
         closing(transport("fabric").listen(Uri.parse("fabric:"))) as listener,
@@ -364,7 +365,7 @@ def test_ctrl_c_at_any_line_of_closing_an_endpoint_leaves_nothing_and_is_heard()
 
 
 class Counting(FabricEndpoint):
-    """Counts how often libfabric was let work."""
+    """An endpoint that counts its progress calls."""
 
     looks = 0
 
@@ -376,12 +377,13 @@ class Counting(FabricEndpoint):
 def test_closing_does_not_wait_for_an_answer_that_a_signal_has_lost() -> None:
     with leaving_nothing(), closing(Counting(PROVIDER, "127.0.0.1", None)) as endpoint:
         assert endpoint.peek() is None
-        endpoint._peeking = endpoint._ffi.new("void *[8]")  # as Ctrl-C leaves it between the answer and its use
+        endpoint._peeking = endpoint._ffi.new("void *[8]")  # the state after a Ctrl-C between the answer and its use
         endpoint.close()
         assert endpoint.looks < 5000
 
 
-#: A server, and a client that cancels reads in progress. Prints by how many MB the process has grown since the first.
+#: A server, and a client that cancels reads in progress. The script prints the growth of the process in MB after the
+#: first.
 CANCELLED = """
 import asyncio, time
 import pyarrow as pa
@@ -420,13 +422,13 @@ with dis.Server(["fabric:"], catalog=None) as server:
 
 
 def test_memory_of_cancelled_reads_is_given_back_to_the_system() -> None:
-    """Each connection takes 66 MB and what it has under way. The process kept 1,300 MB; now it keeps 100 to 200."""
+    """Cancel reads of connections that take 66 MB each and more in flight. A leak adds 1,300 MB, against 100 to 200."""
     run = subprocess.run([sys.executable, "-c", CANCELLED], capture_output=True, text=True, timeout=100, check=True)
     assert int(run.stdout) < 600
 
 
 def test_a_listener_keeps_no_connection_that_is_closed() -> None:
-    """A connection has memory in which it joined the pieces of large messages."""
+    """Release closed connections, which own the memory in which they joined the pieces of large messages."""
     with leaving_nothing(), closing(transport("fabric").listen(Uri.parse("fabric:"))) as listener:
         client, server = connected(listener)
         kept = weakref.ref(server)

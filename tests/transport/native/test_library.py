@@ -23,6 +23,6 @@ for make in (lambda: memoryview(bytearray(8)), lambda: memoryview(b"12345678")[2
 
 
 def test_what_is_being_sent_may_be_collected_as_garbage() -> None:
-    """Where cffi has views of memoryviews themselves, the process ends here by SIGSEGV."""
+    """Collect a cycle that is being sent. The process crashes here if cffi makes views of memoryviews."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -38,13 +38,14 @@ UCX = transport("ucx")
 def attended(
     listener: Listener, uri: Uri, answer: Callable[[Connection], object] = Connection.close
 ) -> Iterator[Connection]:
-    """A client's connection, whose other end is looked after as a server does, until it has answered a message."""
+    """Yield a client's connection. The other end makes progress, as a server's does, until it answers a message."""
 
     def attend() -> None:
         accepted = listener.accept()
         assert accepted is not None
         with accepted:
-            if accepted.receive(PATIENCE, lambda tag, length: bytearray(length)) is not None:  # or the client closes
+            # The result is None if the client closes first.
+            if accepted.receive(PATIENCE, lambda tag, length: bytearray(length)) is not None:
                 answer(accepted)
 
     with ThreadPoolExecutor(1) as pool:
@@ -82,7 +83,7 @@ def test_a_library_that_is_too_old_is_refused() -> None:
 
 
 def test_the_systems_library_is_not_used_unless_the_variable_names_it() -> None:
-    """It is not even looked for, wherever the dynamic loader would find one."""
+    """Find no library although the dynamic loader would find one."""
     none = "from dissociated.transport.native.ucx import _ucp\n_ucp.installed_library = lambda: None\n"
     installed = installed_library()
     assert installed is not None
@@ -103,7 +104,7 @@ def test_another_version_of_ucx_is_refused_before_it_crashes() -> None:
 
 
 def test_connecting_has_a_deadline_for_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Something always happens, and nothing comes of it."""
+    """Connect while UCX always reports progress but never completes."""
     progress = Worker.progress
     monkeypatch.setattr(Worker, "progress", lambda worker: progress(worker) or True)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -218,7 +219,7 @@ def test_an_interruption_while_ucx_calls_reaches_the_caller_who_is_told_that_som
 
 
 class Over(ClosingConnection):
-    """UCX is done with it."""
+    """A closing connection that has finished."""
 
     def __init__(self) -> None:
         self.looked_at = threading.Event()
@@ -237,7 +238,7 @@ def test_closed_connections_that_no_thread_was_to_be_had_for_are_looked_after_la
         assert over.looked_at.wait(PATIENCE)
 
 
-#: Connects to where nobody listens, with ever more descriptors left.
+#: A script that connects to a port without a listener, with more descriptors available each time.
 FEW_DESCRIPTORS = """
     import os, resource
     from dissociated.errors import TransportError
@@ -272,7 +273,7 @@ def test_where_descriptors_run_out_ucx_does_not_end_the_process() -> None:
 
 @pytest.fixture
 def no_eventfd(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From its call on none of Python's is to be had in this thread: others took the last descriptors just then."""
+    """Return a function that makes os.eventfd fail in this thread, as if other threads took the last descriptors."""
     here, eventfd = threading.current_thread(), os.eventfd
 
     def refuse(*arguments: int) -> int:

@@ -1,4 +1,4 @@
-"""TCP segments of UCX: one that is larger than what the peer receives is written beyond the peer's memory."""
+"""TCP segments of UCX: UCX writes a segment beyond the peer's receive buffer if it is larger than that."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from helpers import Child
 
 pytestmark = pytest.mark.needs("ucx")
 
-#: Bodies in many pieces, as from Tables of many columns, which UCX copies into segments.
+#: Bodies in many pieces, as tables of many columns have, which UCX copies into segments.
 COLUMNS, ROWS, BATCHES = 40, 10_000, 6
 
-#: Another program on UCX: reads all bodies of a stream, and says what was in them.
+#: A UCX client that is not ours: it reads all bodies of a stream, and prints their digest.
 FOREIGN = """
     import hashlib, sys
     import ucx_peer
@@ -43,7 +43,7 @@ FOREIGN = """
     print(seen.hexdigest())
     """
 
-#: Our client.
+#: A client of this library.
 OURS = """
     import sys
     import dissociated as dis
@@ -87,7 +87,7 @@ def run(script: str, *arguments: str, **environment: str) -> str:
 
 
 def digest(table: pa.Table) -> str:
-    """Of all bodies, whose buffers lie one after the other, each a multiple of 8 bytes long."""
+    """Return the digest of all bodies, which consist of adjacent buffers with lengths in multiples of 8 bytes."""
     seen = hashlib.sha256()
     for batch in table.to_batches():
         for column in batch.columns:
@@ -100,7 +100,7 @@ def digest(table: pa.Table) -> str:
 def test_peers_that_receive_smaller_segments_than_ours_are_sent_none_that_are_larger(
     server: dis.Server, table: pa.Table
 ) -> None:
-    """With segments of 256 kB for everybody, the first two died, or waited for what they had overwritten."""
+    """Read with smaller receive segments. If all sides used 256 kB, the first two clients crashed or waited forever."""
     (uri,), ticket = server.locations("wide"), server.ticket("wide").hex()
     assert run(FOREIGN, uri, ticket, str(BATCHES)) == digest(table)
     assert run(FOREIGN, uri, ticket, str(BATCHES), UCX_TCP_RX_SEG_SIZE="8k") == digest(table)
@@ -108,7 +108,7 @@ def test_peers_that_receive_smaller_segments_than_ours_are_sent_none_that_are_la
     assert run(OURS, uri, ticket, **small) == str(len(table))
 
 
-#: A server on UCX that keeps what it receives in 8 kB: says its port, then what a client asked with, and its id.
+#: A UCX server that receives in segments of 8 kB. It prints its port, and then the client's id and request.
 FOREIGN_SERVER = """
     import sys
     import ucx_binding as c
@@ -137,9 +137,9 @@ def test_a_client_sends_no_larger_segments_than_its_server_has_said() -> None:
         assert process.stdout is not None
         try:
             port = int(process.stdout.readline())
-            with pytest.raises(DissociatedError):  # it ends without an answer
+            with pytest.raises(DissociatedError):  # The server exits without an answer.
                 dis.open_stream(f"ucx://127.0.0.1:{port}?want_data=7", b"t" * 60_000, timeout=20)
-            # DISSOC; 2 to the power of 18 bytes; the version of what ours say to each other.
+            # "DISSOC", segments of 2^18 bytes, and the version of our own extension.
             assert process.stdout.readline().split() == ["444953534f431201", "7", "60000", "1"]
             assert process.wait(20) == 0
         finally:
