@@ -92,7 +92,7 @@ class Backend(ABC):
     @property
     @abstractmethod
     def directory(self) -> Path:
-        """Return the directory in which writers put segments. Raise StoreError if this backend has none."""
+        """Return the directory in which writers put segments. Raise CatalogError if this backend has none."""
 
     @abstractmethod
     def writer(self, name: str, schema: pa.Schema, options: WriteOptions | None = None) -> SegmentWriter:
@@ -112,6 +112,7 @@ class Backend(ABC):
         A repeated request with the same key returns the result of the first.
 
         Raises:
+            CatalogError: This backend has no stage.
             StoreError: The segments cannot be stored.
             SourceError: The schemas of the segments differ, or the previous version does not consist of segments.
         """
@@ -141,7 +142,7 @@ class Backend(ABC):
         return None
 
     def changed(self, since: int) -> list[str] | None:
-        """Return the ids of versions that changed. See `Store.changed`."""
+        """Return the ids of the versions that changed after `since` changes; None if unknown. See `Store.changed`."""
         return []
 
     def serial(self) -> int:
