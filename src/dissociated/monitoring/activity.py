@@ -48,7 +48,7 @@ class Rate:
         self._looks = (began, 0), (began, 0)  # the two latest readings: time and count
 
     def at(self, now: float, count: int) -> float:
-        """Return the rate at the time `now`, which must not precede an earlier call's."""
+        """Return the rate at the time `now`, which must be later than in all earlier calls."""
         before, last = self._looks
         if now - last[0] >= self._MIN_INTERVAL:
             before = last

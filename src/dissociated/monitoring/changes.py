@@ -21,7 +21,16 @@ KINDS = ("committed", "dropped", "expired", "retired", "evicted", "spilled")
 
 @dataclass(frozen=True)
 class Change:
-    """A change to a version of a dataset. `kind` is one of KINDS; `version`, `rows` and `nbytes` are None if unknown."""
+    """A change to a version of a dataset.
+
+    Attributes:
+        kind: The kind of change, which is in KINDS.
+        dataset: The name of the dataset.
+        version: The number of the version; None if unknown.
+        rows: The number of rows; None if unknown.
+        nbytes: The number of bytes; None if unknown.
+        why: The reason of the change.
+    """
 
     kind: str
     dataset: str

@@ -44,7 +44,7 @@ class KeptMemory(ProcessBound):
         self._kept: list[_Left] = []
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        self._can_tell: bool | None = None  # none until it is known
+        self._can_tell: bool | None = None  # None until it is known.
         self.bind_to_process()
 
     def after_fork_in_child(self) -> None:
