@@ -29,7 +29,13 @@ from dissociated.store.stage import Stage
 
 @dataclass(frozen=True)
 class Prepared:
-    """Segments that are ready to be published, either as a whole dataset or as one part of a dataset."""
+    """Segments that are ready to be published, either as a whole dataset or as one part of a dataset.
+
+    Attributes:
+        id: The id of the part.
+        dataset: The segments as a dataset that can be served.
+        serial: A number that grows with every part in the store; 0 in a stage.
+    """
 
     id: str
     dataset: Dataset

@@ -84,7 +84,7 @@ class ListenerStatus:
         uri: The URI of the listener.
         open: The number of open connections.
         accepted: The number of all connections since the start.
-        refused: The number of accepted connections that were closed at once because there were too many.
+        refused: The number of accepted connections whose request was refused because there were too many.
     """
 
     uri: str
