@@ -29,7 +29,13 @@ from dissociated.store.stage import Stage
 
 @dataclass(frozen=True)
 class Prepared:
-    """Segments that are ready to be published, either as a whole dataset or as one part of a dataset."""
+    """Segments that are ready to be published, either as a whole dataset or as one part of a dataset.
+
+    Attributes:
+        id: The id of the part.
+        dataset: The segments as a dataset that can be served.
+        serial: A number that grows with every part in the store; 0 in a stage.
+    """
 
     id: str
     dataset: Dataset
@@ -92,7 +98,7 @@ class Backend(ABC):
     @property
     @abstractmethod
     def directory(self) -> Path:
-        """Return the directory in which writers put segments. Raise StoreError if this backend has none."""
+        """Return the directory in which writers put segments. Raise CatalogError if this backend has none."""
 
     @abstractmethod
     def writer(self, name: str, schema: pa.Schema, options: WriteOptions | None = None) -> SegmentWriter:
@@ -112,6 +118,7 @@ class Backend(ABC):
         A repeated request with the same key returns the result of the first.
 
         Raises:
+            CatalogError: This backend has no stage.
             StoreError: The segments cannot be stored.
             SourceError: The schemas of the segments differ, or the previous version does not consist of segments.
         """
@@ -141,7 +148,7 @@ class Backend(ABC):
         return None
 
     def changed(self, since: int) -> list[str] | None:
-        """Return the ids of versions that changed. See `Store.changed`."""
+        """Return the ids of the versions that changed after `since` changes; None if unknown. See `Store.changed`."""
         return []
 
     def serial(self) -> int:

@@ -250,7 +250,11 @@ def _actions(catalog: Catalog) -> dict[str, tuple[Callable[[_Body], Any], str]]:
 
 
 def _only(body: _Body, key: str) -> str:
-    """Return the value of the only key in `body`. Raise ValueError if there are other keys, which would be ignored."""
+    """Return the value of the only key in `body`.
+
+    Raises:
+        ValueError: The body has other keys, so the client expects more than the action does.
+    """
     if [*body] != [key]:
         raise ValueError(f"{key} alone")
     return str(body[key])

@@ -81,7 +81,13 @@ class Listing:
         """Return the endpoint of one part, with the locations nearest to the caller first.
 
         Dead nodes are listed in the metadata, but get no location. A caller that does not send its host (our clients do
-        send it) may know only Flight and use the first location.
+        send it) may know only Flight and use the first location, so that is a Flight server then.
+
+        Args:
+            part: The part.
+            caller: The host and boot id of the caller, if it sent them.
+            expires: The time at which the ticket may end, in seconds since the epoch; None without a guarantee.
+            columns: The columns that the ticket gives access to; None for all.
         """
         host, boot_id_of_caller = caller.get("host"), caller.get("boot_id")
         local = self._registry.lookup(part.ticket)

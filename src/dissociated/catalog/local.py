@@ -199,7 +199,8 @@ class LocalCatalog(Catalog):
         try:
             self._publish(request, prepared, before)
         except BaseException:
-            if self._database.version_of(prepared.id) is None:  # If a version has the part, a restart would publish it.
+            # Remove the version from the store if it was not published, since a restart would publish it.
+            if self._database.version_of(prepared.id) is None:
                 self._registry.withdraw_parts([prepared.id])
                 self._backend.refuse(prepared.id)
             raise

@@ -28,7 +28,7 @@ from dissociated.errors import CatalogError, DissociatedError
 _METADATA_KEY = "dissociated.metadata"
 _FIRST_KEY = "dissociated.first"
 _END_KEY = "dissociated.end"
-_MAX_MESSAGE = 3 << 20  # The maximum number of bytes in a message, for clients whose gRPC accepts 4 MiB.
+_MAX_MESSAGE = 3 << 20  # bytes in a message, for clients whose gRPC accepts 4 MiB
 
 
 # DoPut
@@ -180,7 +180,7 @@ def receive_get(reader: Any) -> Iterator[BatchAndMetadata]:
     The stream may come from another implementation, and then all its batches are yielded without metadata.
     """
     metadata = None
-    # an empty first batch, until the next message tells whether it only carried dictionaries
+    # An empty first batch is kept here until the next message tells whether it only carried dictionaries.
     empty: list[pa.RecordBatch] = []
     for number, chunk in enumerate(reader):
         app_metadata = _decode_app_metadata(chunk.app_metadata)

@@ -11,7 +11,7 @@ class NodeRecord:
     """A process that serves parts.
 
     Attributes:
-        id: The id of the node, which is that of its store.
+        id: The id of the node, which is that of its store or stage.
         host: The name of its host.
         boot_id: The boot id of its kernel.
         flight: The URI of the node's own catalog.
@@ -54,7 +54,22 @@ class Part:
 
 @dataclass(frozen=True)
 class AnnouncedVersion:
-    """A version in the store of a node, as the node reports it. `schema` is empty if it cannot be read at present."""
+    """A version in the store of a node, as the node reports it.
+
+    Attributes:
+        part: The version as one part.
+        name: The name of the dataset.
+        key: The key of the commit.
+        schema: The schema, serialized; empty if it cannot be read at present.
+        created: The time of the commit, in seconds since the epoch.
+        prepared: Whether the version is not yet known to be published.
+        whole: Whether the part is the whole dataset. If False, a catalog publishes it with the parts of other nodes.
+        tags: The tags of the version.
+        ttl: The time to live in seconds; None if the version does not expire.
+        before: The keys of the earlier commits to which this one appended.
+        version: The number that a catalog assigned; 0 if an older library wrote the version.
+        catalog: The id of that catalog's database.
+    """
 
     part: Part
     name: str
@@ -65,11 +80,8 @@ class AnnouncedVersion:
     whole: bool = True
     tags: Mapping[str, str] = field(default_factory=dict)
     ttl: float | None = None
-    #: The keys of the earlier commits to which this one appended
     before: Sequence[str] = ()
-    #: The number that a catalog assigned; 0 if an older library wrote the version
     version: int = 0
-    #: The id of that catalog's database
     catalog: int = 0
 
 

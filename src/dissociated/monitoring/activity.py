@@ -1,7 +1,7 @@
-"""What a server does, counted where it happens.
+"""Counters of a server's activity.
 
-Each connection has statistics that its own thread writes and anybody may read, so that counting takes no lock while
-data flows. When a connection ends, they are added to the totals.
+Each connection has statistics that only its own thread writes and any thread may read, so that counting takes no lock
+while data flow. When a connection ends, its statistics are added to the totals.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ from dissociated.transport.base import Connection
 
 
 class Rate:
-    """How much a count grows in a second, computed when somebody looks: so counting itself needs no clock.
+    """The growth of a count per second, computed when it is read, so that counting itself needs no clock.
 
-    It is the growth since the latest look that is at least a second ago; at first since `began`, by time.monotonic.
+    The rate covers the time since the latest reading that is at least a second old, or since `began` if there is none.
+    Times are those of time.monotonic.
     """
 
     _MIN_INTERVAL = 1.0  # seconds
 
     def __init__(self, began: float) -> None:
-        self._looks = (began, 0), (began, 0)  # the two latest: when, and the count
+        self._looks = (began, 0), (began, 0)  # the two latest readings: time and count
 
     def at(self, now: float, count: int) -> float:
-        """The rate, at a time after all others."""
+        """Return the rate at the time `now`, which must be later than in all earlier calls."""
         before, last = self._looks
         if now - last[0] >= self._MIN_INTERVAL:
             before = last
@@ -56,47 +57,49 @@ class Rate:
 
 
 class ConnectionStats:
-    """What one connection has done so far. Only its own thread writes."""
+    """The statistics of one connection. Only the connection's own thread writes them."""
 
     def __init__(self, connection: int, listener: str, peer: str) -> None:
-        #: The number of the connection, in the status and in the log.
+        #: The number of the connection, which the status and the log show.
         self.connection = connection
-        #: The URI where it was accepted.
+        #: The URI of the listener that accepted the connection.
         self.listener = listener
         #: The scheme of that URI.
         self.transport = listener.partition(":")[0]
-        #: Who is at the other end, for people.
+        #: A description of the peer.
         self.peer = peer
-        #: What it has asked for; None until it has.
+        #: The requested dataset; None before the request.
         self.dataset: Dataset | None = None
-        #: How many messages it was sent.
+        #: The number of messages sent.
         self.messages = 0
-        # Bytes of bodies that the medium has taken. While more are sent: the connection, what it had written before,
-        # and how many bytes these are.
+        # The state of the bytes of bodies sent: the number of bytes that the medium had taken when this was set. While
+        # more are being sent, also the connection, its count of written bytes when this was set, and the number of
+        # bytes to send.
         self._sent: tuple[int, Connection | None, int, int] = 0, None, 0, 0
-        #: The addresses that it holds.
+        #: The addresses that the client holds.
         self.held: Sized = ()
-        #: Returns how many bytes of live streams it holds; None where it was not cut off.
+        #: Returns the number of bytes of live streams that the client still holds; None unless the client was cut off.
         self.kept: Callable[[], int | None] | None = None
-        #: Whether it was sent everything that it has asked for.
+        #: Whether all requested data were sent.
         self.sent = False
-        #: Returns whether everything that it was sent has reached it, and what it holds of that stays when this process
-        #: ends. None where it was sent nothing.
+        #: Returns whether all sent data have arrived, and the data that the client holds stay valid when this process
+        #: ends. None if nothing was sent.
         self.outlives_server: Callable[[], bool] | None = None
         self._began = time.monotonic()
         self._rate = Rate(self._began)
 
     @property
     def bytes(self) -> int:
-        """Bytes of bodies that the medium has taken, as far as it tells while it does."""
+        """The number of bytes of bodies that the medium has taken, as precisely as the medium reports it."""
         sent, connection, written_before, pending = self._sent
         return sent if connection is None else sent + min(connection.written - written_before, pending)
 
     @contextmanager
     def sending(self, connection: Connection, nbytes: int) -> Iterator[None]:
-        """For as long as `nbytes` bytes of bodies are being sent. If that breaks off, those that the medium took count.
+        """Count `nbytes` bytes of bodies that are sent within the `with` block.
 
-        Afterwards the medium may still have to send some of them, and of those before.
+        If the transfer fails, only bytes that the medium has taken are counted. After the block, the medium may still
+        have to send some of these bytes or of earlier ones.
         """
         whole = self._sent[0] + self._sent[3] + nbytes
         written_before, sent = connection.written, self.bytes
@@ -111,17 +114,18 @@ class ConnectionStats:
         self._sent = whole - pending, connection if pending else None, written_before, pending
 
     def settle(self) -> None:
-        """The client has got everything, whether the medium told or not."""
+        """Count all bytes as sent, since the client has received everything, even if the medium has not reported it."""
         self._sent = self._sent[0] + self._sent[3], None, 0, 0
 
     @property
     def in_progress(self) -> bool:
-        """Whether the end of this process would take something from the client."""
-        outlives_server = self.outlives_server  # which its own thread may take away now
+        """Whether the client would lose data if this process ended."""
+        # Read the attribute once, since the connection's thread may set it to None.
+        outlives_server = self.outlives_server
         return not (self.sent and len(self.held) and outlives_server is not None and outlives_server())
 
     def status(self) -> ConsumerStatus:
-        """How it stands now."""
+        """Return the present state of the connection."""
         kept, now, nbytes = self._kept(), time.monotonic(), self.bytes
         state = "asking" if self.dataset is None else "holding" if self.sent else "reading"
         if kept is not None:
@@ -141,11 +145,11 @@ class ConnectionStats:
         )
 
     def _kept(self) -> int | None:
-        kept = self.kept  # which its own thread may take away now
+        kept = self.kept  # Read the attribute once, since the connection's thread may set it to None.
         return None if kept is None else kept()
 
     def fields(self) -> dict[str, Any]:
-        """What a line of the log says beside its message."""
+        """Return the fields of a log record about this connection."""
         now = self.status()
         fields = {"connection": now.connection, "transport": now.transport, "peer": now.peer}
         if now.dataset is None:
@@ -159,7 +163,7 @@ class ConnectionStats:
 
 
 class _Sums:
-    """Streams, messages and bytes, added up."""
+    """Sums of streams, messages and bytes."""
 
     def __init__(self) -> None:
         self.streams = self.messages = self.bytes = self.consumers = self.leases = 0
@@ -177,7 +181,7 @@ class _Sums:
         self.leases += other.leases
 
     def plus(self, open_stats: Iterable[ConnectionStats]) -> _Sums:
-        """These and those of connections that are open."""
+        """Return the sum of these and of open connections."""
         total = _Sums()
         total.streams, total.messages, total.bytes = self.streams, self.messages, self.bytes
         for stats in open_stats:
@@ -188,28 +192,29 @@ class _Sums:
 
 
 class Activity:
-    """The statistics of a server, and the totals of what has ended."""
+    """The statistics of a server's open connections, and the totals of ended ones."""
 
     def __init__(self) -> None:
-        #: What becomes of datasets.
+        #: The changes of datasets.
         self.changes = Changes()
-        #: What clients keep of segments that are served no more.
+        #: The memory that clients keep of segments that are no longer served.
         self.kept_memory = KeptMemory()
-        #: Whether the server takes no new connections, and ends when no stream is in progress.
+        #: Whether the server is stopping: it accepts no connections, and ends when no stream is in progress.
         self.stopping = False
         self._began = time.monotonic()
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._open: dict[int, ConnectionStats] = {}
         self._ended = _Sums()
-        self._of_datasets: WeakKeyDictionary[Dataset, _Sums] = WeakKeyDictionary()  # while each is published or read
+        # A dataset has an entry while it is published or being read.
+        self._of_datasets: WeakKeyDictionary[Dataset, _Sums] = WeakKeyDictionary()
         self._outcomes: Counter[str] = Counter()
         self._accepted: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._flight = 0
 
     def begin(self, listener: str, peer: str) -> ConnectionStats:
-        """A connection was accepted by `listener`. It is counted until `end`."""
+        """Register a connection that `listener` accepted. It counts as open until `end`."""
         with self._lock:
             stats = ConnectionStats(next(self._numbers), listener, peer)
             self._accepted[listener] += 1
@@ -217,7 +222,7 @@ class Activity:
         return stats
 
     def end(self, stats: ConnectionStats, outcome: str) -> None:
-        """The connection is over, and its statistics will not change any more."""
+        """Record the end of a connection. Its statistics must not change any more."""
         with self._lock:
             del self._open[stats.connection]
             self._outcomes[outcome] += 1
@@ -226,35 +231,38 @@ class Activity:
                 self._of_datasets.setdefault(stats.dataset, _Sums()).add(stats)
 
     def in_progress(self) -> list[ConsumerStatus]:
-        """Return the connections that a server that is stopping waits for."""
+        """Return the connections that a stopping server waits for."""
         with self._lock:
             statistics = list(self._open.values())
         return [stats.status() for stats in statistics if stats.in_progress]
 
     def refuse(self, listener: str) -> None:
-        """A connection was turned away, since there are too many."""
+        """Record that a connection was refused because there were too many."""
         with self._lock:
             self._refused[listener] += 1
 
     @property
     def kept(self) -> int:
-        """How many bytes those hold that were cut off, of live streams and of segments that are served no more."""
+        """The number of bytes that clients keep after their streams or segments ended.
+
+        It includes live streams from which a client was cut off, and segments that are no longer served.
+        """
         return self.kept_live + self.kept_memory.nbytes
 
     @property
     def kept_live(self) -> int:
-        """How many bytes of live streams those hold that were cut off."""
+        """The number of bytes of live streams that clients still hold after being cut off."""
         with self._lock:
             statistics = list(self._open.values())
         return sum(stats.status().kept for stats in statistics)
 
     def sent(self) -> int:
-        """How many bytes of bodies were sent. Unlike `status` it does not look at datasets."""
+        """Return the number of bytes of bodies sent. Unlike `status`, this does not examine datasets."""
         with self._lock:
             return self._ended.bytes + sum(stats.bytes for stats in self._open.values() if stats.dataset is not None)
 
     def flight(self) -> None:
-        """A stream goes out over Flight."""
+        """Record that a stream is sent over Flight."""
         with self._lock:
             self._flight += 1
 
@@ -266,7 +274,15 @@ class Activity:
         nodes: Sequence[NodeStatus] = (),
         store: StoreStatus | None = None,
     ) -> ServerStatus:
-        """How everything stands now. `datasets` has all that is served under each name, the latest last."""
+        """Return the present state of the server.
+
+        Args:
+            catalog: The URI of its catalog; None if it has none.
+            listeners: The URIs of its listeners.
+            datasets: All versions that are served under each name, latest last.
+            nodes: The status of the nodes of its catalog.
+            store: The usage of its store; None if it has none.
+        """
         with self._lock:
             statistics = list(self._open.values())
             requested = [stats for stats in statistics if stats.dataset is not None]

@@ -1,4 +1,4 @@
-"""What becomes of datasets: every change is a line of the log, and counted."""
+"""Changes of datasets, which are counted and logged."""
 
 from __future__ import annotations
 
@@ -10,17 +10,27 @@ from dataclasses import dataclass
 
 _log = logging.getLogger(__name__)
 
-#: How many of the latest are kept.
+#: The number of latest changes that are kept.
 MAX_CHANGES = 200
 
-#: What may become of a version: it is published; it is dropped; its time to live is over; it was replaced, and nobody
-#: was promised it for longer; its memory or its node had to go; it moved to disk, and stays.
+#: The kinds of changes to a version. `committed`: it was published. `dropped`: it was deleted on request. `expired`:
+#: its time to live ended. `retired`: it had been replaced, and the guaranteed lifetime of its tickets ended. `evicted`:
+#: its memory was freed, or its node lost it. `spilled`: it was moved to disk, and is still available.
 KINDS = ("committed", "dropped", "expired", "retired", "evicted", "spilled")
 
 
 @dataclass(frozen=True)
 class Change:
-    """One of KINDS, of a version of a dataset. `version`, `rows` and `nbytes` may be unknown."""
+    """A change to a version of a dataset.
+
+    Attributes:
+        kind: The kind of change, which is in KINDS.
+        dataset: The name of the dataset.
+        version: The number of the version; None if unknown.
+        rows: The number of rows; None if unknown.
+        nbytes: The number of bytes; None if unknown.
+        why: The reason of the change.
+    """
 
     kind: str
     dataset: str
@@ -38,7 +48,7 @@ class Change:
 
 
 class Changes:
-    """The changes that there have been: counts of all, and the latest. Safe to use from many threads."""
+    """The counts of all changes, and the latest changes. Its methods may be called from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -46,7 +56,7 @@ class Changes:
         self._latest: deque[tuple[float, Change]] = deque(maxlen=MAX_CHANGES)
 
     def add(self, change: Change) -> None:
-        """Count a change, keep it, and log it."""
+        """Count, keep and log a change."""
         with self._lock:
             self._counts[change.kind] += 1
             self._latest.append((time.time(), change))
@@ -61,11 +71,11 @@ class Changes:
         _log.info("%s", change, extra={name: value for name, value in fields.items() if value is not None})
 
     def counts(self) -> dict[str, int]:
-        """How many of each kind."""
+        """Return the number of changes of each kind."""
         with self._lock:
             return {kind: self._counts[kind] for kind in KINDS}
 
     def latest(self) -> list[tuple[float, Change]]:
-        """The last MAX_CHANGES of them, the latest first, and when each was, in seconds since 1970."""
+        """Return the last MAX_CHANGES changes, latest first, each with its time in seconds since the epoch."""
         with self._lock:
             return list(reversed(self._latest))

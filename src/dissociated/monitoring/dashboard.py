@@ -1,6 +1,6 @@
-"""A page for browsers that shows what a server does, and what it has done in the last minutes.
+"""A web page that shows the present activity of a server, and that of the last minutes.
 
-The files in `page/` are all of it: they load nothing from elsewhere, and ask for `/status.json` each second.
+The page consists of the files in `page/`. It loads nothing from other servers, and requests `/status.json` each second.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dissociated.monitoring.status import DatasetStatus, ServerStatus
 
 _SAMPLE_INTERVAL = 1.0  # seconds
 _SAMPLES = 300
-_MAX_ENTRIES = 500  # datasets and consumers
-_LARGEST_SHARE = 0.05  # of a core, for making the status; many datasets make it slow
+_MAX_ENTRIES = 500  # of datasets, and of consumers
+_LARGEST_SHARE = 0.05  # the maximum share of a core for computing the status, which is slow if there are many datasets
 _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
@@ -33,10 +33,19 @@ HEALTH = "/healthz"
 
 
 class Dashboard:
-    """The page at http://HOST:PORT, given as `where`, with /status.json, /healthz and, where installed, /metrics.
+    """An HTTP server for the page, /status.json, /healthz and, if prometheus_client is installed, /metrics.
 
-    `status` says how it stands now, and `activity` counts what is sent. It keeps what was sent in each of the last 300
-    seconds. Raises what HttpService does. Use `close` at its end.
+    It records the number of bytes sent in each of the last 300 seconds. Call `close` at the end.
+
+    Args:
+        where: The address to listen at, as HOST:PORT.
+        status: A function that returns the present status of the server.
+        activity: The statistics of the server.
+        security: The tokens and the certificate of the server; None for an open page over plain HTTP.
+
+    Raises:
+        OptionError: `where` is invalid.
+        TransportError: The page cannot listen.
     """
 
     def __init__(
@@ -53,7 +62,7 @@ class Dashboard:
 
             pages[PATH] = metrics_page(status)
         except OptionError:
-            pass  # the page does without prometheus_client
+            pass  # Without prometheus_client there is no page /metrics.
         self._http = HttpService(where, pages, "the page", security)
         self.uri = self._http.uri
         self._sampler = threading.Thread(target=self._sample, name="page samples", daemon=True)
@@ -80,14 +89,15 @@ class Dashboard:
         return Response("application/json", json.dumps(plain).encode())
 
     def _health(self, headers: Message) -> Response:
-        self._status()  # raises where the server cannot say how it is
+        self._status()  # Raise if the status cannot be computed.
         return Response("text/plain; charset=utf-8", b"ok\n")
 
 
 class Throttled:
-    """Calls `make` anew when its last answer is `age` seconds old, and old enough for what making it takes.
+    """A cache for the result of `make`, which is called again when the result is old enough.
 
-    Those who ask meanwhile get the last answer; those who ask at once wait for one.
+    The minimum age is `age` seconds, or more if `make` is slow. Callers that come meanwhile get the last result.
+    Callers that come during a call of `make` wait for its result.
     """
 
     def __init__(self, make: Callable[[], dict[str, Any]], age: float) -> None:
@@ -107,7 +117,7 @@ class Throttled:
 
 
 def _shown(status: ServerStatus) -> dict[str, Any]:
-    """The status, with those datasets and consumers that matter most, and how many there are."""
+    """Return the status as JSON, limited to the most important datasets and consumers, with the number of all."""
     datasets = sorted(status.datasets, key=_importance)[:_MAX_ENTRIES]
     consumers = sorted(status.consumers, key=lambda one: -one.bytes)[:_MAX_ENTRIES]
     return status.plain() | {

@@ -1,8 +1,8 @@
-"""Answers HTTP for people and programs that watch a server: what is asked is read-only, and small.
+"""A small read-only HTTP server for the people and programs that monitor a server.
 
-prometheus_client's `start_http_server` has neither a deadline nor a limit. Of 500 clients that connected and said
-nothing, each had a thread after one second and after 15 (version 0.26). Here 8 had one, and after 15 seconds none. A
-process that serves data has to keep its descriptors for its consumers.
+It limits the number of requests and their duration, since a process that serves data must keep its file descriptors for
+its consumers. `start_http_server` of prometheus_client 0.26 has neither limit: of 500 clients that connected and sent
+nothing, all had a thread after 1 second and after 15 seconds. Here, 8 had a thread, and none after 15 seconds.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from dissociated.uri import Uri
 
 _log = logging.getLogger(__name__)
 
-_REQUEST_TIMEOUT = 10.0  # seconds for somebody to say more, and to take more of the answer
-_MAX_REQUESTS = 8  # at once
-_LEAST_TIME = 0.5  # seconds that each of them has, however many come
+_REQUEST_TIMEOUT = 10.0  # seconds in which a client must send more of its request, or take more of the response
+_MAX_REQUESTS = 8  # at the same time
+_LEAST_TIME = 0.5  # seconds that each request may take, however many clients connect
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -43,26 +43,32 @@ _HEADERS = {
 
 
 class Response(NamedTuple):
-    """What is answered to one request."""
+    """The response to one request."""
 
     content_type: str
     content: bytes
     status: int = 200
 
 
-#: Makes the response to a request, given its headers.
+#: A function that returns the response to a request, given the headers of the request.
 Page: TypeAlias = Callable[[Message], Response]
 
 
 class HttpService(ProcessBound):
-    """Answers GET at `where`, HOST:PORT (port 0 is one that is free), with the `pages` by their paths.
+    """An HTTP server that answers GET requests for a set of pages. It may be closed while it answers requests.
 
-    `what` tells errors what it is for. If `security` has tokens, one that has the role in
-    `dissociated.base.roles.PAGES` must come with each request for a page: as a bearer token, or as the password of
-    HTTP's basic authentication, which browsers ask their user for. If it has a certificate, the pages are at https. It
-    may be closed while requests are answered.
+    If `security` has tokens, a request needs a token with the role that `dissociated.base.roles.PAGES` has for the
+    page. The token is a bearer token, or the password of HTTP basic authentication, which browsers ask their users for.
 
-    Raises OptionError where `where` is no place, and TransportError where it cannot listen.
+    Args:
+        where: The address to listen at, as HOST:PORT. With port 0, the system chooses a free port.
+        pages: The pages by their paths.
+        what: The purpose of the server, for error messages.
+        security: The tokens to check, and a certificate, with which the server uses HTTPS.
+
+    Raises:
+        OptionError: `where` is invalid.
+        TransportError: The server cannot listen.
     """
 
     def __init__(
@@ -82,7 +88,7 @@ class HttpService(ProcessBound):
             raise TransportError(f"cannot listen on {where} for {what}: {error.strerror or error}") from None
         host = f"[{place.host}]" if ":" in place.host else place.host
         scheme = "http" if security.certificate is None else "https"
-        #: Where it answers: http://HOST:PORT, without a path.
+        #: The URI of the server: http://HOST:PORT or https://HOST:PORT, without a path.
         self.uri = f"{scheme}://{host}:{self._http.server_port}"
         self._thread = threading.Thread(target=self._http.serve_forever, name=what, daemon=True)
         self._thread.start()
@@ -95,13 +101,13 @@ class HttpService(ProcessBound):
         self._thread.join()
 
     def after_fork_in_child(self) -> None:
-        """See `dissociated.base.fork`."""
+        """Close the listening socket. See `dissociated.base.fork`."""
         self._http.socket.close()
 
 
 class _Http(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = 64  # not yet accepted
+    request_queue_size = 64  # connections that are not yet accepted
 
     def __init__(self, address: tuple[str, int], pages: Mapping[str, Page], security: Security) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
@@ -112,17 +118,18 @@ class _Http(ThreadingHTTPServer):
             self._tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             self._tls.load_cert_chain(*security.certificate)
         self._lock = threading.Condition()
-        self._requests: dict[socket.socket, float] = {}  # since when, the oldest first
+        self._requests: dict[socket.socket, float] = {}  # the start of each request, oldest first
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        TCPServer.server_bind(self)  # HTTPServer's own would look the host's name up, which may take long
+        TCPServer.server_bind(self)  # The method of HTTPServer would look up the host's name, which may take long.
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Where there are too many, wait for one of them to end, or close the one that has had most time.
+        """Answer a connection in a new thread. At the limit, wait for a request to end, or close the oldest request.
 
-        Each has `_LEAST_TIME`: otherwise, clients that come again at once whenever they are closed take all places.
+        Each request has at least `_LEAST_TIME`. Otherwise, clients that reconnect as soon as they are closed would
+        leave no time for others.
         """
         with self._lock:
             while len(self._requests) >= _MAX_REQUESTS:
@@ -143,7 +150,7 @@ class _Http(ThreadingHTTPServer):
             if self._tls is None:
                 super().finish_request(request, client_address)
                 return
-            duplicate = request.dup()  # ours stays good for `process_request` to shut down
+            duplicate = request.dup()  # `request` must stay valid, since `process_request` may shut it down.
             with self._tls.wrap_socket(duplicate, server_side=True) as secured:
                 super().finish_request(secured, client_address)
         finally:
@@ -152,13 +159,13 @@ class _Http(ThreadingHTTPServer):
                 self._lock.notify()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Whoever asked has gone, or said no HTTP."""
+        """Log that a client disconnected early, or did not send HTTP."""
         _log.debug("a request for a page ended early", exc_info=True)
 
     def accepts_host(self, host: str) -> bool:
-        """Whether a request may name this host.
+        """Return whether a request may name this host.
 
-        A page in a browser that resolves its own name to 127.0.0.1 would otherwise read what is here.
+        The check stops DNS rebinding: a web page that resolves its own name to 127.0.0.1 could read these pages.
         """
         if self.authorize is not None or not is_loopback(str(self.server_address[0])):
             return True
@@ -172,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _REQUEST_TIMEOUT
     server: _Http
 
-    def do_GET(self) -> None:  # http.server's name
+    def do_GET(self) -> None:  # the name that http.server requires
         path = self.path.partition("?")[0]
         page = self.server.pages.get(path)
         try:
@@ -222,7 +229,7 @@ def _plain(status: int, text: str) -> Response:
 
 
 def _role(authorize: Authorize | None, header: str) -> Role | None:
-    """Return the role of whoever asks with this header; None if there is no token, or none that is accepted."""
+    """Return the role of the token in an authorization header; None if there is no token, or an unknown one."""
     if authorize is None:
         return Role.PEER
     scheme, _, credentials = header.partition(" ")
@@ -237,6 +244,7 @@ def _role(authorize: Authorize | None, header: str) -> Role | None:
     try:
         owner = identify(authorize, token) if token else None
         return None if owner is None else owner.role
-    except Exception as error:  # it is the operator's code: anything may come out of it, the token too
+    # `authorize` is the operator's code, so the text of its error may be anything, even the token.
+    except Exception as error:
         _log.error("a token could not be checked: %s in authorize", type(error).__name__)
         return None

@@ -1,4 +1,4 @@
-"""Memory that clients keep of what is served no more."""
+"""Memory that clients still have mapped after the server has stopped serving it."""
 
 from __future__ import annotations
 
@@ -16,32 +16,35 @@ from dissociated.memory.shared import can_tell_unused, is_unused, reopen_read_on
 _INTERVAL = 1.0  # seconds
 _JOIN_TIMEOUT = 5.0
 
-_Left: TypeAlias = tuple[int, int]  # a descriptor, and how many bytes it keeps
+_Left: TypeAlias = tuple[int, int]  # a descriptor, and the number of bytes that it keeps
 
 
 class Mappable(Protocol):
-    """A segment: the memory of `descriptor`, which is closed when nobody here uses the segment any more."""
+    """A segment: the memory of `descriptor`, which is closed when this process no longer uses the segment."""
 
     descriptor: int
     region: Region
 
 
 class KeptMemory(ProcessBound):
-    """Counts what is left of segments when nobody here uses them any more, for as long as clients have them mapped.
+    """A count of the memory of segments that only clients use, since they still have it mapped.
 
-    Their connections are over, so the kernel alone can tell. It is asked by a descriptor, which itself keeps the
-    memory: so it is asked every second. Where it never tells nothing is kept, and nothing counted. Safe to use from
-    many threads. Close it after use.
+    The connections of these clients have ended, so only the kernel knows of their mappings. The query needs a
+    descriptor, which itself keeps the memory alive. Therefore a thread repeats the query every second, and closes the
+    descriptors of unused segments. On kernels that do not support the query, nothing is kept and nothing counted.
+
+    Its methods may be called from several threads. Close it after use.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._watched: weakref.WeakSet[Mappable] = weakref.WeakSet()
-        self._left: SimpleQueue[_Left | None] = SimpleQueue()  # its `put` may be called at any point of any thread
+        # A queue whose `put` is reentrant, since finalizers run at any point of any thread
+        self._left: SimpleQueue[_Left | None] = SimpleQueue()
         self._kept: list[_Left] = []
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        self._can_tell: bool | None = None  # not known yet
+        self._can_tell: bool | None = None  # None until it is known.
         self.bind_to_process()
 
     def after_fork_in_child(self) -> None:
@@ -49,31 +52,34 @@ class KeptMemory(ProcessBound):
             os.close(descriptor)
 
     def watch(self, segment: Mappable) -> None:
-        """A client is gone, or was cut off, and may still have this mapped. Files with a name are not counted."""
+        """Watch a segment that a disconnected client may still have mapped. Files that have a name are not counted."""
         with self._lock:
             if self._closed.is_set() or segment in self._watched or os.fstat(segment.descriptor).st_nlink:
                 return
             if self._can_tell is None:
-                with suppress(OSError):  # there are no descriptors now, say
+                with suppress(OSError):  # For example, no descriptor may be free now.
                     self._can_tell = can_tell_unused()
             if not self._can_tell:
                 return
             self._watched.add(segment)
-            # It is called before the descriptor is closed: the latest finalizer is the first.
+            # The finalizer runs before the descriptor is closed, since finalizers run in the reverse order of their
+            # creation.
             end = weakref.finalize(
                 segment, _keep, self._left, self._closed, os.getpid(), segment.descriptor, segment.region.size
             )
             end.atexit = False
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="kept memory", daemon=True)
-                with suppress(RuntimeError):  # there are too many now: until there is one, whoever asks looks
+                # At the limit of threads, `_look` does the work of the thread whenever the count is read, until a
+                # thread starts.
+                with suppress(RuntimeError):
                     thread.start()
                     self._thread = thread
                 self._look()
 
     @property
     def nbytes(self) -> int:
-        """How many bytes there are."""
+        """The number of bytes."""
         with self._lock:
             self._look()
             return sum(nbytes for _, nbytes in self._kept)
@@ -92,18 +98,19 @@ class KeptMemory(ProcessBound):
         if self._thread is None:
             self._take()
         unused = [left for left in self._kept if is_unused(left[0])]
-        self._kept = [left for left in self._kept if left not in unused]  # first: a forked child closes these
+        # Remove them first, since a forked child closes the rest of `_kept`.
+        self._kept = [left for left in self._kept if left not in unused]
         for descriptor, _ in unused:
             os.close(descriptor)
 
-    def _take(self) -> None:  # for the thread, where there is none
+    def _take(self) -> None:  # replaces the thread if it could not start
         with suppress(Empty):
             while True:
                 left = self._left.get_nowait()
                 self._kept += () if left is None else (left,)
 
     def close(self) -> None:
-        """Keep and count nothing any more."""
+        """Stop counting, and close all descriptors."""
         with self._lock:
             self._closed.set()
         if self._thread is not None:

@@ -1,8 +1,8 @@
-"""The log, one record a line, as text or as JSON.
+"""The log, with one record in each line, as text or as JSON.
 
-The library logs by Python's `logging` and sets up nothing; a program may, with `configure` or in its own way. What a
-record says beside its message stands in attributes of it, which are the FIELDS. Neither tickets nor tokens, nor what
-they were made of, are in any record.
+The library uses Python's `logging` and configures nothing. A program may call `configure`, or configure `logging`
+itself. The attributes of a record that are in FIELDS have its data. No record contains tickets, tokens, or the secrets
+that they are made from.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from dissociated.errors import OptionError
 
-#: What records may say beside their message: numbers, and words that hold no secret.
+#: The fields of records: numbers, and texts without secrets.
 FIELDS = (
     "connection",
     "transport",
@@ -33,16 +33,17 @@ FIELDS = (
     "identity",
     "suppressed",
 )
-#: With these a peer could begin a line of its own, or write over others.
+#: Characters with which a peer could start a new line in the log, or overwrite others in a terminal.
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def configure(format: str = "text", level: str = "info") -> None:
-    """Write what is logged from `level` on to stderr, in place of what this wrote before.
+    """Write records of `level` and above to stderr. A second call replaces the first one's configuration.
 
-    Raises OptionError for a format or level there is not.
+    Raises:
+        OptionError: The format or level is unknown.
     """
     if format not in LOG_FORMATS or level not in LOG_LEVELS:
         raise OptionError(
@@ -59,19 +60,19 @@ def configure(format: str = "text", level: str = "info") -> None:
 
 
 def record_fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What the record says beside its message."""
+    """Return the fields of a record."""
     return {name: vars(record)[name] for name in FIELDS if name in vars(record)}
 
 
 class TextFormatter(logging.Formatter):
-    """2026-01-31T12:00:00.000Z INFO the message connection=1 transport=shm"""
+    """A formatter for lines like `2026-01-31T12:00:00.000Z INFO the message connection=1 transport="shm"`."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s.%(msecs)03dZ %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S")
         self.converter = time.gmtime
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's name
-        """The line, without what could begin another one."""
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the name that logging requires
+        """Return the line, with unprintable characters escaped."""
         fields = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in record_fields(record).items())
         return _UNPRINTABLE.sub(_escaped, " ".join((super().formatMessage(record), *fields)))
 
@@ -81,10 +82,10 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """{"time": ..., "level": ..., "logger": ..., "message": ...}, the fields, and "exception" where there is one."""
+    """A formatter for lines of JSON: time, level, logger, message, the fields, and the exception if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Return the line."""
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {
             "time": f"{seconds}.{int(record.msecs):03}Z",

@@ -1,4 +1,4 @@
-"""/metrics for Prometheus: what `Server.status` says, at the moment it is asked. Needs the extra `metrics`."""
+"""Metrics for Prometheus at /metrics, computed from `Server.status` for each request. They need the extra `metrics`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,21 @@ PATH = "/metrics"
 
 
 def metrics_service(where: str, status: Callable[[], ServerStatus]) -> HttpService:
-    """Answers at http://HOST:PORT/metrics alone, given as HOST:PORT.
+    """Serve http://HOST:PORT/metrics and no other page.
 
-    Raises what `HttpService` does, and OptionError where prometheus_client is not installed.
+    Args:
+        where: The address to listen at, as HOST:PORT.
+        status: A function that returns the present status of the server.
+
+    Raises:
+        OptionError: `where` is invalid, or prometheus_client is not installed.
+        TransportError: The server cannot listen.
     """
     return HttpService(where, {PATH: metrics_page(status)}, "metrics")
 
 
 def metrics_page(status: Callable[[], ServerStatus]) -> Page:
-    """What Prometheus asks for. Raises OptionError where prometheus_client is not installed."""
+    """Return the page for Prometheus. Raise OptionError if prometheus_client is not installed."""
     try:
         import prometheus_client
         from prometheus_client.exposition import choose_encoder
@@ -43,7 +49,7 @@ class _Collector:
         self._status = status
 
     def describe(self) -> list[Any]:
-        return []  # so that nobody asks for values to learn the names
+        return []  # an empty list, so that the registry does not call `collect` to learn the names
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily

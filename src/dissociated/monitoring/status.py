@@ -1,4 +1,4 @@
-"""What a server is doing and has done, as a tree of plain values."""
+"""The status of a server, as a tree of plain values."""
 
 from __future__ import annotations
 
@@ -12,21 +12,28 @@ from dissociated.errors import FormatError
 
 T = TypeVar("T")
 
-#: How connections end: the stream was served whole, and all memory of it given back; the client or the network was gone
-#: before; what it asked for is not there or not for it; something else went wrong.
+#: The outcomes of connections. `done`: the stream was served completely, and the client has released all its memory.
+#: `gone`: the client or the network failed before. `refused`: the request was invalid, or the dataset is missing or not
+#: available to the client. `failed`: another error occurred.
 OUTCOMES = ("done", "gone", "refused", "failed")
 
 
 @dataclass(frozen=True)
 class ConsumerStatus:
-    """One open connection.
+    """An open connection.
 
-    - `dataset`: what it has asked for. None until it has.
-    - `seconds`: how long it has been open.
-    - `messages`, `bytes`: what it was sent. The bytes are those of bodies, whether sent inline or by address.
-    - `leases`: how many addresses it holds.
-    - `kept`: how many bytes of a live stream it still holds although it was cut off.
-    - `rate`: bytes that it was sent in a second: of late, where somebody has looked, and else since it is open.
+    Attributes:
+        connection: The number of the connection.
+        transport: The scheme of its transport.
+        peer: A description of the client.
+        state: `asking`, `reading`, `holding` or `cut off`.
+        dataset: The name of the requested dataset; None before the request.
+        seconds: The time since the connection was accepted.
+        messages: The number of messages sent.
+        bytes: The number of bytes of bodies sent, inline or by address.
+        leases: The number of addresses that the client holds.
+        kept: The number of bytes of a live stream that the client still holds after it was cut off.
+        rate: The number of bytes sent per second, since a recent reading of the status or else since the start.
     """
 
     connection: int
@@ -44,12 +51,18 @@ class ConsumerStatus:
 
 @dataclass(frozen=True)
 class DatasetStatus:
-    """What is published under a name, and what was sent of it.
+    """The published versions of a dataset, and the data sent from them.
 
-    - `rows`, `size`: how many rows and bytes it has. None where they are not known.
-    - `streams`: how often it was asked for. `consumers`: how many of these streams are open.
-    - `messages`, `bytes`, `leases`: what was sent of it, and how many addresses are held.
-    - `versions`: how many versions of it are served. Older ones are counted with it.
+    Attributes:
+        name: The name of the dataset.
+        rows: The number of rows; None if unknown.
+        size: The number of bytes; None if unknown.
+        consumers: The number of open streams.
+        streams: The number of requested streams.
+        messages: The number of messages sent.
+        bytes: The number of bytes of bodies sent, inline or by address.
+        leases: The number of addresses that clients hold.
+        versions: The number of versions that are served. The counts above include all of them.
     """
 
     name: str
@@ -65,9 +78,13 @@ class DatasetStatus:
 
 @dataclass(frozen=True)
 class ListenerStatus:
-    """Where a server listens, and the connections there: those that are open, and all there have been.
+    """A listener of a server, and its connections.
 
-    Of these, `refused` were turned away when they asked, since there were too many.
+    Attributes:
+        uri: The URI of the listener.
+        open: The number of open connections.
+        accepted: The number of all connections since the start.
+        refused: The number of accepted connections whose request was refused because there were too many.
     """
 
     uri: str
@@ -78,9 +95,17 @@ class ListenerStatus:
 
 @dataclass(frozen=True)
 class Totals:
-    """All there has been since the server began, datasets that are no more included.
+    """The totals since the server started, including datasets that no longer exist.
 
-    Connections that ended are counted by outcome. `flight` counts streams over Flight's DoGet, which nothing else does.
+    Attributes:
+        streams: The number of requested streams, without those over Flight.
+        messages: The number of messages sent.
+        bytes: The number of bytes of bodies sent.
+        flight: The number of streams over Flight's DoGet, which no other count includes.
+        done: The number of ended connections with this outcome: see `OUTCOMES`.
+        gone: The number of ended connections with this outcome.
+        refused: The number of ended connections with this outcome.
+        failed: The number of ended connections with this outcome.
     """
 
     streams: int
@@ -95,10 +120,17 @@ class Totals:
 
 @dataclass(frozen=True)
 class ChangeCounts:
-    """How many versions of datasets were committed here, what became of them, and how many moved to disk.
+    """The numbers of versions that were committed here, and of later changes to versions.
 
-    `expired` are those whose time to live was over, `retired` those that had been replaced, `evicted` those whose
-    memory or node had to go. A catalog counts what it decides; commits of several nodes are counted there alone.
+    A catalog counts the changes that it decides. Commits with parts on several nodes are counted by the catalog alone.
+
+    Attributes:
+        committed: The number of versions that were published.
+        dropped: The number of versions that were deleted on request.
+        expired: The number of versions whose time to live ended.
+        retired: The number of replaced versions whose tickets are no longer guaranteed.
+        evicted: The number of versions whose memory was freed, or whose node lost them.
+        spilled: The number of versions that were moved to disk.
     """
 
     committed: int = 0
@@ -111,7 +143,14 @@ class ChangeCounts:
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """A node of the catalog: where its own catalog answers, and how many seconds ago it said that it lives."""
+    """A node of the catalog.
+
+    Attributes:
+        host: The name of its host.
+        catalog: The URI of the node's own catalog.
+        alive: Whether its heartbeats are on time.
+        seconds: The time since its last heartbeat.
+    """
 
     host: str
     catalog: str
@@ -121,10 +160,13 @@ class NodeStatus:
 
 @dataclass(frozen=True)
 class StoreStatus:
-    """What the store of a node holds, in bytes, and what it may; `limit` is None if there is none.
+    """The usage of a node's store.
 
-    `set_aside` has a sentence for each entry of the store that was no version, or could not be read, when the node
-    began: nothing of it is served.
+    Attributes:
+        held: The number of bytes in the store.
+        limit: The maximum number of bytes; None if there is no limit.
+        set_aside: A sentence for each entry of the store that is invalid or could not be read at the start. Such
+            entries are not served.
     """
 
     held: int
@@ -134,18 +176,26 @@ class StoreStatus:
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """One moment of a server.
+    """The status of a server at one moment.
 
-    - `version`: that of the library.
-    - `pid`: the id of its process.
-    - `seconds`: how long it has been running.
-    - `catalog`: the URI where its catalog answers. None for a server without one.
-    - `leases`: how many addresses consumers hold.
-    - `store`: None for a server without a store.
-    - `kept`: how many bytes of live streams those consumers hold that were cut off; and of segments that are served no
-      more, those who were cut off or left. A store counts its own.
-    - `state`: "running"; or "stopping" once the server takes no new connections and waits for streams in progress.
-    - `waits_for`: the numbers of the connections that a server that is stopping waits for.
+    Attributes:
+        version: The version of the library.
+        host: The name of the server's host.
+        pid: The id of its process.
+        seconds: The time since its start.
+        catalog: The URI of its catalog; None if it has none.
+        leases: The number of addresses that consumers hold.
+        totals: The totals since its start.
+        listeners: Its listeners.
+        datasets: The datasets that it serves.
+        consumers: Its open connections.
+        nodes: The nodes of its catalog.
+        store: The usage of its store; None if it has none.
+        kept: The number of bytes that clients still hold: of live streams after being cut off, and of segments no
+            longer served after being cut off or disconnecting. The memory of a store is counted in `store` instead.
+        changed: The numbers of changes to datasets.
+        state: `running`; or `stopping` once the server accepts no connections and waits for streams in progress.
+        waits_for: The numbers of the connections that a stopping server waits for.
     """
 
     version: str
@@ -166,12 +216,12 @@ class ServerStatus:
     waits_for: tuple[int, ...] = ()
 
     def plain(self) -> dict[str, Any]:
-        """The same in dicts, lists, strings and numbers: for JSON."""
+        """Return the status as dicts, lists, strings and numbers, for JSON."""
         return asdict(self)
 
     @classmethod
     def parse(cls, plain: Any) -> ServerStatus:
-        """The opposite of `plain`. What it does not know it leaves out. Raises FormatError."""
+        """Return the status in the result of `plain`, without unknown fields. Raise FormatError if it is invalid."""
         try:
             status = _from_plain(cls, plain)
             parts: dict[str, Any] = {"totals": _from_plain(Totals, plain["totals"])}
@@ -192,7 +242,7 @@ class ServerStatus:
         return cls(**{**vars(status), **parts})
 
 
-#: The values that JSON may have for a field, by the field's type as it is written above. Others are parsed apart.
+#: The types that JSON may have for a field, by the annotation of the field. Other fields are parsed separately.
 _PLAIN_TYPES: Mapping[object, tuple[type, ...]] = {
     "str": (str,),
     "int": (int,),

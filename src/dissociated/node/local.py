@@ -106,8 +106,8 @@ def _option_value(option: str, options: Sequence[str]) -> str | None:
 def _store(catalog: str, options: Sequence[str]) -> Path:
     """Return the path of a store for this catalog and this boot.
 
-    A node belongs to one catalog, so each catalog needs a store of its own. The boot id keeps hosts apart that share a
-    file system.
+    A node belongs to one catalog, so each catalog needs a store of its own. The boot id differs
+    between hosts, also if the variable DISSOCIATED_HOST makes one machine act as several hosts.
     """
     option = _option_value("--store", options)
     if option is not None:
@@ -118,7 +118,7 @@ def _store(catalog: str, options: Sequence[str]) -> Path:
 
 
 def _local_address(catalog: str) -> str:
-    """Return the address that this host uses towards the catalog. Clients of the catalog can reach it, too."""
+    """Return the address that this host uses towards the catalog, in whose network the node may be reachable, too."""
     uri = Uri.parse(catalog)
     if not uri.host:
         raise UriError(f"{catalog} is not the URI of a catalog: grpc://HOST:PORT")

@@ -43,6 +43,8 @@ class Node(ProcessBound):
     Use it as a context manager, or `close` it. Clients that find the store also find the node, since its address is in
     a file of the store.
 
+    Times are in seconds, sizes in bytes.
+
     Args:
         store: The store, which the node owns.
         listen: The URIs at which the node serves datasets.
@@ -51,11 +53,18 @@ class Node(ProcessBound):
             itself, the default is the loopback interface, so that the catalog can reach the node.
         catalog: The URI of the upstream catalog that the node belongs to; None for a node with its own database.
         database: The path of the database, or `:memory:`; not used with `catalog`.
-        retain: See `CatalogService`. In seconds.
-        heartbeat_interval: See `CatalogService`. In seconds.
-        advertise: See `Server`, which also explains the arguments below.
-        secret: See `Server`. A node and its upstream catalog need the same secret.
-        tls_roots: Certificates to trust. A node and its upstream catalog must trust each other's certificates.
+        retain: See `CatalogService`.
+        heartbeat_interval: See `CatalogService`.
+        advertise: See `ServerOptions`.
+        ticket_lifetime: See `ServerOptions`.
+        secret: See `ServerOptions`. A node and its upstream catalog need the same secret.
+        authorize: See `ServerOptions`.
+        tls_cert: See `ServerOptions`.
+        tls_key: See `ServerOptions`.
+        tls_roots: The certificates to trust. A node and its upstream catalog must trust each other's certificates.
+        metrics: See `ServerOptions`.
+        http: See `ServerOptions`.
+        max_metadata: See `ServerOptions`.
 
     Raises:
         StoreError: The store cannot be used.

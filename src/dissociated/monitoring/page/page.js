@@ -1,5 +1,5 @@
 "use strict";
-// Shows /status.json, asked for each second. Names come from users: they are only ever set as text.
+// Shows /status.json, which it requests each second. Names come from users, so they are only ever set as text.
 
 const UNITS = ["B", "kB", "MB", "GB", "TB", "PB"];
 const PERIOD = 300; // seconds that the chart shows
@@ -67,7 +67,7 @@ function sorted(name, rows) {
   return [...rows].sort((a, b) => {
     const [x, y] = [key(a), key(b)];
     if (x === y) return 0;
-    if (x === null) return 1; // what is unknown comes last
+    if (x === null) return 1; // unknown values come last
     if (y === null) return -1;
     return (x < y ? -1 : 1) * by.direction;
   });
@@ -125,7 +125,7 @@ function fill(name, rows) {
   body.replaceChildren(...made);
 }
 
-// What was sent in each second: [seconds since 1970, bytes a second].
+// Return the bytes sent in each second: [seconds since 1970, bytes per second].
 function rates(samples) {
   const found = [];
   for (let at = 1; at < samples.length; at += 1) {
