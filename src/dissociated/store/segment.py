@@ -225,7 +225,7 @@ class SegmentWriter(EncapsulatedWriter):
         self._statistics.add(batch)
 
     def _end(self) -> None:
-        # A segment is complete without statistics, for which there may be no room, or which may be impossible to compute.
+        # Statistics are optional. There may be no room for them, or they may be impossible to compute.
         with suppress(StoreFull, pa.ArrowException):
             found = self._statistics.statistics()
             if found is not None:
@@ -236,10 +236,10 @@ class SegmentWriter(EncapsulatedWriter):
 
 
 class SharedSegmentWriter(SegmentWriter):
-    """A SegmentWriter whose record batches another process writes, straight into its file.
+    """A SegmentWriter for record batches that another process writes directly into the file.
 
-    That process opens `path`, writes encapsulated record batches from `nbytes` on, and writes no further than
-    `reserve` allows. `adopt` takes its batches in before `close`; `stats` does not count them.
+    The other process opens `path`, and writes encapsulated record batches from the position `nbytes` on, but no further
+    than `reserve` allows. Call `adopt` before `close` to add its batches. `stats` does not count them.
     """
 
     def __init__(self, place: Path, schema: pa.Schema, reserve: Reserve | None = None) -> None:
@@ -251,20 +251,30 @@ class SharedSegmentWriter(SegmentWriter):
 
     @property
     def path(self) -> str:
-        """The name by which another process opens the file, until this writer is closed or aborted."""
+        """The path at which another process can open the file, until this writer is closed or aborted."""
         return f"/proc/{os.getpid()}/fd/{self._file.descriptor}"
 
     def reserve(self, end: int) -> int:
-        """Reserve room in the file up to `end`. Returns the end of the room, which may lie further.
+        """Reserve room in the file up to the position `end`.
 
-        Raises StoreFull and StoreError.
+        Returns:
+            The position up to which there is room, which is at least `end`.
+
+        Raises:
+            StoreFull: There is no room now.
+            StoreError: There can be no room, or the file cannot be used.
         """
         return self._file.reserve(end)
 
     def adopt(self, end: int) -> None:
-        """Take in the record batches that the other process has written, up to `end`. It must write no more.
+        """Add the record batches that the other process has written. It must not write any more.
 
-        Raises FormatError if the file does not hold record batches of the schema up to there, and StoreError.
+        Args:
+            end: The position at which the last batch ends.
+
+        Raises:
+            FormatError: The file does not hold record batches of the schema up to `end`.
+            StoreError: The file cannot be read.
         """
         self._check_open()
         stream = pa.BufferReader(self._file.map(end))
@@ -276,7 +286,7 @@ class SharedSegmentWriter(SegmentWriter):
         try:
             for batch in batches:
                 statistics.add(batch)
-        except pa.ArrowException:  # The values cannot be compared, and a segment needs no statistics.
+        except pa.ArrowException:  # The values cannot be compared. Statistics are optional.
             statistics = StatisticsCollector(self.schema, ())
         self._statistics = statistics
         self.rows = sum(batch.num_rows for batch in batches)
@@ -301,17 +311,17 @@ class _File(Sink, ProcessBound):
 
     @property
     def descriptor(self) -> int:
-        """The descriptor of the file; -1 once it is closed."""
+        """The descriptor of the file; -1 after it was closed."""
         return self._file.descriptor
 
     def reserve(self, end: int) -> int:
-        """Reserve room: see `NewFile.reserve`."""
+        """Reserve room in the file. See `NewFile.reserve`."""
         self.check_process()
         with store_errors(self._what):
             return self._file.reserve(end)
 
     def map(self, size: int) -> pa.Buffer:
-        """Map the first `size` bytes, which the file must have."""
+        """Map the first `size` bytes of the file, which must be at least this long."""
         with store_errors(self._what):
             descriptor = reopen_read_only(self._file.descriptor)
             try:
