@@ -66,7 +66,7 @@ class _Help(argparse.HelpFormatter):
 def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """Return the parser of the command line.
 
-    Only the commands that `arguments` name get their options, because this imports their modules.
+    Only the commands that `arguments` name get their options, because adding them imports the command's module.
     """
     from dissociated._version import __version__
 

@@ -107,7 +107,7 @@ class FileReader:
         Args:
             indices: The numbers of the batches, counted from 0.
 
-        Returns:
+        Yields:
             Pairs of a batch and the custom metadata of its message.
         """
         self._check(indices)

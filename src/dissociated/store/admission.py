@@ -36,7 +36,7 @@ _WHEN_FULL = {
 class Quota:
     """The limit of a store, in bytes: admits writes under it, and evicts versions if there is no room for them.
 
-    Not safe to use from many threads: the store has a lock.
+    Not thread-safe: the lock of the store protects it.
     """
 
     def __init__(self, places: Places, eviction: Eviction, limit: int | None) -> None:

@@ -272,7 +272,7 @@ class Directory(ProcessBound):
             raise
 
     def _settle(self) -> None:
-        """Undo the commits and removals that failed and that the disk did not let be undone then. Raises OSError."""
+        """Undo the failed commits and removals that could not be undone when they failed. Raises OSError."""
         self._put_removed_back()
         while self._refused:
             self.remove(replace(self._refused[0], prepared=True))  # its writer was told that the commit failed

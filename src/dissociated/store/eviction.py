@@ -39,7 +39,7 @@ class Missing:
 class Eviction:
     """The eviction of versions from a store, under its policy.
 
-    Not safe to use from many threads: the store has a lock. The server of the store sets these attributes:
+    Not thread-safe: the lock of the store protects it. The server of the store sets these attributes:
 
     - `in_use` returns whether the server is reading a version for a client.
     - `is_exposed` returns whether clients know the addresses of a version, to fetch from its memory themselves. The
@@ -64,7 +64,7 @@ class Eviction:
 
         Args:
             count_missing: Returns the bytes to free, after the trash was emptied.
-            on_evicted: Called with each version that was removed although it was the current one of its dataset.
+            on_evicted: Called with each removed version that no later version had replaced.
         """
         self._places.empty_trash()
         missing = count_missing()

@@ -150,7 +150,7 @@ class StagedFile(NewFile):
         return None
 
     def reserve(self, end: int) -> int:
-        """Reserve room in the store, with a reserve for later writes. See `NewFile.reserve`."""
+        """Reserve room in the store, and some more for later writes. See `NewFile.reserve`."""
         if end > self._reserved:
             self._reserved = self._reserve(self._partial, end, end + self._granule)
             self._granule = min(2 * self._granule, _MAX_GRANULE)

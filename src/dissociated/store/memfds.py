@@ -44,7 +44,7 @@ class Memfd:
 
 
 class Memfds:
-    """The memfds of a store, to be closed after use. Not safe to use from many threads: the store has a lock."""
+    """The memfds of a store, to be closed after use. Not thread-safe: the lock of the store protects it."""
 
     def __init__(self) -> None:
         self._staged: dict[str, tuple[Memfd, float]] = {}  # by name, with the time of staging

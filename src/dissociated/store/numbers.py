@@ -51,7 +51,7 @@ class Removed(NamedTuple):
 
 
 class Numbers:
-    """The records in the file `path`, one line of JSON each. Not safe to use from many threads: the store has a lock.
+    """The records in the file `path`, one line of JSON each. Not thread-safe: the lock of the store protects it.
 
     Raises OSError if the file cannot be read.
     """

@@ -51,7 +51,7 @@ class Places:
     """The versions in the store's `directory`, in `memfds`, and on `disk`, which is None if the store does not spill.
 
     Versions on disk take no memory; all others do. The trash of `directory` may keep `reuse_bytes` bytes for reuse. Not
-    safe to use from many threads: the store has a lock.
+    thread-safe: the lock of the store protects it.
     """
 
     def __init__(self, directory: Directory, memfds: Memfds, disk: Directory | None, reuse_bytes: int) -> None:

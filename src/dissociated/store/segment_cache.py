@@ -15,7 +15,7 @@ from dissociated.store.memfds import FD
 from dissociated.store.segment import Segment
 
 _MAX_SEGMENTS = 1 << 12  # each segment has a mapping, and a process may have 65,530 of them
-_DESCRIPTOR_SHARE = 8  # the cache has a segment for every 8 descriptors of the process: each segment takes two
+_DESCRIPTOR_SHARE = 8  # one segment for every 8 descriptors that the process may have; a segment takes two
 
 
 class Droppable(Protocol):
@@ -56,7 +56,7 @@ class OpenSegments(list[Segment]):
 class SegmentFiles:
     """All open segments, by file. A segment that several versions share is opened once, which makes appending cheap.
 
-    Not safe to use from many threads: the store has a lock.
+    Not thread-safe: the lock of the store protects it.
     """
 
     def __init__(self) -> None:
