@@ -11,8 +11,8 @@ from importlib import import_module
 
 from dissociated.cli import terminal
 
-#: The module of each command, and what the command is for. The module is loaded for that command alone; its function
-#: `add_NAME` gives the command's parser a description, options, and the function `run`.
+#: The module and the summary of each command. The module is loaded for its command only. Its function `add_NAME` adds
+#: the description, the options and the function `run` to the command's parser.
 COMMANDS = {
     "ls": ("datasets", "list datasets"),
     "describe": ("datasets", "show the columns of a dataset, and where it is"),
@@ -32,7 +32,8 @@ COMMANDS = {
     "spark-jar": ("integrations", "print the path of the jar for Spark"),
 }
 
-#: What the library says of its own parameters, in the command line's words. Options are found by their names.
+#: Phrases in the library's error messages about parameters of Python, and their replacements for the command line.
+#: `_reworded` replaces the names of options without this table.
 _WORDS = {
     "publish a reader of it, pyarrow.ipc.open_stream(path)": r"add it: printf '\377\377\377\377\0\0\0\0' >> FILE",
     "publish each stream by itself": "publish each stream by itself (dissociated put FILE NAME --append)",
@@ -44,9 +45,9 @@ _WORDS = {
 
 
 class _Help(argparse.HelpFormatter):
-    """Fills the paragraphs of a description, but leaves those as they are that are indented.
+    """A help formatter that fills the paragraphs of a description, except indented ones.
 
-    Commands are a list like any other: argparse would indent them below a line of their own, and break long names off.
+    Commands are listed without the extra indentation of argparse, which would also wrap long names.
     """
 
     def _format_action(self, action: argparse.Action) -> str:
@@ -63,7 +64,10 @@ class _Help(argparse.HelpFormatter):
 
 
 def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """The command line, with the options of those commands alone that `arguments` name: theirs load what they need."""
+    """Return the parser of the command line.
+
+    Only the commands that `arguments` name get their options, because adding them imports the command's module.
+    """
     from dissociated._version import __version__
 
     top = argparse.ArgumentParser(
@@ -84,8 +88,16 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit status: 0, 1 with a sentence on stderr, 2 for a wrong command line."""
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks what could follow
+    """Run the command line.
+
+    Args:
+        arguments: The arguments; by default the ones of this process.
+
+    Returns:
+        The exit status: 0, 1 after an error message on stderr, 130 after an interrupt. argparse exits with 2 if the
+        command line is invalid.
+    """
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
         import argcomplete
 
         argcomplete.autocomplete(parser(os.environ["COMP_LINE"].split()))
@@ -101,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             top.print_help()
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read our output has had enough; do not complain about it again while Python shuts down.
+        # The reader of our output has closed it. Without this, Python would report the error again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except _Failed as error:
@@ -113,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Failed(Exception):
-    """A command has failed, for this reason."""
+    """A failure of a command, with its message."""
 
 
 def _run(parsed: argparse.Namespace) -> None:
@@ -134,7 +146,7 @@ def _run(parsed: argparse.Namespace) -> None:
 
 
 def _reworded(message: str, parsed: argparse.Namespace) -> str:
-    """The message, with the options of this command in place of the parameters that they set."""
+    """Return a message in which the names of parameters are replaced by the command's options that set them."""
     for said, word in _WORDS.items():
         message = message.replace(said, word)
     for name in vars(parsed):

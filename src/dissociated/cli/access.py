@@ -1,4 +1,4 @@
-"""What commands have in common: those that ask a catalog prove who they are, and those that serve ask for proof."""
+"""Options of access that commands share: credentials for clients of a catalog, and access control for servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROOTS = "DISSOCIATED_TLS_ROOTS"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that `client` and `main` take."""
+    """Add the options that `client` and `main` read."""
     group = parser.add_argument_group("access")
     group.add_argument(
         "--token-file",
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_log_arguments(group: argparse._ArgumentGroup, level: str | None) -> None:
-    """The options that `main` takes, which configures no log without a level."""
+    """Add the options of the log, which `main` reads. Without a level there is no log."""
     group.add_argument(
         "--log-format", choices=log.LOG_FORMATS, default="text", help="how the log is written, to stderr"
     )
@@ -47,7 +47,10 @@ def _add_log_arguments(group: argparse._ArgumentGroup, level: str | None) -> Non
 
 
 def client(catalog: str, arguments: argparse.Namespace, timeout: float = TIMEOUT) -> Client:
-    """A client of `catalog`, by these options and the environment. No option is a token: all users could see that."""
+    """Return a client of `catalog`, with the credentials of the options and of the environment.
+
+    There is no option for a token itself, because all users of a host can see command lines.
+    """
     token = read_token(arguments.token_file) if arguments.token_file else os.environ.get(_TOKEN_VARIABLE) or None
     return connect(
         catalog, timeout=timeout, token=token, tls_roots=arguments.tls_roots or os.environ.get(_ROOTS) or None
@@ -55,7 +58,7 @@ def client(catalog: str, arguments: argparse.Namespace, timeout: float = TIMEOUT
 
 
 def add_serving_arguments(parser: argparse.ArgumentParser, peers: bool = False) -> None:
-    """The options that `serving` and `main` take; with `peers` those of a catalog that has nodes, and of nodes."""
+    """Add the options that `serving` and `main` read, with `peers` also the ones for nodes and their catalog."""
     group = parser.add_argument_group("access")
     group.add_argument("--tls-cert", metavar="FILE", help="PEM file of this server's certificate, with its chain")
     group.add_argument("--tls-key", metavar="FILE", help="PEM file of its key")
@@ -90,7 +93,7 @@ def add_serving_arguments(parser: argparse.ArgumentParser, peers: bool = False) 
 
 
 def serving(arguments: argparse.Namespace, peers: bool = False) -> dict[str, Any]:
-    """What these options mean to `Server`, and with `peers` to `Node` and `security`."""
+    """Return the options as keyword arguments of `Server`, or with `peers` of `Node` and `security`."""
     options: dict[str, Any] = {
         "tls_cert": arguments.tls_cert,
         "tls_key": arguments.tls_key,
@@ -104,7 +107,7 @@ def serving(arguments: argparse.Namespace, peers: bool = False) -> dict[str, Any
 
 
 def serving_uris(arguments: argparse.Namespace) -> tuple[tuple[str, str], str]:
-    """Where to serve, and where the catalog answers, if nothing is said."""
+    """Return the default listeners, and the default URI of the catalog, without a port."""
     tls = arguments.tls_cert is not None
     return (
         ("shm:", "tls://127.0.0.1:0" if tls else "tcp://127.0.0.1:0"),
@@ -113,7 +116,7 @@ def serving_uris(arguments: argparse.Namespace) -> tuple[tuple[str, str], str]:
 
 
 def print_catalog(uri: str, security: Security) -> None:
-    """Say where a catalog answers, and who can reach it if it asks for no token."""
+    """Print the URI of a catalog, and who can reach it if it requires no token."""
     if (reach := describe_reach(uri, security)) is not None:
         print(f"access   {reach}")
     print(f"catalog  {uri}", flush=True)

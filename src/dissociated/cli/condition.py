@@ -1,4 +1,4 @@
-"""Conditions as people write them, as in SQL: dep_delay > 60 and (dest = 'IAH' or dest is null).
+"""Conditions in the syntax of SQL: dep_delay > 60 and (dest = 'IAH' or dest is null).
 
     condition   = conjunction ("or" conjunction)*
     conjunction = negation ("and" negation)*
@@ -9,7 +9,7 @@
     column      = name ("." name)*, where a name is letters, digits and _, or anything in "…"
     value       = number | 'text' | "true" | "false"
 
-Times and dates are texts, as in ISO 8601. What a comparison means is said in `dissociated.codec.filter.conditions`.
+Times and dates are texts in ISO 8601. `dissociated.codec.filter.conditions` defines the meaning of comparisons.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _TOKEN = re.compile(
 _SIGNS = {"=": "=", "==": "=", "!=": "!=", "<>": "!=", "<": "<", "<=": "<=", ">": ">", ">=": ">="}
 _MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 _KEYWORDS = {"and", "or", "not", "in", "is", "null", "like", "between", "true", "false"}
-_DEEPEST = 50  # parentheses and "not" within each other
+_DEEPEST = 50  # nested parentheses and "not"
 
 
 def parse_condition(written: str, schema: pa.Schema) -> pc.Expression:
-    """The rows of such a schema for which this is true. Raises OptionError and ColumnNotFound."""
+    """Parse a condition into a filter for rows of `schema`. Raises OptionError and ColumnNotFound."""
     return _ConditionParser(written, schema).parse()
 
 
@@ -164,7 +164,7 @@ class _ConditionParser:
         return _number(token) if kind == "number" else token.lower() == "true"
 
     def _take(self, token: str) -> bool:
-        """Whether this comes next, and then go past it."""
+        """Return whether `token` comes next, and skip it if it does."""
         found = self._kind in ("word", "sign") and self._token.lower() == token
         if found:
             self._advance()
@@ -194,7 +194,7 @@ class _ConditionParser:
 
 
 def _number(token: str) -> int | float | Decimal:
-    """As it is written, whatever the column is: no digit is lost."""
+    """Parse a number without losing digits, whatever the type of the column: to a Decimal if no float is exact."""
     exact = Decimal(token)
     if "." not in token and "e" not in token.lower():
         return int(exact)

@@ -1,4 +1,4 @@
-"""The commands that show which datasets a catalog has, and drop one: ls, describe, versions and drop."""
+"""The commands that list, describe and drop datasets of a catalog: ls, describe, versions and drop."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _run_ls(arguments: argparse.Namespace) -> None:
 
 
 def _print_list(found: list[DatasetInfo], long: bool) -> None:
-    """A column for what any of them has."""
+    """Print a table of datasets. A column is left out if no dataset has a value for it."""
     columns = [
         ("NAME", [info.name for info in found]),
         ("ROWS", [text.count(info.rows) for info in found]),
@@ -78,7 +78,7 @@ def add_describe(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_describe(arguments: argparse.Namespace) -> None:
-    """Print what the catalog knows of it."""
+    """Print the catalog's description of a dataset."""
     catalog, name = target.find_dataset(arguments)
     with access.client(catalog, arguments) as client:
         info = client.describe(name, arguments.version)
@@ -130,18 +130,18 @@ def _print_schema(info: DatasetInfo) -> None:
 
 
 def _column_count(info: DatasetInfo) -> str:
-    """How many columns it has, or tensors."""
+    """Return the number of columns or of tensors, as text."""
     tensors = info.tensors
     return text.count(len(info.schema)) if tensors is None else text.plural(tensors.number, "tensor")
 
 
 def _transports(endpoints: Sequence[Endpoint]) -> str:
-    """The schemes by which these can be read."""
+    """Return the schemes of the transports by which endpoints can be read, as text."""
     return " ".join(sorted({scheme for endpoint in endpoints for scheme in endpoint.schemes}))
 
 
 def tags(written: Sequence[str]) -> dict[str, str]:
-    """What KEY=VALUE, again and again, says. Raises OptionError where a value is missing."""
+    """Parse tags in the form KEY=VALUE. Raises OptionError if a value is missing."""
     for one in written:
         if "=" not in one:
             raise OptionError(f"--tag {one} gives it no value: KEY=VALUE")
@@ -149,7 +149,7 @@ def tags(written: Sequence[str]) -> dict[str, str]:
 
 
 def _plain_info(info: DatasetInfo) -> dict[str, Any]:
-    """The same for other programs."""
+    """Return the description of a dataset as plain values, for JSON."""
     return {
         "name": info.name,
         "rows": info.rows,

@@ -1,4 +1,4 @@
-"""The formats in which rows are written: Arrow, Parquet, CSV, JSON lines, and a table for people."""
+"""The output formats of rows: Arrow, Parquet, CSV, JSON lines, and a table for people."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ import pyarrow as pa
 from dissociated.cli.rows import plain_rows
 from dissociated.errors import OptionError
 
-#: Opens a file for batches of a schema. Where the `with` is left by an exception, no program takes it for all there is.
+#: Opens a writer of batches of a schema. If the `with` block raises, the file is made invalid, so that no program takes
+#: the incomplete file for a complete one. Text formats cannot be made invalid.
 _Open: TypeAlias = Callable[[Any, pa.Schema], AbstractContextManager[Any]]
 
-#: What follows an IPC stream that breaks off, since one that simply ends is whole, too. It is no message, and longer
-#: than what may be missing of the last one where that broke off in its last buffer; odd, as nothing in a stream is.
+#: The bytes that make an incomplete IPC stream invalid, since a stream without an end marker is valid. They are no
+#: message. They are longer than the possibly missing rest of the last message, and their number is odd, unlike the
+#: length of any part of a stream.
 _NO_MESSAGE = b"\xff" * 4099
-#: What follows a file that breaks off: whoever reads one begins at its end.
+#: The bytes that make an incomplete file invalid, since readers of files begin at the end.
 _NO_FOOTER = b"broken off"
 
 
 class FileFormat(NamedTuple):
-    """How to write it; what its files end in; and whether it is Arrow IPC, or text."""
+    """An output format: a function that opens a writer, the endings of files, and whether it is Arrow IPC or text."""
 
     open: _Open
     endings: tuple[str, ...] = ()
@@ -39,7 +41,7 @@ def _arrow_stream(sink: Any, schema: pa.Schema) -> Iterator[Any]:
     try:
         yield writer
         writer.close()
-        sink.flush()  # what stays in its buffer could be cut off between two messages, and nobody would tell
+        sink.flush()  # If a later flush failed between two messages, the stream would look complete.
     except BaseException:
         _spoil(sink, _NO_MESSAGE)
         raise
@@ -60,17 +62,17 @@ def _with_footer(sink: Any, writer: Any) -> Iterator[Any]:
     try:
         yield writer
     except BaseException:
-        _spoil(sink, _NO_FOOTER, writer.close)  # that of Parquet would write its footer when it is collected
+        _spoil(sink, _NO_FOOTER, writer.close)  # or the Parquet writer would add its footer when it is collected
         raise
     writer.close()
 
 
 def _spoil(sink: Any, spoiler: bytes, before: Callable[[], object] = lambda: None) -> None:
-    for _ in range(2):  # a signal may end this once, if none was the reason for it: see EndingSignals
+    for _ in range(2):  # A signal can interrupt this once, unless a signal was the reason for it: see EndingSignals.
         with suppress(KeyboardInterrupt, SystemExit):
             with suppress(pa.ArrowException, OSError, ValueError):
                 before()
-            with suppress(pa.ArrowException, OSError, ValueError):  # nobody may be reading any more
+            with suppress(pa.ArrowException, OSError, ValueError):  # the reader may have closed the pipe
                 sink.write(spoiler)
                 sink.flush()
             return
@@ -108,7 +110,7 @@ FILE_FORMATS = {
 
 
 def of_file(path: Path) -> FileFormat:
-    """The format that the ending of a file says. Raises OptionError where it says none."""
+    """Return the format of a file by its ending. Raises OptionError if the ending is unknown."""
     for one in FILE_FORMATS.values():
         if path.suffix in one.endings:
             return one
@@ -117,7 +119,7 @@ def of_file(path: Path) -> FileFormat:
 
 
 class _JsonLines:
-    """Writes an object a line. Raises OptionError where two columns have one name, which an object cannot have."""
+    """A writer of one JSON object for each row. Raises OptionError if two columns have the same name."""
 
     def __init__(self, sink: Any, schema: pa.Schema) -> None:
         if len({*schema.names}) < len(schema.names):

@@ -1,4 +1,4 @@
-"""What `put` and `serve` read: files and the standard input, in the formats that `get` writes."""
+"""The input of `put` and `serve`: files and the standard input, in the formats that `get` writes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from dissociated.datasets.sources import make_dataset
 from dissociated.errors import OptionError, SourceError
 
 _STDIN = Path("-")
-#: The formats that are text, which a file cannot be told by.
+#: The text formats by ending, since the content of a file does not show which one it has.
 _TEXTS = {ending: name for name in ("csv", "jsonl") for ending in FILE_FORMATS[name].endings}
-_BLOCK_SIZE = 16 << 20  # bytes of text, from the first of which the types of its columns are guessed
+_BLOCK_SIZE = 16 << 20  # bytes of text; the types of the columns are inferred from the first block
 _KIND_BY_MAGIC = {
     b"PAR1": "a Parquet file",
     b"ORC": "an ORC file",
@@ -37,9 +37,16 @@ _KIND_BY_MAGIC = {
 
 
 def open_input(path: Path, written: str | None, owned: ExitStack) -> Dataset:
-    """What is in a file, or in "-", as a dataset, for as long as `owned` is open.
+    """Open a file, or the standard input, as a dataset.
 
-    `written` says which format a text has; left out, the ending does. Raises SourceError.
+    Args:
+        path: The file or directory, or "-" for the standard input.
+        written: The format of a text; by default the ending of the file decides.
+        owned: The stack that closes the input. The dataset is valid until then.
+
+    Raises:
+        SourceError: The input cannot be read.
+        OptionError: The standard input is a terminal.
     """
     written = written or _TEXTS.get(path.suffix)
     if path == _STDIN:
@@ -51,14 +58,14 @@ def open_input(path: Path, written: str | None, owned: ExitStack) -> Dataset:
 
 
 def check_arrow(path: Path, advice: str, parquet: bool = True) -> None:
-    """Raise SourceError, which says what it is, where a file is no Arrow IPC, and none of Parquet either."""
+    """Raise SourceError with the kind of a file if it is not Arrow IPC, nor Parquet if `parquet` is set."""
     kind = _kind(path)
     if kind is not None and not (parquet and kind == _KIND_BY_MAGIC[b"PAR1"]):
         raise SourceError(f"{path} is {kind}, not Arrow IPC{' or Parquet' if parquet else ''}: {advice}")
 
 
 def _kind(path: Path) -> str | None:
-    """What a file is that cannot be Arrow IPC, as far as its beginning tells."""
+    """Return the kind of a file by its first bytes. Return None if it may be Arrow IPC."""
     if not path.is_file():
         return None
     with path.open("rb") as file:
@@ -79,7 +86,7 @@ def _open_stdin(written: str | None, owned: ExitStack) -> Dataset:
     stdin: Any = sys.stdin.buffer
     if written == "csv":
         return make_dataset("-", _open_text("the standard input", stdin, written))
-    if written is not None or stdin.peek(8)[:4] in (b"ARRO", b"PAR1"):  # these are read twice, or from their ends
+    if written is not None or stdin.peek(8)[:4] in (b"ARRO", b"PAR1"):  # these formats are read twice, or from the end
         memory = owned.enter_context(os.fdopen(os.memfd_create("stdin"), "wb"))
         shutil.copyfileobj(stdin, memory)
         memory.flush()
@@ -103,17 +110,17 @@ def _open_stdin(written: str | None, owned: ExitStack) -> Dataset:
 
 
 class _StreamFile:
-    """The file that libarrow reads an IPC stream from, which ends with its end-of-stream marker.
+    """A file from which libarrow reads an IPC stream, to check that the stream ends with an end-of-stream marker.
 
-    To libarrow, a stream that simply ends is whole, too, as the specification has it. So does one whose writer died.
-    And of what follows the marker, as another stream, libarrow reads nothing.
+    By the specification, and for libarrow, a stream may also end without a marker. Then it cannot be told from a stream
+    whose writer died. libarrow also ignores data after the marker, such as a second stream.
     """
 
     closed = False
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._ended = False  # where more was to come: libarrow asks for none after the marker
+        self._ended = False  # whether the file ended without a marker: libarrow reads no further than the marker
 
     def read(self, size: int) -> bytes:
         found = self._file.read(size)
@@ -121,7 +128,7 @@ class _StreamFile:
         return found
 
     def checked(self, reader: pa.RecordBatchReader) -> Iterator[BatchAndMetadata]:
-        """The same batches. Raises SourceError after the last where no marker followed, or more than that."""
+        """Pass the batches on. After the last, raise SourceError if there is no marker, or other data follows it."""
         yield from batches(reader)
         if self._ended:
             raise SourceError(
@@ -152,14 +159,14 @@ def _open_text(name: str, source: Any, written: str) -> pa.RecordBatchReader:
 
 
 def _checked(reader: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The same batches. Raises ArrowInvalid where a text is not UTF-8: libarrow takes it from JSON as it is."""
+    """Validate each batch and pass it on. Raises ArrowInvalid for text that is not UTF-8, which libarrow accepts."""
     for batch in reader:
         batch.validate(full=True)
         yield batch
 
 
 def _without_times(guessed: pa.DataType) -> pa.DataType:
-    """The same, with texts for times: JSON has no times, and of those that look like one libarrow drops the zone."""
+    """Replace inferred timestamps in a type by strings: for text that looks like a time, libarrow drops the zone."""
     if pa.types.is_timestamp(guessed):
         return pa.string()
     if pa.types.is_list(guessed):

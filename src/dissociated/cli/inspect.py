@@ -1,4 +1,4 @@
-"""dissociated inspect: what lies where in an Arrow IPC stream or file."""
+"""The command inspect: shows the messages of an Arrow IPC stream or file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dissociated.memory.shared import map_read_only
 _INSPECT = """\
 Show what lies where in an Arrow IPC stream or file: its columns, and for each message its type, where it begins, and
 how long its metadata and its body are, in bytes. No body is read, however large the file is."""
-_DEFAULT_LIMIT = 20  # messages, unless all are asked for
+_DEFAULT_LIMIT = 20  # messages shown without --all
 _NAMES = {
     HeaderType.SCHEMA: "schema",
     HeaderType.DICTIONARY_BATCH: "dictionary",
@@ -62,12 +62,12 @@ class _Details(NamedTuple):
 class _Message(NamedTuple):
     entry: Entry
     details: _Details
-    #: offset from the beginning of the file, and length
+    #: The offset from the beginning of the file, and the length, of each buffer.
     buffers: list[tuple[int, int]]
 
 
 def _run_inspect(arguments: argparse.Namespace) -> None:
-    """Print what there is."""
+    """Print the messages of a file."""
     path: Path = arguments.file
     if path.is_dir():
         raise SourceError(f"{path} is a directory: inspect shows one file")
@@ -197,7 +197,7 @@ def _short(value: bytes) -> str:
 
 
 def _schema(memory: memoryview, index: Index) -> tuple[Any, Any]:
-    """The schema, if there is one, and the custom metadata of a file, by libarrow."""
+    """Decode the schema, or None, and the custom metadata of a file, with libarrow."""
     import pyarrow as pa
 
     from dissociated.codec.reader import arrow_errors, read_schema

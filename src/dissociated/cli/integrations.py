@@ -1,4 +1,4 @@
-"""The commands that set other programs up: completion for a shell, spark-jar for Spark."""
+"""The commands that set up other programs: completion for a shell, spark-jar for Spark."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_completion(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_completion(arguments: argparse.Namespace) -> None:
-    """Print what the shell shall evaluate."""
+    """Print the code that the shell evaluates."""
     try:
         from argcomplete.shell_integration import shellcode
     except ImportError:

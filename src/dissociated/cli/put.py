@@ -1,4 +1,4 @@
-"""dissociated put: publish files in a catalog."""
+"""The command put: publishes files in a catalog."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def add_put(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_put(arguments: argparse.Namespace) -> None:
-    """Publish, and say on stderr what was."""
+    """Publish the files, and print a summary to stderr."""
     from dissociated.control.commit import Publication
 
     name = target.name(arguments.uri)
@@ -83,14 +83,17 @@ def _run_put(arguments: argparse.Namespace) -> None:
 
 
 def _total(sources: Sequence[Dataset]) -> int | None:
-    """How many rows they have together, where that is known before they are read."""
+    """Return the number of rows of all sources, or None if it is not known before they are read."""
     known = [source.rows for source in sources if source.rows is not None]
     return sum(known) if len(known) == len(sources) else None
 
 
 @contextmanager
 def _catalog(arguments: argparse.Namespace) -> Iterator[str]:
-    """Where it goes. Where no catalog is named, a node is started, which ends with us if it was started for nothing."""
+    """Yield the URI of the catalog. If none is named and no node runs, start a node.
+
+    The node ends with this process if nothing was committed.
+    """
     catalog = target.catalog(arguments)
     if catalog is not None:
         yield catalog

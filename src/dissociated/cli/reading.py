@@ -1,4 +1,4 @@
-"""The commands that read a dataset: head, cat, get and sql; of which rows and columns, and how these are written."""
+"""The commands that read a dataset: head, cat, get and sql, with their options for rows, columns and formats."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def add_get(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_get(arguments: argparse.Namespace) -> None:
-    """Copy the rows, and say on stderr what was copied how fast."""
+    """Copy the rows, and print a summary with the rate to stderr."""
     path = None if arguments.output == "-" else Path(arguments.output)
     if path is not None and not path.parent.is_dir():
         raise OptionError(f"there is no directory {path.parent}")
@@ -134,7 +134,7 @@ def _run_get(arguments: argparse.Namespace) -> None:
 
 
 def _stays(path: Path) -> bool:
-    """Whether what is there is not to be replaced: a device, a FIFO, what this process has open (/dev/stdout)."""
+    """Return whether the file at `path` must not be replaced: a device, a FIFO, or an open file (/dev/stdout)."""
     if path.exists() and not path.is_file():
         return True
     parent = path.parent.resolve()
@@ -143,12 +143,15 @@ def _stays(path: Path) -> bool:
 
 @contextmanager
 def _atomic_file(path: Path) -> Iterator[Any]:
-    """A file for `path`, which it replaces when it is whole. Before, it has no name: who is killed leaves nothing."""
+    """Yield a new file that replaces `path` when it is complete.
+
+    Until then it has no name if the file system allows, so that a killed process leaves nothing behind.
+    """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    with EndingSignals() as signals:  # for a moment, or always, it does have a name
+    with EndingSignals() as signals:  # the file has a name before it replaces `path`, on some file systems always
         try:
             file = NewFile(part)
-            if not part.exists():  # it ends with the process, which may then be ended at once
+            if not part.exists():  # the file has no name, so an abrupt end leaves nothing behind
                 signals.release()
             try:
                 os.fchmod(file.descriptor, 0o666 & ~_umask())
@@ -160,7 +163,7 @@ def _atomic_file(path: Path) -> Iterator[Any]:
             signals.catch()
             file.commit(0)
             part.replace(path)
-        except FileExistsError:  # it is another's
+        except FileExistsError:  # the file belongs to another process
             raise
         except BaseException:
             part.unlink(missing_ok=True)
@@ -193,7 +196,7 @@ def add_sql(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_sql(arguments: argparse.Namespace) -> None:
-    """Answer the question."""
+    """Run the query, and print its result."""
     try:
         import duckdb
     except ImportError:
@@ -202,7 +205,7 @@ def _run_sql(arguments: argparse.Namespace) -> None:
         raise OptionError('there is no question: dissociated sql "SELECT ...", or one on standard input')
     query = sys.stdin.read() if arguments.query == "-" else arguments.query
     with access.client(target.find(arguments).catalog, arguments) as client, duckdb.connect() as connection:
-        connection.execute("SET python_enable_replacements = false")  # a name is no variable of this program
+        connection.execute("SET python_enable_replacements = false")  # names must not refer to Python variables
         try:
             for statement in connection.extract_statements(query):
                 answer = _answer(connection, client, statement.query)
@@ -213,7 +216,10 @@ def _run_sql(arguments: argparse.Namespace) -> None:
 
 
 def _answer(connection: duckdb.DuckDBPyConnection, client: Client, statement: str) -> duckdb.DuckDBPyRelation | None:
-    """What DuckDB says; None of a statement that is no question. It is told of each dataset that it does not find."""
+    """Run a statement, and return its result, or None if it is no query.
+
+    If DuckDB does not find a table, the dataset of this name is registered, and the statement is run again.
+    """
     import duckdb
 
     known: set[str] = set()
@@ -238,7 +244,7 @@ _NO_END = 2**62  # more rows than there are
 
 
 class Reading(NamedTuple):
-    """A dataset that is read, and how many rows there will be, as far as the catalog knows."""
+    """An open reader of a dataset, with the number of rows if the catalog knows it."""
 
     info: DatasetInfo
     reader: pa.RecordBatchReader
@@ -246,7 +252,7 @@ class Reading(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The argument and the options that `opened` takes."""
+    """Add the argument and the options that `opened` reads."""
     target.add_arguments(parser)
     group = parser.add_argument_group("what is read")
     group.add_argument("--columns", metavar="A,B,…", help="only these columns, in the order of the schema")
@@ -258,19 +264,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_rows_argument(parser: argparse.ArgumentParser) -> None:
-    """The option that says which rows."""
+    """Add the option for a range of rows."""
     parser.add_argument(
         "--rows", type=parse_rows, metavar="A:B", help="from row A, the first is 0, up to and without B: 0:100, or 500:"
     )
 
 
 def add_format_argument(parser: argparse.ArgumentParser, choices: Iterable[str], default: str) -> None:
-    """The option that says how they are written."""
+    """Add the option for the output format."""
     parser.add_argument("-f", "--format", choices=[*choices], help=f"how they are written (default: {default})")
 
 
 def parse_rows(written: str) -> range:
-    """What 10:20, :20, or 10: means."""
+    """Parse a range of rows: 10:20, :20, or 10:."""
     found = _ROWS.fullmatch(written)
     if found is None or not any(found.groups()):
         raise argparse.ArgumentTypeError(f"{written!r} are no rows: 0:100, or 500: for all from there on")
@@ -280,7 +286,16 @@ def parse_rows(written: str) -> range:
 
 @contextmanager
 def opened(arguments: argparse.Namespace, rows: range | None = None, limit: int | None = None) -> Iterator[Reading]:
-    """The dataset that is meant, for the time of the block: of these rows, those that pass, and at most so many."""
+    """Open the dataset of the command line for the `with` block.
+
+    Args:
+        arguments: The options, with columns, filter, version and transport.
+        rows: The range of rows; by default all.
+        limit: The largest number of rows that pass the filter; by default all.
+
+    Yields:
+        The reader, with the description of the dataset.
+    """
     catalog, name = target.find_dataset(arguments)
     columns = None if arguments.columns is None else arguments.columns.split(",")
     with access.client(catalog, arguments) as client:
@@ -300,7 +315,7 @@ def opened(arguments: argparse.Namespace, rows: range | None = None, limit: int 
 
 
 def check_rows(info: DatasetInfo) -> None:
-    """Raise WrongKind for tensors."""
+    """Raise WrongKind if a dataset holds tensors."""
     if info.tensors is not None:
         raise WrongKind(
             f"{info.name!r} holds tensors, which have no rows: dissociated describe shows them, and in Python "
@@ -315,9 +330,18 @@ def _count(total: int | None, rows: range | None) -> int | None:
 def write_batches(
     reader: pa.RecordBatchReader, sink: Any, written: FileFormat, advance: Advance = lambda more, nbytes: None
 ) -> tuple[int, int]:
-    """Write all of it, and tell `advance` how much that was. Returns how many rows and bytes that were.
+    """Write all batches of a reader to a sink.
 
-    What breaks off cannot be taken for all of it, but for text.
+    After an error, the output is made invalid, so that it cannot be taken for complete. Text cannot be made invalid.
+
+    Args:
+        reader: The batches, which are validated.
+        sink: A binary file.
+        written: The format.
+        advance: Called with the rows and bytes of each batch.
+
+    Returns:
+        The number of rows and of bytes.
     """
     rows = nbytes = 0
     validator = Validator(reader.schema)
@@ -337,7 +361,10 @@ def write_batches(
 def write_away(
     reader: pa.RecordBatchReader, sink: Any, written: FileFormat, advance: Advance = lambda more, nbytes: None
 ) -> tuple[int, int]:
-    """The same to what somebody may read meanwhile: a signal that ends this process breaks it off, too."""
+    """Write all batches to a sink that another process may be reading: see `write_batches`.
+
+    The output is made invalid after a signal that ends this process, too.
+    """
     if written.is_text:
         return write_batches(reader, sink, written, advance)
     with EndingSignals() as signals:
@@ -352,10 +379,13 @@ def write_away(
 def to_stdout(
     reader: pa.RecordBatchReader, written: FileFormat, advance: Advance = lambda more, nbytes: None
 ) -> tuple[int, int]:
-    """The same to the standard output. Raises OptionError for what is no text, where that is a terminal."""
+    """Write all batches to the standard output: see `write_away`.
+
+    Raises OptionError if the format is no text, and the standard output is a terminal.
+    """
     if not written.is_text and sys.stdout.isatty():
         raise OptionError("this format is no text, and the standard output is a terminal: give a file, -o FILE")
-    if isinstance(sys.stdout.buffer, io.RawIOBase):  # PYTHONUNBUFFERED: it may take less than it is given
+    if isinstance(sys.stdout.buffer, io.RawIOBase):  # with PYTHONUNBUFFERED, a write may be partial
         with open(sys.stdout.fileno(), "wb", closefd=False) as sink:
             return write_away(reader, sink, written, advance)
     return write_away(reader, sys.stdout.buffer, written, advance)

@@ -1,4 +1,4 @@
-"""Rows of a dataset as plain values of Python, for text, and as a table that people read."""
+"""Rows of a dataset as plain Python values, for text formats, and as a table for people."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from rich.cells import cell_len
 
 from dissociated.cli import terminal, text
 
-_CHUNK_ROWS = 1000  # rows, whose widths are those of the columns
-_WIDEST = 40  # columns of a terminal that a value may take, where somebody looks
+_CHUNK_ROWS = 1000  # rows of a chunk, from which the widths of the columns are computed
+_WIDEST = 40  # columns of a terminal that a value may take
 _GAP = "  "
 _MORE = "…"
 
 
 class RowPrinter:
-    """Prints batches below the names of their columns: as many columns as the terminal has room for, elsewhere all."""
+    """A printer of batches as a table. In a terminal it shows the columns that fit, and elsewhere all columns."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self._heads = [text.printable(name) for name in schema.names]
         self._right = [types.is_integer(one) or types.is_floating(one) or types.is_decimal(one) for one in schema.types]
         self._limit = terminal.width(sys.stdout)
-        self._widths: list[int] = []  # of the columns that are shown
-        self.hidden = 0  # how many are not
+        self._widths: list[int] = []  # widths of the columns that are shown
+        self.hidden = 0  # the number of columns that are not shown
 
     def write_batch(self, batch: pa.RecordBatch) -> None:
-        """Print its rows."""
+        """Print the rows of a batch."""
         for start in range(0, batch.num_rows, _CHUNK_ROWS):
             chunk = batch.slice(start, _CHUNK_ROWS)
             self._print([[_cell(value) for value in plain_values(column)] for column in chunk.columns], chunk.num_rows)
 
     def close(self) -> None:
-        """Print the heads, if there was no row; and which columns are not there."""
+        """Print the heads if there were no rows, and a note if columns are hidden."""
         if not self._widths and not self.hidden:
             self._print([[] for _ in self._heads], 0)
         if self.hidden:
@@ -53,7 +53,7 @@ class RowPrinter:
             print(self._line([cells[row] for cells in columns]))
 
     def _fitting(self, longest: list[int]) -> list[int]:
-        """The widths of the columns that are shown: as many as there is room for, and one at least."""
+        """Return the widths of the columns that fit into the terminal, but of at least one column."""
         if self._limit is None:
             return longest
         widths: list[int] = []
@@ -86,9 +86,13 @@ def _cell(value: Any) -> str:
 
 
 def plain_values(column: pa.Array) -> list[Any]:
-    """None, bool, int, float, str, bytes, and lists and dicts of these; a list may hold the pairs of a map.
+    """Convert a column to plain Python values.
 
-    Times, dates, durations and decimals are what libarrow prints: Python's own are shorter of nanoseconds.
+    Times, dates, durations and decimals become the text that libarrow prints, since Python's types have no
+    nanoseconds.
+
+    Returns:
+        None, bool, int, float, str, bytes, and lists and dicts of these. A map becomes a list of pairs.
     """
     of = column.type
     if isinstance(of, pa.BaseExtensionType):
@@ -120,7 +124,7 @@ def plain_values(column: pa.Array) -> list[Any]:
 
 
 def plain_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """The rows of a batch, whose columns have names that differ."""
+    """Convert a batch to a dict for each row. The names of its columns must be unique."""
     columns = [plain_values(column) for column in batch.columns]
     rows = zip(*columns, strict=True) if columns else [()] * batch.num_rows
     return [dict(zip(batch.schema.names, row, strict=True)) for row in rows]

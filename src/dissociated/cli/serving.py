@@ -1,4 +1,4 @@
-"""The commands that serve until a signal comes: serve, node and catalog."""
+"""The commands that serve until a signal arrives: serve, node and catalog."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_serve(arguments: argparse.Namespace) -> None:
-    """Serve until a signal comes."""
+    """Serve files until a signal arrives."""
     from dissociated.server.server import Server
 
     _take_descriptors()
@@ -91,7 +91,7 @@ def _run_serve(arguments: argparse.Namespace) -> None:
 
 
 def _take_descriptors() -> None:
-    """Let this process have as many descriptors as it may: each file and each client needs some."""
+    """Raise the limit of descriptors to its maximum: each file and each client needs some."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -118,9 +118,9 @@ whoever wrote it, and the node: killed and started again, it serves the same dat
 
 When the store reaches its limit, the policy says what happens: whoever writes is told (refuse), the oldest datasets
 that nobody reads are removed (evict), or the oldest move to a directory on disk and are served from there (spill)."""
-_IDLE_CHECK_INTERVAL = 0.5  # seconds between looks at whether anybody is there
-_MAX_TOLD = 10  # streams in progress that are named
-_IDLE_CHECKS = 3  # looks after which a node that was started for nothing ends
+_IDLE_CHECK_INTERVAL = 0.5  # seconds between checks whether the node is idle
+_MAX_TOLD = 10  # streams in progress that are printed
+_IDLE_CHECKS = 3  # idle checks in a row after which an unused node ends
 
 
 def add_node(parser: argparse.ArgumentParser) -> None:
@@ -200,7 +200,7 @@ def _size(written: str) -> int:
 
 
 def _run_node(arguments: argparse.Namespace) -> None:
-    """Serve until a signal comes."""
+    """Serve a store until a signal arrives."""
     from dissociated.node.node import Node
     from dissociated.store.eviction import Policy
     from dissociated.store.store import Store
@@ -210,7 +210,7 @@ def _run_node(arguments: argparse.Namespace) -> None:
     listen, flight = access.serving_uris(arguments)
     options = access.serving(arguments, peers=True)
     store = Store(arguments.store, arguments.limit, Policy(arguments.policy), arguments.spill, arguments.forget)
-    before = store.versions()  # when nobody knows of this node yet
+    before = store.versions()  # before any client knows this node
     with Node(
         store,
         arguments.listen or listen,
@@ -233,7 +233,7 @@ def _run_node(arguments: argparse.Namespace) -> None:
             print(f"page     {node.server.http_uri}")
         access.print_catalog(node.uri, node.service.catalog.security)
         if arguments.ready_fd is not None:
-            with suppress(BrokenPipeError):  # whoever started it may have been killed: others wait for it too
+            with suppress(BrokenPipeError):  # the starter may be dead, but other processes wait, too
                 os.write(arguments.ready_fd, f"{node.uri}\n".encode())
             os.close(arguments.ready_fd)
         if arguments.starter_fd is not None:
@@ -253,7 +253,7 @@ def _run_node(arguments: argparse.Namespace) -> None:
 
 
 def _print_waiting(found: Sequence[ConsumerStatus], timeout: float) -> None:
-    """Say whom a node that is stopping waits for."""
+    """Print the streams that a stopping node waits for."""
     whom = [f"{one.peer} ({one.dataset or 'has asked for nothing yet'})" for one in found[:_MAX_TOLD]]
     if len(found) > _MAX_TOLD:
         whom.append(f"{len(found) - _MAX_TOLD:,} more")
@@ -261,11 +261,15 @@ def _print_waiting(found: Sequence[ConsumerStatus], timeout: float) -> None:
 
 
 def stop_with_starter(starter: int, node: Node, before: list[Version], stop: StopSignal) -> None:
-    """Set `stop` once the node's starter is gone, if nothing has been committed since `before` and nobody is there.
+    """Wait until the process that started a node has ended, and stop the node if it is unused.
 
-    `starter` is the end of a pipe, which is closed here. Returns as soon as it is decided.
+    Args:
+        starter: The read end of a pipe from that process. It is closed here.
+        node: The node.
+        before: The versions in the store when the node started. If these have changed, the node stays.
+        stop: The event to set if the node is idle and unchanged.
     """
-    os.read(starter, 1)  # which ends when the other end is closed
+    os.read(starter, 1)  # returns when the other end is closed
     os.close(starter)
     idle = 0
     while idle < _IDLE_CHECKS and not stop.wait(_IDLE_CHECK_INTERVAL):
@@ -305,7 +309,7 @@ def add_catalog(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_catalog(arguments: argparse.Namespace) -> None:
-    """Answer until a signal comes."""
+    """Run a catalog until a signal arrives."""
     from dissociated.base.access import security
     from dissociated.catalog.database import Database
     from dissociated.catalog.service import CatalogService

@@ -1,4 +1,4 @@
-"""The signals that end a command: waited for, or as exceptions."""
+"""Signals that end a command: a command waits for them, or they raise exceptions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignal:
-    """Comes once, and stays. Made by the main thread, before there are others; it waits without using the processor.
+    """An event that is set by SIGINT or SIGTERM, and stays set. Create it in the main thread, before other threads.
 
-    It is a pipe that the kernel's signal handler itself writes into. A `threading.Event` that a handler sets would
-    not do: set while the main thread is about to wait for it, it waits for that thread, which is itself; and a signal
-    just before the main thread sleeps is seen when something else wakes it, if ever.
+    Waiting uses no processor time. The event is a pipe to which Python's C signal handler writes. A `threading.Event`
+    that a Python handler sets would not work. If the main thread were just acquiring the lock of the event, the handler
+    would wait for its own thread. And a signal just before the main thread sleeps would be handled only when something
+    else wakes the thread.
     """
 
     def __init__(self) -> None:
@@ -27,28 +28,28 @@ class StopSignal:
             signal.signal(number, lambda *_: None)
 
     def set(self) -> None:
-        """As if a signal had come."""
+        """Set the event, like a signal does."""
         os.write(self._write, b"\0")
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether it has come, within so many seconds."""
+        """Wait for the event, at most `timeout` seconds. Return whether it is set."""
         waiting = select.poll()
         waiting.register(self._read, select.POLLIN)
         return bool(waiting.poll(None if timeout is None else timeout * 1000))
 
 
 class EndingSignals:
-    """Within the `with` the first of them raises KeyboardInterrupt or SystemExit. For the main thread.
+    """A context in which the first ending signal raises KeyboardInterrupt or SystemExit. For the main thread.
 
-    The others do nothing, so that what is done because of the first is done to its end. SIGQUIT and SIGKILL remain.
-    Call `check` now and then: an exception that is raised within a finalizer is lost. What is ignored stays so: `nohup`
-    has SIGHUP ignored.
+    Later signals are ignored, so that the cleanup after the first is not interrupted; SIGQUIT and SIGKILL still work.
+    Call `check` regularly, because Python discards an exception that is raised within a finalizer. Signals that were
+    ignored before stay ignored, for example SIGHUP under `nohup`.
     """
 
     def __init__(self) -> None:
         found = {number: signal.getsignal(number) for number in _ENDING}
         self._before = {number: one for number, one in found.items() if one not in (None, signal.SIG_IGN)}
-        self._came: int | None = None  # the first of them
+        self._came: int | None = None  # the first signal
 
     def __enter__(self) -> Self:
         self.catch()
@@ -58,17 +59,17 @@ class EndingSignals:
         self.release()
 
     def catch(self) -> None:
-        """Raise from now on."""
+        """Install the handlers that raise."""
         for number in self._before:
             signal.signal(number, self._end)
 
     def release(self) -> None:
-        """Do from now on what was done before."""
+        """Restore the previous handlers."""
         for number, before in self._before.items():
             signal.signal(number, before)
 
     def check(self) -> None:
-        """Raise once more if one of them came. For where nothing is done because of it."""
+        """Raise again if a signal has arrived: its first exception may have been lost."""
         if self._came is not None:
             self._raise(self._came)
 

@@ -1,4 +1,4 @@
-"""dissociated status: what a server is doing."""
+"""The command status: shows the activity of a server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Show what a server, a node or a catalog publishes, who reads it, what readers ho
 In a terminal the view is renewed until Ctrl-C; elsewhere, and with --once or --json, it is shown once. Rates are those
 since the last look; at the first look those of the connections that are open, and of the server since it began."""
 _CLEAR = "\x1b[H\x1b[J"
-_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # the other screen, without a cursor
+_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # the alternate screen, without a cursor
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def _seconds(value: str) -> float:
 
 
 def _run_status(arguments: argparse.Namespace) -> None:
-    """Print it, once or again and again."""
+    """Print the status, once or repeatedly."""
     catalog, _ = target.find(arguments)
     with access.client(catalog, arguments) as client:
         now = client.status()
@@ -57,7 +57,7 @@ def _run_status(arguments: argparse.Namespace) -> None:
 
 
 def _watch(fetch: Callable[[], ServerStatus], now: ServerStatus, interval: float) -> None:
-    """Show what `fetch` gives, until interrupted. A server that does not answer is waited for."""
+    """Show the status from `fetch` repeatedly, until interrupted. If the server does not answer, try again."""
     before: ServerStatus | None = None
     problem = ""
     sys.stdout.write(_ENTER)
@@ -84,7 +84,7 @@ def _watch(fetch: Callable[[], ServerStatus], now: ServerStatus, interval: float
 
 def _render(now: ServerStatus, before: ServerStatus | None) -> list[str]:
     if before is not None and (before.pid != now.pid or before.seconds >= now.seconds):
-        before = None  # it was started again
+        before = None  # the server was restarted
     totals = now.totals
     since = now.seconds if before is None else now.seconds - before.seconds
     sent = totals.bytes if before is None else totals.bytes - before.totals.bytes

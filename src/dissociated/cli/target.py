@@ -1,4 +1,4 @@
-"""What a command is about: a catalog, and mostly a dataset of it."""
+"""The target of a command: a catalog, and for most commands one of its datasets."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from dissociated.errors import CatalogError, DissociatedError, OptionError, UriE
 from dissociated.node.launch import default_store, running
 
 _CATALOG = "DISSOCIATED_CATALOG"
-_COMPLETION_TIMEOUT = 1.0  # seconds that a shell waits for the names of datasets
-_ADDRESS = re.compile(r"(localhost|[\w-]+(\.[\w-]+)+|\[[0-9a-fA-F:]+\]):\d+(/.*)?")  # what was meant as a URI
+_COMPLETION_TIMEOUT = 1.0  # seconds to wait for the names of datasets in a shell
+_ADDRESS = re.compile(r"(localhost|[\w-]+(\.[\w-]+)+|\[[0-9a-fA-F:]+\]):\d+(/.*)?")  # a URI without its scheme
 
 
 class Target(NamedTuple):
-    """The URI of a catalog, and the name of a dataset; empty where only the catalog is meant."""
+    """The URI of a catalog, and the name of a dataset, which is empty if the target is the catalog."""
 
     catalog: str
     name: str
 
 
 def add_arguments(parser: argparse.ArgumentParser, metavar: str = "[URI/]NAME", optional: bool = False) -> None:
-    """The argument and the options that `find` takes, and those for access."""
+    """Add the argument and the options that `find` reads, and the options of access."""
     described = "the URI of a catalog, the name of a dataset, or both: grpc://HOST:PORT/NAME"
     if metavar == "URI":
         described = "the URI of a catalog: grpc://HOST:PORT"
     uri = parser.add_argument("uri", metavar=metavar, nargs="?" if optional else None, default="", help=described)
-    uri.completer = names  # type: ignore[attr-defined]  # which argcomplete asks
+    uri.completer = names  # type: ignore[attr-defined]  # read by argcomplete
     add_options(parser)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options alone."""
+    """Add the options that `find` reads, and the options of access, without the argument."""
     group = parser.add_argument_group("catalog")
     group.add_argument(
         "--catalog",
@@ -47,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def find(arguments: argparse.Namespace) -> Target:
-    """What is meant. Raises UriError, and CatalogError where no catalog is named and none is found."""
+    """Return the target. Raises UriError, and CatalogError if no catalog is named and no node is running."""
     uri = catalog(arguments)
     if uri is None:
         raise CatalogError(
@@ -58,12 +58,12 @@ def find(arguments: argparse.Namespace) -> Target:
 
 
 def find_dataset(arguments: argparse.Namespace) -> Target:
-    """The same for one dataset. Raises UriError, too, where none is named."""
+    """Return the target, which must have a dataset. Raises the errors of `find`, and UriError without a dataset."""
     return Target(find(arguments).catalog, name(arguments.uri))
 
 
 def names(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
-    """What a shell can make of the beginning of an argument: datasets, if the catalog answers soon."""
+    """Return the completions of an argument for a shell: datasets, if the catalog answers within a second."""
     try:
         named, begin = _split(prefix)
         arguments = argparse.Namespace(**{**vars(parsed_args), "uri": f"{named}/" if named else ""})
@@ -72,12 +72,12 @@ def names(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str
             return []
         with access.client(uri, arguments, _COMPLETION_TIMEOUT) as client:
             return [f"{named}/{info.name}" if named else info.name for info in client.list(begin)]
-    except (DissociatedError, AttributeError):  # options may be written in part only
+    except (DissociatedError, AttributeError):  # the command line may be incomplete
         return []
 
 
 def name(written: str) -> str:
-    """The dataset that is named. Raises UriError where none is."""
+    """Return the name of the dataset in an argument. Raises UriError if it has none."""
     found = _split(written)[1]
     if not found:
         raise UriError(f"{written!r} names no dataset: write {written.rstrip('/')}/NAME; dissociated ls lists them")
@@ -85,7 +85,10 @@ def name(written: str) -> str:
 
 
 def catalog(arguments: argparse.Namespace, timeout: float = 5.0) -> str | None:
-    """The catalog that is asked; None where none is named, and no node answers in time. Raises UriError."""
+    """Return the URI of the catalog, or None if none is named and no node answers within `timeout` seconds.
+
+    Raises UriError, and OptionError if two options name a catalog.
+    """
     named, _ = _split(arguments.uri)
     if arguments.store is not None and (named or arguments.catalog):
         raise OptionError("--store says which catalog, too: give one of them")
@@ -99,7 +102,7 @@ def catalog(arguments: argparse.Namespace, timeout: float = 5.0) -> str | None:
 
 
 def _split(written: str) -> tuple[str, str]:
-    """The catalog and the name; either may be empty."""
+    """Return the catalog and the name in an argument. Either may be empty."""
     if _ADDRESS.fullmatch(written):
         raise UriError(f"{written} has no scheme: write grpc://{written}, or grpc+tls://{written}")
     return text.split_name(written) if "://" in written else ("", written)

@@ -1,7 +1,4 @@
-"""What the standard output and error are: whether somebody looks at them, how wide they are, and in which colours.
-
-On one that can be written again a command shows how far it is.
-"""
+"""The terminal of a command: detection of a terminal, its width and its colours, and a progress bar."""
 
 from __future__ import annotations
 
@@ -15,17 +12,20 @@ from typing import IO, TypeAlias
 
 from dissociated.cli import text
 
-#: Is told how many more rows, and how many bytes these have.
+#: Reports progress: takes the number of further rows, and their bytes.
 Advance: TypeAlias = Callable[[int, int], None]
 
 
 def is_smart(stream: IO[str]) -> bool:
-    """Whether it is a terminal whose lines can be written again."""
+    """Return whether a stream is a terminal whose lines can be overwritten."""
     return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 def has_colours(stream: IO[str]) -> bool:
-    """By NO_COLOR (no-color.org), then FORCE_COLOR and CLICOLOR_FORCE, then CLICOLOR, then by what the stream is."""
+    """Return whether to write colours to a stream.
+
+    In this order decide NO_COLOR (no-color.org), FORCE_COLOR and CLICOLOR_FORCE, CLICOLOR, and the kind of stream.
+    """
     variable = os.environ.get
     if variable("NO_COLOR"):
         return False
@@ -35,31 +35,38 @@ def has_colours(stream: IO[str]) -> bool:
 
 
 def width(stream: IO[str]) -> int | None:
-    """How many columns it has; None where nobody looks."""
+    """Return the number of columns of a terminal, or None if the stream is no terminal."""
     return shutil.get_terminal_size().columns if stream.isatty() else None
 
 
 def bold(words: str, stream: IO[str]) -> str:
-    """The words, bold where the stream has colours."""
+    """Return the words, in bold if the stream has colours."""
     return f"\x1b[1m{words}\x1b[0m" if has_colours(stream) else words
 
 
 def red(words: str, stream: IO[str]) -> str:
-    """The words, red where the stream has colours."""
+    """Return the words, in red if the stream has colours."""
     return f"\x1b[31m{words}\x1b[0m" if has_colours(stream) else words
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> None:
-    """Print a table, no wider than the terminal if that can be."""
+    """Print a table, no wider than the terminal if possible."""
     first, _, rest = text.table(head, rows, right, width(sys.stdout)).partition("\n")
     print(bold(first, sys.stdout) + (f"\n{rest}" if rest else ""))
 
 
 @contextmanager
 def progress(name: str, rows: int | None) -> Iterator[Advance]:
-    """Show, for the time of the block, how much of `rows` there is, how fast it comes, and how long it will take.
+    """Show a progress bar with the rate and the remaining time during the `with` block.
 
-    Only where standard error is a terminal whose lines can be written again; afterwards nothing is left of it.
+    It is shown only if standard error is a terminal whose lines can be overwritten, and is removed afterwards.
+
+    Args:
+        name: The label of the bar.
+        rows: The total number of rows; None if it is not known.
+
+    Yields:
+        A function that reports progress: see `Advance`.
     """
     if not is_smart(sys.stderr):
         yield lambda more, nbytes: None

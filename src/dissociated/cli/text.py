@@ -1,4 +1,4 @@
-"""How numbers, tables and locations are shown to people."""
+"""Text for people: the format of numbers, times, tables and locations."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dissociated.control.catalog_uri import is_unix, split_unix
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kKMGTP])(i?))?B?")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _GAP = "  "
-_LEAST = 8  # columns that are left of a text
+_LEAST = 8  # columns of a terminal to which a text may be cut
 
 
 def parse_size(written: str) -> int:
-    """The bytes that 8GiB, 500MB or 4096 means. Raises ValueError."""
+    """Parse a size such as 8GiB, 500MB or 4096 into bytes. Raises ValueError."""
     found = _SIZE.fullmatch(written.strip())
     if found is None:
         raise ValueError(f"{written!r} is not a size: 8GiB, 500MB, or a number of bytes")
@@ -31,7 +31,7 @@ def parse_size(written: str) -> int:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the two units that matter: 0.5 s, 12 s, 3 min 05 s, 2 h 03 min, 4 d 01 h."""
+    """Format seconds with at most two units: 0.5 s, 12 s, 3 min 05 s, 2 h 03 min, 4 d 01 h."""
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     whole = round(seconds)
@@ -43,17 +43,17 @@ def duration(seconds: float) -> str:
 
 
 def local_time(seconds: float) -> str:
-    """Seconds since the epoch as this host's clock says them: 2026-11-22 10:31:07."""
+    """Format seconds since the epoch in this host's time zone: 2026-11-22 10:31:07."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def utc(seconds: float) -> str:
-    """The same for programs: 2026-11-22T09:31:07.123456+00:00."""
+    """Format seconds since the epoch in UTC, for programs: 2026-11-22T09:31:07.123456+00:00."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 def until(seconds: float | None) -> str:
-    """How long it is until then: in 23 h 59 min."""
+    """Format the time until `seconds` since the epoch: in 23 h 59 min."""
     if seconds is None:
         return "-"
     left = seconds - time.time()
@@ -61,17 +61,21 @@ def until(seconds: float | None) -> str:
 
 
 def printable(written: str) -> str:
-    """The same without what would move the cursor, or do worse to a terminal: that is shown as in Python."""
+    """Replace control characters, which could change the state of a terminal, by Python's escapes."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), written)
 
 
 def table(
     head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = (), width: int | None = None
 ) -> str:
-    """Columns below their heads, those numbered in `right` flush right.
+    """Format a table.
 
-    Where `width` is too little, the texts of the widest columns are cut, if that helps. Numbers are whole, and the
-    first column is.
+    Args:
+        head: The heads of the columns.
+        rows: The cells of each row.
+        right: The indices of the columns that are aligned to the right: numbers.
+        width: The largest width, in columns of a terminal. If the table is wider, texts in the widest columns are cut,
+            if that makes it fit. Numbers and the first column are never cut.
     """
     lines = [[printable(cell) for cell in line] for line in (head, *rows)]
     widths = [max(cell_len(line[index]) for line in lines) for index in range(len(head))]
@@ -85,7 +89,10 @@ def table(
 
 
 def _fit(widths: list[int], width: int, least: Mapping[int, int]) -> list[int]:
-    """The widths, those in `least` reduced until all fit into `width`, but not below that; or as they are."""
+    """Reduce the widths of the columns in `least`, down to these values, until the table fits into `width`.
+
+    Return the widths unchanged if that is impossible.
+    """
     fitted = [*widths]
     while sum(fitted) + len(_GAP) * (len(fitted) - 1) > width:
         reducible = [index for index, least_width in least.items() if fitted[index] > least_width]
@@ -96,7 +103,7 @@ def _fit(widths: list[int], width: int, least: Mapping[int, int]) -> list[int]:
 
 
 def align(cell: str, width: int, right: bool = False) -> str:
-    """The cell in so many columns of a terminal, cut where it is longer."""
+    """Pad or cut a cell to `width` columns of a terminal."""
     missing = width - cell_len(cell)
     if missing < 0:
         return set_cell_size(cell, width - 1) + "…"

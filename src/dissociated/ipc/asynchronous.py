@@ -1,4 +1,4 @@
-"""`async for` over IPC files and streams, and over any reader: the blocking readers, in a few threads."""
+"""`async for` over IPC files, streams and other readers. The blocking readers run in a few threads."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from dissociated.ipc.readahead import (
 )
 from dissociated.ipc.source import ByteRange, joins
 
-_THREADS = 4  # that read one file
+_THREADS = 4  # threads that read one file
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class _AsyncReader(ABC):
-    """What asynchronous readers of files and of streams share: a blocking reader, and the threads that use it."""
+    """The base of asynchronous readers of files and streams: a blocking reader, and the threads that use it."""
 
     schema: pa.Schema
 
@@ -53,30 +53,30 @@ class _AsyncReader(ABC):
 
     @property
     def stats(self) -> ReadStats:
-        """What has been read so far. Raises StoreError where the reader is closed."""
+        """The counts of messages that were read so far. Raises StoreError if the reader is closed."""
         return self._open().stats
 
     @abstractmethod
     def batches(self) -> AsyncBatches:
-        """All batches."""
+        """Iterate over all batches."""
 
     def __aiter__(self) -> AsyncBatches:
         return self.batches()
 
     async def to_table(self) -> pa.Table:
-        """All batches, or those that are left of a stream, as one table. From a device they are copied."""
+        """Return all batches, or the remaining batches of a stream, as one table. Batches on a device are copied."""
         batches = [batch async for batch in self.batches()]
         return await self._threads.run(_table, batches, self.schema)
 
     async def aclose(self) -> None:
-        """Let go of the source, and end the threads, once the reads that have begun are done. Batches stay."""
-        self._closing = True  # else a read could begin while the source is closed, and read of another file
+        """Wait for the reads in progress, close the source, and end the threads. Batches stay valid."""
+        self._closing = True  # A read that begins during the close could use the descriptor of another file.
         for batches in self._begun:
             batches._stop()
-        async with self._one_closes:  # else another would cancel what this one has not begun
+        async with self._one_closes:  # A second call would cancel the close that this one has submitted.
             await self._threads.settle()
             if self._reader is not None:
-                await self._threads.run(self._close)  # which may block
+                await self._threads.run(self._close)  # in a thread, since it may block
                 self._reader = None
             await self._threads.aclose()
 
@@ -109,7 +109,7 @@ def _table(batches: list[Any], schema: pa.Schema) -> pa.Table:
 def _in_a_thread(
     call: Callable[Concatenate[FileReader, P], T],
 ) -> Callable[Concatenate[AsyncFileReader, P], Coroutine[Any, Any, T]]:
-    """The same method of the file that an AsyncFileReader reads, called in one of its threads."""
+    """Turn a method of FileReader into one of AsyncFileReader, which calls it in one of the reader's threads."""
 
     @wraps(call)
     async def called(reader: AsyncFileReader, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -119,7 +119,10 @@ def _in_a_thread(
 
 
 class AsyncFileReader(_AsyncReader):
-    """Reads an IPC file without blocking the event loop; made by `open_async`. Raises what FileReader raises."""
+    """A reader of an IPC file that does not block the event loop, made by `open_async`.
+
+    Its methods raise the errors of FileReader.
+    """
 
     _reader: FileReader
 
@@ -130,16 +133,16 @@ class AsyncFileReader(_AsyncReader):
         self.metadata = file.metadata
 
     get_batch = _in_a_thread(FileReader.get_batch)
-    """The batch of that number, from 0 on."""
+    """Return batch number `i`, counted from 0."""
 
     get_batch_with_custom_metadata = _in_a_thread(FileReader.get_batch_with_custom_metadata)
-    """The batch of that number, and the metadata that its message carries."""
+    """Return batch number `i`, counted from 0, and the custom metadata of its message."""
 
     count_rows = _in_a_thread(FileReader.count_rows)
-    """The rows of all batches together. Reads no body."""
+    """Return the number of rows of all batches, without reading a body."""
 
     pre_buffer_metadata = _in_a_thread(FileReader.pre_buffer_metadata)
-    """Begin to load the metadata of these batches, or of all, and all dictionaries; see FileReader."""
+    """Begin to load all dictionaries, and the metadata of the given batches, or of all. See FileReader."""
 
     def batches(
         self,
@@ -150,11 +153,14 @@ class AsyncFileReader(_AsyncReader):
         cache_options: pa.CacheOptions | None = None,
         custom_metadata: bool = False,
     ) -> AsyncBatches:
-        """All batches, of which up to `readahead` are read before they are asked for, and no more once these have
-        `readahead_bytes`.
+        """Iterate over all batches, and read some of them ahead.
 
-        With `coalesce`, up to `readahead` neighbours are read at once, as `cache_options` say: their arrays then
-        share memory. With `custom_metadata`, it gives pairs of a batch and the metadata of its message.
+        Args:
+            coalesce: Whether to read up to `readahead` neighbouring batches at once. Their arrays then share memory.
+            readahead: The largest number of batches that are read ahead.
+            readahead_bytes: Reading ahead pauses when the batches that were read ahead have this many bytes.
+            cache_options: The limits for neighbours that are read at once.
+            custom_metadata: Whether to yield pairs of a batch and the custom metadata of its message.
         """
         cache = (cache_options or pa.CacheOptions()) if coalesce else None
         readahead_options = ReadAheadOptions(readahead, readahead_bytes, custom_metadata)
@@ -162,7 +168,7 @@ class AsyncFileReader(_AsyncReader):
 
 
 def _steps_of(file: FileReader, cache: pa.CacheOptions | None, most: int) -> Iterator[ReadStep]:
-    """The batches of a file, one by one, or some at once as `cache` says."""
+    """Return the steps that read a file: each reads one batch, or with `cache` several neighbours."""
     blocks = file.footer.record_batches
     starts = blocks["offset"]
     ends = (starts + blocks["metadata_length"] + blocks["body_length"]).tolist()
@@ -177,9 +183,10 @@ def _steps_of(file: FileReader, cache: pa.CacheOptions | None, most: int) -> Ite
 
 
 class AsyncStreamReader(_AsyncReader):
-    """Reads a stream, once, without blocking the event loop; made by `open_either_async` and `open_stream_async`.
+    """A reader of a stream that does not block the event loop, and reads the stream only once.
 
-    With a `device`, batches lie there. Raises what the reader raises that it is made of.
+    `open_either_async` and `open_stream_async` make it. Batches of a `DeviceReader` are on its device. Raises the
+    errors of the underlying `reader`.
     """
 
     def __init__(self, reader: pa.RecordBatchReader | DeviceReader, threads: Threads) -> None:
@@ -193,8 +200,12 @@ class AsyncStreamReader(_AsyncReader):
         readahead_bytes: int = READAHEAD_BYTES,
         custom_metadata: bool = False,
     ) -> AsyncBatches:
-        """The batches that are left, of which up to `readahead` are read before they are asked for, and no more once
-        these have `readahead_bytes`. With `custom_metadata`, it gives pairs of a batch and its metadata.
+        """Iterate over the remaining batches, and read some of them ahead.
+
+        Args:
+            readahead: The largest number of batches that are read ahead.
+            readahead_bytes: Reading ahead pauses when the batches that were read ahead have this many bytes.
+            custom_metadata: Whether to yield pairs of a batch and its custom metadata.
         """
         self._open()
         return self._begin(
@@ -207,12 +218,12 @@ class AsyncStreamReader(_AsyncReader):
 
 
 class _RemainingBatches:
-    """What is left of a reader, to be taken by one thread at a time."""
+    """The remaining batches of a reader, taken by one thread at a time."""
 
     def __init__(self, reader: pa.RecordBatchReader | DeviceReader) -> None:
         self._lock = threading.Lock()
         pairs: Iterator[BatchAndMetadata]
-        if isinstance(reader, pa.ipc.RecordBatchStreamReader):  # only those know metadata of single batches
+        if isinstance(reader, pa.ipc.RecordBatchStreamReader):  # other readers have no metadata of batches
             pairs = reader.iter_batches_with_custom_metadata()
         elif isinstance(reader, DeviceReader):
             pairs = ((batch, batch.metadata) for batch in reader)
@@ -221,12 +232,12 @@ class _RemainingBatches:
         self._pairs: Iterator[BatchAndMetadata] = RaisingAgain(pairs)
 
     def take(self) -> list[BatchAndMetadata]:
-        """The next batch, or none."""
+        """Return a list of the next batch, or an empty list at the end."""
         with self._lock:
             return [*islice(self._pairs, 1)]
 
     def drop(self) -> None:
-        """Let go of the reader."""
+        """Release the reader."""
         self._pairs = iter(())
 
 
@@ -237,10 +248,11 @@ def async_batches(
     readahead_bytes: int = READAHEAD_BYTES,
     custom_metadata: bool = False,
 ) -> AsyncBatches:
-    """`async for` over a reader that is open, as what `dissociated.open_stream` gives: see AsyncStreamReader.batches.
+    """Iterate over an open reader, for example one of `dissociated.open_stream`, with `async for`.
 
-    It reads in a thread of its own, which ends with the last batch, or with `aclose`. The reader stays the caller's,
-    who does not read from it meanwhile. Of a `DeviceReader`, batches are on its device.
+    A thread reads; it ends with the last batch, or with `aclose`. The caller keeps the reader, and must not read from
+    it meanwhile. Batches of a `DeviceReader` are on its device. For the other arguments see
+    `AsyncStreamReader.batches`.
     """
     readahead_options = ReadAheadOptions(readahead, readahead_bytes, custom_metadata)
     return AsyncBatches(
@@ -256,10 +268,10 @@ async def open_async(
     options: ReadOptions | None = None,
     executor: Executor | None = None,
 ) -> AsyncFileReader:
-    """Open an IPC file: what `open_file` takes, and raises, without blocking the loop.
+    """Open an IPC file without blocking the event loop.
 
-    Any data may precede the file. Reads are done in up to 4 threads that end with the reader, or in `executor`, which
-    stays the caller's.
+    `source` and the options are the arguments of `open_file`, and so are the errors. Reads run in up to 4 threads that
+    end with the reader, or in `executor`, which the caller keeps and shuts down.
     """
     threads = Threads(_THREADS, executor)
 
@@ -273,9 +285,10 @@ async def open_async(
 async def open_either_async(
     source: Any, *, memory_map: bool = True, options: ReadOptions | None = None, executor: Executor | None = None
 ) -> AsyncFileReader | AsyncStreamReader:
-    """Open an IPC file or stream: what `open_file` or `open_stream` takes, and raises, without blocking the loop.
+    """Open an IPC file or stream without blocking the event loop.
 
-    A source that begins or ends with the magic of a file is opened as a file. Threads are those of `open_async`.
+    A source that begins or ends with the magic of a file is opened as a file. Arguments and errors are the ones of
+    `open_file` and `open_stream`; `executor` is the one of `open_async`.
     """
     threads = Threads(_THREADS, executor)
 
@@ -289,7 +302,7 @@ async def open_either_async(
 async def open_reader_async(
     open_reader: Callable[P, pa.RecordBatchReader | DeviceReader], *args: P.args, **kwargs: P.kwargs
 ) -> AsyncStreamReader:
-    """What `open_reader` opens when it is called with these, which is done in the thread that then reads."""
+    """Call `open_reader` with the other arguments, in the thread that reads afterwards, and wrap the opened reader."""
     threads = Threads(1)
     return await _opened(threads, lambda: AsyncStreamReader(open_reader(*args, **kwargs), threads))
 

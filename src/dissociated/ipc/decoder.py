@@ -1,6 +1,6 @@
-"""Event-driven reading: data is pushed into a decoder as it comes, which calls a listener with what it decodes.
+"""Event-driven reading: the caller pushes data into a decoder, which calls a listener with each decoded batch.
 
-The decoders here find out which messages are whole. What becomes of those is in `dissociated.ipc.decoding`.
+The decoders of this module assemble complete messages. `dissociated.ipc.decoding` decodes them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,24 @@ from dissociated.protocol.receiver import Receiver
 
 
 class StreamDecoder(Decoder):
-    """Decodes an IPC stream that is pushed in pieces ("IPC Streaming Format"), and calls `listener` with it.
+    """A decoder of an IPC stream that is pushed in pieces ("IPC Streaming Format"). Not thread-safe.
 
-    It takes what libraries wrote before 0.15, a stream whose end is marked with 8 bytes, with 4, or not at all, and
-    an IPC file from its first byte on, as the stream that it holds. What follows the end of a stream is passed over.
+    It accepts streams of libraries before 0.15, streams with an end marker of 8 bytes, of 4 bytes, or without one, and
+    IPC files from their first byte on, since a file contains a stream. Data after the end of the stream is ignored.
 
-    Raises FormatError for anything else, MemoryError where what a compressed buffer announces cannot be had. After an
-    error, and after anything that the listener raises, it takes no more until `reset`. Metadata of more than
-    `max_metadata` bytes and bodies of more than `max_body` are refused when they are announced; dictionaries that
-    wait for a batch may have as much as both together. Not thread-safe.
+    After an error, or after an exception of the listener, the decoder accepts no data until `reset`.
+
+    Args:
+        listener: Receives the schema, the batches and the end of the stream.
+        options: Options of reading.
+        max_metadata: The largest metadata of a message, in bytes. Larger ones are refused as soon as they are
+            announced.
+        max_body: The largest body of a message, in bytes. Dictionaries that wait for a batch may have
+            `max_metadata + max_body` bytes together.
+
+    Raises:
+        FormatError: The data is no valid IPC stream, or exceeds a limit.
+        MemoryError: There is no memory for the size that a compressed buffer announces.
     """
 
     def __init__(
@@ -47,24 +56,25 @@ class StreamDecoder(Decoder):
 
     @property
     def next_required_size(self) -> int:
-        """How many bytes would take the decoder further; 0 at the end of the stream, and after an error.
+        """The number of bytes until the next step of decoding; 0 at the end of the stream, and after an error.
 
-        What is fed in pieces of just this size, or in larger ones, is not copied. Smaller pieces are joined, once.
+        Pieces of at least this size are not copied. Smaller pieces are copied once, into one buffer.
         """
         return 0 if self._failed else self._parser.required
 
     def consume(self, data: Buffer) -> None:
-        """Take the next bytes of the stream, from one to all of it, and decode what has become whole.
+        """Take the next bytes of the stream, and decode the messages that are complete.
 
-        `data` is anything with the buffer protocol, C-contiguous. Arrays lie in it: it must stay as it is as long
-        as there is one.
+        Args:
+            data: A C-contiguous object with the buffer protocol, of any length. Arrays refer to its memory, so it must
+                not change as long as one of them exists.
         """
         self._work(self._consume, data)
 
     def finish(self) -> None:
-        """No more data will come. Ends a stream whose end is not marked; does nothing where it is.
+        """End the input, which ends a stream without an end marker. Does nothing if the stream has ended.
 
-        Raises FormatError where the stream is cut off.
+        Raises FormatError if the stream is cut off.
         """
         self._work(self._finish)
 
@@ -86,19 +96,27 @@ class StreamDecoder(Decoder):
 
 
 class DissociatedDecoder(Decoder):
-    """Decodes the messages of a dissociated stream, which come in any order, and calls `listener` with it.
+    """A decoder of a dissociated stream, whose messages may arrive in any order. Not thread-safe.
 
-    Bodies by address lie in the regions of `address_space`. The addresses of a message go to `returns.put`, as one
-    sequence, when the last array that lies in its body is collected: send them as `free_data`
-    (`protocol.bodies.encode_free`). `put` is called from finalizers, so let it only enqueue, and not refer to this
-    decoder: `queue.SimpleQueue` will do. After an error, or a reset before the end, addresses of messages that were not
-    decoded do not go there: disconnecting gives them back.
+    After an error, or after an exception of the listener, the decoder accepts no messages until `reset`. The addresses
+    of messages that were not decoded then, or before an early `reset`, are not returned: disconnecting frees them.
+    Messages that arrive early wait within the limits of `protocol.receiver`.
 
-    Raises RemoteProtocolError where the peer breaks the protocol or sends what libarrow cannot read, OptionError for an
-    `address_space` without `returns`. After an error, and after anything that the listener raises, it takes no more
-    until `reset`. Metadata of more than `max_metadata` bytes and bodies of more than `max_body` are refused;
-    dictionaries that wait for a batch may have as much as both together. What was overtaken waits within the caps of
-    `protocol.receiver`. Not thread-safe.
+    Args:
+        listener: Receives the schema, the batches and the end of the stream.
+        options: Options of reading.
+        address_space: The regions of shared memory in which bodies that are sent by address lie.
+        returns: An object whose method `put` gets the addresses of a message, as one sequence, when the last array
+            that refers to its body is collected. Send them to the peer as `free_data`
+            (`protocol.bodies.encode_free`). Finalizers call `put`, so it should only enqueue, and not refer to this
+            decoder: a `queue.SimpleQueue` is suitable.
+        max_metadata: The largest metadata of a message, in bytes.
+        max_body: The largest body of a message, in bytes. Dictionaries that wait for a batch may have
+            `max_metadata + max_body` bytes together.
+
+    Raises:
+        RemoteProtocolError: The peer breaks the protocol, exceeds a limit, or sends data that libarrow cannot read.
+        OptionError: Only one of `address_space` and `returns` was given.
     """
 
     def __init__(
@@ -120,22 +138,22 @@ class DissociatedDecoder(Decoder):
 
     @property
     def complete(self) -> bool:
-        """Whether everything up to the end of the stream has been decoded."""
+        """Whether the stream was decoded up to its end."""
         return self._receiver.complete
 
     def consume_metadata(self, message: Buffer) -> None:
-        """Take an untagged message ("Metadata Stream Sequence"), and decode what has become whole."""
+        """Take an untagged message ("Metadata Stream Sequence"), and decode the messages that are complete."""
         self._work(self._consume_metadata, message)
 
     def consume_body(self, tag: int, body: Buffer) -> None:
-        """Take a tagged message ("Data Stream Sequence"), and decode what has become whole.
+        """Take a tagged message ("Data Stream Sequence"), and decode the messages that are complete.
 
-        Arrays lie in a packed `body`: it must stay as it is as long as there is one.
+        Arrays refer to the memory of a packed `body`, so it must not change as long as one of them exists.
         """
         self._work(self._consume_body, tag, body)
 
     def finish(self) -> None:
-        """No more messages will come. Raises RemoteProtocolError, naming the gap, where one is missing."""
+        """End the input. Raises RemoteProtocolError, which names the gap, if a message is missing."""
         self._work(self._receiver.disconnected)
 
     def _consume_metadata(self, message: Buffer) -> None:
@@ -149,7 +167,7 @@ class DissociatedDecoder(Decoder):
         self._check(len(view), self._max_body, "max_body")
         complete = self._receiver.complete
         self._receiver.receive_body(tag, view)
-        if not complete:  # nothing can follow but the schema's empty body
+        if not complete:  # otherwise the message can only be the schema's empty body
             self._advance()
 
     def _advance(self) -> None:
@@ -157,7 +175,7 @@ class DissociatedDecoder(Decoder):
             self._check(delivery.largest_body, self._max_body, "max_body")
             header, body = attach(delivery, self._address_space, self._leases, self._allocate)
             self._decoding.add(delivery.parsed.type, header, body, delivery.largest_body)
-        if self._receiver.complete:  # after which it takes nothing
+        if self._receiver.complete:  # the receiver accepts no more messages
             self._decoding.end()
 
     def _check(self, length: int, limit: int, name: str) -> None:
@@ -169,7 +187,7 @@ class DissociatedDecoder(Decoder):
 
 
 class _DecoderLeases:
-    """What a decoder holds of a peer's memory, and where it returns it to."""
+    """The leases of a decoder on a peer's memory, which it returns through `returns`."""
 
     def __init__(self, returns: AddressSink) -> None:
         self._returns = returns

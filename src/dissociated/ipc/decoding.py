@@ -1,7 +1,7 @@
-"""What decoders do with messages that are whole: libarrow decodes them, and a `Listener` is told.
+"""Decoding of complete messages: libarrow decodes them, and a `Listener` is called with the batches.
 
-libarrow is only asked for a batch when the message of one is there, so it never waits: messages lie in a queue until
-then, dictionaries before their batch.
+Messages wait in a queue, dictionaries before their batch. libarrow is only asked for a batch when its message is in the
+queue, and therefore never waits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FAILED = "this stream has failed before: reset the decoder, and feed it another
 
 
 class Decoding:
-    """Decodes one stream of whole messages, in order, by a reader of libarrow's, and tells the listener."""
+    """The decoding of one stream of complete messages, in order, with a reader of libarrow. Calls the listener."""
 
     def __init__(
         self,
@@ -50,24 +50,31 @@ class Decoding:
         self._reader: StreamReader | None = None
         self._waiting: deque[tuple[Buffer, Buffer | None]] = deque()
         self._waiting_bytes = 0
-        self._stats = self._waiting_stats = _NOTHING_READ  # the second of dictionaries that wait
-        self._dictionaries: set[int] = set()  # the ids of those that came
-        #: The schema that the batches have; None until it is decoded.
+        self._stats = self._waiting_stats = _NOTHING_READ  # the second counts waiting dictionaries
+        self._dictionaries: set[int] = set()  # the ids of the dictionaries so far
+        #: The schema of the batches; None until it is decoded.
         self.schema: pa.Schema | None = None
 
     @property
     def stats(self) -> ReadStats:
-        """What has been decoded so far."""
+        """The counts of messages that were decoded so far."""
         if self._reader is None:
             return self._stats
         decoded, waiting = self._reader.stats, self._waiting_stats
         return ReadStats(*(sum(both) for both in zip(decoded, waiting, strict=True)))
 
     def add(self, type_: HeaderType | None, header: Buffer, body: Buffer | None, body_length: int) -> None:
-        """Take the next message, and tell the listener what can be decoded now.
+        """Take the next message, and call the listener if a schema or a batch can be decoded.
 
-        `type_` is None for a message that does not say it. `body_length` is that of the metadata, in bytes. Raises an
-        error of `error_type` where libarrow cannot read it, or too many bytes of dictionaries wait for a batch.
+        Args:
+            type_: The type of the message; None if its metadata has none.
+            header: The metadata, a flatbuffer.
+            body: The body; None if there is none.
+            body_length: The length of the body, in bytes.
+
+        Raises:
+            DissociatedError: An error of `error_type`. libarrow cannot read the message, or too many bytes of
+                dictionaries wait for a batch.
         """
         self._waiting.append((header, body))
         if self._reader is None:
@@ -89,7 +96,7 @@ class Decoding:
             self._listener.on_record_batch_with_metadata_decoded(*decoded)
 
     def end(self) -> None:
-        """There are no more messages. Raises an error of `error_type` where the stream is not whole."""
+        """End the stream. Raises an error of `error_type` if the stream is incomplete."""
         if self._reader is None:
             raise self._error_type("the stream ended before its schema")
         if self._read() is not None:
@@ -99,18 +106,18 @@ class Decoding:
         self._listener.on_eos()
 
     def drop(self) -> None:
-        """Let go of what was decoded and of what waits; `schema` and `stats` stay."""
+        """Release the reader and the waiting messages. `schema` and `stats` stay."""
         self._stats = self.stats
         self._reader = None
         self._waiting_stats = _NOTHING_READ
         self._waiting.clear()
 
     def _count_dictionary(self, header: bytes) -> None:
-        """Count a dictionary when it comes, as C++ does, and not when libarrow is asked for the batch after it."""
+        """Count a dictionary when it arrives, like the C++ decoder. libarrow's reader counts it with the next batch."""
         try:
             id_, is_delta = dictionary_of(header)
         except RemoteProtocolError:
-            return  # libarrow will say what is wrong with it
+            return  # libarrow reports the error when it reads the message
         replaces = id_ in self._dictionaries and not is_delta
         self._dictionaries.add(id_)
         stats = self._waiting_stats
@@ -142,13 +149,16 @@ class Decoding:
 
 
 def _drain(waiting: deque[tuple[Buffer, Buffer | None]]) -> Messages:
-    """What `join` reads. It knows nothing but the queue: libarrow owns it, where no garbage collector looks."""
+    """Iterate over the queue, for `join`.
+
+    The generator refers to the queue only: libarrow owns it, and the garbage collector cannot find a cycle there.
+    """
     while waiting:
         yield waiting.popleft()
 
 
 class Decoder(ABC):
-    """What all decoders share: a listener, one stream at a time, and no more of it after an error."""
+    """The base of decoders: they decode one stream at a time, and stop after an error."""
 
     def __init__(
         self,
@@ -173,16 +183,16 @@ class Decoder(ABC):
 
     @property
     def schema(self) -> pa.Schema | None:
-        """The schema that the batches have, only of the fields that are included; None until it is decoded."""
+        """The schema of the batches, with the included fields only; None until it is decoded."""
         return self._decoding.schema
 
     @property
     def stats(self) -> ReadStats:
-        """What has been decoded of this stream so far. A dictionary counts when it has come."""
+        """The counts of messages of this stream that were decoded so far. A dictionary counts when it arrives."""
         return self._decoding.stats
 
     def reset(self) -> None:
-        """Begin anew: what is fed next is the beginning of another stream. What was fed of this one is let go."""
+        """Discard the current stream. The next input is the beginning of another stream."""
         if self._refusal is not _REENTERED:
             self._refusal = None
         self._decoding = self._decoding_of_stream()
@@ -190,14 +200,14 @@ class Decoder(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """No more will be fed."""
+        """End the input."""
 
     @abstractmethod
     def _clear(self) -> None:
-        """Forget what was fed and could not be decoded yet."""
+        """Discard the input that was not decoded yet."""
 
     def _work(self, step: Callable[..., None], *arguments: Any) -> None:
-        """Do a `step`, unless this stream has failed: then raise FormatError. What a step raises fails the stream."""
+        """Run a step of decoding. If it raises, the stream has failed: every later step then raises FormatError."""
         if self._refusal is not None:
             raise FormatError(self._refusal)
         self._refusal = _REENTERED
@@ -212,42 +222,43 @@ class Decoder(ABC):
 
 
 class Listener:
-    """What a decoder calls. Override the methods that are of interest. What they raise comes out of the decoder.
+    """The callbacks of a decoder, to be overridden. The decoder passes their exceptions on to its caller.
 
-    A method may call `reset` of the decoder; what is fed after that is another stream. It must not feed it.
+    A callback may call `reset` of the decoder, so that the next input begins another stream. It must not feed the
+    decoder.
     """
 
     def on_schema_decoded(self, schema: pa.Schema, filtered_schema: pa.Schema) -> None:
-        """The schema, and the one that the batches have: only of the fields that are included."""
+        """Receive the schema of the stream, and the schema of the batches, with the included fields only."""
 
     def on_record_batch_decoded(self, batch: pa.RecordBatch) -> None:
-        """A record batch, if `on_record_batch_with_metadata_decoded` is not overridden. One of them must be.
+        """Receive a record batch. Override this method or `on_record_batch_with_metadata_decoded`.
 
-        Raises NotImplementedError.
+        Raises NotImplementedError if neither is overridden.
         """
         raise NotImplementedError(f"{type(self).__name__} has no on_record_batch_decoded")
 
     def on_record_batch_with_metadata_decoded(
         self, batch: pa.RecordBatch, custom_metadata: pa.KeyValueMetadata | None
     ) -> None:
-        """A record batch and its custom metadata; None where it has none."""
+        """Receive a record batch and its custom metadata, which is None if it has none."""
         self.on_record_batch_decoded(batch)
 
     def on_eos(self) -> None:
-        """The end of the stream."""
+        """Receive the end of the stream."""
 
 
 class CollectListener(Listener):
-    """Keeps everything that was decoded."""
+    """A listener that keeps all batches."""
 
     def __init__(self) -> None:
         #: The schema of the stream; None until it is decoded.
         self.schema: pa.Schema | None = None
-        #: The schema that the batches have: only the fields that are included.
+        #: The schema of the batches, with the included fields only.
         self.filtered_schema: pa.Schema | None = None
         #: The record batches, in order.
         self.batches: list[pa.RecordBatch] = []
-        #: The metadata of each batch; None where it has none.
+        #: The custom metadata of each batch, which is None if it has none.
         self.custom_metadata: list[pa.KeyValueMetadata | None] = []
         #: Whether the stream has ended.
         self.ended = False

@@ -1,7 +1,7 @@
 """Blocking readers of IPC streams and files ("IPC Streaming Format", "IPC File Format").
 
-libarrow decodes. Where batches lie is read from the footer, so that rows are counted, and metadata is loaded ahead,
-without touching a body.
+libarrow decodes the batches. This module parses the footer as well: with the positions of the batches it can count rows
+and load metadata ahead without reading a body.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from dissociated.ipc.source import ByteRange, RandomAccess, coalesced
 
 
 class FileReader:
-    """Reads the record batches of an IPC file, in any order; made by `open_file`.
+    """A reader of the record batches of an IPC file, in any order, made by `open_file`.
 
-    Batches of a file that is mapped or in memory lie there, and stay valid after `close`. Several threads may use
-    one reader, and one of them closes it when the others are done.
+    Batches of a mapped file or a buffer refer to its memory without a copy, and stay valid after `close`. Several
+    threads may use one reader. Close it after all of them are done.
 
-    Reading raises FormatError where the content is invalid, StoreError where it cannot be read or the reader is
-    closed, OptionError for a batch that the file does not have.
+    Reading raises FormatError if the content is invalid, StoreError if it cannot be read or the reader is closed, and
+    OptionError if the file does not have the requested batch.
     """
 
     def __init__(self, source: RandomAccess, footer_offset: int | None, options: ReadOptions) -> None:
@@ -45,19 +45,19 @@ class FileReader:
         self._source = source
         self._end = footer_offset or source.size
         self._options = options
-        self._lock = threading.Lock()  # libarrow's reader is not made for several threads
+        self._lock = threading.Lock()  # libarrow's reader is not thread-safe
         with arrow_errors(FormatError):
             self._reader: Any = pa.ipc.RecordBatchFileReader(
                 source.native(), footer_offset, options=options.to_pyarrow(), memory_pool=options.memory_pool
             )
-        #: Of the batches that are read: without the fields that are not included.
+        #: The schema of the batches, with the included fields only.
         self.schema: pa.Schema = self._reader.schema
         self.num_record_batches: int = self._reader.num_record_batches
         options.check_depth(self.schema)
 
     @property
     def version(self) -> pa.ipc.MetadataVersion:
-        """The version that the footer names. Raises FormatError for one that is unknown."""
+        """The metadata version in the footer. Raises FormatError if it is unknown."""
         try:
             return pa.ipc.MetadataVersion(self.footer.version)
         except ValueError:
@@ -65,18 +65,21 @@ class FileReader:
 
     @property
     def metadata(self) -> dict[bytes, bytes] | None:
-        """The custom metadata of the footer, None where it has none."""
+        """The custom metadata of the footer; None if it has none."""
         found: dict[bytes, bytes] | None = self._native().metadata
         return found
 
     @property
     def stats(self) -> ReadStats:
-        """What has been read so far."""
+        """The counts of messages that were read so far."""
         return self._native().stats
 
     @cached_property
     def footer(self) -> Footer:
-        """Where dictionaries and record batches lie. Raises FormatError for a footer that is damaged or has changed."""
+        """The positions of dictionaries and record batches.
+
+        Raises FormatError if the footer is damaged, or has changed since the file was opened.
+        """
         end = self._end - FOOTER_TAIL
         length = int.from_bytes(self._source.read(end, 4), "little")
         footer = parse_footer(self._source.read(max(end - length, 0), length).to_pybytes())
@@ -85,21 +88,27 @@ class FileReader:
         return footer
 
     def get_batch(self, i: int) -> pa.RecordBatch:
-        """The batch of that number, from 0 on."""
+        """Return batch number `i`, counted from 0."""
         return self.get_batch_with_custom_metadata(i)[0]
 
     def get_batch_with_custom_metadata(self, i: int) -> tuple[pa.RecordBatch, pa.KeyValueMetadata | None]:
-        """The batch of that number, and the metadata that its message carries."""
+        """Return batch number `i`, counted from 0, and the custom metadata of its message."""
         self._check((i,))
         with arrow_errors(FormatError), self._lock:
             both: tuple[pa.RecordBatch, pa.KeyValueMetadata | None] = self._native().get_batch_with_custom_metadata(i)
             return both
 
     def read_together(self, indices: Sequence[int]) -> Iterator[tuple[pa.RecordBatch, pa.KeyValueMetadata | None]]:
-        """The same for some batches, reading all that lies between the first and the last of them at once.
+        """Read several batches with one read, from the beginning of the first to the end of the last.
 
-        Where only some fields are included, each is read alone, without the others. A thread that reads so does not
-        keep others from decoding meanwhile.
+        If only some fields are included, each batch is read on its own, without the other fields. Other threads can
+        decode during the read.
+
+        Args:
+            indices: The numbers of the batches, counted from 0.
+
+        Yields:
+            Pairs of a batch and the custom metadata of its message.
         """
         self._check(indices)
         self._native()
@@ -113,16 +122,19 @@ class FileReader:
             yield both
 
     def count_rows(self) -> int:
-        """The rows of all batches together. Reads the metadata of each batch, and no body."""
+        """Return the number of rows of all batches. Only metadata is read, no bodies."""
         self._native()
         blocks = self.footer.record_batches
         return sum(map(self._rows, blocks["offset"].tolist(), blocks["metadata_length"].tolist()))
 
     def pre_buffer_metadata(self, indices: Sequence[int] | None = None) -> None:
-        """Load the metadata of these batches, or of all, and all dictionaries, ahead of `get_batch`.
+        """Begin to load all dictionaries, and the metadata of batches, before `get_batch` needs them.
 
-        A thread in the background reads and keeps them until `close`, neighbours together as
-        `pre_buffer_cache_options` say. For a mapped file, the kernel is asked to bring them into memory.
+        A background thread reads them, and the reader keeps them until `close`. The option `pre_buffer_cache_options`
+        limits how neighbours are read together. For a mapped file, the kernel is asked to load the pages.
+
+        Args:
+            indices: The numbers of the batches; by default all.
         """
         self._check(indices or ())
         self._native()
@@ -137,18 +149,18 @@ class FileReader:
         self._source.load(coalesced(spans, self._options.pre_buffer_cache_options or pa.CacheOptions()))
 
     def to_record_batches(self) -> list[pa.RecordBatch]:
-        """All batches."""
+        """Return all batches."""
         return list(self)
 
     def to_table(self) -> pa.Table:
-        """All batches as one table."""
+        """Return all batches as one table."""
         return pa.Table.from_batches(self, self.schema)
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
         return map(self.get_batch, range(self.num_record_batches))
 
     def close(self) -> None:
-        """Let go of the file. Batches that were read stay, and so does a file object that the caller gave."""
+        """Close the file. Batches that were read stay valid. A file object of the caller stays open."""
         with self._lock:
             self._reader = None
         self._source.close()
@@ -192,16 +204,23 @@ class FileReader:
 def open_file(
     source: Any, *, footer_offset: int | None = None, memory_map: bool = True, options: ReadOptions | None = None
 ) -> FileReader:
-    """A reader of the IPC file `source`: a path, a buffer, a pyarrow.NativeFile, or a binary file object that can seek.
+    """Open an IPC file.
 
-    A path is mapped, unless `memory_map` is False: then pieces are read as they are asked for. Whoever may write a
-    mapped file must not shrink it meanwhile. A file object stays the caller's to close.
+    Args:
+        source: A path, a buffer, a pyarrow.NativeFile, or a binary file object that can seek. The caller closes a file
+            object. Any data may precede the Arrow file; offsets in the footer count from the start of `source`.
+        footer_offset: The position at which the Arrow file ends, if other data follows it.
+        memory_map: Whether to map the file at a path. Otherwise pieces are read when they are needed. A mapped file
+            must not be shrunk while it is mapped.
+        options: Options of reading.
 
-    Any data may precede the Arrow file. Where some follows it, `footer_offset` is the byte at which the Arrow file
-    ends. The offsets in its footer count from the start of the containing file.
+    Returns:
+        The reader, to be closed by the caller.
 
-    Raises FormatError where this is no Arrow IPC file, is damaged, or nests deeper than `options` allow, StoreError
-    where the source cannot be opened or read, OptionError.
+    Raises:
+        FormatError: The source is no Arrow IPC file, is damaged, or nests deeper than `options` allow.
+        StoreError: The source cannot be opened or read.
+        OptionError: An argument is invalid.
     """
     options = check_options(options, ReadOptions)
     opened = random_access(source, memory_map, options.memory_pool)
@@ -213,10 +232,16 @@ def open_file(
 
 
 def open_stream(source: Any, *, memory_map: bool = True, options: ReadOptions | None = None) -> StreamReader:
-    """A reader of the IPC stream `source`: what `open_file` takes, or a file object that cannot seek.
+    """Open an IPC stream.
 
-    A file object is read from where it stands, no further than to the end of the stream, and stays the caller's to
-    close. Raises what `open_file` raises; so does reading.
+    Args:
+        source: A source of `open_file`, or a file object that cannot seek. A file object is read from its current
+            position, and no further than the end of the stream. The caller closes it.
+        memory_map: See `open_file`.
+        options: Options of reading.
+
+    Returns:
+        The reader. Opening and reading raise the errors of `open_file`.
     """
     options = check_options(options, ReadOptions)
     return StreamReader(sequential(source, memory_map, options.memory_pool), options)
@@ -225,9 +250,10 @@ def open_stream(source: Any, *, memory_map: bool = True, options: ReadOptions | 
 def open_either(
     source: Any, *, footer_offset: int | None = None, memory_map: bool = True, options: ReadOptions | None = None
 ) -> FileReader | StreamReader:
-    """A reader of `source`, whether it is a file or a stream: it is a file if it begins or ends with the magic.
+    """Open an IPC file or stream.
 
-    What begins with the marker of a message is a stream. Raises what `open_file` raises.
+    The source is a file if it begins or ends with the magic of a file. If it begins with the marker of a message, it is
+    a stream. Arguments and errors are the ones of `open_file`.
     """
     if footer_offset is None and not _is_file(source):
         return open_stream(source, memory_map=memory_map, options=options)

@@ -1,6 +1,6 @@
-"""What users give to read IPC from, opened: a path, a buffer, or a file object.
+"""Opening of sources of IPC data: a path, a buffer, or a file object.
 
-Whatever the system refuses, as a file that is not there, is a StoreError.
+Errors of the system, for example a missing file, become StoreErrors.
 """
 
 from __future__ import annotations
@@ -20,9 +20,16 @@ from dissociated.ipc.source import FileSource, MemorySource, RandomAccess
 
 
 def random_access(source: Any, memory_map: bool, pool: pa.MemoryPool | None) -> RandomAccess:
-    """A path, a buffer, a pyarrow.NativeFile, or a binary file object that can seek, to be read by position.
+    """Open a source for reading by position.
 
-    Raises StoreError where it cannot be opened or cannot seek, and OptionError for anything else.
+    Args:
+        source: A path, a buffer, a pyarrow.NativeFile, or a binary file object that can seek.
+        memory_map: Whether to map the file at a path.
+        pool: The memory pool for the bytes that are read.
+
+    Raises:
+        StoreError: The source cannot be opened, or cannot seek.
+        OptionError: The source is of another type.
     """
     if isinstance(source, str | os.PathLike):
         descriptor, name, regular = _open(source)
@@ -41,9 +48,10 @@ def random_access(source: Any, memory_map: bool, pool: pa.MemoryPool | None) -> 
 
 
 def sequential(source: Any, memory_map: bool, pool: pa.MemoryPool | None) -> Any:
-    """What pyarrow reads a stream from: a source as for `random_access`, or a file object that cannot seek.
+    """Open a source for pyarrow to read a stream from.
 
-    A file object is read from where it stands. Raises StoreError and OptionError.
+    The source is one of `random_access`, or a file object that cannot seek. A file object is read from its current
+    position. Raises StoreError and OptionError.
     """
     if isinstance(source, str | os.PathLike):
         descriptor, name, regular = _open(source)
@@ -60,7 +68,7 @@ def sequential(source: Any, memory_map: bool, pool: pa.MemoryPool | None) -> Any
 
 
 def _open(path: str | os.PathLike[str]) -> tuple[int, str, bool]:
-    """A descriptor of it, its name, and whether it is a regular file."""
+    """Open a file. Return its descriptor, its name, and whether it is a regular file."""
     name = os.fspath(path)
     with store_errors(f"opening {name}"):
         descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,10 +1,10 @@
-"""A stream of encapsulated messages that arrives in pieces of any size, cut into its messages without a copy.
+"""A parser that cuts a stream, which arrives in pieces of any size, into its encapsulated messages without a copy.
 
-start     4 bytes: `ARRO`, where a file begins, whose messages follow 4 bytes later; or what `prefix` takes
-prefix    4 bytes: the continuation marker; or the length of the metadata, as before 0.15; 0 ends the stream
+start     4 bytes: `ARRO`, the beginning of a file, whose messages follow 4 bytes later; or a `prefix`
+prefix    4 bytes: the continuation marker; or, before 0.15, the length of the metadata; 0 ends the stream
 length    4 bytes: the length of the metadata; 0 ends the stream
-metadata  so many bytes
-body      as many as the metadata says
+metadata  the metadata, of this length
+body      the body, of the length that the metadata has
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dissociated.format.message import HeaderType, parse_envelope
 _length = struct.Struct("<i")
 _marker_and_length = struct.Struct("<ii")
 _MARKER_SIZE = 4
-#: How much is allocated for a part of which little has come.
+#: The bytes that are allocated at first for a part that arrives in pieces.
 _AT_FIRST = 1 << 20
 _FILE_BEGINNING = encode_magic()
 
 
 class ParsedMessage(NamedTuple):
-    """One message. The end of the stream is a message without type, of no metadata, as it is on the wire."""
+    """A message. The end of the stream is a message without type and with empty metadata, as on the wire."""
 
     type: HeaderType | None
     header: Buffer
@@ -40,13 +40,13 @@ END = ParsedMessage(None, b"", None)
 
 
 def as_bytes(data: Buffer) -> memoryview:
-    """Its bytes, where they lie. Raises TypeError for what is not C-contiguous."""
+    """Return a view of the bytes of a buffer. Raises TypeError if it is not C-contiguous."""
     view = memoryview(data)
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 class InputChunk:
-    """What was fed, and how far it has been used."""
+    """A piece of input, and the position up to which it was consumed."""
 
     __slots__ = ("at", "bytes")
 
@@ -55,13 +55,16 @@ class InputChunk:
         self.at = 0
 
     def take(self, size: int) -> memoryview:
-        """The next bytes, as many as there are and at most `size`, where they lie."""
+        """Return a view of the next bytes, at most `size`, and consume them."""
         start, self.at = self.at, min(self.at + size, len(self.bytes))
         return self.bytes[start : self.at]
 
 
 class _PartialPart:
-    """A part that comes in several pieces. What is allocated follows what has come, not what was announced."""
+    """A part that arrives in several pieces.
+
+    The allocated memory grows with the bytes that have arrived, and does not depend on the announced length.
+    """
 
     def __init__(self, size: int, pool: pa.MemoryPool | None) -> None:
         self._size = size
@@ -70,7 +73,7 @@ class _PartialPart:
         self.arrived = 0
 
     def add(self, piece: memoryview) -> memoryview | None:
-        """The whole part, once this was the last piece of it."""
+        """Add a piece. Return the whole part if this was its last piece, and None otherwise."""
         end = self.arrived + len(piece)
         if end > len(self._view):
             self._memory.resize(min(self._size, max(end, 2 * len(self._view))))
@@ -80,37 +83,43 @@ class _PartialPart:
         return self._view if end == self._size else None
 
 
-#: What to do with the bytes that were awaited.
+#: A method of StreamParser that handles an awaited part.
 _ParseStep: TypeAlias = "Callable[[StreamParser, memoryview], ParsedMessage | None]"
 
 
 class StreamParser:
-    """Follows one stream.
+    """A parser of one stream.
 
-    Bytes are copied only where a part of a message comes in several pieces, and then to one place, from `pool`.
-    Metadata of more than `max_metadata` bytes and bodies of more than `max_body` are refused when they are announced.
+    Only parts of a message that arrive in several pieces are copied, into memory of `pool`. Metadata of more than
+    `max_metadata` bytes, and bodies of more than `max_body` bytes, are refused as soon as they are announced.
     """
 
     def __init__(self, max_metadata: int, max_body: int, pool: pa.MemoryPool | None = None) -> None:
         self._max_metadata = max_metadata
         self._max_body = max_body
         self._pool = pool
-        self._step: _ParseStep = StreamParser._start  # not bound to this, which would be a cycle
-        self._size = _MARKER_SIZE  # of what is awaited
-        self._joined: _PartialPart | None = None  # where it comes in several pieces
+        self._step: _ParseStep = StreamParser._start  # a bound method would be a reference cycle
+        self._size = _MARKER_SIZE  # the size of the awaited part
+        self._joined: _PartialPart | None = None  # the awaited part, if it arrives in several pieces
         self._type: HeaderType | None = None
-        self._header: Buffer = b""  # of the message whose body is awaited
-        self._cut = 0  # messages
+        self._header: Buffer = b""  # the metadata of the message whose body is awaited
+        self._cut = 0  # the number of messages so far
 
     @property
     def required(self) -> int:
-        """How many bytes would complete the part that is awaited; 0 after the end of the stream."""
+        """The number of bytes that complete the awaited part; 0 after the end of the stream."""
         return self._size - (self._joined.arrived if self._joined else 0)
 
     def parse(self, piece: InputChunk) -> ParsedMessage | None:
-        """Use as much of `piece` as belongs to one message. The message, or None where it goes on after the piece.
+        """Consume the bytes of `piece` that belong to the next message.
 
-        What follows the end of the stream is passed over. Raises FormatError for what is no stream.
+        Bytes after the end of the stream are consumed and ignored.
+
+        Returns:
+            The message, or None if more bytes are needed.
+
+        Raises:
+            FormatError: The bytes are no IPC stream.
         """
         while self._size:
             if self._step is StreamParser._prefix and (message := self._at_once(piece)) is not None:
@@ -128,7 +137,7 @@ class StreamParser:
         return None
 
     def _at_once(self, piece: InputChunk) -> ParsedMessage | None:
-        """The next message, if all of it lies in `piece`, without its steps; None for what is out of the ordinary."""
+        """Return the next message in one step if all of it lies in `piece`. Return None in all other cases."""
         view, at = piece.bytes, piece.at + 2 * _MARKER_SIZE
         if self._joined or at > len(view):
             return None
@@ -213,11 +222,14 @@ class StreamParser:
     def _body(self, part: memoryview | None) -> ParsedMessage:
         self._await(StreamParser._prefix, _MARKER_SIZE)
         self._cut += 1
-        header, self._header = self._header, b""  # what was fed is not held longer than it is needed
+        header, self._header = self._header, b""  # the input is released as soon as possible
         return ParsedMessage(self._type, header, part)
 
     def end(self) -> bool:
-        """Await no more. Whether the stream ends by this; if not, it had ended. Raises FormatError within a message."""
+        """End the input. Return whether this ends the stream, and False if the stream had ended before.
+
+        Raises FormatError within a message.
+        """
         if not self._size:
             return False
         if self._joined or self._step not in (StreamParser._start, StreamParser._prefix):

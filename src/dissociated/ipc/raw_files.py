@@ -1,6 +1,6 @@
-"""Files as bytes: one of our own, which is read by position, or a file object of the caller, who closes it.
+"""Files as bytes: a descriptor of this library, which is read by position, or a file object that the caller closes.
 
-Whatever the system refuses is a StoreError; a file that is cut off while it is read is a FormatError.
+Errors of the system become StoreErrors. A file that is truncated during the read raises FormatError.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class PositionedFile(Protocol):
     size: int
 
     def fill(self, offset: int, view: memoryview) -> None:
-        """Read what lies there into all of `view`. Raises StoreError and FormatError."""
+        """Fill `view` with the bytes at `offset`. Raises StoreError and FormatError."""
 
     def close(self) -> None:
-        """Let go of what this opened."""
+        """Close the file if this object opened it."""
 
 
 class DescriptorFile:
-    """A file that this object owns, by its descriptor. `name` is for errors."""
+    """A file with a descriptor that this object owns. `name` is used in errors."""
 
     def __init__(self, descriptor: int, name: str) -> None:
         self.size = os.fstat(descriptor).st_size
@@ -42,7 +42,7 @@ class DescriptorFile:
 
     def fill(self, offset: int, view: memoryview) -> None:
         """See `PositionedFile.fill`."""
-        if not self._close.alive:  # its number may be that of another file by now
+        if not self._close.alive:  # the descriptor may be another file's by now
             raise StoreError(f"reading {self._name}: the reader is closed")
         try:
             while view:
@@ -60,7 +60,7 @@ class DescriptorFile:
 
 
 class FileObject:
-    """A file object of the caller, who closes it."""
+    """A file object that the caller closes."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -77,18 +77,18 @@ class FileObject:
             raise FormatError(f"{self._file!r} was cut off at byte {offset + count} while it was read")
 
     def close(self) -> None:
-        """Nothing to do: the caller closes the file."""
+        """Do nothing: the caller closes the file."""
 
 
 class SequentialFile(Readable):
-    """Reads a file object of the caller from where it stands. Memory comes from `pool`."""
+    """A file object of the caller that is read from its current position, into memory of `pool`."""
 
     def __init__(self, file: Any, pool: pa.MemoryPool | None) -> None:
         self._file = file
         self._pool = pool
 
     def read(self, size: int) -> Buffer:
-        """The next bytes, fewer than `size` only at the end. Raises FormatError and StoreError."""
+        """Return the next `size` bytes, or fewer at the end of the file. Raises FormatError and StoreError."""
         if not size:
             return b""
         try:
@@ -100,12 +100,12 @@ class SequentialFile(Readable):
 
 
 def byte_view(buffer: pa.Buffer) -> memoryview:
-    """Its bytes, to be read into."""
+    """Return a writable view of the bytes of a buffer."""
     return memoryview(buffer).cast("B")
 
 
 def _fill(file: Any, view: memoryview) -> int:
-    """Read into `view`. Returns how many bytes there were, fewer only at the end."""
+    """Read into `view`. Return the number of bytes, which is less than the view's only at the end of the file."""
     read_into = getattr(file, "readinto", None)
     done = 0
     while done < len(view):
@@ -125,5 +125,5 @@ def _fill(file: Any, view: memoryview) -> int:
 
 
 def file_errors(file: Any) -> AbstractContextManager[None]:
-    """Turn what a file object raises into a StoreError."""
+    """Convert the errors of a file object to StoreError."""
     return store_errors(f"reading {file!r}")

@@ -1,4 +1,4 @@
-"""Record batches of a blocking reader for `async for`, some of them read before they are asked for, in threads."""
+"""Reading ahead: threads read record batches from a blocking reader before `async for` requests them."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from dissociated.errors import OptionError, StoreError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: How many batches, and bytes of them, are read before they are asked for.
+#: The default limits of reading ahead: a number of batches, and the bytes of these.
 READAHEAD = 8
 READAHEAD_BYTES = 1 << 26
 
 
 class ReadStep(NamedTuple):
-    """A call that reads some batches. One that gives none is the last."""
+    """A call that reads some batches. A call that returns none is the end."""
 
     read: Callable[[], Iterable[BatchAndMetadata]]
-    #: How many batches it will give.
+    #: The number of batches that the call returns.
     number: int = 1
-    #: How many bytes these have; None where that is not known before.
+    #: The bytes of these batches; None if they are not known before the call.
     nbytes: int | None = None
 
 
 @dataclass(frozen=True)
 class ReadAheadOptions:
-    """How far a caller lets reading come ahead, and whether it wants the metadata of batches. Raises OptionError."""
+    """The limits of reading ahead, and whether to return the metadata of batches. Raises OptionError."""
 
     readahead: int
     readahead_bytes: int
@@ -48,36 +48,36 @@ class ReadAheadOptions:
 
 
 class _PendingRead:
-    """A step whose call is being made, or has been."""
+    """A step whose call was submitted to a thread, and may be finished."""
 
     def __init__(self, step: ReadStep, threads: Threads) -> None:
-        self.left = step.number  # batches that are still to be taken
+        self.left = step.number  # batches that were not taken yet
         self.nbytes = step.nbytes or 0
         self.batches: deque[BatchAndMetadata] = deque()
         self.error: BaseException | None = None
-        self.last = False  # whether it found the end, or an error
+        self.last = False  # whether the call reached the end, or failed
         self.future = threads.submit(self._make, step)
 
     def _make(self, step: ReadStep) -> None:
         try:
-            self.batches.extend(step.read())  # keeps what comes before an exception
+            self.batches.extend(step.read())  # keeps the batches before an exception
         except BaseException as error:
             self.error = error
         if step.nbytes is None:
-            # not nbytes, which follows offsets that nobody has checked
+            # `nbytes` would read offsets in the buffers, which are not validated yet.
             self.nbytes = sum(batch.get_total_buffer_size() for batch, _ in self.batches)
         self.last = self.error is not None or not self.batches
 
 
 class AsyncBatches(AsyncIterator[Any]):
-    """Record batches, in order, some of them read before they are asked for.
+    """An asynchronous iterator over record batches, some of which are read ahead.
 
-    Several `__anext__` may be outstanding: each gets the next batch, in the order in which they began, and so many
-    are read at once. One that is cancelled takes no batch. What reading a batch raises comes out where the batch
-    would have, and whoever asks again is told again.
+    Several calls of `__anext__` may be outstanding. They get the next batches in the order of the calls, and this many
+    batches are read at once. A cancelled call takes no batch. If reading a batch fails, the call that would have
+    returned the batch raises the error, and so do all later calls.
 
-    Reading ahead pauses where it has come far enough, and stops when this is closed or dropped. `aclose` waits for
-    the reads that have begun, which nothing can interrupt.
+    Reading ahead pauses at its limits, and stops when the iterator is closed or collected. `aclose` waits for the reads
+    in progress, which cannot be interrupted.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class AsyncBatches(AsyncIterator[Any]):
         owns_threads: bool = False,
     ) -> None:
         self._jobs: deque[_PendingRead] = deque()  # in order; the first stays until all of its batches are taken
-        self._steps: Iterator[ReadStep] | None = steps  # None where there are no more
+        self._steps: Iterator[ReadStep] | None = steps  # None at the end
         self._threads = threads
         self._options = options
         self._at_once = at_once
         self._owns_threads = owns_threads
-        self._outstanding = 0  # calls of __anext__ that are outstanding
+        self._outstanding = 0  # the number of outstanding calls of __anext__
         self._turn = asyncio.Lock()  # first come, first served
         self._progress = asyncio.Event()
         self._reading = Reading()
@@ -111,7 +111,7 @@ class AsyncBatches(AsyncIterator[Any]):
         return both if self._options.custom_metadata else both[0]
 
     async def aclose(self) -> None:
-        """Stop. Outstanding calls, and those that come, raise StoreError, unless the end was found before."""
+        """Stop reading. Outstanding and later calls raise StoreError, unless the end was reached before."""
         running = [job.future for job in self._jobs]
         self._stop()
         await finished(running)
@@ -165,7 +165,7 @@ class AsyncBatches(AsyncIterator[Any]):
 
     def _progressed(self) -> None:
         self._progress.set()
-        with suppress(StoreError):  # which comes again, and to the caller, with the next batch
+        with suppress(StoreError):  # the next call of __anext__ raises it again, in the caller
             self._read_ahead()
 
     def _stop(self) -> None:
@@ -183,18 +183,18 @@ class AsyncBatches(AsyncIterator[Any]):
 
 
 def _report_progress(loop: asyncio.AbstractEventLoop, waiting: weakref.ref[AsyncBatches], future: Future[None]) -> None:
-    """Let the loop know, from a thread, that a step is made."""
+    """Notify the event loop, from another thread, that a step is finished."""
 
     def progressed() -> None:
         if (batches := waiting()) is not None:
             batches._progressed()
 
-    with suppress(RuntimeError):  # the loop is closed: nobody waits
+    with suppress(RuntimeError):  # the loop is closed, and so nothing waits
         loop.call_soon_threadsafe(progressed)
 
 
 class Threads:
-    """Where calls that block are made: threads of its own, or an executor that somebody lends."""
+    """The threads in which blocking calls run: threads of its own, or an executor of the caller."""
 
     def __init__(self, count: int, executor: Executor | None = None) -> None:
         self._own = ThreadPoolExecutor(count, thread_name_prefix="dissociated read") if executor is None else None
@@ -202,7 +202,7 @@ class Threads:
         self._running: set[Future[Any]] = set()
 
     def submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Make a call in one of the threads. Raises StoreError once this is closed, or the executor is shut down."""
+        """Run a call in one of the threads. Raises StoreError if this is closed, or the executor is shut down."""
         if self._executor is None:
             raise StoreError("this reader is closed")
         try:
@@ -214,21 +214,21 @@ class Threads:
         return future
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What a call returns that is made in one of the threads. Raises as `submit` does."""
+        """Run a call in one of the threads, and return its result. Raises the errors of `submit`, and of the call."""
         return await asyncio.wrap_future(self.submit(call, *args, **kwargs))
 
     def end(self) -> None:
-        """Take no more calls. Threads end when those that were made do."""
+        """Accept no more calls. The threads end after the submitted calls."""
         self._executor = None
         if self._own is not None:
             self._own.shutdown(wait=False)
 
     async def settle(self) -> None:
-        """Wait for the calls that have begun, and cancel the others."""
+        """Cancel the calls that have not begun, and wait for the others."""
         await finished(self._running)
 
     async def aclose(self) -> None:
-        """Take no more calls, and wait until the threads have ended."""
+        """Accept no more calls, and wait until the threads have ended."""
         self.end()
         await self.settle()
         if self._own is not None:
@@ -236,6 +236,6 @@ class Threads:
 
 
 async def finished(futures: Iterable[Future[Any]]) -> None:
-    """Wait for the calls that have begun, and cancel the others. A call that runs cannot be interrupted."""
+    """Cancel the calls that have not begun, and wait for the others, which cannot be interrupted."""
     running = [future for future in [*futures] if not future.cancel()]
     await asyncio.gather(*map(asyncio.wrap_future, running), return_exceptions=True)

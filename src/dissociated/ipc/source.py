@@ -1,6 +1,6 @@
-"""Where IPC files and streams are read from: memory, a mapped file, or a file that is read piece by piece.
+"""Sources of IPC files and streams: memory, a mapped file, or a file that is read piece by piece.
 
-Whatever the system refuses, as a file that is not there, is a StoreError; what is wrong with content a FormatError.
+Errors of the system, for example a missing file, become StoreErrors. Invalid content raises FormatError.
 """
 
 from __future__ import annotations
@@ -20,60 +20,63 @@ import pyarrow as pa
 from dissociated.codec.reader import Readable
 from dissociated.ipc.raw_files import PositionedFile, byte_view
 
-#: From this byte up to, not including, that one.
+#: The position of the first byte, and the position after the last byte.
 ByteRange: TypeAlias = tuple[int, int]
-#: How many ranges are read together in the background.
+#: The number of ranges that are read by one call in the background.
 _READS = 64
 
 
 class Prefetched(NamedTuple):
-    """A range of bytes that has been read ahead, or is being read, together with others."""
+    """A range of bytes that was read ahead, or is being read, together with other ranges."""
 
     start: int
     end: int
-    #: What is read together: a buffer for each range.
+    #: The read of several ranges: a buffer for each range.
     group: Future[list[pa.Buffer]]
-    #: Which of these buffers is that of this range.
+    #: The index of this range's buffer.
     nth: int
 
     def slice(self, start: int, end: int) -> pa.Buffer:
-        """The bytes from `start` to `end` of the file, once they have been read."""
+        """Wait for the read, and return the bytes from position `start` to `end` of the file."""
         return self.group.result()[self.nth].slice(start - self.start, end - start)
 
 
 class RandomAccess(ABC):
-    """Bytes that are read by position. Several threads may read at once."""
+    """A source that is read by position. Several threads may read at once."""
 
     size: int
 
     @abstractmethod
     def native(self) -> Any:
-        """What pyarrow reads from here with. It keeps this source open, so the source must not keep it."""
+        """Return an object through which pyarrow reads this source.
+
+        The object refers to this source, which must not refer back to it.
+        """
 
     @abstractmethod
     def read(self, offset: int, length: int) -> pa.Buffer:
-        """The bytes at this offset: `length` of them, or fewer where the source ends before."""
+        """Return `length` bytes at `offset`, or fewer if the source ends before."""
 
     @abstractmethod
     def load(self, spans: Sequence[ByteRange]) -> None:
-        """Read these ranges in the background, and keep them until `close`: `read` takes what was read."""
+        """Read ranges in the background, and keep them for `read` until `close`."""
 
     @abstractmethod
     def fetch(self, start: int, end: int) -> Prefetched | None:
-        """Read this range now, for `offer`. None where reading it later costs nothing."""
+        """Read a range now, for `offer`. Return None if a later read costs nothing."""
 
     @contextmanager
     def offer(self, piece: Prefetched | None) -> Iterator[None]:
-        """Within this context, `read` takes this piece. Only one thread may be within."""
+        """Make `read` use `piece` within this context, in which there may be only one thread at a time."""
         yield
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what this opened. What was read stays."""
+        """Close the source if this object opened it. Buffers that were read stay valid."""
 
 
 class MemorySource(RandomAccess):
-    """A buffer, or a mapped file: reading is slicing. The `descriptor` of a mapped file is owned."""
+    """A buffer or a mapped file: reads return slices. This object owns the `descriptor` of a mapped file."""
 
     def __init__(self, memory: pa.Buffer, descriptor: int | None = None) -> None:
         self.size: int = memory.size
@@ -90,7 +93,7 @@ class MemorySource(RandomAccess):
 
     def load(self, spans: Sequence[ByteRange]) -> None:
         if self._close is not None and self._close.alive:
-            for start, end in spans:  # the kernel does the same for madvise, which takes an address
+            for start, end in spans:  # equivalent to madvise, which would need an address
                 os.posix_fadvise(self._descriptor, start, end - start, os.POSIX_FADV_WILLNEED)  # type: ignore[arg-type]
 
     def fetch(self, start: int, end: int) -> None:
@@ -102,13 +105,14 @@ class MemorySource(RandomAccess):
 
 
 class FileSource(RandomAccess):
-    """A file that is read piece by piece. Memory comes from `pool`."""
+    """A file that is read piece by piece, into memory of `pool`."""
 
     def __init__(self, file: PositionedFile, pool: pa.MemoryPool | None) -> None:
         self.size = file.size
         self._file = file
         self._pool = pool
-        self._pieces: tuple[list[int], list[Prefetched]] = [], []  # where they start, and they: replaced, never changed
+        # The starts of the pieces, and the pieces. Both lists are replaced, never changed, since readers hold no lock.
+        self._pieces: tuple[list[int], list[Prefetched]] = [], []
         self._offered: Prefetched | None = None
         self._background: ThreadPoolExecutor | None = None
         self._loading = threading.Lock()
@@ -192,7 +196,7 @@ class FileSource(RandomAccess):
 
 
 class _Cursor(Readable):
-    """Reads a source at a position that libarrow moves."""
+    """A source with a current position, which libarrow moves."""
 
     def __init__(self, source: RandomAccess) -> None:
         self._source = source
@@ -215,7 +219,7 @@ class _Cursor(Readable):
 
 
 def coalesced(spans: Sequence[ByteRange], cache: pa.CacheOptions) -> list[ByteRange]:
-    """The same bytes in fewer spans: neighbours are put together where `cache` lets them."""
+    """Join neighbouring ranges within the limits of `cache`. Return the joined ranges, in order."""
     together: list[ByteRange] = []
     for start, end in sorted(spans):
         if together and joins(together[-1], (start, end), cache):
@@ -226,6 +230,6 @@ def coalesced(spans: Sequence[ByteRange], cache: pa.CacheOptions) -> list[ByteRa
 
 
 def joins(one: ByteRange, other: ByteRange, cache: pa.CacheOptions) -> bool:
-    """Whether `other`, which does not begin before `one`, shall be read together with it."""
+    """Return whether to read two ranges together. This is never so if `other` begins before `one`."""
     near: bool = other[0] - one[1] <= cache.hole_size_limit and other[1] - one[0] <= cache.range_size_limit
     return near and other[0] >= one[0]

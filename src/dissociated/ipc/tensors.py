@@ -1,4 +1,4 @@
-"""Tensors in files and streams: what pyarrow.ipc.write_tensor and read_tensor do.
+"""Tensors in files and streams, in the format of pyarrow.ipc.write_tensor and pyarrow.ipc.read_tensor.
 
 A standalone message begins at a multiple of 64 bytes, and so do its body and each buffer in it:
 
@@ -21,18 +21,28 @@ from dissociated.format.message import parse_header
 from dissociated.format.tensor import ALIGNMENT
 from dissociated.ipc.opening import sequential
 
-_READ_SIZE = 1 << 24  # bytes that are read at once where it cannot be known how many follow
+_READ_SIZE = 1 << 24  # bytes of one read from a source of unknown length
 
 
 def write_tensor(tensor: Tensor, sink: Any, options: WriteOptions | None = None) -> int:
-    """Write `tensor` as one message, and return how many bytes that took, the padding before it included.
+    """Write a tensor as one message.
 
-    `sink` is a path, a pyarrow.NativeFile or a binary file; one that cannot tell its position is taken to
-    stand at a multiple of 64. Of `options` count the metadata version and the legacy format. A dense tensor is
-    written as it lies in memory if that is row-major or column-major, and row-major otherwise.
+    A dense tensor is written in its memory layout if that is row-major or column-major, and in row-major order
+    otherwise.
 
-    Raises FormatError for what is no tensor that can be written, OptionError for a codec, StoreError where the sink
-    takes no more.
+    Args:
+        tensor: The tensor, dense or sparse.
+        sink: A path, a pyarrow.NativeFile or a binary file. If a file has no position, it is assumed to be at a
+            multiple of 64 bytes.
+        options: Options of the IPC format, of which the metadata version and the legacy format apply.
+
+    Returns:
+        The number of bytes written, including the padding before the message.
+
+    Raises:
+        FormatError: The tensor cannot be written.
+        OptionError: The options have a compression codec.
+        StoreError: Writing to the sink failed.
     """
     options = check_options(options, WriteOptions)
     message = split_tensor(tensor, options)
@@ -49,14 +59,21 @@ def write_tensor(tensor: Tensor, sink: Any, options: WriteOptions | None = None)
 
 
 def read_tensor(source: Any) -> Tensor:
-    """The tensor whose message comes next in `source`: a path, a buffer, a pyarrow.NativeFile or a binary file.
+    """Read the next message of a source as a tensor.
 
-    Where `source` stands between multiples of 64, padding is passed over. Afterwards it stands behind the body. The
-    tensor's arrays lie in the buffer, in the mapped file (a path is mapped), or in what was read; only indices that
-    are no 64-bit signed integers are converted to such, since pyarrow knows no others.
+    The tensor refers to the memory of the buffer, of the mapped file, or of the bytes that were read, without a copy.
+    Only indices that are not 64-bit signed integers are converted to such integers, since pyarrow has no others.
 
-    Raises FormatError where there is no tensor, or one that is cut off or damaged, StoreError where the source cannot
-    be read.
+    Args:
+        source: A path, which is mapped, a buffer, a pyarrow.NativeFile or a binary file. If its position is no multiple
+            of 64 bytes, padding is skipped. Afterwards the position is the end of the body.
+
+    Returns:
+        The tensor, dense or sparse.
+
+    Raises:
+        FormatError: There is no tensor, or it is cut off or damaged.
+        StoreError: The source cannot be read.
     """
     if not hasattr(source, "read"):
         source = sequential(source, memory_map=True, pool=None)
@@ -83,7 +100,7 @@ def _next_tensor(source: pa.NativeFile) -> Tensor:
 def _seekable(source: pa.NativeFile) -> bool:
     try:
         return source.tell() >= 0 and bool(source.seekable())
-    except OSError:  # a pipe, which pyarrow takes for a file
+    except OSError:  # pyarrow treats a pipe as a file
         return False
 
 
@@ -92,18 +109,18 @@ def _skip_padding(source: pa.NativeFile) -> None:
         return
     at = source.tell()
     padding = -at % ALIGNMENT
-    if any(source.read(min(padding, 4))):  # a message, which libarrow puts anywhere
+    if any(source.read(min(padding, 4))):  # no padding but a message: libarrow does not align messages
         source.seek(at)
     else:
         source.seek(min(at + padding, source.size()))
 
 
 def _take(source: pa.NativeFile, size: int) -> pa.Buffer:
-    """So many bytes, where they lie if that can be. Raises FormatError where there are fewer."""
+    """Return the next `size` bytes, without a copy if possible. Raises FormatError if there are fewer."""
     if _seekable(source):
         content = source.read_buffer(max(0, min(size, source.size() - source.tell())))
     else:
-        read = bytearray()  # grows as bytes come, not as they are announced
+        read = bytearray()  # grows with the bytes that arrive, not with the announced size
         while len(read) < size and (piece := source.read(min(size - len(read), _READ_SIZE))):
             read += piece
         content = pa.py_buffer(read)

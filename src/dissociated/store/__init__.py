@@ -1,1 +1,1 @@
-"""Where data lies: segments, each an Arrow IPC stream or file in memory that can be shared."""
+"""Storage of datasets: segments, each an Arrow IPC stream or file in memory that processes can share."""

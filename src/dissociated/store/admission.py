@@ -1,4 +1,4 @@
-"""Admission: what may be written into a store, under its limit and in its file system."""
+"""Admission of writes to a store: they have to fit under its limit and into its file system."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from dissociated.store.places import Places, Usage
 
 _log = logging.getLogger(__name__)
 
-_MAX_PURPOSES = 1 << 10  # writes of which it is known what was evicted for them
+_MAX_PURPOSES = 1 << 10  # commits whose evictions are remembered
 _MAX_TOLD = 20  # names of evicted datasets in an error
-_LIMIT_TOLERANCE = 1 << 20  # bytes that a file system may take beside what it was asked for
+_LIMIT_TOLERANCE = 1 << 20  # bytes that a file system may allocate in addition to the requested ones
 _ALL_USED = (
     "what is left is being read, or mapped by some process, or not committed yet: wait for that, or give it a higher "
     "limit"
@@ -34,19 +34,19 @@ _WHEN_FULL = {
 
 
 class Quota:
-    """Admits what is written to a store, which may take `limit` bytes; evicts for it where there is no room.
+    """The limit of a store, in bytes: admits writes under it, and evicts versions if there is no room for them.
 
-    Not safe to use from many threads: the store has a lock.
+    Not thread-safe: the lock of the store protects it.
     """
 
     def __init__(self, places: Places, eviction: Eviction, limit: int | None) -> None:
         self.limit = limit
         self._places = places
         self._eviction = eviction
-        self._evicted: OrderedDict[str, list[str]] = OrderedDict()  # names of datasets, by what they were evicted for
+        self._evicted: OrderedDict[str, list[str]] = OrderedDict()  # evicted datasets, by the `_purpose` of the write
 
     def usage(self) -> Usage:
-        """What the store takes now."""
+        """Return the bytes that the store takes now."""
         return self._places.usage(self.limit)
 
     def reserve(self, name: str, size: int, wish: int) -> int:
@@ -74,12 +74,12 @@ class Quota:
                 raise self._no_space(repr(name), size)
 
     def settle(self, names: Iterable[str]) -> None:
-        """Forget what was evicted for these segments: they are committed or discarded."""
+        """Forget the evictions that made room for these segments, which are now committed or discarded."""
         for name in names:
             self._evicted.pop(_purpose(name), None)
 
     def copy(self, source: Path, target: Path) -> None:
-        """Copy a segment to `target`, after room for it was reserved. Raises as `Store.reserve` does."""
+        """Reserve room for a segment and copy it to `target`. Raises the errors of `Store.reserve`."""
         part = self._places.directory.staged(f"{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
         try:
             part.touch(0o600)
@@ -90,10 +90,18 @@ class Quota:
             part.unlink(missing_ok=True)
 
     def admit(self, what: str, size: int, missing: int, in_files: bool = False) -> None:
-        """Make room under the limit for `missing` of the `size` bytes of `what`.
+        """Make room under the limit for a write, by evictions if necessary.
 
-        What goes for that is chosen so that they fit into the file system too, if they lie `in_files`.
-        Raises StoreFull where there is none now, and StoreError where it would never fit.
+        Args:
+            what: The name of the write, for errors.
+            size: The size of all of the write, in bytes.
+            missing: The bytes of it that the store does not hold yet.
+            in_files: Whether the write needs room in the file system of the store, too. The evicted versions are
+                then chosen so that it fits there as well.
+
+        Raises:
+            StoreFull: There is no room now.
+            StoreError: The write is larger than the limit, and can never fit.
         """
         if self.limit is not None and size > self.limit:
             raise StoreError(f"{self._full(what, missing)}: it would never fit{self._tell_evicted(what)}")
@@ -104,7 +112,7 @@ class Quota:
             raise StoreFull(f"{self._full(what, missing)}: {remedy}{self._tell_evicted(what)}")
 
     def check(self, name: str) -> None:
-        """Raise StoreError where somebody has written what was not reserved."""
+        """Raise StoreError if the store is over its limit, because a writer has not reserved its room."""
         if self.limit is not None and (total := self.usage().total) > self.limit + _LIMIT_TOLERANCE:
             raise StoreError(
                 f"{name!r} is not committed: the store {self._places.directory.path} holds {total:,} bytes, and its "
@@ -123,7 +131,7 @@ class Quota:
         self._eviction.make_room(count_missing, lambda version: evicted.append(version.name))
 
     def _tell_evicted(self, what: str) -> str:
-        """Return the end of an error that says what was evicted for the same write, before there was no room."""
+        """Return the end of a StoreFull message: the datasets that were already evicted for the refused write."""
         names = self._evicted.get(_purpose(what), [])
         if not names:
             return ""
@@ -158,13 +166,13 @@ class Quota:
 
 
 def _purpose(what: str) -> str:
-    """Return what tells the segments of one commit from all others: the key that their names begin with."""
+    """Return the key at the beginning of a segment's name, which all segments of one commit share."""
     key, dash, _ = what.partition("-")
     return key if dash else what.removesuffix(PARTIAL_SUFFIX)
 
 
 def _allocate(descriptor: int, size: int) -> bool:
-    """Give a file blocks up to `size`. False where the file system is full."""
+    """Allocate the blocks of a file up to `size` bytes. Return False if the file system is full."""
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What is committed in a store, found by id, key and name in a time that does not grow with how much there is."""
+"""The index of a store's committed versions: lookups by id, key and name take constant time."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from dissociated.store.directory import Version
 
 P = TypeVar("P")
 
-_MAX_CHANGES = 10_000  # versions that have changed: whoever asks seldom is told of all there are
+_MAX_CHANGES = 10_000  # changed versions that are remembered; a caller that asks too seldom has to read all versions
 
 
 class Contents(Generic[P]):
-    """Versions in the order of their commits, each with its place, of the type P. Not safe to use from many threads."""
+    """Versions in the order of their commits, each with its place, of type P. Not safe to use from many threads."""
 
     def __init__(self) -> None:
         self._versions: dict[str, tuple[Version, P]] = {}
         self._keys: dict[str, str] = {}
-        self._names: dict[str, dict[str, None]] = {}  # ids, in the same order
+        self._names: dict[str, dict[str, None]] = {}  # ids by name, in the order of their commits
         self._prepared: dict[str, None] = {}
-        self._with_older: dict[str, None] = {}  # names of more than one version
+        self._with_older: dict[str, None] = {}  # names that have more than one version
         #: The highest number that a version has had.
         self.last = 0
-        #: How often anything has come, gone or changed.
+        #: The number of changes so far: versions that were added, updated or removed.
         self.changes = 0
-        self._changed: OrderedDict[str, int] = OrderedDict()  # ids, by the number of the last change
-        self._forgotten = 0  # the number of the last change that is not known any more
+        self._changed: OrderedDict[str, int] = OrderedDict()  # the number of the last change, by id
+        self._forgotten = 0  # the number of the last change that was forgotten
 
     def __iter__(self) -> Iterator[Version]:
         return (version for version, _ in self._versions.values())
@@ -37,11 +37,11 @@ class Contents(Generic[P]):
         return id in self._versions
 
     def get(self, id: str) -> tuple[Version, P] | None:
-        """The version with this id and its place, if it is there."""
+        """Return the version with this id and its place, or None if there is no such version."""
         return self._versions.get(id)
 
     def put(self, version: Version, place: P) -> None:
-        """Add a version, the latest, or change what is known of one."""
+        """Add a version, which becomes the latest, or replace the record of a known version."""
         self._note(version.id)
         self._versions[version.id] = version, place
         self._keys.setdefault(version.key, version.id)
@@ -56,7 +56,7 @@ class Contents(Generic[P]):
         self.last = max(self.last, version.number)
 
     def pop(self, id: str) -> tuple[Version, P] | None:
-        """Forget a version. Returns it and its place, or None where there was none."""
+        """Remove a version. Return it and its place, or None if there is no such version."""
         found = self._versions.pop(id, None)
         if found is not None:
             self._note(id)
@@ -80,57 +80,60 @@ class Contents(Generic[P]):
             _, self._forgotten = self._changed.popitem(last=False)
 
     def changed(self, since: int) -> list[str] | None:
-        """The ids of what has come, gone or changed after so many `changes`; None where nobody knows any more."""
+        """Return the ids of the versions that were added, updated or removed after change number `since`.
+
+        The result is None if some of these changes were forgotten.
+        """
         if since < self._forgotten:
             return None
         return [id for id, _ in takewhile(lambda item: item[1] > since, reversed(self._changed.items()))]
 
     def by_key(self, key: str) -> Version | None:
-        """What was committed with this key."""
+        """Return the version that was committed with this key, or None."""
         id = self._keys.get(key)
         return None if id is None else self._versions[id][0]
 
     def named(self, name: str) -> list[Version]:
-        """The published versions of `name`, whole ones alone, in their order."""
+        """Return the published versions of `name` that are whole datasets, in the order of their commits."""
         return [version for version in self.with_name(name) if version.whole and not version.prepared]
 
     def names(self) -> Iterator[str]:
-        """The names of all versions."""
+        """Iterate over the names of all datasets."""
         return iter(self._names)
 
     def with_name(self, name: str) -> list[Version]:
-        """Every version of `name`, in their order, whatever is known of it."""
+        """Return all versions of `name` in the order of their commits, prepared and partial ones included."""
         return [self._versions[id][0] for id in self._names.get(name, ())]
 
     def prepared(self) -> list[Version]:
-        """Those of which it is not known here whether they were published."""
+        """Return the prepared versions: this store does not know whether they were published."""
         return [self._versions[id][0] for id in self._prepared]
 
     def is_replaced(self, version: Version) -> bool:
-        """Whether a later version of its name has replaced it."""
+        """Return whether a later version of the dataset has replaced `version`."""
         return version in self.named(version.name)[:-1]
 
     def replaced(self) -> list[Version]:
-        """Those that a later version of their name has replaced, in the order of their commits."""
+        """Return the versions that later versions of their datasets have replaced, in the order of their commits."""
         found = [version for name in self._with_older for version in self.named(name)[:-1]]
         return sorted(found, key=lambda version: version.number)
 
 
 class BlockCounter:
-    """Adds up the bytes of files, by their inodes. A file that several versions have counts once."""
+    """The total size of the files of versions. A file that several versions share counts once, by its inode."""
 
     def __init__(self) -> None:
         #: Bytes of all files.
         self.total = 0
         self._sizes: dict[int, int] = {}
-        #: How many versions have each of them, by inodes.
+        #: The number of versions that have each file, by inode.
         self.names: Counter[int] = Counter()
 
     def __contains__(self, inode: object) -> bool:
         return inode in self._sizes
 
     def add(self, files: Mapping[int, int]) -> None:
-        """One more version has these files: inodes, and the bytes of each."""
+        """Count the files of one more version, given as bytes by inode."""
         for inode, size in files.items():
             self.names[inode] += 1
             if inode not in self._sizes:
@@ -138,7 +141,7 @@ class BlockCounter:
                 self.total += size
 
     def discard(self, files: Mapping[int, int]) -> None:
-        """One version less has these files."""
+        """Stop counting the files of one version."""
         for inode in files:
             self.names[inode] -= 1
             if not self.names[inode]:
@@ -146,5 +149,5 @@ class BlockCounter:
                 self.total -= self._sizes.pop(inode)
 
     def freed(self, inode: int, removed: int) -> int:
-        """Bytes that come back if `removed` of the versions that have this file are removed: 0 while another has it."""
+        """Return the bytes that are freed if `removed` versions with this file go: 0 if another version keeps it."""
         return self._sizes[inode] if self.names[inode] == removed else 0

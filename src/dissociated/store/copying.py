@@ -1,4 +1,4 @@
-"""A copy of messages in shared memory, which is read while it is still being written."""
+"""A copy of messages in shared memory, which clients can read while it is still being written."""
 
 from __future__ import annotations
 
@@ -19,28 +19,30 @@ from dissociated.format.message import Header, buffer_extents
 from dissociated.memory.region import Region
 from dissociated.memory.shared import Backing, create_memfd, reopen_read_only, seal, write_parts
 
-#: Bytes that are written at once, before anybody who waits for them is told.
+#: Bytes that are written in one step. Waiting threads are notified after each step.
 STEP = 1 << 26
-#: Of Linux 5.14 and later. Python has no name for it.
+#: The constant of Linux 5.14 and later, for which Python has no name.
 _MADV_POPULATE_READ = 22
 
 
 class CopiedSegment(ProcessBound):
-    """An IPC stream of these messages in a memfd, which is sealed when all of it has been written.
+    """An IPC stream of `messages` in a memfd, which is sealed when all of the stream has been written.
 
-    Where everything will lie is known at once, and `wait` waits until it is there. Whoever waits writes what is
-    missing, unless somebody does so already: so a thread may go ahead with `advance`, and nobody depends on it. What
-    cannot be written is an error for who tried, and the next one tries again. Safe to use from many threads.
-    Raises StoreError where there is no memory for it.
+    The addresses of all buffers are known at once, and `wait` returns when the bytes are there. A waiting thread
+    writes the missing bytes itself unless another thread already does. A background thread may therefore write ahead
+    with `advance`, but no reader depends on it. A failed write raises in the thread that tried, and the next thread
+    tries again. Safe to use from many threads.
+
+    Raises StoreError if there is no memory for it.
     """
 
     def __init__(
         self, name: str, messages: Sequence[tuple[bytes, Header, Sequence[Buffer] | None]], alignment: int
     ) -> None:
-        """Messages are flatbuffers, what was read of them, and bodies in parts."""
+        """Lay out the stream. Each message is a flatbuffer, its parsed header, and the parts of its body."""
         self._name = name
-        self._starts: list[int] = []  # of what is to be written together
-        self._pieces: list[list[Buffer]] = []  # which that is; none when everything is there
+        self._starts: list[int] = []  # the position of each piece
+        self._pieces: list[list[Buffer]] = []  # the parts of each message; empty when everything is written
         bodies, end = [], 0
         for header, parsed, body in messages:
             head = encapsulate(header, alignment=alignment, at=end)
@@ -56,16 +58,16 @@ class CopiedSegment(ProcessBound):
             undo.callback(os.close, self._writable)
             os.ftruncate(self._writable, size)
             seal(self._writable, Backing.LIVE)
-            #: Read-only, and closed when nobody uses the segment any more.
+            #: A read-only descriptor, which is closed when the segment is no longer referenced.
             self.descriptor = reopen_read_only(self._writable)
             weakref.finalize(self, os.close, self.descriptor)
             self._mapping = mmap.mmap(self.descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
             undo.pop_all()
         self._close = weakref.finalize(self, os.close, self._writable)
-        #: Its own addresses, since peers that fetch over a network know no others.
+        # The region has the addresses of this process: peers that fetch over a network use these.
         memory = pa.py_buffer(self._mapping)
         self.region = Region(memory.address, memory)
-        #: Address and length of each buffer of each message that has a body.
+        #: The address and length of each buffer, by message; None for a message without a body.
         self.extents = [
             [
                 (self.region.base + at + offset, length)
@@ -76,7 +78,7 @@ class CopiedSegment(ProcessBound):
             for (header, parsed, _), at in zip(messages, bodies, strict=True)
         ]
         self._changed = threading.Condition()
-        self._written = 0  # pieces
+        self._written = 0  # number of pieces
         self._writing = False
         self.bind_to_process()
 
@@ -85,30 +87,30 @@ class CopiedSegment(ProcessBound):
 
     @property
     def backing(self) -> Backing:
-        """Sealed when everything is there; before that it is still written, though never punched."""
+        """`SEALED` after everything is written; until then `LIVE`, although no hole is ever punched into it."""
         with self._changed:
             self._seal()
             return Backing.LIVE if self._close.alive else Backing.SEALED
 
     @property
     def missing(self) -> int:
-        """Bytes that are still to be written."""
+        """The number of bytes that are still to be written."""
         return self.region.size - self._starts[self._written]
 
     def wait(self, until: int) -> None:
-        """Wait until everything is there that lies below this address. Raises StoreError."""
+        """Wait until all bytes below the address `until` are written. Raises StoreError."""
         while not self._is_written(until):
             self._advance(until)
 
     def advance(self) -> None:
-        """Write up to STEP bytes more, or wait until somebody else has. Raises StoreError."""
+        """Write the next step of about STEP bytes, or wait until another thread has. Raises StoreError."""
         self._advance(self.region.base + self._starts[self._written] + 1)
 
     def _is_written(self, until: int) -> bool:
         return self.region.base + self._starts[self._written] >= until
 
     def _advance(self, until: int) -> None:
-        """Write some more, or wait until somebody else has written what lies below `until`, or has failed."""
+        """Write the next step. If another thread is writing, wait until it is past `until`, has ended or has failed."""
         self.check_process()
         with self._changed:
             if self._writing:
@@ -140,15 +142,16 @@ class CopiedSegment(ProcessBound):
                 self._seal()
 
     def _populate(self, start: int, stop: int) -> None:
-        """Map these pages here. Each client's page faults are a tenth cheaper where a page is mapped already."""
+        """Map these pages in this process: page faults of clients are a tenth cheaper if a page is mapped already."""
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         with suppress(OSError):  # an older kernel
             self._mapping.madvise(_MADV_POPULATE_READ, first, stop - first)
 
     def _seal(self) -> None:
-        """Once all is written. The kernel refuses while a device or a socket of a client's has pages of it pinned.
+        """Seal the memfd if all of it is written.
 
-        It is tried again for the next client, and is not written any more in any case.
+        The kernel refuses while a device or a socket of a client has some of its pages pinned. The next use of
+        `backing` then tries again. Nothing is written any more in either case.
         """
         if self._close.alive and not self._pieces:
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""A directory of committed versions as it lies on a file system: see `dissociated.store.store` for its layout."""
+"""A directory of committed versions on a file system. `dissociated.store.store` describes its layout."""
 
 from __future__ import annotations
 
@@ -38,74 +38,74 @@ from dissociated.store.numbers import Numbers, Removed
 
 _log = logging.getLogger(__name__)
 
-#: What is said of a version, in its directory.
+#: The file in the directory of a version that describes the version.
 MANIFEST = "manifest.json"
 _MANIFEST_VERSION = 1
-_NUMBER = re.compile(r"[0-9]{14,19}")  # that a version's id begins with
-#: What reading a damaged manifest may raise, the schema in it included.
+_NUMBER = re.compile(r"[0-9]{14,19}")  # the beginning of a version's id
+#: The errors of reading a damaged manifest, or the schema in it.
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, pa.ArrowException)
-_MAX_SECONDS = 1e11  # since the epoch: a date that can be shown
-_NAME_MAX = 255  # bytes, of the name of a file
+_MAX_SECONDS = 1e11  # since the epoch: later dates cannot be shown
+_NAME_MAX = 255  # bytes in the name of a file
 
 
 def file_name(index: int) -> str:
-    """What a segment of a version is called, by its place."""
+    """Return the name of the file of a version's segment number `index`."""
     return f"{index:04}.arrows"
 
 
 @dataclass(frozen=True)
 class Version:
-    """What a dataset was at one commit, or one host's part of that."""
+    """A dataset as of one commit, or one host's part of it."""
 
-    #: Tells it from every other version, in this store and elsewhere.
+    #: An id that is unique among all versions, in this store and elsewhere.
     id: str
-    #: Grows with every commit in this store, whatever dataset that is of.
+    #: The serial number of the commit in this store. It grows with every commit, of any dataset.
     number: int
     #: The name of the dataset.
     name: str
-    #: Tells its commit from every other.
+    #: An id of the commit, which is unique. A repeated commit has the key of the first.
     key: str
     ticket: bytes
     #: Seconds since the epoch.
     created: float
-    #: Whether it is not known here if this was published.
+    #: Whether this store does not know yet if the version was published.
     prepared: bool = False
-    #: Whether it is all of the dataset, not one part of it.
+    #: Whether the version is all of the dataset, not one part of it.
     whole: bool = True
     tags: Mapping[str, str] = field(default_factory=dict)
-    #: Seconds after which it is gone; None for no end.
+    #: Seconds after which the version expires; None if it does not expire.
     ttl: float | None = None
     rows: int = 0
-    #: Bytes of all bodies.
+    #: The bytes of all message bodies.
     nbytes: int = 0
-    #: The keys of the commits that this one was appended to, the first of them first.
+    #: The keys of the commits that this version was appended to, from the first to the last.
     before: Sequence[str] = ()
-    #: A digest of the segments that the commit named. It tells whether a repeated call means the same segments.
+    #: A digest of the names of the committed segments. It shows whether a repeated call has the same segments.
     staged: str = ""
-    #: As Arrow serialises it, so that it is known without opening a segment. Empty where an older library wrote this.
+    #: The schema, serialized by Arrow, so that no segment has to be opened. Empty if an older library wrote this.
     schema: bytes = b""
-    #: The number of this version of the dataset, which its catalog gave it; 0 where an older library wrote this.
+    #: The number of this version of the dataset, which its catalog assigned; 0 if an older library wrote this.
     version: int = 0
-    #: Tells the database of that catalog from all others.
+    #: The id of the database of that catalog.
     catalog: int = 0
 
 
 @dataclass(frozen=True)
 class SetAside:
-    """An entry among the versions that is none, or cannot be read: nothing is served of it, and nothing is changed."""
+    """An entry of `segments/` that is no version, or cannot be read. It is neither served nor changed."""
 
     path: Path
     reason: str
-    #: The number that its name tells, or else its manifest, 0 if none of them does: it is not used again.
+    #: The serial number in its name, or else in its manifest, or else 0. This number is not used again.
     number: int
-    #: As much as can be read of its manifest.
+    #: The readable part of its manifest.
     manifest: Mapping[str, Any]
-    #: What its files take, in bytes, by their inodes.
+    #: The bytes that its files take, by inode.
     sizes: Mapping[int, int]
 
     @classmethod
     def of(cls, path: Path, reason: str, manifest: bytes) -> SetAside:
-        """Look at an entry."""
+        """Describe the entry at `path`, whose `manifest` may be damaged or empty."""
         try:
             plain = json.loads(manifest)
         except _DAMAGE:
@@ -118,25 +118,25 @@ class SetAside:
 
     @property
     def removal(self) -> tuple[str, Removed] | None:
-        """The dataset and the number of the version that it was, if its manifest still tells them."""
+        """The dataset's name and the record of this version's number, if its manifest still has both."""
         name, number = self.manifest.get("name"), self.manifest.get("version")
         if not isinstance(name, str) or not _is_count(number) or not number:
             return None
         return name, Removed.of(number, lost=True, published=not self.manifest.get("prepared"))
 
     def replaces(self, version: Version) -> bool:
-        """Return whether its manifest still tells that it came after `version`, under the same name."""
+        """Return whether this entry is, by its manifest, a later version of the dataset of `version`."""
         return self.manifest.get("name") == version.name and self.number > version.number
 
     def __str__(self) -> str:
-        return f"{os.fspath(self.path)!r} is set aside: {self.reason}"  # its name may be no text that can be shown
+        return f"{os.fspath(self.path)!r} is set aside: {self.reason}"  # quoted: the name may not be valid text
 
 
 class Directory(ProcessBound):
-    """The directory: locked by one process for as long as the `with` lasts. It is made if it is missing.
+    """A directory of versions, which this process locks during the `with` block, and creates if it is missing.
 
-    Raises StoreError if another process has it, if it cannot be used, is not this user's alone, or has something in it
-    and is no store.
+    Raises StoreError if another process has locked the directory, if it cannot be used, if other users have access to
+    it, or if it is not empty and no store.
     """
 
     def __init__(self, path: Path) -> None:
@@ -145,8 +145,8 @@ class Directory(ProcessBound):
         self.segments = self.path / SEGMENTS
         self.trash = self.path / TRASH
         self.id = ""
-        self._refused: list[Version] = []  # whose commits failed after they were there
-        self._put_back: set[str] = set()  # ids of versions whose removals failed after they were gone
+        self._refused: list[Version] = []  # versions whose commits failed after the rename
+        self._put_back: set[str] = set()  # ids of versions whose removals failed after the rename
 
     def __enter__(self) -> Directory:
         with store_errors(f"the store {self.path}"):
@@ -175,12 +175,12 @@ class Directory(ProcessBound):
             write_id(self._lock, self.id)
         for name in (STAGING, SEGMENTS, TRASH):
             os.close(open_private_directory(name, within=self._lock, create=True))
-        #: The records of datasets whose last version is gone from here.
+        #: The records of datasets whose last version has left this directory.
         self.numbers = Numbers(self.path / NUMBERS)
         probe = self.trash / "probe"
         os.close(open_private_file(probe, os.O_WRONLY | os.O_CREAT))
         descriptor = claim_unused(probe)
-        self._leases = descriptor is not None  # without them nobody could tell when trash is not read any more
+        self._leases = descriptor is not None  # without leases, this process cannot tell whether trash is in use
         if descriptor is not None:
             os.close(descriptor)
         probe.unlink()
@@ -192,18 +192,18 @@ class Directory(ProcessBound):
         os.close(self._lock)
 
     def staged(self, name: str) -> Path:
-        """The path of a file in the staging directory. Raises StoreError for a name that leads elsewhere."""
+        """Return the path of a file in the staging directory. Raises StoreError for a name that leads elsewhere."""
         is_name = Path(name).name == name and name not in ("", ".", "..") and "\0" not in name
         if not is_name or len(os.fsencode(name)) > _NAME_MAX:
             raise StoreError(f"{name[:_NAME_MAX]!r} is not the name of a file in the staging directory")
         return self.staging / name
 
     def files(self, version: Version) -> list[Path]:
-        """The paths of the segments of a version, in order."""
+        """Return the paths of the segments of a version, in order."""
         return sorted((self.segments / version.id).glob("*.arrows"))
 
     def committed(self) -> tuple[list[Version], list[SetAside]]:
-        """Return every version that is committed here, in any order, and the entries that are no versions."""
+        """Return all committed versions, in no particular order, and the entries that are no versions."""
         versions, others = [], []
         with store_errors(f"reading {self.segments}"):
             entries = [*self.segments.iterdir()]
@@ -225,30 +225,35 @@ class Directory(ProcessBound):
         return versions, others
 
     def holds(self, version: Version) -> bool:
-        """Return whether a version lies here, or its removal has not come to its end."""
+        """Return whether this directory has a version, or has not finished removing it."""
         return (self.segments / version.id).exists() or (self.staging / f"{version.id}.gone").exists()
 
     def sizes(self, version: Version) -> dict[int, int]:
-        """What the segments of a version take, in bytes, by their inodes."""
+        """Return the bytes that the segments of a version take, by inode."""
         return sizes(self.segments / version.id)
 
     def is_used(self, version: Version, names: Mapping[int, int]) -> bool:
-        """Whether memory of a version would stay if it went: somebody has it open or mapped, or by another name.
+        """Return whether some memory of a version would remain in use after its removal.
 
-        `names` says how many names each of its inodes has in this store. Where nobody can tell, it is False.
+        This is so if a process has a segment open or mapped, or if a segment has a name outside this store. The
+        result is False if the kernel grants no leases and cannot tell.
+
+        Args:
+            version: The version.
+            names: The number of names that each inode has in this store.
         """
         return self._leases and any(is_used(path, names[path.stat().st_ino]) for path in self.files(version))
 
     def describe(self, version: Version, directory: Path) -> None:
-        """Write the manifest."""
+        """Write the manifest of a version into `directory`."""
         write_atomically(directory / MANIFEST, _encoded(version))
 
     def confirm(self, version: Version) -> None:
-        """Write the manifest of a version that is there anew: what is known of it has changed."""
+        """Replace the manifest of a committed version after its attributes have changed."""
         self.describe(version, self.segments / version.id)
 
     def _publish(self, version: Version, draft: Path) -> None:
-        """Make a draft a version: the one step that counts is the rename. Raises OSError, and then it is none."""
+        """Turn a draft into a version with one rename. If this raises OSError, the version does not exist."""
         self.describe(version, draft)
         for path in draft.iterdir():
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -267,10 +272,10 @@ class Directory(ProcessBound):
             raise
 
     def _settle(self) -> None:
-        """Make the directory what callers were told, if the disk refused even to take a step back. Raises OSError."""
+        """Undo the failed commits and removals that could not be undone when they failed. Raises OSError."""
         self._put_removed_back()
         while self._refused:
-            self.remove(replace(self._refused[0], prepared=True))  # nobody was told that it was published
+            self.remove(replace(self._refused[0], prepared=True))  # its writer was told that the commit failed
             self._refused.pop(0)
 
     def _put_removed_back(self) -> None:
@@ -281,10 +286,12 @@ class Directory(ProcessBound):
 
     @contextmanager
     def draft(self, version: Version) -> Iterator[Path]:
-        """A directory for the segments of a version, which is published at the end of the `with`, or removed.
+        """Yield a directory for the segments of a version, which is published after the `with` block.
 
-        Raises OSError, also as long as an earlier version that was refused cannot be removed: its writer may try again
-        with the same key, and must not find two.
+        If the block or the publication fails, the directory is removed.
+
+        Raises OSError, also if the version of an earlier, failed commit cannot be removed: its writer may retry with
+        the same key, and there must not be two versions with one key.
         """
         self._settle()
         draft = self.staging / f"{version.id}.new"
@@ -297,13 +304,19 @@ class Directory(ProcessBound):
             raise
 
     def remove(self, version: Version, lost: bool = False, superseded: bool = False) -> None:
-        """Make a version disappear in one step, for good, then move its segments to the trash.
+        """Remove a version durably with one rename, then move its segments to the trash.
 
-        Its number is recorded before the manifest goes, unless it is `superseded`: a later version of the dataset is
-        there. See `Removed` for `lost`.
+        A repeated call continues a failed one. Removing a version that does not exist does nothing.
 
-        Raises OSError if that step fails. The version is then still there, or will be as soon as the disk lets the step
-        be taken back; in both cases a repeated call goes on. A version that is not there is removed already.
+        Args:
+            version: The version.
+            lost: See `Removed`.
+            superseded: Whether a later version of the dataset is here. If not, the number of `version` is recorded
+                before its manifest goes.
+
+        Raises:
+            OSError: The rename failed. The version still exists, or will again as soon as the disk lets the rename
+                be undone.
         """
         committed, removed = self.segments / version.id, self.staging / f"{version.id}.gone"
         with suppress(FileNotFoundError):
@@ -319,9 +332,9 @@ class Directory(ProcessBound):
         self._move_to_trash(removed, None if superseded else version, lost)
 
     def _move_to_trash(self, removed: Path, recorded: Version | None, lost: bool) -> None:
-        """Move the segments of a removed version to the trash, and record its number.
+        """Move the segments of a removed version to the trash, and record the number of `recorded`, if any.
 
-        If a step fails, the rest of the version stays until `sweep` tries it again.
+        If a step fails, the rest of the version stays until `sweep` tries again.
         """
         try:
             for path in removed.glob("*.arrows"):
@@ -340,16 +353,16 @@ class Directory(ProcessBound):
             shutil.rmtree(removed, ignore_errors=True)
 
     def _finish_removal(self, removed: Path) -> None:
-        """Go on where `remove` ended early. Whether somebody asked for the removal is not known any more."""
+        """Finish a removal that was interrupted. It counts as lost: its reason is not known any more."""
         version = None
-        with suppress(OSError, StoreError, *_DAMAGE):  # it has gone already, or is damaged
+        with suppress(OSError, StoreError, *_DAMAGE):  # the manifest is removed already, or damaged
             version = _decoded((removed / MANIFEST).read_bytes())
         self._move_to_trash(removed, version, lost=True)
 
     def sweep(self, forgotten: float) -> None:
-        """Remove drafts that were not finished, parts without a writer, and segments staged for `forgotten` seconds.
+        """Remove unfinished drafts, parts without a writer, and segments that were staged `forgotten` seconds ago.
 
-        Other directories are left alone.
+        Directories that the store has not made stay.
         """
         try:
             self._settle()
@@ -357,7 +370,7 @@ class Directory(ProcessBound):
             _log.warning("taking a failed step back failed, it is tried again: error=%s", str(error))
         oldest = time.time() - forgotten
         drafts = [path for path in self.staging.iterdir() if is_draft(path.name) and _is_directory(path)]
-        for path in drafts:  # first: what they link to has not been committed
+        for path in drafts:  # first, since a staged file that a draft links to looks committed
             if path.stem in self._put_back:
                 continue
             if path.suffix == ".gone":
@@ -374,7 +387,7 @@ class Directory(ProcessBound):
                     path.unlink()
             except FileNotFoundError:
                 pass
-            except OSError as error:  # which shall not keep the rest
+            except OSError as error:  # the other leftovers are removed nevertheless
                 _log.warning("removing a leftover failed, it is tried again: path=%s error=%s", path, str(error))
 
 
@@ -383,11 +396,11 @@ def _is_directory(path: Path) -> bool:
 
 
 def sizes(directory: Path) -> dict[int, int]:
-    """What the segments below a directory take, in bytes, by their inodes."""
+    """Return the bytes that the segments below a directory take, by inode."""
     found: dict[int, int] = {}
     for parent, _, names in os.walk(directory):
         for name in names:
-            if name == MANIFEST:  # a few kB, which nobody reserves
+            if name == MANIFEST:  # a few kB, for which no room is reserved
                 continue
             with suppress(FileNotFoundError):
                 status = os.lstat(os.path.join(parent, name))
@@ -406,7 +419,10 @@ def _encoded(version: Version) -> bytes:
 
 
 def _read_manifest(entry: Path) -> bytes:
-    """Read the manifest of an entry. Raises OSError, and StoreError if the entry or the manifest is something else."""
+    """Read the manifest of an entry.
+
+    Raises OSError, and StoreError if the entry is no directory or its manifest no regular file.
+    """
     if not stat.S_ISDIR(entry.lstat().st_mode):
         raise StoreError("it is no directory")
     try:
@@ -420,9 +436,9 @@ def _read_manifest(entry: Path) -> bytes:
 
 
 def _decoded(manifest: bytes) -> Version:
-    """Read a manifest, so that nobody later doubts the types of its values.
+    """Decode a manifest and check the types of all its values.
 
-    Raises StoreError for one of a later library, and one of `_DAMAGE`.
+    Raises StoreError if a later version of this library wrote it, and one of `_DAMAGE` if it is damaged.
     """
     plain = json.loads(manifest)
     written = plain.pop("format") if isinstance(plain, dict) else None
@@ -439,7 +455,7 @@ def _decoded(manifest: bytes) -> Version:
     texts = (version.id, version.name, version.key, version.staged, *version.before, *chain(*version.tags.items()))
     counts = (version.number, version.rows, version.nbytes, version.version, version.catalog)
     if not (
-        all(isinstance(one, str) and one.encode() is not None for one in texts)  # which a lone surrogate cannot be
+        all(isinstance(one, str) and one.encode() is not None for one in texts)  # `encode` rejects lone surrogates
         and all(_is_count(one) for one in counts)
         and all(isinstance(one, bool) for one in (version.prepared, version.whole))
         and _is_seconds(version.created)
@@ -453,7 +469,7 @@ def _decoded(manifest: bytes) -> Version:
 
 
 def _is_count(value: object) -> TypeGuard[int]:
-    """Return whether `value` is an integer from 0 on, which a database can hold."""
+    """Return whether `value` is an integer from 0 to 2**63 - 1, the range of a database column."""
     return type(value) is int and 0 <= value < 1 << 63
 
 

@@ -1,4 +1,4 @@
-"""Eviction: which versions of a store go when there is no room, and whether they are removed or move to disk."""
+"""Eviction: selects the versions that leave a full store, and removes them or moves them to disk."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from dissociated.store.places import Place, Places
 
 
 class Policy(Enum):
-    """What happens when the limit of a store is reached."""
+    """The reaction of a store to a write that would exceed its limit."""
 
-    #: whoever writes is told
+    #: The write fails with StoreFull.
     REFUSE = "refuse"
-    #: the oldest versions that nobody reads are removed
+    #: The oldest versions that are not being read are removed.
     EVICT = "evict"
-    #: the oldest versions move to a directory on disk, and are served from there
+    #: The oldest versions move to a directory on disk, and are served from there.
     SPILL = "spill"
 
 
 @dataclass(frozen=True)
 class Missing:
-    """How many bytes have to come back: under the limit, and in the file system of the store, where no memfds lie."""
+    """The bytes to free: `limit` bytes of all segments, and `files` bytes in the store's file system.
+
+    Memfds count against the limit only, since they do not lie in the file system.
+    """
 
     limit: int
     files: int
@@ -34,11 +37,14 @@ class Missing:
 
 
 class Eviction:
-    """Makes room in a store as its policy allows. Not safe to use from many threads: the store has a lock.
+    """The eviction of versions from a store, under its policy.
 
-    `in_use` tells whether anybody reads a version here. `is_exposed` tells whether clients were told where its memory
-    is, to fetch from it: the kernel takes that for a use, until `withdraw` ends it. `on_evicted` and `on_spilled` are
-    called after one has been removed to make room or has moved to disk. Whoever serves the store sets them.
+    Not thread-safe: the lock of the store protects it. The server of the store sets these attributes:
+
+    - `in_use` returns whether the server is reading a version for a client.
+    - `is_exposed` returns whether clients know the addresses of a version, to fetch from its memory themselves. The
+      kernel counts exposed memory as used until `withdraw` ends the exposure.
+    - `on_evicted` is called after a version was removed to make room, and `on_spilled` after it has moved to disk.
     """
 
     def __init__(self, places: Places, policy: Policy) -> None:
@@ -51,10 +57,14 @@ class Eviction:
         self._places = places
 
     def make_room(self, count_missing: Callable[[], Missing], on_evicted: Callable[[Version], object]) -> None:
-        """Give back as many bytes as are missing: what was replaced goes first, then what the policy allows.
+        """Free the missing bytes: evict replaced versions first, then the versions that the policy allows.
 
-        Nothing goes if all that may go would not be enough. There is one round: what the kernel said would come back
-        and did not, another would not bring either. `on_evicted` is called with each dataset that is gone for that.
+        Nothing is evicted if all candidates together would not be enough. There is only one round: if the kernel
+        frees less memory than expected, a second round would not help.
+
+        Args:
+            count_missing: Returns the bytes to free, after the trash was emptied.
+            on_evicted: Called with each removed version that no later version had replaced.
         """
         self._places.empty_trash()
         missing = count_missing()
@@ -70,15 +80,16 @@ class Eviction:
         self._places.empty_trash()
 
     def evict(self, version: Version) -> None:
-        """Remove a version, and tell who serves it."""
+        """Remove a version, and call `self.on_evicted`."""
         self._places.remove(version, lost=not version.prepared and not self._places.contents.is_replaced(version))
         self.on_evicted(version)
         self._places.empty_trash()
 
     def _choose_evictions(self, missing: Missing) -> list[Version]:
-        """The versions to give up, in this order, to get so many bytes back; none where that cannot be.
+        """Return the versions to evict, in this order, to free the missing bytes; none if that is impossible.
 
-        What is exposed is withdrawn only where it would be enough, and then it is asked again whether others use it.
+        Exposed versions are withdrawn only if evicting them would be enough. The choice is then made again, because
+        only after the withdrawal can the kernel tell whether other processes use the memory.
         """
         while True:
             chosen = self._choose_unused(missing)
@@ -108,7 +119,10 @@ class Eviction:
         return []
 
     def _eviction_candidates(self, chosen: Mapping[str, Version]) -> Iterator[Version]:
-        """What may go, the first first. What is taken of it is in `chosen` when the next is asked for."""
+        """Iterate over the versions that may be evicted, in the order of eviction.
+
+        The caller adds an accepted version to `chosen` before it asks for the next candidate.
+        """
         contents = self._places.contents
         for version in contents.replaced():
             if self._is_evictable(version):
@@ -119,22 +133,26 @@ class Eviction:
             if version.id in chosen or version.prepared or not self._is_evictable(version):
                 continue
             others = (other for other in contents.named(version.name) if other.id not in chosen and other != version)
-            if self.policy is Policy.SPILL or not any(others):  # else, after a restart, an older one would be the last
+            # Removing a version while an older one stays would make the older one current after a restart.
+            if self.policy is Policy.SPILL or not any(others):
                 yield version
 
     def _is_evictable(self, version: Version) -> bool:
-        """Whether a version takes memory, which would come back: nobody reads it, and no process has it mapped.
+        """Return whether removing a version would free memory: it lies in memory, is not read and not mapped.
 
-        Whether another process has mapped what is exposed cannot be told.
+        For an exposed version the kernel cannot tell whether other processes have mapped it; it counts as evictable.
         """
         if not self._places.in_memory(version) or self.in_use(version):
             return False
         return bool(self._exposing(version)) or not self._places.is_used(version)
 
     def _exposing(self, version: Version) -> list[Version]:
-        """What is exposed of its segments: itself, and the versions that share some, since one was appended to."""
+        """Return the exposed versions that share segments with `version`, itself included.
+
+        Versions share segments if one was appended to the other.
+        """
         exposed = [*filter(self.is_exposed, self._places.contents.with_name(version.name))]
-        segments = self._segments(version) if exposed else set()  # which takes a walk over files
+        segments = self._segments(version) if exposed else set()  # skipped if not needed: it lists files
         return [one for one in exposed if not segments.isdisjoint(self._segments(one))]
 
     def _segments(self, version: Version) -> set[int]:

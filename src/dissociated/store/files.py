@@ -1,4 +1,4 @@
-"""New files, which get their names when they are whole, and room before they are written."""
+"""New files, which get their names when they are complete, and their room before they are written."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from dissociated.errors import StoreError
 from dissociated.memory.shared import is_unused, write_parts
 from dissociated.store.layout import TRASH, is_removed_segment, store_id
 
-#: What a file is called that is being written.
+#: The suffix of a file that is being written.
 PARTIAL_SUFFIX = ".part"
 
-_GRANULE = 1 << 16  # bytes that are reserved ahead, at first
-_MAX_GRANULE = 1 << 26  # and at last
+_GRANULE = 1 << 16  # bytes that are reserved ahead, at first; doubled with each reservation
+_MAX_GRANULE = 1 << 26  # the limit of this doubling
 
-#: Given a name in the staging directory, bytes needed and bytes wished for, returns the bytes that there is room for.
+#: Reserves room for a staged file: takes its name, the bytes needed and the bytes wanted, returns the bytes reserved.
 Reserve: TypeAlias = Callable[[str, int, int], int]
 
 
 class NewFile:
-    """A file without a name until `commit`: where its writer is killed, nothing is left.
+    """A file without a name until `commit`: if its writer is killed, nothing is left.
 
-    It belongs to the directory that `path` leads to now, whatever becomes of that path. Raises OSError,
-    FileExistsError too, where it cannot be created.
+    The directory is opened once, so renaming it later does not matter. Raises FileExistsError if the file exists, and
+    OSError if it cannot be created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,9 +52,13 @@ class NewFile:
         return descriptor
 
     def reserve(self, end: int) -> int:
-        """Make sure that bytes up to `end` can be written. Returns up to where they can, at least.
+        """Make sure that bytes up to the position `end` can be written.
 
-        Raises OSError or StoreError where they cannot.
+        Returns:
+            The position up to which there is room, which is at least `end`.
+
+        Raises:
+            OSError, StoreError: There is not enough room.
         """
         return sys.maxsize
 
@@ -66,7 +70,10 @@ class NewFile:
         self.close()
 
     def close(self) -> None:
-        """Close it, once: who is interrupted within `commit` calls `abort`, and the number may be another file's."""
+        """Close the file. A second call does nothing.
+
+        An interrupted `commit` is followed by `abort`; by then the descriptor's number may belong to another file.
+        """
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -75,19 +82,19 @@ class NewFile:
             os.close(directory)
 
     def abort(self) -> None:
-        """Close and remove it. Raises nothing, so that nobody is told of this in place of the reason for it."""
+        """Close and remove the file. Raises nothing, so that the error that led to the call is not hidden."""
         if self._named and self._directory >= 0:
             _unlink(self.path.name, self._directory)
         self.close()
 
 
 class StagedFile(NewFile):
-    """A file in the staging directory of a store: its room is reserved there, in steps, before it is written.
+    """A file in the staging directory of a store, for which room is reserved in steps before it is written.
 
-    While it is written it is called `path` with ".part", and locked: a part that nobody has locked is the leftover
-    of a writer that was killed. `reserve` is Store.reserve, here or by a call to whoever owns the store. What the
-    store has in its trash is written over, where nobody reads it any more: its pages are there already, which makes
-    writing faster.
+    While it is written, its name is that of `path` with ".part", and it is locked: a part without a lock is the
+    leftover of a writer that was killed. `reserve` is `Store.reserve`, called directly or in the process that owns the
+    store. If the store's trash has a segment that is not in use, the file takes over its pages: writing is faster when
+    the pages are allocated already.
     """
 
     def __init__(self, path: Path, reserve: Reserve) -> None:
@@ -103,7 +110,7 @@ class StagedFile(NewFile):
             return recycled
         descriptor, named = _create(self._partial, self._directory)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # before anybody can see it
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # before the file is visible
             if not named:
                 _link(descriptor, self._partial, self._directory)
         except BaseException:
@@ -112,7 +119,7 @@ class StagedFile(NewFile):
         return descriptor
 
     def _recycle(self) -> int | None:
-        """Take a file from the trash of the store, if there is one: a directory that is no store has no trash."""
+        """Take a file from the trash of the store. Return None if there is none, or the directory is no store."""
         try:
             store = open_private_directory("..", within=self._directory)
         except (OSError, StoreError):
@@ -143,21 +150,21 @@ class StagedFile(NewFile):
         return None
 
     def reserve(self, end: int) -> int:
-        """Reserve room in the store, and some more ahead: see `NewFile.reserve`."""
+        """Reserve room in the store, and some more for later writes. See `NewFile.reserve`."""
         if end > self._reserved:
             self._reserved = self._reserve(self._partial, end, end + self._granule)
             self._granule = min(2 * self._granule, _MAX_GRANULE)
         return self._reserved
 
     def commit(self, size: int) -> None:
-        """Give the file its name, for good: it is there after a loss of power, too."""
+        """Give the file its name, and sync its content, so that the content survives a loss of power."""
         os.ftruncate(self.descriptor, size)
         os.fsync(self.descriptor)
         os.rename(self._partial, self.path.name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
         self.close()
 
     def abort(self) -> None:
-        """Remove and close it. A part that cannot be removed has no writer any more, and is a leftover."""
+        """Remove and close the file. A part that cannot be removed becomes a leftover, for `Store.sweep`."""
         if self._directory >= 0:
             _unlink(self._partial, self._directory)
         self.close()
@@ -172,34 +179,43 @@ def _exists(name: str, directory: int) -> bool:
 
 
 def _create(name: str, directory: int) -> tuple[int, bool]:
-    """Create a file in an open directory. Returns its descriptor, and whether it has its name already."""
+    """Create a file in an open directory. Return its descriptor, and whether the file has its name already."""
     try:
         return os.open(".", os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=directory), False
     except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):  # some file systems know no files without a name
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):  # some file systems have no O_TMPFILE
             raise
         return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=directory), True
 
 
 def _link(descriptor: int, name: str, directory: int) -> None:
-    """Give a file its name in an open directory. It replaces nothing."""
-    # src_dir_fd, which an absolute path ignores, makes Python call linkat, which follows the link
+    """Give a file its name in an open directory. An existing file is not replaced."""
+    # Only with src_dir_fd does Python call linkat, which follows the link. An absolute path ignores it otherwise.
     source = f"/proc/self/fd/{descriptor}"
     os.link(source, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=True)
 
 
 def _unlink(name: str, directory: int) -> None:
-    """Remove a file that nobody needs, if it can be removed."""
+    """Remove a file, and ignore errors."""
     with suppress(OSError):
         os.unlink(name, dir_fd=directory)
 
 
 def open_regular(path: str | os.PathLike[str], flags: int, follow: bool = False, within: int | None = None) -> int:
-    """Open what must be a regular file, and no symbolic link unless `follow`. The caller owns the descriptor.
+    """Open a regular file. The type is checked first: opening a FIFO can block, and opening a device have effects.
 
-    What it is shows before it is opened: to open a FIFO could take for ever, and to open a device do anything.
-    `within` is the descriptor of the directory that `path` is relative to. Raises StoreError where it is something
-    else, and OSError.
+    Args:
+        path: The path of the file.
+        flags: The flags of `os.open`.
+        follow: Whether `path` may be a symbolic link.
+        within: The descriptor of the directory that `path` is relative to.
+
+    Returns:
+        The descriptor, which the caller owns.
+
+    Raises:
+        StoreError: The file is not regular.
+        OSError: The file cannot be opened.
     """
     place = os.open(path, os.O_PATH | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW), dir_fd=within)
     try:
@@ -213,28 +229,37 @@ def open_regular(path: str | os.PathLike[str], flags: int, follow: bool = False,
 
 
 def claim_unused(path: str | os.PathLike[str], within: int | None = None) -> int | None:
-    """The file open for writing and locked, if it has one name only and nobody else has it open or mapped.
+    """Open and lock a file for writing, if it has only one name and no other process has it open or mapped.
 
-    The kernel knows, of all processes: it grants a lease for writing to nobody else. A file of another user is left
-    alone. `within` is the descriptor of the directory that `path` is relative to. The caller owns the descriptor.
+    The kernel tells: it grants a write lease only on a file that is not in use elsewhere.
+
+    Args:
+        path: The path of the file.
+        within: The descriptor of the directory that `path` is relative to.
+
+    Returns:
+        The descriptor, which the caller owns, or None if the file is in use, locked, missing, or of another user.
     """
     try:
         descriptor = open_regular(path, os.O_WRONLY, within=within)
     except (OSError, StoreError):
-        return None  # somebody else was first, or it is none of ours
+        return None  # another process took it first, or it is not a file of the store
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         status = os.fstat(descriptor)
         if status.st_nlink == 1 and status.st_uid == os.geteuid() and is_unused(descriptor):
             return descriptor
     except OSError:
-        pass  # somebody else claims it
+        pass  # another process has locked it
     os.close(descriptor)
     return None
 
 
 def is_used(path: Path, names: int) -> bool:
-    """Whether somebody has a file open or mapped, or it has more than so many names. Raises OSError and StoreError."""
+    """Return whether a process has a file open or mapped, or the file has more than `names` names.
+
+    Raises OSError and StoreError.
+    """
     descriptor = open_regular(path, os.O_RDONLY)
     try:
         return os.fstat(descriptor).st_nlink > names or not is_unused(descriptor)
@@ -243,7 +268,7 @@ def is_used(path: Path, names: int) -> bool:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file, and make the copy last. Raises OSError, and StoreError where it becomes shorter meanwhile."""
+    """Copy a file and sync the copy. Raises OSError, and StoreError if `source` shrinks meanwhile."""
     with (
         source.open("rb") as read,
         open(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600), "wb") as written,
@@ -258,7 +283,7 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Whether the writer of a part is gone, or it never was a part."""
+    """Return whether a part has no writer any more, or is no regular file and so never was a part."""
     try:
         descriptor = open_regular(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -275,7 +300,7 @@ def is_abandoned(path: Path) -> bool:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make what was created, renamed and removed in `directory` last through a loss of power."""
+    """Sync a directory, so that creations, renames and removals in it survive a loss of power."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -284,11 +309,11 @@ def sync_directory(directory: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a new file, which is there as a whole or not at all. Raises OSError."""
+    """Write a file so that after a crash it has either all of `content` or its state before. Raises OSError."""
     draft = path.with_name(f"{path.name}.draft")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        write_parts(descriptor, [content])  # a call by itself may write a part, as where the file system is full
+        write_parts(descriptor, [content])  # os.write may write less, for example if the file system is full
         os.fsync(descriptor)
         draft.rename(path)
     except BaseException:

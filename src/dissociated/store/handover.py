@@ -1,6 +1,6 @@
-"""A Unix socket at which writers on its host hand sealed memfds over to a node, by descriptor (SCM_RIGHTS).
+"""A Unix socket through which writers on the same host hand sealed memfds to a node, as descriptors (SCM_RIGHTS).
 
-A message is one byte and beside it one descriptor; the answer is JSON: {"segment": NAME} or {"error": SENTENCE}.
+A message is one byte with one descriptor attached. The answer is JSON: {"segment": NAME} or {"error": SENTENCE}.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from dissociated.transport.framed.shm import peer_credentials
 
 _log = logging.getLogger(__name__)
 
-_SEND_TIMEOUT = 5.0  # seconds, for one that has connected to say something
+_SEND_TIMEOUT = 5.0  # seconds until a new connection has to send its message
 _MAX_ANSWER = 1 << 16  # bytes
-_MAX_SILENT = 64  # who have connected and said nothing yet
+_MAX_SILENT = 64  # connections that have not sent anything yet
 _ACCEPT_RETRY_DELAY = 0.1  # seconds
 
 
@@ -37,10 +37,10 @@ class _Waiting(NamedTuple):
 
 
 class HandoverListener(ProcessBound):
-    """Listens at `path`, which it replaces, and gives `take` each descriptor, of this user's processes and root's.
+    """A listener at the socket `path`, which passes the received descriptors to `take`.
 
-    `take` returns the name of the segment. The descriptor stays ours, and is closed. Raises StoreError where it cannot
-    listen.
+    A socket that exists at `path` is replaced. Only processes of this user and of root are accepted. `take` returns
+    the name of the new segment; the listener closes the descriptor afterwards. Raises StoreError if it cannot listen.
     """
 
     def __init__(self, path: Path, take: Callable[[int], str]) -> None:
@@ -50,7 +50,7 @@ class HandoverListener(ProcessBound):
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             if path.is_socket():
-                path.unlink()  # of a node that was killed: the store belongs to this one
+                path.unlink()  # left by a node that was killed: the store is locked by this one
             os.fchmod(self._socket.fileno(), 0o600)
             self._socket.bind(str(path))
             self._socket.listen(128)
@@ -64,7 +64,7 @@ class HandoverListener(ProcessBound):
         self.bind_to_process()
 
     def _serve(self) -> None:
-        """One thread for all: whoever has connected and is silent holds up nobody."""
+        """Serve all connections in one thread. A silent connection does not delay the others."""
         waiting: dict[int, _Waiting] = {}
         poll = select.poll()
         poll.register(self._listening, select.POLLIN)
@@ -76,7 +76,10 @@ class HandoverListener(ProcessBound):
                 one.connection.close()
 
     def _poll_once(self, poll: select.poll, waiting: dict[int, _Waiting]) -> bool:
-        """Answer those who have spoken, send those away who have not in time, and let one more in, until closed."""
+        """Answer the connections that have sent a message, close expired ones, and accept a new one.
+
+        Return False when the listener is closed.
+        """
         first = min((one.until for one in waiting.values()), default=None)
         ready = {fd for fd, _ in poll.poll(None if first is None else max(0.0, first - time.monotonic()) * 1000)}
         now = time.monotonic()
@@ -84,7 +87,7 @@ class HandoverListener(ProcessBound):
             if fd in ready or one.until <= now:
                 poll.unregister(fd)
                 del waiting[fd]
-                with one.connection, suppress(OSError):  # whoever has gone gets no answer
+                with one.connection, suppress(OSError):  # the peer may be gone
                     if fd in ready:
                         self._answer(one.connection)
         return self._listening not in ready or self._accept(poll, waiting)
@@ -95,14 +98,14 @@ class HandoverListener(ProcessBound):
         except OSError as error:
             if error.errno == errno.EINVAL:
                 return False  # closed
-            self._closed.wait(_ACCEPT_RETRY_DELAY)  # for descriptors, as there are none
+            self._closed.wait(_ACCEPT_RETRY_DELAY)  # until there are free descriptors
             return not self._closed.is_set()
-        connection.settimeout(0)  # it is only asked when it has spoken
+        connection.settimeout(0)  # it is read only when data is there
         if self._refused(connection):
             connection.close()
             return True
         if len(waiting) == _MAX_SILENT:
-            silent = next(iter(waiting))  # for the longest
+            silent = next(iter(waiting))  # the oldest connection
             poll.unregister(silent)
             waiting.pop(silent).connection.close()
         poll.register(connection, select.POLLIN)
@@ -144,10 +147,10 @@ class HandoverListener(ProcessBound):
         connection.send(answer)
 
     def close(self) -> None:
-        """Take nothing more."""
+        """Stop listening, and wait for the thread to end."""
         self._closed.set()
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # which wakes `poll`
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes `poll`
         self._thread.join()
         self._socket.close()
         self.path.unlink(missing_ok=True)
@@ -158,10 +161,21 @@ class HandoverListener(ProcessBound):
 
 
 def hand_over(path: str, descriptor: int, timeout: float) -> str:
-    """Give the node that listens at `path` what a descriptor refers to. Returns the name of the segment.
+    """Hand the memory of a descriptor to the node that listens at `path`.
 
-    Raises TransportError where no node answers, DeadlineExceeded, AccessDenied where it is another user's, and
-    StoreError with what it says.
+    Args:
+        path: The path of the node's socket.
+        descriptor: A sealed memfd, which the caller keeps.
+        timeout: Seconds to wait for each step.
+
+    Returns:
+        The name of the segment.
+
+    Raises:
+        TransportError: No node listens, or it ended before it answered.
+        DeadlineExceeded: The node has not answered within `timeout`.
+        AccessDenied: The node is that of another user.
+        StoreError: The node has refused the memory; the message is the node's.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(timeout)
@@ -172,7 +186,7 @@ def hand_over(path: str, descriptor: int, timeout: float) -> str:
                 raise AccessDenied(f"the node at {path} runs as user {user}, who shall not have this memory")
             socket.send_fds(connection, [b"\0"], [descriptor])
             answer = connection.recv(_MAX_ANSWER)
-        except DissociatedError:  # some are OSErrors, too
+        except DissociatedError:  # before OSError, since some are of both types
             raise
         except TimeoutError:
             raise DeadlineExceeded(f"the node at {path} said nothing for {timeout:g} s") from None

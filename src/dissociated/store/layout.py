@@ -1,6 +1,6 @@
-"""The names in the directory of a store, which tell a store from other directories, and its files from others.
+"""The names of files in a store's directory. They show that a directory is a store, and which files are its own.
 
-Nothing is removed or written over whose name the store has not given.
+The store removes and overwrites only files that have one of its own names.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dissociated.errors import StoreError
 STAGING = "staging"
 SEGMENTS = "segments"
 TRASH = "trash"
-#: The numbers of datasets whose last version is gone: see `numbers.py`.
+#: The file of the version numbers of removed datasets: see `numbers.py`.
 NUMBERS = "numbers"
-#: Locked by the process that starts a node.
+#: The file that a process locks while it starts a node.
 START_LOCK = "starting"
 #: The output of a node that was started in the background.
 NODE_LOG = "node.log"
 _ID = "id"
-#: The files that may be made before the id is.
+#: The files that may exist before the store has its id.
 _BEFORE_ID = {START_LOCK, NODE_LOG, f"{_ID}.draft"}
 _ID_FORMAT = re.compile(r"[0-9a-f]{16}")
 _VERSION = r"\d+-[0-9a-f]+"
@@ -33,14 +33,21 @@ _REMEDY = "Choose an empty directory, or one that does not exist"
 
 
 def new_id() -> str:
-    """Return an id that tells a store from every other."""
+    """Return a new random id for a store."""
     return secrets.token_hex(8)
 
 
 def store_id(directory: int, path: Path) -> str:
-    """Return the id of the store in an open directory, which errors call `path`.
+    """Return the id of the store in an open directory.
 
-    Raises FileNotFoundError if there is none, OSError, and StoreError if it is none that a store has written.
+    Args:
+        directory: The descriptor of the directory.
+        path: The path of the directory, for errors.
+
+    Raises:
+        FileNotFoundError: The directory has no id.
+        OSError: The id cannot be read.
+        StoreError: The id is not in the format of a store.
     """
     found = read_private_file(_ID, within=directory).decode("ascii", "replace")
     if not _ID_FORMAT.fullmatch(found):
@@ -49,9 +56,9 @@ def store_id(directory: int, path: Path) -> str:
 
 
 def known_id(directory: int, path: Path) -> str | None:
-    """Return the id of the store in an open directory, or None if the directory is empty, and so may become a store.
+    """Return the id of the store in an open directory, or None if the directory is empty and may become a store.
 
-    Raises StoreError if it is something else, and OSError.
+    Raises StoreError if the directory is neither empty nor a store, and OSError.
     """
     try:
         return store_id(directory, path)
@@ -63,7 +70,7 @@ def known_id(directory: int, path: Path) -> str | None:
 
 
 def write_id(directory: int, id: str) -> None:
-    """Make an open directory that of the store with this id. Raises OSError and NotPrivate."""
+    """Write the id of a store into its open directory. Raises OSError and NotPrivate."""
     write_private_file(_ID, id.encode(), within=directory)
 
 

@@ -1,7 +1,8 @@
-"""Sealed memfds that writers have handed over: segments without a name, which live no longer than their node.
+"""Sealed memfds that writers have handed over: segments without a name, which exist no longer than their node.
 
-They are to a store what a directory is, in memory alone. What was removed is kept as long as somebody has it open or
-mapped: the kernel tells, as it does of files. Whoever made a memfd may go on holding it; that it does not tell.
+`Memfds` has the methods of `Directory`, for versions in memory alone. A removed memfd is kept as long as another
+process has it open or mapped, which the kernel tells, as for files. The kernel does not tell whether the process that
+created a memfd still holds its writable descriptor.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from dissociated.memory.region import pages
 from dissociated.memory.shared import can_tell_unused, is_sealed, is_unused, reopen_read_only
 from dissociated.store.directory import Version
 
-#: Where the kernel shows what a process has open.
+#: The directory in which the kernel lists the open descriptors of this process.
 FD = Path("/proc/self/fd")
 
 
 @dataclass(frozen=True)
 class Memfd:
-    """A descriptor that nobody else has, so that the kernel can tell whether somebody uses the memory."""
+    """A memfd, with a descriptor of its own, through which the kernel can tell whether other processes use it."""
 
     descriptor: int
     device: int
@@ -33,103 +34,106 @@ class Memfd:
 
     @property
     def file(self) -> tuple[int, int]:
-        """What tells the memory from all other."""
+        """The device and the inode, which identify the memory."""
         return self.device, self.inode
 
     @property
     def path(self) -> Path:
-        """Where this process opens it."""
+        """The path at which this process can open the memfd."""
         return FD / str(self.descriptor)
 
 
 class Memfds:
-    """The memfds of a store. Not safe to use from many threads: the store has a lock. Close it after use."""
+    """The memfds of a store, to be closed after use. Not thread-safe: the lock of the store protects it."""
 
     def __init__(self) -> None:
-        self._staged: dict[str, tuple[Memfd, float]] = {}  # and since when
+        self._staged: dict[str, tuple[Memfd, float]] = {}  # by name, with the time of staging
         self._committed: dict[str, Sequence[Memfd]] = {}  # by the ids of versions
         self._uses: Counter[Memfd] = Counter()  # how often each is staged or committed
-        self._paths: dict[Path, Memfd] = {}  # of these
+        self._paths: dict[Path, Memfd] = {}  # staged and committed memfds by path
         self._trash: list[Memfd] = []
-        self._known: dict[tuple[int, int], Memfd] = {}  # by their files: all, with the trash
+        self._known: dict[tuple[int, int], Memfd] = {}  # all memfds, the trash included, by `Memfd.file`
         self._can_tell = can_tell_unused()
 
-    # What is staged
+    # Staging
 
     def open(self, descriptor: int) -> Memfd | None:
-        """What somebody hands over, to be staged or discarded; None where it could still be changed."""
+        """Open a memfd that a writer hands over. The caller stages or discards it.
+
+        Return None if the memfd is not sealed, and so could still be changed.
+        """
         if not is_sealed(descriptor):
             return None
         status = os.fstat(descriptor)
         known = self._known.get((status.st_dev, status.st_ino))
         if known is not None:
-            return known  # two descriptors of ours would each take the other for a use
-        # Holes count, too: to read them takes memory.
+            return known  # with a second descriptor of this process, the memfd would count as used
+        # Holes count, too: reading them allocates memory.
         return Memfd(reopen_read_only(descriptor), status.st_dev, status.st_ino, pages(status.st_size))
 
     def discard(self, memfd: Memfd) -> None:
-        """It is not staged after all."""
+        """Close a memfd that was opened and is not staged after all."""
         if not self.counts(memfd):
             os.close(memfd.descriptor)
 
     def stage(self, memfd: Memfd) -> str:
-        """Keep it until it is committed, under the name that is returned."""
+        """Keep a memfd until it is committed. Return its name."""
         name = f"{secrets.token_hex(16)}.memfd"
         self._staged[name] = memfd, time.monotonic()
         self._keep(memfd)
         return name
 
     def staged(self, name: str) -> Path | None:
-        """The path of one that is staged."""
+        """Return the path of the staged memfd `name`, or None."""
         found = self._staged.get(name)
         return None if found is None else found[0].path
 
     def unstage(self, name: str) -> None:
-        """It is not staged any more."""
+        """Release the staged memfd `name`, if there is one."""
         found = self._staged.pop(name, None)
         if found is not None:
             self._release([found[0]])
 
     def sweep(self, forgotten: float) -> None:
-        """Let go of what was staged so many seconds ago."""
+        """Release the memfds that were staged more than `forgotten` seconds ago."""
         oldest = time.monotonic() - forgotten
         for name in [name for name, (_, since) in self._staged.items() if since < oldest]:
             self.unstage(name)
 
-    # What a directory does
+    # The methods of a directory
 
     def has(self, paths: Iterable[Path]) -> bool:
-        """Whether all of these are paths of memfds here."""
+        """Return whether all of `paths` are paths of memfds of this store."""
         return all(path in self._paths for path in paths)
 
     def publish(self, version: Version, paths: Sequence[Path]) -> None:
-        """Make these a version."""
+        """Commit the memfds at `paths` as a version."""
         found = [self._paths[path] for path in paths]
         self._committed[version.id] = found
         for memfd in found:
             self._keep(memfd)
 
     def files(self, version: Version) -> list[Path]:
-        """Where this process opens the segments of a version."""
+        """Return the paths at which this process can open the segments of a version."""
         return [memfd.path for memfd in self._committed[version.id]]
 
     def sizes(self, version: Version) -> dict[int, int]:
-        """What the memfds of a version take, in bytes, by their inodes."""
+        """Return the bytes that the memfds of a version take, by inode."""
         return {memfd.inode: memfd.size for memfd in self._committed[version.id]}
 
     def is_used(self, version: Version, names: Mapping[int, int]) -> bool:
-        """See `Directory.is_used`; memfds have no names."""
+        """Return whether another process uses a memfd of a version: see `Directory.is_used`. `names` is ignored."""
         return any(self._is_used(memfd) for memfd in self._committed[version.id])
 
     def confirm(self, version: Version) -> None:
-        """Nothing to do: what is known of a version is not kept here."""
+        """Do nothing: memfds have no manifest."""
 
     def remove(self, version: Version, lost: bool = False, superseded: bool = False) -> None:
-        """Make a version disappear. Whoever reads it is undisturbed. `Places` has recorded its number."""
+        """Remove a version. Its readers keep the memory. `Places` has recorded its number before."""
         self._release(self._committed.pop(version.id))
 
     def empty_trash(self) -> None:
-        """Close what nobody uses any more."""
+        """Close the removed memfds that are no longer used."""
         used = []
         for memfd in self._trash:
             if self._is_used(memfd):
@@ -142,11 +146,15 @@ class Memfds:
     # Bytes
 
     def counts(self, memfd: Memfd) -> bool:
-        """Whether the bytes of the same memory count already."""
+        """Return whether the bytes of this memory are counted already."""
         return memfd.file in self._known
 
     def uncommitted(self, committed: Container[int]) -> tuple[int, int]:
-        """Bytes that are only staged, and only removed and still used by somebody. `committed` are inodes."""
+        """Return the bytes of staged and of removed memfds, without memory that is counted elsewhere.
+
+        Args:
+            committed: The inodes of committed memfds.
+        """
         staged = {one.inode: one.size for one, _ in self._staged.values() if one.inode not in committed}
         trash = {one.inode: one.size for one in self._trash if one.inode not in committed and one.inode not in staged}
         return sum(staged.values()), sum(trash.values())
@@ -171,7 +179,7 @@ class Memfds:
                 self._trash.append(memfd)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close all memfds."""
         for memfd in (*self._uses, *self._trash):
             os.close(memfd.descriptor)
         for collection in (self._staged, self._committed, self._uses, self._paths, self._trash, self._known):

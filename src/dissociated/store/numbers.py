@@ -1,6 +1,7 @@
-"""The highest version number of each dataset that a store holds no more, so that no number is given twice.
+"""The highest version number of each dataset that a store no longer holds, so that no number is assigned twice.
 
-The manifest of a version has its number. Before the last manifest of a dataset goes, its number is recorded here.
+The manifest of a version has its number. Before the last manifest of a dataset is removed, its number is recorded in
+the file `numbers`.
 """
 
 from __future__ import annotations
@@ -17,18 +18,21 @@ from dissociated.store.files import sync_directory, write_atomically
 
 _log = logging.getLogger(__name__)
 
-#: Stands for every dataset without a record of its own: see `_MAX_NAMES`.
+#: The name of the record that stands for all datasets without a record: see `_MAX_NAMES`.
 ANY_NAME = ""
-_MAX_NAMES = 100_000  # of datasets; then the older half are forgotten, and whatever is new begins above their numbers
-_SPARE_LINES = 1_000  # that the file may have beside one for each dataset, before it is written anew
+#: The most datasets with records. Beyond it, the older half is merged into the record of `ANY_NAME`; the versions of a
+#: new dataset then begin above the numbers in it.
+_MAX_NAMES = 100_000
+_SPARE_LINES = 1_000  # outdated lines in the file before it is rewritten, in addition to one for each dataset
 
 
 class Removed(NamedTuple):
-    """The versions of a dataset that are no longer in a store.
+    """The record of a dataset's versions that are no longer in a store.
 
-    - `version`: the last of them that was published; 0 if none was.
-    - `lost`: nobody had dropped or replaced that version. It was evicted, or its memory went with the process.
-    - `used`: the highest number of all, also of versions that were prepared and never published.
+    - `version`: the number of the last published version; 0 if none was published.
+    - `lost`: whether that version was neither dropped nor replaced: it was evicted, or its memory ended with the
+      process.
+    - `used`: the highest number of all versions, including prepared ones that were never published.
     """
 
     version: int
@@ -41,22 +45,22 @@ class Removed(NamedTuple):
         return cls(version, lost, version) if published else cls(0, False, version)
 
     def merge(self, other: Removed) -> Removed:
-        """Combine two records, of which `other` is the later one."""
+        """Return the combination of this record and `other`, which is the later one."""
         last = self if self.version > other.version else other
         return Removed(last.version, last.lost, max(self.used, other.used))
 
 
 class Numbers:
-    """The records in the file `path`, one line of JSON each. Not safe to use from many threads: the store has a lock.
+    """The records in the file `path`, one line of JSON each. Not thread-safe: the lock of the store protects it.
 
-    Raises OSError where the file cannot be read.
+    Raises OSError if the file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._records: dict[str, Removed] = {}
         self._lines = 0
-        #: The highest serial of a version that was recorded.
+        #: The highest serial number of a recorded version (`Version.number`).
         self.serial = 0
         try:
             content = path.read_bytes()
@@ -77,14 +81,14 @@ class Numbers:
             _log.warning("%s: line %d cannot be read, and is left out", self._path, self._lines)
 
     def _put(self, name: str, removed: Removed, serial: int) -> bool:
-        """Combine a record with the known one. Returns whether that changes it."""
+        """Merge a record into the known one. Return whether that changes it."""
         self.serial = max(self.serial, serial)
         known = self._records.pop(name, None)
-        self._records[name] = removed if known is None else known.merge(removed)  # the order tells the oldest
+        self._records[name] = removed if known is None else known.merge(removed)  # oldest records come first
         return self._records[name] != known
 
     def records(self) -> Mapping[str, Removed]:
-        """Return the record of each dataset. The number of `ANY_NAME` is used up for all other datasets."""
+        """Return the record of each dataset. The record of `ANY_NAME` applies to all other datasets."""
         return self._records
 
     def record(self, name: str, removed: Removed, serial: int) -> None:
@@ -108,7 +112,7 @@ class Numbers:
             sync_directory(self._path.parent)
             self._whole, self._lines = True, len(self._records)
             return
-        self._whole = False  # until all of it is there
+        self._whole = False  # until the whole line is written
         new = not self._path.exists()
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:

@@ -1,4 +1,4 @@
-"""Where the versions of a store lie, and what they take: its directory, memfds, and a directory on disk."""
+"""The places of a store's versions, and the bytes that they take: its directory, memfds, and a directory on disk."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ Place: TypeAlias = Directory | Memfds
 
 @dataclass(frozen=True)
 class Usage:
-    """What a store takes, in bytes. `limit` is None where there is none."""
+    """The bytes that a store takes, and its limit, which is None if it has no limit."""
 
     limit: int | None
     committed: int
     staged: int
     trash: int
     spilled: int
-    #: Of entries that are set aside.
+    #: The bytes of entries that are set aside.
     aside: int = 0
 
     @property
     def total(self) -> int:
-        """What counts against the limit."""
+        """The bytes that count against the limit."""
         return self.committed + self.staged + self.trash + self.aside
 
 
 class Places:
-    """Versions in `directory`, the store's directory, in `memfds`, and on `disk`, if there is such a directory.
+    """The versions in the store's `directory`, in `memfds`, and on `disk`, which is None if the store does not spill.
 
-    All but the disk take memory. Of the trash of `directory`, `reuse_bytes` bytes may be kept to be written over. Not
-    safe to use from many threads: the store has a lock.
+    Versions on disk take no memory; all others do. The trash of `directory` may keep `reuse_bytes` bytes for reuse. Not
+    thread-safe: the lock of the store protects it.
     """
 
     def __init__(self, directory: Directory, memfds: Memfds, disk: Directory | None, reuse_bytes: int) -> None:
@@ -62,13 +62,13 @@ class Places:
         #: The bytes that are committed in each place.
         self.blocks: dict[Place, BlockCounter] = defaultdict(BlockCounter)
         self.cache = SegmentCache()
-        #: The entries among the versions that are none.
+        #: The entries of `segments/` that are no versions.
         self.set_aside: Sequence[SetAside] = ()
-        self._aside_sizes: dict[int, int] = {}  # of those that take memory
+        self._aside_sizes: dict[int, int] = {}  # bytes by inode, of the entries that take memory
         self._reuse_bytes = reuse_bytes
 
     def load(self) -> None:
-        """Find what was committed before."""
+        """Load the versions that were committed before this process started."""
         versions, others = self.directory.committed()
         found: dict[str, tuple[Version, Directory]] = {one.id: (one, self.directory) for one in versions}
         self._aside_sizes = dict(chain.from_iterable(other.sizes.items() for other in others))
@@ -76,7 +76,7 @@ class Places:
             versions, on_disk = self.disk.committed()
             others += on_disk
             for version in versions:
-                if version.id in found:  # it has moved to disk, and its mover was killed before the last step
+                if version.id in found:  # the process was killed before the last step of a move to disk
                     try:
                         self.directory.remove(version, superseded=True)
                     except OSError as error:
@@ -91,40 +91,46 @@ class Places:
         self.set_aside = tuple(others)
 
     def find(self, version: Version) -> tuple[Version, Place]:
-        """What is known of a version now, and its place. Raises StoreError where it is gone."""
+        """Return the current record of a version, and its place. Raises StoreError if the version is gone."""
         found = self.contents.get(version.id)
         if found is None:
             raise StoreError(f"{version.name!r} is not in {self.directory.path} any more")
         return found
 
     def in_memory(self, version: Version) -> bool:
-        """Whether a version takes memory."""
+        """Return whether a version takes memory."""
         return self.find(version)[1] is not self.disk
 
     def is_used(self, version: Version) -> bool:
-        """Whether memory of a version would stay if it went, since somebody has it open or mapped, in any process.
+        """Return whether some process has a version open or mapped, so that its memory would outlast its removal.
 
-        What is only open here to be read again at no cost is closed first: the kernel takes it for a use.
+        Cached segments of this process are closed first, because the kernel would count them as a use.
         """
         _, place = self.find(version)
-        for other in self.contents.with_name(version.name):  # which may have the same segments
+        for other in self.contents.with_name(version.name):  # these may share its segments
             self.cache.pop(other.id)
         with store_errors(f"asking who uses {version.name!r} in {self.directory.path}"):
             return place.is_used(version, self.blocks[place].names)
 
     def put(self, version: Version, place: Place) -> None:
-        """A version lies there now."""
+        """Record that a version lies in `place` now."""
         self.contents.put(version, place)
         self.blocks[place].add(place.sizes(version))
 
     def commit(self, version: Version, paths: Sequence[Path], copy: Callable[[Path, Path], None]) -> None:
-        """Make these segments a version, where they lie.
+        """Commit segments as a version, without a copy if possible.
 
-        What cannot be linked, since it was spilled, or is a memfd among files, is copied by `copy`.
+        Args:
+            version: The new version.
+            paths: The segments. If all are memfds, the version lies in memfds, and else in the directory.
+            copy: Copies a segment that cannot be linked into the directory: a spilled one, or a memfd among files.
+
+        Raises:
+            StoreError: The version was not committed.
         """
         if self.memfds.has(paths):
             with store_errors(f"recording the number of {version.name!r} in {self.directory.path}"):
-                self._record(version, lost=True)  # no manifest would tell it after a restart
+                self._record(version, lost=True)  # after a restart there is no manifest with this number
             self.memfds.publish(version, paths)
             self.put(version, self.memfds)
             return
@@ -144,7 +150,7 @@ class Places:
         self.put(version, self.directory)
 
     def removed(self) -> dict[str, Removed]:
-        """Return the records of the datasets whose last versions are gone from here, or are set aside."""
+        """Return the records of the datasets whose last versions have left the store, or are set aside."""
         found: dict[str, Removed] = {}
         for directory in self._directories():
             for name, removed in directory.numbers.records().items():
@@ -158,7 +164,7 @@ class Places:
 
     @property
     def last_serial(self) -> int:
-        """The highest number in this store of a version that was here."""
+        """The highest serial number of all versions that this store has, or had (`Version.number`)."""
         return max(self.contents.last, *(directory.numbers.serial for directory in self._directories()))
 
     def _directories(self) -> Sequence[Directory]:
@@ -170,7 +176,7 @@ class Places:
             self.directory.numbers.record(version.name, removal, version.number)
 
     def confirm(self, version: Version) -> None:
-        """Write the manifest of a version anew: what is known of it has changed."""
+        """Store the changed attributes of a version in its manifest. Raises StoreError."""
         _, place = self.find(version)
         with store_errors(f"confirming {version.name!r} in {self.directory.path}"):
             if place is self.memfds:
@@ -179,12 +185,15 @@ class Places:
         self.contents.put(version, place)
 
     def remove(self, *versions: Version, lost: bool = False) -> None:
-        """Make versions disappear for good, those that are still there. The one that is named last goes last.
+        """Remove versions durably, in this order. Versions that are gone already are skipped.
 
-        They are `lost` if nobody has dropped or replaced them.
+        Args:
+            versions: The versions.
+            lost: Whether they were neither dropped nor replaced.
 
-        Raises StoreError if one cannot be removed. It is still there then, and so are those of its name that were
-        named after it: an older version shall not be the last of its name. All others are gone.
+        Raises:
+            StoreError: A version cannot be removed. It still exists, and so do the later arguments of the same dataset,
+                so that no older version becomes the current one. All other versions are removed.
         """
         failures: dict[str, StoreError] = {}
         for version in versions:
@@ -209,9 +218,9 @@ class Places:
         self.cache.pop(version.id)
 
     def spill(self, version: Version) -> None:
-        """Move a version to disk. It is there as a whole before it goes from its place.
+        """Move a version to disk: first copy all of it, then remove it from its place.
 
-        Raises StoreError if one of the two steps fails. The version is then where it was.
+        Raises StoreError if one of the two steps fails. The version then stays in its place.
         """
         assert self.disk is not None
         _, place = self.find(version)
@@ -226,7 +235,7 @@ class Places:
             try:
                 self._take_from(place, version)
             except OSError:
-                with suppress(OSError):  # else it goes with the next attempt, or with the version
+                with suppress(OSError):  # a remaining copy goes with the next attempt, or with the version
                     self.disk.remove(version, superseded=True)
                 raise
             self.put(version, self.disk)
@@ -237,13 +246,13 @@ class Places:
         others = (one for one in self.contents.with_name(version.name) if not one.prepared)
         superseded = any(one.version > version.version and self.find(one)[1] is place for one in others)
         if place is self.memfds and not superseded:
-            with suppress(OSError):  # then it counts as lost, as was recorded when it came
+            with suppress(OSError):  # the record of the commit then stays, which says that it is lost
                 self._record(version, lost)
         place.remove(version, lost, superseded)
         self.blocks[place].discard(files)
 
     def sweep(self, forgotten: float) -> None:
-        """Remove halves whose writer is gone, what was not committed for so many seconds, and trash."""
+        """Remove unfinished files without a writer, segments staged for `forgotten` seconds, and unused trash."""
         self.directory.sweep(forgotten)
         self.memfds.sweep(forgotten)
         if self.disk is not None:
@@ -251,14 +260,14 @@ class Places:
         self.empty_trash(self._reuse_bytes)
 
     def empty_trash(self, keep: int = 0) -> None:
-        """Remove from the trash what nobody reads any more; `keep` bytes of it may be written over for a while."""
+        """Remove unused segments from the trash, except up to `keep` bytes that stay for reuse."""
         self.memfds.empty_trash()
         trash.empty(self.directory.trash, keep)
         if self.disk is not None:
             trash.empty(self.disk.trash, 0)
 
     def usage(self, limit: int | None) -> Usage:
-        """What all of it takes now, and the limit."""
+        """Return the bytes that the store takes now, with its `limit`."""
         committed = self.blocks[self.directory]
         staged = {inode: size for inode, size in sizes(self.directory.staging).items() if inode not in committed}
         removed = {inode: size for inode, size in sizes(self.directory.trash).items() if inode not in committed}
@@ -275,6 +284,6 @@ class Places:
         )
 
     def free(self) -> int:
-        """Bytes that are left in the file system of the store."""
+        """Return the free bytes in the file system of the store."""
         status = os.statvfs(self.directory.path)
-        return status.f_bavail * status.f_frsize if status.f_blocks else sys.maxsize  # a tmpfs without a limit has none
+        return status.f_bavail * status.f_frsize if status.f_blocks else sys.maxsize  # 0 blocks: a tmpfs without limit

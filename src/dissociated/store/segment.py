@@ -1,7 +1,7 @@
-"""Segments: Arrow IPC streams or files that are mapped once and served from where they lie.
+"""Segments: Arrow IPC streams or files that are mapped once and served in place.
 
-An address is an offset into the segment plus its base, so its metadata goes out as it was written, and any
-Arrow tool can read the same file. Tensors have a segment of their own kind, in memory alone.
+The address of a buffer is its offset in the segment plus the base of the mapping. Metadata is therefore sent unchanged,
+and any Arrow tool can read the same file. Tensors have their own kind of segment, in memory alone.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from dissociated.memory.shared import (
 )
 from dissociated.store.files import NewFile, Reserve, StagedFile, open_regular
 
-_PREFIX_SIZE = 8  # bytes before the flatbuffer
+_PREFIX_SIZE = 8  # bytes before the flatbuffer of a message
 
 
 class Segment:
     """A finished segment, mapped, with an index of its messages.
 
-    Its read-only `descriptor`, which it owns, is closed when nobody uses the segment any more: a stream that is being
-    sent keeps it although the dataset has been dropped. What was mapped from it outlives even that.
-    Raises StoreError where it holds no IPC stream or file.
+    The segment owns its read-only `descriptor`, which is closed when the segment is no longer referenced: a stream
+    that is being sent keeps it open although the dataset has been dropped. Mappings made by clients stay valid even
+    afterwards. Raises StoreError if the descriptor holds no IPC stream or file.
     """
 
     def __init__(self, descriptor: int, name: str, backing: Backing) -> None:
         self.descriptor = descriptor
         weakref.finalize(self, os.close, descriptor)
-        #: What errors call it.
+        #: The name of the segment in errors.
         self.name = name
         self.backing = backing
         self._validated = OnceValidator()
@@ -66,7 +66,7 @@ class Segment:
             with store_errors(f"mapping {name}"):
                 size = os.fstat(descriptor).st_size
                 memory = map_read_only(descriptor, size)
-                # Its own addresses, since peers that fetch over a network know no others.
+                # The region has the addresses of this process: peers that fetch over a network use these.
                 self.region = Region(memory.address, memory)
             self._memory = memoryview(self.region.memory)
             self.index = Index(self._memory)
@@ -78,9 +78,15 @@ class Segment:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], name: str = "", follow: bool = True) -> Segment:
-        """The IPC stream or file at `path`, as it is; /dev/fd/N is that of a descriptor, as of a sealed memfd.
+        """Open the IPC stream or file at `path`, without a copy.
 
-        It must be a regular file, and no symbolic link unless `follow`.
+        Args:
+            path: A regular file. /dev/fd/N is the file of descriptor N, for example a sealed memfd.
+            name: The name of the segment in errors; by default the path.
+            follow: Whether `path` may be a symbolic link.
+
+        Raises:
+            StoreError: The file cannot be opened, is not regular, or holds no IPC stream or file.
         """
         name = name or os.fspath(path)
         with store_errors(f"opening {name}"):
@@ -89,7 +95,7 @@ class Segment:
 
     @classmethod
     def in_memory(cls, name: str, reader: pa.RecordBatchReader, options: WriteOptions | None = None) -> Segment:
-        """A copy of everything that `reader` gives, in a sealed memfd."""
+        """Copy all batches of `reader` into a sealed memfd."""
         segments: list[Segment] = []
         sink = partial(MemfdSink, name, segments.append)
         with SegmentWriter(sink, reader.schema, options, statistics=False) as writer:
@@ -99,7 +105,7 @@ class Segment:
 
     @cached_property
     def messages(self) -> list[Encapsulated]:
-        """The messages, in the order in which they are sent. Raises StoreError where one is damaged."""
+        """The messages, in the order in which they are sent. Raises StoreError if one is damaged."""
         try:
             return [self.index.message(number) for number in range(len(self.index))]
         except FormatError as error:
@@ -107,7 +113,7 @@ class Segment:
 
     @cached_property
     def rows(self) -> int:
-        """How many rows all record batches have together."""
+        """The number of rows of all record batches. Raises StoreError if a batch has no length."""
         try:
             return sum(row_count(message.header) for message in self.messages)
         except RemoteProtocolError:
@@ -115,12 +121,12 @@ class Segment:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes the bodies have together."""
+        """The bytes of all message bodies."""
         return self.index.body_size
 
     @cached_property
     def statistics(self) -> Statistics | None:
-        """What its writer says of each record batch; None where that is nothing, or does not fit."""
+        """The statistics of each record batch that its writer has added; None if they are missing or do not fit."""
         if self.index.is_file:
             return None
         last = self.index[len(self.index) - 1]
@@ -129,13 +135,13 @@ class Segment:
 
     @property
     def batch_rows(self) -> list[int]:
-        """How many rows each record batch has."""
+        """The number of rows of each record batch."""
         return [row_count(one.header) for one in self.messages if one.parsed.type is HeaderType.RECORD_BATCH]
 
     def batches(self) -> Iterator[BatchAndMetadata]:
-        """Its record batches, for who gives them to libarrow or gRPC. Each is validated in full, the first time.
+        """Decode the record batches, for use by libarrow or gRPC. Each is validated in full the first time.
 
-        Raises SourceError and FormatError where one is damaged.
+        Raises SourceError and FormatError if one is damaged.
         """
         return self._validated.check(self.schema, self._decoded())
 
@@ -151,20 +157,23 @@ class Segment:
             yield both
 
     def wait(self, until: int) -> None:
-        """Nothing is waited for: see `SharedSegment.wait`. All of it is written."""
+        """Return at once, since all of the segment is written. See `SharedSegment.wait`."""
 
     def check_metadata(self, limit: int) -> None:
-        """Raise StoreError where the metadata of one of its messages has more than `limit` bytes."""
+        """Raise StoreError if the metadata of a message has more than `limit` bytes."""
         why = metadata_too_long(self.name, int(self.index.metadata_lengths.max()) - _PREFIX_SIZE, limit)
         if why is not None:
             raise StoreError(why)
 
     def body(self, message: Encapsulated) -> Buffer:
-        """The packed body of `message`, which lies in the mapping."""
+        """Return the packed body of `message`, a view of the mapping."""
         return self._memory[message.body_at : message.body_at + message.parsed.body_length]
 
     def addresses(self, message: Encapsulated) -> list[tuple[int, int]]:
-        """Address and length of each buffer of `message`. Raises SourceError where one lies outside the body."""
+        """Return the address and the length of each buffer of `message`.
+
+        Raises SourceError if a buffer lies outside the body.
+        """
         start = self.region.base + message.body_at
         offsets, lengths = buffer_extents(message.header, message.parsed)
         if any(n < 0 or o < 0 or o + n > message.parsed.body_length for o, n in zip(offsets, lengths, strict=True)):
@@ -173,13 +182,21 @@ class Segment:
 
 
 class SegmentWriter(EncapsulatedWriter):
-    """Writes a segment: to the path `place`, or to the sink that `place` makes. Each batch is copied once.
+    """A writer of a segment, which copies each batch once.
 
-    A file, which must not exist, has a name only after `close`: a writer that is killed leaves nothing behind.
-    Aborted, it is discarded. `reserve` is for files in the staging directory of a store: see StagedFile. Messages have
-    the longer prefix even if `options` ask for the legacy one: segments are read in place, by this library. With
-    `statistics`, these follow the end of the stream, if there is room. Raises StoreError where the path exists already
-    or there is no space left.
+    A file has its name only after `close`: a writer that is killed leaves nothing behind. `abort` discards the file.
+    Messages always have the 8-byte prefix, even if `options` ask for the legacy one, since this library reads segments
+    in place.
+
+    Args:
+        place: The path of the file, which must not exist, or a function that makes the sink to write to.
+        schema: The schema of the batches.
+        options: Options of the IPC format.
+        reserve: Reserves room for a file in the staging directory of a store: see `StagedFile`.
+        statistics: Whether to add statistics after the end of the stream, if there is room for them.
+
+    Raises:
+        StoreError: The path exists already, or there is no space left.
     """
 
     def __init__(
@@ -190,7 +207,7 @@ class SegmentWriter(EncapsulatedWriter):
         reserve: Reserve | None = None,
         statistics: bool = True,
     ) -> None:
-        #: Rows that were written so far.
+        #: The number of rows that were written so far.
         self.rows = 0
         self._statistics = StatisticsCollector(schema, None if statistics else ())
         splitter = Splitter(schema, replace(check_options(options, WriteOptions), write_legacy_ipc_format=False))
@@ -198,17 +215,17 @@ class SegmentWriter(EncapsulatedWriter):
 
     @property
     def nbytes(self) -> int:
-        """How long the segment is so far, in bytes."""
+        """The length of the segment so far, in bytes."""
         return self._position
 
     def write_batch(self, batch: pa.RecordBatch, custom_metadata: Metadata | None = None) -> None:
-        """Write a batch: see `RecordBatchWriter.write_batch`. Raises StoreFull and StoreError, too."""
+        """Write a batch. Raises StoreFull and StoreError, and the errors of `RecordBatchWriter.write_batch`."""
         super().write_batch(batch, custom_metadata)
         self.rows += batch.num_rows
         self._statistics.add(batch)
 
     def _end(self) -> None:
-        # A segment is whole without statistics, if there is no room for them or they cannot be made.
+        # Statistics are optional. There may be no room for them, or they may be impossible to compute.
         with suppress(StoreFull, pa.ArrowException):
             found = self._statistics.statistics()
             if found is not None:
@@ -219,10 +236,10 @@ class SegmentWriter(EncapsulatedWriter):
 
 
 class SharedSegmentWriter(SegmentWriter):
-    """A SegmentWriter whose record batches another process writes, straight into its file.
+    """A SegmentWriter for record batches that another process writes directly into the file.
 
-    That process opens `path`, writes encapsulated record batches from `nbytes` on, and writes no further than
-    `reserve` allows. `adopt` takes its batches in before `close`; `stats` does not count them.
+    The other process opens `path`, and writes encapsulated record batches from the position `nbytes` on, but no further
+    than `reserve` allows. Call `adopt` before `close` to add its batches. `stats` does not count them.
     """
 
     def __init__(self, place: Path, schema: pa.Schema, reserve: Reserve | None = None) -> None:
@@ -234,20 +251,30 @@ class SharedSegmentWriter(SegmentWriter):
 
     @property
     def path(self) -> str:
-        """The name by which another process opens the file, until this writer is closed or aborted."""
+        """The path at which another process can open the file, until this writer is closed or aborted."""
         return f"/proc/{os.getpid()}/fd/{self._file.descriptor}"
 
     def reserve(self, end: int) -> int:
-        """Reserve room in the file up to `end`. Returns the end of the room, which may lie further.
+        """Reserve room in the file up to the position `end`.
 
-        Raises StoreFull and StoreError.
+        Returns:
+            The position up to which there is room, which is at least `end`.
+
+        Raises:
+            StoreFull: There is no room now.
+            StoreError: There can be no room, or the file cannot be used.
         """
         return self._file.reserve(end)
 
     def adopt(self, end: int) -> None:
-        """Take in the record batches that the other process has written, up to `end`. It must write no more.
+        """Add the record batches that the other process has written. It must not write any more.
 
-        Raises FormatError if the file does not hold record batches of the schema up to there, and StoreError.
+        Args:
+            end: The position at which the last batch ends.
+
+        Raises:
+            FormatError: The file does not hold record batches of the schema up to `end`.
+            StoreError: The file cannot be read.
         """
         self._check_open()
         stream = pa.BufferReader(self._file.map(end))
@@ -259,7 +286,7 @@ class SharedSegmentWriter(SegmentWriter):
         try:
             for batch in batches:
                 statistics.add(batch)
-        except pa.ArrowException:  # The values cannot be compared, and a segment needs no statistics.
+        except pa.ArrowException:  # The values cannot be compared. Statistics are optional.
             statistics = StatisticsCollector(self.schema, ())
         self._statistics = statistics
         self.rows = sum(batch.num_rows for batch in batches)
@@ -270,7 +297,7 @@ class _File(Sink, ProcessBound):
     """A new file at `path`; see `dissociated.store.files`."""
 
     def __init__(self, path: Path, reserve: Reserve | None) -> None:
-        place = path.parent.resolve() / path.name  # it may be named by a descriptor
+        place = path.parent.resolve() / path.name  # the path may be one of /proc/self/fd
         self._what = f"writing {place}"
         self._open = True
         #: The position of the next byte in the file.
@@ -284,17 +311,17 @@ class _File(Sink, ProcessBound):
 
     @property
     def descriptor(self) -> int:
-        """The descriptor of the file; -1 once it is closed."""
+        """The descriptor of the file; -1 after it was closed."""
         return self._file.descriptor
 
     def reserve(self, end: int) -> int:
-        """Reserve room: see `NewFile.reserve`."""
+        """Reserve room in the file. See `NewFile.reserve`."""
         self.check_process()
         with store_errors(self._what):
             return self._file.reserve(end)
 
     def map(self, size: int) -> pa.Buffer:
-        """Map the first `size` bytes, which the file must have."""
+        """Map the first `size` bytes of the file, which must be at least this long."""
         with store_errors(self._what):
             descriptor = reopen_read_only(self._file.descriptor)
             try:
@@ -323,7 +350,7 @@ class _File(Sink, ProcessBound):
 
 
 class MemfdSink(DescriptorSink, ProcessBound):
-    """A memfd, which becomes a sealed segment when it is closed. `finished` is then called with the segment."""
+    """A sink that writes to a memfd. Closing it seals the memfd and passes the finished segment to `finished`."""
 
     def __init__(self, name: str, finished: Callable[[Segment], object]) -> None:
         self._name = name
@@ -353,9 +380,9 @@ class MemfdSink(DescriptorSink, ProcessBound):
 
 
 class TensorSegment:
-    """A copy of these messages, as `write_tensor` writes them, in a sealed memfd, every buffer aligned to 64 bytes.
+    """A copy of tensor messages in a sealed memfd, in the format of `write_tensor`: buffers are aligned to 64 bytes.
 
-    Its read-only `descriptor` is closed when nobody uses the segment any more. Raises StoreError where there is no
+    Its read-only `descriptor` is closed when the segment is no longer referenced. Raises StoreError if there is no
     memory for it.
     """
 
@@ -364,16 +391,16 @@ class TensorSegment:
     def __init__(self, name: str, messages: Sequence[SplitMessage]) -> None:
         parts, bodies, end = [], [], 0
         for message in messages:
-            head = encapsulate(message.header)  # which is a multiple of 64 long
+            head = encapsulate(message.header)  # its length is a multiple of 64
             parts += [bytes(-end % ALIGNMENT), head, *(message.body or ())]
             bodies.append(end + -end % ALIGNMENT + len(head))
             end = bodies[-1] + message.parsed.body_length
         self.descriptor = sealed_memfd(name, lambda writable: write_parts(writable, parts, 0))
         weakref.finalize(self, os.close, self.descriptor)
         memory = map_read_only(self.descriptor, end)
-        # Its own addresses, since peers that fetch over a network know no others.
+        # The region has the addresses of this process: peers that fetch over a network use these.
         self.region = Region(memory.address, memory)
-        #: Address and length of each buffer of each message.
+        #: The address and the length of each buffer, by message.
         self.addresses = [
             [
                 (self.region.base + body_at + offset, length)
@@ -383,4 +410,4 @@ class TensorSegment:
         ]
 
     def wait(self, until: int) -> None:
-        """Nothing is waited for: see `SharedSegment.wait`. All of it is written."""
+        """Return at once, since all of the segment is written. See `SharedSegment.wait`."""

@@ -1,4 +1,4 @@
-"""The segments of a store that are open: those that are read, and what was read last, to be read again at no cost."""
+"""The open segments of a store, and a cache that keeps the segments open that were read last."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from dissociated.base.oserrors import store_errors
 from dissociated.store.memfds import FD
 from dissociated.store.segment import Segment
 
-_MAX_SEGMENTS = 1 << 12  # segments, each of which has a mapping, of which a process may have 65,530
-_DESCRIPTOR_SHARE = 8  # of the descriptors that a process may have: a segment takes two
+_MAX_SEGMENTS = 1 << 12  # each segment has a mapping, and a process may have 65,530 of them
+_DESCRIPTOR_SHARE = 8  # one segment for every 8 descriptors that the process may have; a segment takes two
 
 
 class Droppable(Protocol):
-    """What is made of open segments, to be served: a dataset."""
+    """An object that is made from open segments to be served: a dataset."""
 
     def drop(self) -> None:
-        """Nobody finds it any more: let go of what refers back to it."""
+        """Drop the references to this object that would keep it alive: it is no longer in the cache."""
 
 
 D = TypeVar("D", bound=Droppable)
 
 
 class OpenSegments(list[Segment]):
-    """The segments of a version, open for as long as somebody has this or one of them."""
+    """The segments of a version, which stay open as long as this list or one of them is referenced."""
 
     def __init__(self, segments: Iterable[Segment]) -> None:
         super().__init__(segments)
@@ -38,33 +38,33 @@ class OpenSegments(list[Segment]):
         self._dropped = False
 
     def serve_once(self, make: Callable[[], D]) -> D:
-        """What `make` made of them, now or before. It is kept as long as they are."""
+        """Return the object that the first call of `make` made of these segments. It lives as long as they do."""
         with self._lock:
             if self._served is None:
                 self._served = make()
                 if self._dropped:
                     self._served.drop()
-            return cast(D, self._served)  # everybody makes the same of them
+            return cast(D, self._served)  # all callers make objects of one type
 
     def release(self) -> None:
-        """Nobody finds this any more. What is served of it then refers to nothing that would keep it open."""
-        self._dropped = True  # without waiting for one that is being made: that one sees it
+        """Drop the served object, so that it does not keep these segments open: they have left the cache."""
+        self._dropped = True  # without the lock: if `make` is running, `serve_once` sees this afterwards
         if self._served is not None:
             self._served.drop()
 
 
 class SegmentFiles:
-    """The segments that anybody has open, by their files: one that several versions have is opened once.
+    """All open segments, by file. A segment that several versions share is opened once, which makes appending cheap.
 
-    So appending stays cheap. Not safe to use from many threads: the store has a lock.
+    Not thread-safe: the lock of the store protects it.
     """
 
     def __init__(self) -> None:
         self._open: weakref.WeakValueDictionary[tuple[int, int], Segment] = weakref.WeakValueDictionary()
 
     def open(self, path: Path) -> Segment:
-        """The segment there. Raises StoreError."""
-        handed_over = path.parent == FD  # which is a link to a memfd, made by the kernel
+        """Open the segment at `path`, or return it if it is open already. Raises StoreError."""
+        handed_over = path.parent == FD  # the path is a link to a memfd, made by the kernel
         with store_errors(f"opening {path}"):
             status = path.stat() if handed_over else path.lstat()
         file = status.st_dev, status.st_ino
@@ -75,9 +75,9 @@ class SegmentFiles:
 
 
 class SegmentCache:
-    """Versions that were read last, by their ids, with as many segments as `cap` but one version at least.
+    """The versions that were read last, by id: at most `cap` segments, but at least one version.
 
-    Left out, `cap` follows from how many descriptors this process may have. Safe to use from many threads.
+    By default, `cap` is derived from the process's limit of descriptors. Safe to use from many threads.
     """
 
     def __init__(self, cap: int | None = None) -> None:
@@ -88,14 +88,14 @@ class SegmentCache:
 
     @property
     def cap(self) -> int:
-        """How many segments are kept open at most."""
+        """The largest number of segments that are kept open."""
         if self._fixed_cap is not None:
             return self._fixed_cap
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return _MAX_SEGMENTS if soft == resource.RLIM_INFINITY else min(_MAX_SEGMENTS, soft // _DESCRIPTOR_SHARE)
 
     def get(self, id: str) -> OpenSegments | None:
-        """The segments of a version, if they are open here. This version is then the last that was read."""
+        """Return the open segments of a version, or None. The version then counts as the last one read."""
         with self._lock:
             found = self._known.get(id)
             if found is not None:
@@ -103,7 +103,7 @@ class SegmentCache:
             return found
 
     def put(self, id: str, opened: OpenSegments) -> None:
-        """Keep the segments of a version that is read now. Those that were read longest ago may go."""
+        """Add the segments of a version. The versions that were read least recently are dropped above `cap`."""
         self.pop(id)
         evicted = []
         cap = self.cap
@@ -118,7 +118,7 @@ class SegmentCache:
             segments.release()
 
     def pop(self, id: str) -> None:
-        """Keep this version no longer. Whoever reads it still has its segments."""
+        """Remove a version from the cache. Its readers keep its segments."""
         with self._lock:
             found = self._known.pop(id, None)
             self._count -= 0 if found is None else len(found)
@@ -126,7 +126,7 @@ class SegmentCache:
             found.release()
 
     def clear(self) -> None:
-        """Keep no version any longer."""
+        """Remove all versions from the cache."""
         with self._lock:
             versions = [*self._known.values()]
             self._known.clear()

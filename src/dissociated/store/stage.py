@@ -1,4 +1,4 @@
-"""Where writers on this host put segments until they are committed: a private directory, in memory if it can be."""
+"""A private directory for segments that writers on this host have not committed yet, in memory if possible."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from dissociated.store.layout import STAGING, new_id, write_id
 from dissociated.store.segment import Segment
 
 _MEMORY = Path("/dev/shm")
-_NAME = re.compile(r"\d+-[0-9a-f]{8}")  # of the directory of one stage
+_NAME = re.compile(r"\d+-[0-9a-f]{8}")  # the name of a stage's directory
 
 
 class Stage(ProcessBound):
-    """A directory for segments that are being written, made on first use and removed with `close`.
+    """A directory for segments that are being written, made on first use and removed by `close`.
 
-    It lies as the staging directory of a store does, beside a file with the id, by which writers know it.
+    It has the layout of a store: a staging directory next to a file with the id, by which writers recognize it.
 
-    What is committed is opened and unlinked, so its memory is held by whoever serves it and by nothing else: a
-    server that is killed leaves behind only what was never committed, and the next one removes that.
+    Committed segments are opened and unlinked, so that only the server holds their memory. A server that is killed
+    leaves only uncommitted segments behind, and the next server removes them.
     """
 
     def __init__(self, base: Path | None = None) -> None:
-        #: Tells it from every other stage and store.
+        #: An id that is unique among stages and stores.
         self.id = new_id()
         self._base = base
         self._directory: Path | None = None
@@ -43,7 +43,7 @@ class Stage(ProcessBound):
 
     @property
     def directory(self) -> Path:
-        """Where to write. Raises StoreError where there can be no such directory."""
+        """The directory to write to, which is made if necessary. Raises StoreError if that is impossible."""
         with self._making:  # the catalog answers several writers at once
             return self._directory or self._make()
 
@@ -53,7 +53,7 @@ class Stage(ProcessBound):
         with store_errors(f"the staging directory below {home}"):
             opened = open_private_directory(home, create=True)
             try:
-                fcntl.flock(opened, fcntl.LOCK_EX)  # so that nobody takes what is being made for abandoned
+                fcntl.flock(opened, fcntl.LOCK_EX)  # so that no other process removes the new directory as abandoned
                 _remove_abandoned(home, opened)
                 name = f"{os.getpid()}-{secrets.token_hex(4)}"
                 self._lock = open_private_directory(name, within=opened, create=True)
@@ -61,7 +61,7 @@ class Stage(ProcessBound):
                 write_id(self._lock, self.id)
                 os.close(open_private_directory(STAGING, within=self._lock, create=True))
             except BaseException:
-                self._unlock()  # what was made is abandoned
+                self._unlock()  # the unfinished directory is then abandoned, and removed by the next stage
                 raise
             finally:
                 os.close(opened)
@@ -69,9 +69,9 @@ class Stage(ProcessBound):
         return self._directory
 
     def take(self, names: list[str], max_metadata: int = MAX_METADATA) -> list[Segment]:
-        """Open these finished segments and unlink their files. Nothing is unlinked where one cannot be served.
+        """Open finished segments and unlink their files. If one cannot be served, no file is unlinked.
 
-        Raises StoreError for one that is no segment, or whose metadata is longer than `max_metadata` bytes.
+        Raises StoreError if a file is no segment, or its metadata has more than `max_metadata` bytes.
         """
         paths = [self.path(name) for name in names]
         segments = [Segment.open(path, follow=False) for path in paths]
@@ -82,23 +82,23 @@ class Stage(ProcessBound):
         return segments
 
     def names(self) -> list[str]:
-        """The files there."""
+        """Return the names of the files in the directory."""
         with self._making:
             return [] if self._directory is None else os.listdir(self._directory)
 
     def discard(self, names: list[str]) -> None:
-        """Remove these files, as far as they exist."""
+        """Remove files. Missing files are ignored."""
         for name in names:
             self.path(name).unlink(missing_ok=True)
 
     def path(self, name: str) -> Path:
-        """The path of a file there. Raises StoreError for a name that leads elsewhere."""
+        """Return the path of a file in the directory. Raises StoreError for a name that leads elsewhere."""
         if Path(name).name != name or name in ("", ".", ".."):
             raise StoreError(f"{name!r} is not the name of a file in the staging directory")
         return self.directory / name
 
     def close(self) -> None:
-        """Remove the directory and what is in it."""
+        """Remove the directory with its files."""
         if self.is_inherited:
             return
         if self._directory is not None:
@@ -116,10 +116,10 @@ class Stage(ProcessBound):
 
 
 def _remove_abandoned(home: Path, opened: int) -> None:
-    # A lock, not a process id, tells the living from the dead: containers that share /dev/shm may not share those.
+    # A lock, not a process id, shows that an owner is alive: containers may share /dev/shm without sharing process ids.
     for name in os.listdir(opened):
         if not _NAME.fullmatch(name):
-            continue  # it is no stage
+            continue  # not a stage
         try:
             lock = open_private_directory(name, within=opened)
         except (OSError, StoreError):
@@ -127,7 +127,7 @@ def _remove_abandoned(home: Path, opened: int) -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            continue  # its server lives
+            continue  # its owner is alive
         else:
             shutil.rmtree(home / name, ignore_errors=True)
         finally:

@@ -1,22 +1,23 @@
-"""A directory of committed segments, which outlives whoever wrote it and whoever serves it.
+"""A directory of committed segments, which outlives the processes that write and serve them.
 
-    STORE/                      one owner at a time, who has it locked
-        id                      tells this store from every other
-        numbers                 the number of the last version of each dataset that is here no more
-        staging/NAME.part       is being written, and locked by its writer
-        staging/NAME            is whole, and waits to be committed
-        staging/VERSION.new/    is being committed
-        segments/VERSION/       is committed: 0000.arrows, 0001.arrows ... and manifest.json. An entry without a
-                                manifest that can be read is set aside: it stays, and nothing of it is served
-        trash/                  was removed; somebody may still read it
+    STORE/                      the directory, locked by its one owner
+        id                      the id of the store
+        numbers                 the last version number of each dataset that is no longer in the store
+        staging/NAME.part       a segment that is being written, locked by its writer
+        staging/NAME            a finished segment that is not committed yet
+        staging/VERSION.new/    a version that is being committed
+        staging/VERSION.gone/   a version that is being removed
+        segments/VERSION/       a committed version: 0000.arrows, 0001.arrows ... and manifest.json. An entry without a
+                                readable manifest is set aside: it stays, and is not served
+        trash/                  removed segments that a process may still read
 
-All segments of a version become visible by one rename. Whatever the moment at which a process is killed, opening the
-store again shows exactly what was committed, and removes the halves of the rest. Segments are Arrow IPC streams that
-any tool can open; they are read-only.
+All segments of a version become visible through a single rename. If a process is killed, at any moment, reopening the
+store shows exactly the committed versions, and removes unfinished files. Segments are read-only Arrow IPC streams or
+files that any Arrow tool can open.
 
-The limit counts the blocks of every segment in the directory, those in the trash too for as long as anybody has them
-mapped: so it is the memory in use, not the memory that is listed. It counts what was handed over by descriptor too:
-sealed memfds, which have no name, and so go when their owner ends.
+The limit counts the blocks of every segment in the directory. Removed segments count as long as a process has them
+mapped, so the limit applies to the memory in use. Sealed memfds that were handed over count, too. They have no name,
+and are gone when the owner of the store ends.
 """
 
 from __future__ import annotations
@@ -55,18 +56,25 @@ from dissociated.store.trash import reuse_bytes
 
 _log = logging.getLogger(__name__)
 
-#: Seconds after which a segment that is whole and was never committed is taken for forgotten.
+#: Seconds after which a finished segment that was never committed is removed.
 FORGOTTEN = 86_400.0
 
 
 class Store(ProcessBound):
-    """The one owner of a store's directory, which is made where there is none. Close it, or use it in a `with`.
+    """The owner of a store's directory, locked against other processes. Close it, or use it in a `with` block.
 
-    `limit` is how many bytes it may take, and `policy` what happens then; `spill` is the directory on disk for
-    Policy.SPILL. A segment that is whole and was not committed for `forgotten` seconds is removed. Whoever serves the
-    store tells `eviction` what is in use, and is told by it what goes.
+    The server of the store sets the callbacks of `eviction`, which ask it for the versions in use, and notify it of
+    evictions. Safe to use from many threads.
 
-    Raises StoreError where another process owns the directory, or it cannot be used.
+    Args:
+        directory: The directory, which is made if it is missing.
+        limit: The largest number of bytes that the store may take; None for no limit.
+        policy: The reaction to a write that would exceed the limit.
+        spill: The directory on disk for `Policy.SPILL`.
+        forgotten: Seconds after which a finished segment that was not committed is removed.
+
+    Raises:
+        StoreError: Another process owns the directory, or it cannot be used.
     """
 
     def __init__(
@@ -102,89 +110,89 @@ class Store(ProcessBound):
 
     @property
     def _locked(self) -> AbstractContextManager[object]:
-        """The lock of what this process knows of the store. Raises ForkedError in its children."""
+        """The lock of the store's state in this process. Raises ForkedError in a forked child."""
         self.check_process()
         return self._lock
 
     @property
     def directory(self) -> Path:
-        """Where it is."""
+        """The path of the store's directory."""
         return self._directory.path
 
     @property
     def staging(self) -> Path:
-        """Where writers put segments."""
+        """The path of the directory in which writers put segments."""
         return self._directory.staging
 
     @property
     def id(self) -> str:
-        """Tells this store from every other, for as long as it exists."""
+        """The unique id of the store, which never changes."""
         return self._directory.id
 
-    # What is in it
+    # Reading
 
     def versions(self) -> list[Version]:
-        """Everything that is committed, in the order in which it was."""
+        """Return all committed versions, in the order of their commits."""
         with self._locked:
             return [*self._contents]
 
     def serial(self) -> int:
-        """A number that is higher than those of all versions before, and lower than those of all to come."""
+        """Return a new serial number: higher than those of all earlier versions, lower than those of later ones."""
         with self._locked:
             self._serial = max(self._serial + 1, self._places.last_serial + 1, int(time.time() * 1000))
             return self._serial
 
     def current(self, name: str) -> Version | None:
-        """The version of `name` that was committed last, if there is one."""
+        """Return the published version of `name` that was committed last, or None."""
         with self._locked:
             return next(iter(self._contents.named(name)[-1:]), None)
 
     def named(self, name: str) -> list[Version]:
-        """The versions of `name` that are known to be published and whole, in the order of their commits."""
+        """Return the versions of `name` that are known to be published and whole, in the order of their commits."""
         with self._locked:
             return self._contents.named(name)
 
     def version(self, id: str) -> Version | None:
-        """The version with this id, if it is still there."""
+        """Return the version with this id, or None if it does not exist any more."""
         with self._locked:
             found = self._contents.get(id)
             return None if found is None else found[0]
 
     def removed(self) -> Mapping[str, Removed]:
-        """Return the records of the datasets whose last versions are gone from the store."""
+        """Return the records of the datasets whose last versions have left the store, by name."""
         with self._locked:
             return self._places.removed()
 
     def prepared(self) -> list[Version]:
-        """The versions of which it is not known here whether they were published."""
+        """Return the prepared versions: this store does not know whether they were published."""
         with self._locked:
             return self._contents.prepared()
 
     def by_key(self, key: str) -> Version | None:
-        """What was committed with this key, if it is still there."""
+        """Return the version that was committed with this key, or None if there is none any more."""
         with self._locked:
             return self._contents.by_key(key)
 
     @property
     def changes(self) -> int:
-        """How often anything was committed, confirmed, moved or removed: the same while all is as it was."""
+        """The number of changes so far: commits, confirmations, moves and removals of versions."""
         with self._locked:
             return self._contents.changes
 
     def changed(self, since: int) -> list[str] | None:
-        """The ids of what has become another after so many `changes`; None where they were too many to know."""
+        """Return the ids of the versions that changed after change number `since`; None if these were too many."""
         with self._locked:
             return self._contents.changed(since)
 
     def segments(self, version: Version) -> OpenSegments:
-        """The segments of a version, opened now or lately. Who has them reads on, whatever becomes of the version.
+        """Return the open segments of a version. They stay readable after the version was removed.
 
-        Raises StoreError where they cannot be read, or the version is not there any more.
+        Raises StoreError if they cannot be read, or the version does not exist any more.
         """
-        opened = self._cache.get(version.id)  # without the lock: whoever reads shall not wait for who makes room
+        opened = self._cache.get(version.id)  # without the lock, so that readers do not wait for evictions
         if opened is not None:
             return opened
-        with self._locked:  # nothing is removed meanwhile, so what is opened is this version and nothing else
+        with self._locked:  # nothing is removed meanwhile, so the opened files are those of this version
             opened = self._cache.get(version.id)
             if opened is None:
                 _, place = self._places.find(version)
@@ -196,11 +204,11 @@ class Store(ProcessBound):
 
     @property
     def set_aside(self) -> Sequence[SetAside]:
-        """The entries among its versions that were none, or could not be read, when it was opened."""
+        """The entries of `segments/` that were no versions, or could not be read, when the store was opened."""
         return self._places.set_aside
 
     def usage(self) -> Usage:
-        """What it takes now."""
+        """Return the bytes that the store takes now."""
         with self._locked:
             return self._quota.usage()
 
@@ -209,36 +217,49 @@ class Store(ProcessBound):
     def writer(
         self, name: str, schema: pa.Schema, options: WriteOptions | None = None, reserve: Reserve | None = None
     ) -> SegmentWriter:
-        """A writer of the segment `name` in the staging directory, to be committed.
+        """Return a writer of the segment `name` in the staging directory, which can be committed afterwards.
 
-        Its room is reserved here, or by `reserve`, which then calls this store's.
+        Room is reserved with `self.reserve`, or with `reserve`, which has to call it.
         """
         return SegmentWriter(self._directory.staged(name), schema, options, reserve or self.reserve)
 
     def reserve(self, name: str, size: int, wish: int = 0) -> int:
-        """Make sure that the file `name` in the staging directory can grow to `size` bytes, or to `wish`.
+        """Allocate blocks for a staged file, so that a later write fails neither by the limit nor by a full disk.
 
-        Its blocks are allocated, so that neither this store's limit nor a full file system can come between. Returns
-        how many bytes there is room for: more than `size` only where nothing has to go for it. Raises StoreFull
-        where there is no room, and none can be made now.
+        Args:
+            name: The name of the file in the staging directory.
+            size: The bytes that the file needs. Versions are evicted for them if the policy allows.
+            wish: The bytes that the file could use. Nothing is evicted for the part beyond `size`.
+
+        Returns:
+            The bytes that the file has room for: `wish`, or `size` rounded up to pages.
+
+        Raises:
+            StoreFull: There is no room for `size` bytes, and none can be made now.
         """
         with self._locked:
             return self._quota.reserve(name, size, wish)
 
     def ensure_room(self, name: str, size: int) -> None:
-        """Make room for so many bytes of `name`, which are about to be written, at once or not at all.
+        """Make room for `size` bytes of `name` that are about to be written, or evict nothing.
 
-        Whoever knows how much there will be asks this first: what goes for the beginning of something that does not
-        fit is lost for nothing. Raises StoreFull where there is no room, and none can be made now.
+        A writer that knows its total size calls this first. Otherwise versions could be evicted for the beginning of a
+        segment that does not fit in the end. Raises StoreFull if there is no room, and none can be made now.
         """
         with self._locked:
             self._quota.ensure_room(name, size)
 
     def hand_over(self, descriptor: int) -> str:
-        """Take a sealed memfd as a segment to be committed, where it lies. Returns its name.
+        """Stage a sealed memfd as a segment, without a copy. Its memory counts against the limit.
 
-        The descriptor stays yours. The memory counts against the limit, and goes when this store is closed. Raises
-        StoreError where it is not sealed or holds no Arrow IPC stream or file, and where there is no room.
+        Args:
+            descriptor: The memfd. The caller keeps the descriptor; the store has its own, until it is closed.
+
+        Returns:
+            The name of the segment.
+
+        Raises:
+            StoreError: The memfd is not sealed, holds no Arrow IPC stream or file, or there is no room.
         """
         description = "the memory that was handed over"
         with self._lock, store_errors(description):
@@ -271,13 +292,29 @@ class Store(ProcessBound):
         catalog: int = 0,
         max_metadata: int = MAX_METADATA,
     ) -> Version:
-        """Make these segments in the staging directory a version of `name`, at once and for good.
+        """Commit staged segments as a version of the dataset `name`, atomically and durably.
 
-        `version` is the number that the catalog gave it; 0 where it will. `catalog` tells that catalog from all others.
+        A repeated call with the same `key` returns the version of the first call. If that version is only prepared and
+        has other segments, it is removed and replaced: its writer has started again.
 
-        With `append` they follow those of the version before. Where there is no segment at all, `schema` says what
-        the dataset is. A repeated call, by its `key`, returns what the first one made; but if that was only prepared,
-        and of other segments, it is forgotten: whoever wrote it tries again from the beginning. Raises StoreError.
+        Args:
+            name: The name of the dataset.
+            staged: The names of the segments in the staging directory.
+            key: The unique id of the commit.
+            schema: The schema, which is required if there are no segments at all.
+            append: Whether the segments follow those of the current version.
+            prepared: Whether the version is not published until `confirm`.
+            tags: Tags of the version.
+            ttl: Seconds after which the version expires; None if it does not expire.
+            version: The number of the version that the catalog has assigned; 0 if the catalog assigns it later.
+            catalog: The id of that catalog's database.
+            max_metadata: The largest metadata of a message, in bytes.
+
+        Returns:
+            The version.
+
+        Raises:
+            StoreError: The version cannot be committed.
         """
         with self._locked:
             digest = _digest(staged)
@@ -315,7 +352,7 @@ class Store(ProcessBound):
             return made
 
     def _unstage_committed(self, staged: Sequence[str]) -> None:
-        """Remove from the staging directory segments that were committed: whatever fails, that has happened."""
+        """Remove committed segments from the staging directory. Errors are logged only: the commit has succeeded."""
         try:
             self._unstage(staged)
         except OSError as error:
@@ -323,7 +360,7 @@ class Store(ProcessBound):
 
     def _staged(self, name: str) -> Path:
         path = self._memfds.staged(name) or self._directory.staged(name)
-        if not os.path.lexists(path):  # what it is, whoever opens it says
+        if not os.path.lexists(path):  # opening the file checks its type
             raise StoreError(
                 f"the segment {name} is not in {self.staging} any more: what is not committed within "
                 f"{self._forgotten:g} seconds after it was written is removed (--forget); write it again"
@@ -362,9 +399,12 @@ class Store(ProcessBound):
         )
 
     def confirm(self, version: Version, whole: bool, number: int = 0) -> None:
-        """A version that was prepared has been published, as the `whole` dataset or as a part of it.
+        """Record that a prepared version was published.
 
-        `number` is that of the version of the dataset, where it has none yet.
+        Args:
+            version: The version.
+            whole: Whether the version is all of the dataset, not one host's part.
+            number: The number of the version of the dataset. It is ignored if the version has a number.
         """
         with self._locked:
             known, _ = self._places.find(version)
@@ -379,12 +419,12 @@ class Store(ProcessBound):
     # Removing
 
     def staged(self) -> list[str]:
-        """The segments in the staging directory, whole ones and those that are being written."""
+        """Return the names of the segments in the staging directory, finished and unfinished ones."""
         with os.scandir(self._directory.staging) as entries:
             return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
 
     def discard(self, names: Iterable[str]) -> None:
-        """Remove these segments from the staging directory, as far as they exist. Raises StoreError."""
+        """Remove segments from the staging directory. Missing ones are ignored. Raises StoreError."""
         with store_errors(f"removing segments from {self.staging}"):
             self._unstage([*names])
 
@@ -395,26 +435,29 @@ class Store(ProcessBound):
         self._quota.settle(names)
 
     def remove(self, *versions: Version) -> None:
-        """Make versions disappear. Whoever reads them is undisturbed, and keeps their memory for so long.
+        """Remove versions. Their readers are not disturbed, and keep the memory until they have finished.
 
-        Of several, the one that is named last goes last: give them in the order of their commits. Raises StoreError if
-        one cannot be removed for good: it is still there then, and so are later ones of its name.
+        Args:
+            versions: The versions, in the order of their commits, in which they are removed.
+
+        Raises:
+            StoreError: A version cannot be removed durably. It still exists, and so do later ones of its dataset.
         """
         with self._locked:
             self._places.remove(*versions)
 
     def spilled(self, version: Version) -> bool:
-        """Whether a version lies in the directory on disk."""
+        """Return whether a version lies in the directory on disk."""
         with self._locked:
             return not self._places.in_memory(version)
 
     def sweep(self) -> None:
-        """Remove what nobody needs: halves whose writer is gone, what was not committed for long, trash."""
+        """Remove unfinished files without a writer, segments that were not committed in time, and unused trash."""
         with self._locked:
             self._places.sweep(self._forgotten)
 
     def close(self) -> None:
-        """Let somebody else own the directory. Everything stays where it is."""
+        """Unlock the directory, so that another process can own it. Files stay; memfds are closed."""
         if self.is_inherited:
             return
         self._undo.close()

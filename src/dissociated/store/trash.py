@@ -1,6 +1,6 @@
-"""The trash of a store: segments that were removed, for as long as somebody has them open or mapped.
+"""The trash of a store: removed segments, which stay as long as a process has them open or mapped.
 
-What nobody has any more may stay a little longer: writing over pages that are there is faster than taking fresh ones.
+Unused segments may stay a little longer for reuse: overwriting allocated pages is faster than allocating new ones.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from dissociated.store.layout import is_removed_segment
 
 _log = logging.getLogger(__name__)
 
-#: What part of the limit, or of the machine's memory, removed segments may keep to be written over; and seconds.
+#: The share of the limit, or of the machine's memory, that unused segments may keep for reuse.
 _REUSE_SHARE = 1 / 8
 _REUSE_SECONDS = 60.0
-_REUSE_FILES = 64  # since all are looked at whenever something is removed
-_REUSE_MIN_SIZE = 1 << 16  # bytes from which on a file is worth that
+_REUSE_FILES = 64  # a cap, since each removal examines all of them
+_REUSE_MIN_SIZE = 1 << 16  # bytes; smaller files are not worth keeping
 
 
 def reuse_bytes(store: Path, limit: int | None) -> int:
-    """How many bytes the trash of a store may keep to be written over: none unless it lies in memory."""
+    """Return the bytes that the trash of a store may keep for reuse: 0 unless the store lies in memory."""
     return int(_REUSE_SHARE * (limit or machine_memory())) if _in_memory(store) else 0
 
 
 def empty(trash: Path, keep: int) -> None:
-    """Remove the segments that nobody has open or mapped. `keep` bytes of them may stay for a while.
+    """Remove the segments that no process has open or mapped, except up to `keep` bytes that stay for reuse.
 
-    Anything else that lies there is left alone.
+    Files that are not segments of the store stay.
     """
     files = _REUSE_FILES
     oldest = time.time() - _REUSE_SECONDS
-    # Errors are logged: a removed segment is removed, and only takes memory until the next time.
+    # Errors are only logged: the segments are removed already, and take memory just until the next call.
     try:
         paths = [*trash.iterdir()]
     except OSError as error:
@@ -47,7 +47,7 @@ def empty(trash: Path, keep: int) -> None:
             continue
         try:
             status = os.fstat(descriptor)
-            recent = status.st_ctime >= oldest  # since when it is in the trash
+            recent = status.st_ctime >= oldest  # the time of the move to the trash
             if files and recent and _REUSE_MIN_SIZE <= status.st_size <= keep:
                 keep -= status.st_size
                 files -= 1
@@ -60,7 +60,7 @@ def empty(trash: Path, keep: int) -> None:
 
 
 def _in_memory(directory: Path) -> bool:
-    """Whether a directory lies in a tmpfs."""
+    """Return whether a directory lies in a tmpfs."""
     device = os.stat(directory).st_dev
     device_number = f"{os.major(device)}:{os.minor(device)}"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
