@@ -176,6 +176,7 @@ def _umask() -> int:
     return mask
 
 
+#: DuckDB has one class for everything that its catalog lacks, and names the missing table in the text alone.
 _MISSING = re.compile("Table with name (.+) does not exist!")
 _SQL = """\
 Ask a question in SQL, which DuckDB answers (pip install duckdb). Tables are the datasets of the catalog, by their

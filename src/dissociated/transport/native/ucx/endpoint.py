@@ -8,6 +8,7 @@ from typing import Any
 
 from dissociated.base.once import once
 from dissociated.memory.remote import Span
+from dissociated.protocol.close_reason import decode_reason
 from dissociated.transport.native.ucx import _ucp as c
 from dissociated.transport.native.ucx._ucp import Ucp, ucp
 from dissociated.transport.native.ucx.worker import Worker
@@ -133,7 +134,7 @@ class Callbacks:
         @ffi.callback("ucp_am_recv_callback_t", onerror=failed)  # type: ignore[untyped-decorator]
         def abort(arg: Any, header: Any, header_length: int, data: Any, length: int, param: Any) -> int:
             if not param.recv_attr & c.AM_RECV_RNDV:
-                ffi.from_handle(arg)._give_up(bytes(ffi.buffer(data, length)).decode(errors="replace"))
+                ffi.from_handle(arg)._give_up(decode_reason(bytes(ffi.buffer(data, length))))
             return 0
 
         @ffi.callback("ucp_err_handler_cb_t", onerror=failed)  # type: ignore[untyped-decorator]
