@@ -5,7 +5,6 @@ The tests count instructions, because times depend on the machine.
 
 from __future__ import annotations
 
-import sqlite3
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
@@ -75,7 +74,7 @@ class Changing:
         """Set the catalog and the node to count. Call it before any other method."""
         assert isinstance(catalog.catalog, LocalCatalog)
         self._catalog, self._node = catalog.catalog, node
-        self._connection: sqlite3.Connection = catalog.catalog._database._tables._connection
+        self._tables = catalog.catalog._database._tables
 
     def _staged(self, number: int, key: str) -> dict[str, Any]:
         name = f"{key} of {number}"
@@ -103,6 +102,12 @@ class Changing:
             for what, some in did.items()
         }
 
+    def _set_handler(self, handler: Callable[[], None] | None, steps: int) -> None:
+        # Python keeps the GIL while it waits for SQLite's own lock, and the thread that has that lock would wait for
+        # the GIL to call the handler. So no other thread may be within SQLite now.
+        with self._tables._lock:
+            self._tables._connection.set_progress_handler(handler, steps)
+
     def _count(self, call: Callable[[Any], None], argument: object) -> Work:
         steps = self._preparing = 0
 
@@ -110,12 +115,12 @@ class Changing:
             nonlocal steps
             steps += 1
 
-        self._connection.set_progress_handler(step, 1)
+        self._set_handler(step, 1)
         try:
             with Instructions() as ran:
                 call(argument)
         finally:
-            self._connection.set_progress_handler(None, 0)
+            self._set_handler(None, 0)
         return Work(ran.count, steps, self._preparing)
 
 
@@ -136,8 +141,6 @@ def look(changing: Changing) -> None:
 
 def test_of_a_node(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changing = Changing(monkeypatch)
-    # No heartbeat may run meanwhile: while a handler is set, a thread keeps the GIL as it waits for SQLite's lock, and
-    # the handler in the thread that has the lock needs the GIL.
     with Node(Store(memory), heartbeat_interval=600) as node:
         changing.use(node.service, node)
         look(changing)
