@@ -1,7 +1,7 @@
-"""Conditions on columns, decided on Arrow just as Spark decides them: on arrays, or as an expression of pyarrow.
+"""Conditions on columns with the results that Spark has: on arrays, or in an expression of pyarrow.
 
-Both know three values, true, false and null, and only true passes. They differ over NaN: in Spark it equals itself, and
-is larger than every other number.
+Both have three truth values, true, false and null, and only rows with true pass. They differ for NaN: in Spark it
+equals itself and is larger than every other number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pyarrow.types as types
 
 from dissociated.errors import ColumnNotFound, OptionError
 
-#: A column, as an array or as an expression; what is decided of it is then the same.
+#: A column, as an array or as an expression; the result has the same kind.
 _Column: TypeAlias = "pa.Array | pc.Expression"
 
 _COMPARISONS: dict[str, Callable[[_Column, pa.Scalar], Any]] = {
@@ -36,23 +36,23 @@ _COMPARISONS: dict[str, Callable[[_Column, pa.Scalar], Any]] = {
 _TEXT = {"starts with": pc.starts_with, "ends with": pc.ends_with, "contains": pc.match_substring}
 _LISTED = ("in", "not in")
 _UNARY = {"is null": pc.is_null, "is not null": pc.is_valid}
-_MAX_SINGLY = 16  # values that an expression compares with one by one
+_MAX_SINGLY = 16  # values of a list that an expression compares one by one
 _EPOCH = datetime(1970, 1, 1)
 _NANOSECONDS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
 _BELOW_MICROSECONDS = re.compile(r"[.,]\d{6}(\d{1,3})")
 _OPERATORS = (*_COMPARISONS, *_LISTED, *_TEXT, *_UNARY)
-_MAX_DIGITS = 38  # of Spark's decimals, to which it makes both sides
+_MAX_DIGITS = 38  # of Spark's decimals, to which Spark converts both sides
 _EXACT = Context(prec=2 * _MAX_DIGITS)
 _MAX_EXACT_FLOAT = 1 << 53  # below this, integers compare with a float as floats just as they do as decimals
 
 
 class _Uncertain(Exception):
-    """Arrow cannot tell how Spark would decide."""
+    """Spark's result cannot be determined with Arrow."""
 
 
 @dataclass(frozen=True)
 class Condition:
-    """That a column, or a field within one, compares with a value."""
+    """A comparison of a column, or of a field nested in it, with a value."""
 
     path: tuple[str, ...]
     operator: str
@@ -60,7 +60,7 @@ class Condition:
 
     @classmethod
     def parse(cls, plain: Any) -> Condition:
-        """Raises OptionError for what is none."""
+        """Parse `[column, operator, value]`. Raises OptionError."""
         match plain:
             case [column, str(operator), *value] if operator in _OPERATORS and len(value) == (operator not in _UNARY):
                 path = (column,) if isinstance(column, str) else column
@@ -72,7 +72,11 @@ class Condition:
         )
 
     def decide(self, batch: pa.RecordBatch) -> pa.BooleanArray:
-        """True, false or null for each row. Raises OptionError where the column cannot be compared so."""
+        """Return true, false or null for each row.
+
+        Raises:
+            OptionError: The result for this column is not certain to be Spark's.
+        """
         column = batch.column(self.path[0])
         with self._certain(column.type):
             for name in self.path[1:]:
@@ -80,7 +84,12 @@ class Condition:
             return self._decide(column, column.type)
 
     def expression(self, schema: pa.Schema) -> pc.Expression:
-        """The same for record batches of this schema. Raises as `decide` does, and ColumnNotFound."""
+        """Return the condition as an expression for batches of this schema.
+
+        Raises:
+            ColumnNotFound: The schema lacks the column.
+            OptionError: The result is not certain to be Spark's, or the name of the column is ambiguous.
+        """
         if self.path[0] not in schema.names:
             raise ColumnNotFound(
                 f"there is no column {self.path[0]!r} to filter by; there are {', '.join(schema.names)}"
@@ -118,15 +127,15 @@ class Condition:
 
 @dataclass(frozen=True)
 class Conditions:
-    """Lists of conditions: a row passes where all of one list are true."""
+    """Lists of conditions: a row passes if all conditions of any list are true."""
 
     alternatives: tuple[tuple[Condition, ...], ...]
 
     @classmethod
     def parse(cls, plain: Any) -> Conditions:
-        """A list of `[column, operator, value]`, which must all be true, or a list of such lists. Tuples will do.
+        """Parse a list of `[column, operator, value]`, which must all be true, or a list of such lists.
 
-        Raises OptionError.
+        Tuples are accepted in place of lists. Raises OptionError.
         """
         if not isinstance(plain, list | tuple) or not plain:
             raise OptionError(f"a filter is a list of [column, operator, value], not {plain!r}")
@@ -138,16 +147,16 @@ class Conditions:
 
     @property
     def columns(self) -> list[str]:
-        """The columns that are looked at."""
+        """The names of the columns in the conditions."""
         return [*dict.fromkeys(one.path[0] for conditions in self.alternatives for one in conditions)]
 
     def mask(self, batch: pa.RecordBatch) -> pa.BooleanArray:
-        """True for the rows that pass."""
+        """Return a mask that is true for the rows that pass."""
         masks = [reduce(pc.and_kleene, (one.decide(batch) for one in conditions)) for conditions in self.alternatives]
         return reduce(pc.or_kleene, masks)
 
     def expression(self, schema: pa.Schema) -> pc.Expression:
-        """The same for record batches of this schema. Raises OptionError and ColumnNotFound."""
+        """Return an expression for batches of this schema. Raises OptionError and ColumnNotFound."""
         expressions = [
             _joined(pc.and_kleene, [one.expression(schema) for one in conditions]) for conditions in self.alternatives
         ]
@@ -155,7 +164,7 @@ class Conditions:
 
 
 def _joined(function: Callable[[Any, Any], Any], parts: Sequence[Any]) -> Any:
-    """All parts, in a tree that is as flat as can be."""
+    """Join all parts with `function`, in a tree that is as flat as possible."""
     if len(parts) == 1:
         return parts[0]
     middle = len(parts) // 2
