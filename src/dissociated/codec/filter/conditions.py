@@ -258,7 +258,10 @@ def _compared_on_grid(operator: str, column: _Column, type_: pa.DataType, grid: 
 
 
 def _compared_with_floor(operator: str, column: _Column, below: pa.Scalar, exact: bool) -> Any:
-    """Compared with a value of which `below` is the largest that the column can have and that is not above it."""
+    """Compare a column with a value, given `below`: the largest value of the column's type that is not above it.
+
+    `exact` is whether `below` equals the value.
+    """
     if not exact:
         if operator in ("=", "!="):
             return _always(column, operator == "!=")
@@ -267,7 +270,7 @@ def _compared_with_floor(operator: str, column: _Column, below: pa.Scalar, exact
 
 
 def _always(column: _Column, value: bool) -> Any:
-    """The same for every row, but null where the column is."""
+    """Return `value` for every row in which the column is not null, and null for the others."""
     return pc.if_else(pc.is_valid(column), value, pa.scalar(None, pa.bool_()))
 
 
@@ -283,7 +286,7 @@ def _one_of(column: _Column, type_: pa.DataType, values: Sequence[Any]) -> Any:
 
 
 def _values(known: Sequence[Any], type_: pa.DataType) -> Iterator[pa.Scalar]:
-    """Those of these values that a column of this type can have."""
+    """Yield the values that a column of this type can have."""
     grid = _Grid.of(type_)
     for value in known:
         if types.is_timestamp(type_):
@@ -301,14 +304,15 @@ def _is_number(value: object) -> bool:
 
 
 def _ticks(value: Any, to: pa.DataType) -> tuple[int, int]:
-    """A moment in the unit of a column, rounded down, and what is left, in nanoseconds. Raises _Uncertain, ValueError.
+    """Return a timestamp in the unit of a column, rounded down, and the rest in nanoseconds.
 
-    Of a text, digits below microseconds count where the column has nanoseconds; else Spark leaves them out.
+    Digits of a text below microseconds only count if the column has nanoseconds; otherwise Spark ignores them. Raises
+    _Uncertain and ValueError.
     """
     moment = datetime.fromisoformat(value) if isinstance(value, str) else value
     if not isinstance(moment, datetime) or (moment.tzinfo is None) is not (to.tz is None):
         raise _Uncertain
-    nanoseconds = getattr(moment, "nanosecond", 0)  # as those of pandas have
+    nanoseconds = getattr(moment, "nanosecond", 0)  # pandas' timestamps have it
     if isinstance(value, str) and to.unit == "ns" and (below := _BELOW_MICROSECONDS.search(value)):
         nanoseconds = int(below[1].ljust(3, "0"))
     since = moment - (_EPOCH if moment.tzinfo is None else _EPOCH.replace(tzinfo=UTC))
