@@ -1,4 +1,4 @@
-"""Messages whose bodies came by reference, with those bodies where libarrow shall find them."""
+"""Decoding of messages whose bodies came by reference: libarrow reads these bodies in shared memory."""
 
 from __future__ import annotations
 
@@ -14,24 +14,32 @@ from dissociated.protocol.delivery import Delivery
 
 
 class LeaseManager(Protocol):
-    """What becomes of the addresses that were delivered. Each goes through one of these two methods, once."""
+    """An owner of delivered addresses. Each address goes through exactly one of these two methods, once."""
 
     def lease(self, memory: pa.Buffer, addresses: Sequence[int]) -> pa.Buffer:
-        """The same memory as a buffer, at whose end `addresses` go back."""
+        """Return the same memory as a buffer; `addresses` are given back when the buffer is freed."""
 
     def free(self, addresses: Sequence[int]) -> None:
-        """These addresses are not needed."""
+        """Give back these addresses at once: nothing uses them."""
 
 
 def attach(
     delivery: Delivery, address_space: AddressSpace, leases: LeaseManager, allocate: Callable[[int], pa.Buffer]
 ) -> tuple[bytes, Buffer | None]:
-    """The flatbuffer and the body of a message, as libarrow reads them.
+    """Return the flatbuffer and the body of a message in the form that libarrow reads.
 
-    Of a body by address, the body is the whole region, or all memory from the first of its regions to the last, and the
-    flatbuffer says where in it the buffers lie. `allocate` gives memory for a body whose buffers are not aligned as
-    libarrow needs them: they are copied.
-    Raises RemoteProtocolError where an address leaves the regions of `address_space`.
+    The body of a message that came by address is the whole region, or all memory from the first of its regions to the
+    last. The returned flatbuffer has the offsets of the buffers in that memory.
+
+    Args:
+        delivery: The message.
+        address_space: The regions in which addresses may lie.
+        leases: The owner of the addresses.
+        allocate: A function that allocates memory of a size in bytes. A body whose buffers libarrow finds misaligned is
+            copied there.
+
+    Raises:
+        RemoteProtocolError: An address leaves the regions of `address_space`.
     """
     _, header, parsed, body, placed = delivery
     if placed is None:
@@ -42,7 +50,8 @@ def attach(
             leases.free(leased)
         return (header if not parsed.body_length else relocate(header, parsed, [0] * len(placed.lengths), 0)), b""
     located = address_space.locate(placed.addresses, placed.lengths)
-    if any(offset % 8 for offset in located.offsets):  # which libarrow refuses: gather them where they should be
+    # libarrow refuses misaligned buffers: copy them to their offsets in a packed body.
+    if any(offset % 8 for offset in located.offsets):
         wanted, _ = buffer_extents(header, parsed)
         packed = located.gather(placed.lengths, wanted, allocate(parsed.body_length))
         leases.free(leased)

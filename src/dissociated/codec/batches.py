@@ -1,8 +1,8 @@
-"""A reader over record batches and their metadata, as they come from somewhere else.
+"""A reader over record batches with metadata, from any source of such pairs.
 
-What `pyarrow.RecordBatchReader.from_batches` makes knows of no metadata, and cannot even be asked. This one is a reader
-of an IPC stream: Python is given the very batches, and whatever reads through C++ a stream that is written around them,
-batch by batch, from where their buffers lie.
+The reader of `pyarrow.RecordBatchReader.from_batches` has no metadata of batches. This reader is a reader of an IPC
+stream: Python gets the original batches, and C++ code reads a stream that is written around them, batch by batch,
+without copying their buffers if possible.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from dissociated.format.message import buffer_extents, relocate
 
 T = TypeVar("T")
 
-_ALIGNMENT = 8  # which libarrow asks of buffers in a body
+_ALIGNMENT = 8  # bytes; libarrow requires it of buffers in a body
 
 
 class RaisingAgain(Generic[T]):
-    """Iterates over `items`, and raises again what they raised once: a generator would end, as if that were all."""
+    """An iterator over `items` that raises an error of theirs again at each later call.
+
+    A generator would end after its error, which looks like the regular end.
+    """
 
     def __init__(self, items: Iterator[T]) -> None:
         self._items = items
@@ -39,7 +42,10 @@ class RaisingAgain(Generic[T]):
         return self._reading.take(self._items.__next__)
 
     def close(self) -> None:
-        """Take no more items, and let go of where they come from. To ask for more raises StoreError, before the end."""
+        """Take no more items, and close their source.
+
+        A later call of `next` raises StoreError, unless the end was reached before.
+        """
         self._reading.close()
         items, self._items = self._items, iter(())
         if isinstance(items, Generator):
@@ -47,7 +53,10 @@ class RaisingAgain(Generic[T]):
 
 
 class BatchReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyarrow has no type hints
-    """Reads batches of one `schema` and their metadata from `pairs`. Whatever these raise comes out of it."""
+    """A reader of batches of one `schema` and their metadata from `pairs`.
+
+    Errors of `pairs` are raised by the reader.
+    """
 
     def __init__(self, schema: pa.Schema, pairs: Iterator[BatchAndMetadata]) -> None:
         self._schema = schema
@@ -64,15 +73,15 @@ class BatchReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mis
         return self
 
     def read_next_batch(self) -> pa.RecordBatch:
-        """The next batch. Raises StopIteration at the end."""
+        """Return the next batch. Raises StopIteration at the end."""
         return self._next()[0]
 
     def read_next_batch_with_custom_metadata(self) -> pa.lib.RecordBatchWithMetadata:
-        """The next batch and its metadata. Raises StopIteration at the end."""
+        """Return the next batch and its metadata. Raises StopIteration at the end."""
         return pa.lib.RecordBatchWithMetadata(*self._next())
 
     def read_all(self) -> pa.Table:
-        """All batches that are left, as one table."""
+        """Return all remaining batches as one table."""
         self._begin()
         table = pa.Table.from_batches((batch for batch, _ in self._pairs), self._schema)
         self._ended = True
@@ -86,14 +95,14 @@ class BatchReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mis
             raise
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading, and close the source."""
         super().close()
         self._pairs.close()
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> Any:
         self._begin()
-        self._ended = True  # whoever takes it reads all
-        batches = map(itemgetter(0), self._pairs)  # no generator: that would end after an error
+        self._ended = True  # the consumer of the stream reads all batches
+        batches = map(itemgetter(0), self._pairs)  # not a generator: it would end after an error
         return pa.RecordBatchReader.from_batches(self._schema, batches).__arrow_c_stream__(requested_schema)
 
 
@@ -105,7 +114,10 @@ def _messages(schema: pa.Schema, pairs: Iterator[BatchAndMetadata]) -> Messages:
 
 
 def _in_one_piece(message: SplitMessage) -> tuple[bytes, Buffer | None]:
-    """Flatbuffer and body, which is all memory from the first of its buffers to the last, wherever they lie."""
+    """Return the flatbuffer and the body, which is all memory from the first buffer to the last, uncopied.
+
+    Buffers that libarrow cannot read in place are copied to a packed body.
+    """
     header, parsed, body = message
     starts: dict[int, pa.Buffer] = {}
     at = 0
@@ -116,7 +128,7 @@ def _in_one_piece(message: SplitMessage) -> tuple[bytes, Buffer | None]:
     used = [(part.address, length) for part, length in extents if length and part is not None]
     first = min((address for address, _ in used), default=0)
     if len(used) < sum(bool(length) for _, length in extents) or any((at - first) % _ALIGNMENT for at, _ in used):
-        return header, b"".join(map(memoryview, body or ()))  # a copy, of what libarrow cannot read where it is
+        return header, b"".join(map(memoryview, body or ()))  # a copy: libarrow cannot read these buffers in place
     size = max((address + length for address, length in used), default=0) - first
     offsets = [part.address - first if length and part is not None else 0 for part, length in extents]
     return relocate(header, parsed, offsets, size), pa.foreign_buffer(first, size, list(starts.values()))

@@ -1,7 +1,7 @@
-"""The Arrow C Device interface: its structs, as capsules out of record batches, and record batches' arrays out of them.
+"""The Arrow C Device interface: export of record batches as capsules, and import of arrays from capsules.
 
-libarrow makes the `ArrowArray`, whose release lets go of the buffers. It has no device of its own in pyarrow's wheels,
-so which device it is, and what to wait for, is written here.
+libarrow makes the `ArrowArray`, whose release callback frees the buffers. pyarrow's wheels support no devices, so the
+device and the event to wait for are written here.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class ArrowDeviceArray(ctypes.Structure):
 
 
 class _ArrowSchema(ctypes.Structure):
-    """`struct ArrowSchema`, of which only the size matters here."""
+    """`struct ArrowSchema`, of which only the size is needed here."""
 
     _fields_ = [("content", ctypes.c_int64 * 9)]
 
 
-#: Makes a struct a batch.
+#: Writes a batch into a struct.
 Fill: TypeAlias = Callable[[ArrowDeviceArray], None]
 
 _Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
@@ -84,11 +84,11 @@ class _ArrowDeviceArrayStream(ctypes.Structure):
 # Capsules
 
 
-# Of our own: `ctypes.pythonapi.NAME` belongs to everybody, and others say there what they pass.
+# Own prototypes: `ctypes.pythonapi.NAME` is shared, and other code may set its argument types.
 _new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
     ("PyCapsule_New", ctypes.pythonapi)
 )
-# By address: a capsule that is going must not be referred to.
+# Takes an address, because a capsule that is being destroyed must not get a new reference.
 _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
@@ -98,43 +98,46 @@ _keep = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi
 
 
 def lasting(thunk: T) -> T:
-    """`thunk`, which is never freed: who was given it may call it when the interpreter has taken our modules apart.
+    """Return `thunk`, which is never freed: consumers may call it after the interpreter has cleared our modules.
 
-    Nor are module globals there any more then: whatever such a function needs to let go of memory is bound to it.
+    Module globals are gone then. So such a function must have everything it needs to free memory bound to it.
     """
     _keep(thunk)
     return thunk
 
 
 _Destructor = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-#: What capsules point to, by their own addresses, until they are collected.
+#: The structs of capsules, by the addresses of the capsules, until these are collected.
 _structs: dict[int, ctypes.Structure] = {}
 
 
 def capsule(struct: ctypes.Structure, name: bytes, destroy: Any) -> Any:
-    """A capsule of that name around `struct`, for which `destroy` is called with the capsule's address at its end."""
+    """Return a capsule with this name around `struct`.
+
+    `destroy` is called with the address of the capsule when the capsule is destroyed.
+    """
     made = _new_capsule(ctypes.addressof(struct), name, ctypes.cast(destroy, ctypes.c_void_p))
     _structs[id(made)] = struct
     return made
 
 
 def destructor(name: bytes, release: Callable[[Any], None]) -> Any:
-    """What `capsule` takes: it calls `release` with the struct of a capsule that still has this name.
+    """Return a destructor for `capsule`. It calls `release` with the struct if the capsule still has this name.
 
-    The name lasts with it: capsules refer to its characters.
+    The destructor keeps `name` alive, to whose characters capsules refer.
     """
     take, is_capsule = _structs.pop, _is_capsule
 
     def destroy(address: int) -> None:
         struct = take(address)
-        if is_capsule(address, name):  # else somebody has taken it
+        if is_capsule(address, name):  # otherwise a consumer has taken the struct
             release(struct)
 
     return lasting(_Destructor(destroy))
 
 
 def pointer(capsule: object, name: bytes) -> int:
-    """What a capsule of this name points to. Raises SourceError for something else."""
+    """Return the pointer in a capsule with this name. Raises SourceError for any other object."""
     if not _is_capsule(id(capsule), name):
         raise SourceError(f"a capsule named {name.decode()} was to come, and a {type(capsule).__name__} did")
     return int(_capsule_pointer(id(capsule), name))
@@ -151,7 +154,7 @@ def _release_stream(struct: _ArrowDeviceArrayStream, address_of: Callable[[Any],
 
 
 def releasing(kind: type[ctypes.Structure], forget: Callable[[int, None], object]) -> Any:
-    """What a struct of this kind has as its `release`: it calls `forget` with the `private_data`."""
+    """Return a `release` callback for structs of this kind, which calls `forget` with the `private_data`."""
     at = kind.from_address
 
     def release(address: int) -> None:
@@ -166,13 +169,13 @@ _destroy_array = destructor(_DEVICE_ARRAY, _release_array)
 _destroy_stream = destructor(_DEVICE_STREAM, _release_stream)
 
 
-# Out
+# Export
 
 
 def fill(struct: ArrowDeviceArray, batch: pa.RecordBatch, device: Device, event: int | None) -> None:
-    """Make `struct` the batch, whose buffers lie on the device once what this `event` points to has happened.
+    """Write the batch into `struct`. Its buffers are valid on the device once the `event` has happened.
 
-    The event must be there for as long as the buffers.
+    The event, a pointer, must live as long as the buffers.
     """
     ctypes.memset(ctypes.addressof(struct), 0, ctypes.sizeof(struct))  # the reserved fields, too
     struct.device_id = device.number
@@ -182,25 +185,28 @@ def fill(struct: ArrowDeviceArray, batch: pa.RecordBatch, device: Device, event:
 
 
 def export_array(batch: pa.RecordBatch, device: Device, event: int | None) -> tuple[Any, Any]:
-    """What `__arrow_c_device_array__` returns of `batch`; see `fill`."""
-    schema = batch.schema.__arrow_c_schema__()  # first: where it fails, nothing is held yet
+    """Return the result of `__arrow_c_device_array__` for `batch`. See `fill`."""
+    schema = batch.schema.__arrow_c_schema__()  # first: if it fails, nothing is held yet
     struct = ArrowDeviceArray()
     fill(struct, batch, device, event)
     return schema, capsule(struct, _DEVICE_ARRAY, _destroy_array)
 
 
 class OnDevice(ABC):
-    """Batches of ours on a device. We read them as they are: in between, C would lose Ctrl-C, and what it stopped."""
+    """Batches of this library on a device. They are imported directly, without callbacks of C.
+
+    C would lose Ctrl-C, and the batch that it interrupts.
+    """
 
     schema: Any
 
     @abstractmethod
     def fills(self) -> Iterator[Fill]:
-        """What writes each batch that is left into a struct."""
+        """Return for each remaining batch the function that writes it into a struct."""
 
 
 class _Exported:
-    """The stream that a consumer pulls from. KeyError stands for whatever went wrong, and `text` says what that was."""
+    """A stream from which a consumer pulls. Every failure raises KeyError, and `text` describes it."""
 
     def __init__(self, schema: pa.Schema, fills: Iterator[Fill]) -> None:
         self.text = ctypes.create_string_buffer(b"interrupted", _LONGEST_ERROR)
@@ -215,7 +221,7 @@ class _Exported:
         if self._broken:
             raise KeyError
         struct = ArrowDeviceArray.from_address(out)
-        ctypes.memset(out, 0, ctypes.sizeof(struct))  # no release: the end, unless a batch comes
+        ctypes.memset(out, 0, ctypes.sizeof(struct))  # without a release, the struct means the end of the stream
         self._attempt(self._fill, struct)
 
     def _attempt(self, write: Callable[[T], None], out: T) -> None:
@@ -226,18 +232,18 @@ class _Exported:
             raise KeyError from None
 
     def _fill(self, struct: ArrowDeviceArray) -> None:
-        self._broken = True  # and where it stays so, a batch may be lost that was under way
+        self._broken = True  # if it stays true, a batch may have been lost
         try:
             write = next(self._fills, None)
             if write is not None:
                 write(struct)
-            self._broken = False  # at last
+            self._broken = False  # last, once nothing can be lost
         except BaseException:
-            _release_array(struct)  # nobody else will
+            _release_array(struct)  # the consumer will not release it
             raise
 
 
-#: By the addresses of their texts.
+#: Exported streams, by the addresses of their texts.
 _streams: dict[int, _Exported] = {}
 
 
@@ -246,9 +252,9 @@ def _stream(address: int | None) -> _Exported:
     return _streams[_ArrowDeviceArrayStream.from_address(address).private_data]
 
 
-# What consumers call. Ctrl-C may come at the first bytecode of a callback, before any `try`. ctypes would return what
-# lies on the stack then, and 0 is a success: without a batch it is the end of the stream. So C is called, which calls
-# `__getitem__`, and says whether that has raised.
+# Callbacks for consumers. Ctrl-C may come at the first bytecode of a callback, before any `try`. ctypes would then
+# return an arbitrary value from the stack, and 0 means success: without a batch, the end of the stream. So the callback
+# is a C function, which calls `__getitem__` and returns whether it raised.
 
 _answer = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.py_object)(("PyMapping_HasKey", ctypes.pythonapi))
 _answer.restype = (errno.EIO, 0).__getitem__
@@ -280,7 +286,7 @@ _CALLBACKS = lasting(
 
 
 def export_stream(schema: pa.Schema, device: Device, fills: Iterator[Fill]) -> Any:
-    """What `__arrow_c_device_stream__` returns of batches, each of which writes itself into a struct."""
+    """Return the result of `__arrow_c_device_stream__` for batches that `fills` write into structs."""
     stream = _Exported(schema, fills)
     number = ctypes.addressof(stream.text)
     _streams[number] = stream
@@ -289,26 +295,29 @@ def export_stream(schema: pa.Schema, device: Device, fills: Iterator[Fill]) -> A
 
 
 def check_request(requested_schema: object, schema: pa.Schema, options: dict[str, Any]) -> None:
-    """Raise DeviceError for what cannot be done on a device: another schema, and options that nobody knows."""
+    """Raise DeviceError for a request of another schema, and NotImplementedError for unknown options."""
     if requested_schema is not None and not pa.Schema._import_from_c_capsule(requested_schema).equals(schema):
         raise DeviceError("what lies on a device cannot be cast to another schema here: ask for none")
     if unknown := [name for name, value in options.items() if value is not None]:
         raise NotImplementedError(f"options that are not known: {', '.join(unknown)}")
 
 
-# In
+# Import
 
 
 def is_on_device(source: object) -> bool:
-    """Whether `source` offers the Arrow C Device interface, as record batches do, and not only one array of pyarrow."""
+    """Return whether `source` offers the Arrow C Device interface for record batches.
+
+    A single array of pyarrow does not count.
+    """
     offers = hasattr(source, "__arrow_c_device_stream__") or hasattr(source, "__arrow_c_device_array__")
     return offers and not isinstance(source, pa.Array)
 
 
 class ImportedArray:
-    """An array of a batch that somebody else has on a device. It is given back when this is collected."""
+    """An array of another library's batch on a device. It is released when this object is collected."""
 
-    struct = ArrowDeviceArray()  # for one that Ctrl-C left without
+    struct = ArrowDeviceArray()  # for an object whose `__init__` was interrupted
 
     def __init__(self, struct: ArrowDeviceArray) -> None:
         self.struct = struct
@@ -323,14 +332,14 @@ class ImportedArray:
 
 
 def _moved(address: int) -> ArrowDeviceArray:
-    """The struct at `address`, which is empty from now on."""
+    """Return the struct at `address`, and mark the original as released."""
     struct = ArrowDeviceArray.from_buffer_copy(ArrowDeviceArray.from_address(address))
     ArrowDeviceArray.from_address(address).array.release = type(struct.array.release)()
     return struct
 
 
 def import_batches(source: Any) -> tuple[pa.Schema, Iterator[ImportedArray]]:
-    """The schema of `source`, which offers the Arrow C Device interface, and its batches. Raises SourceError."""
+    """Return the schema and batches of `source`, which offers the Arrow C Device interface. Raises SourceError."""
     if isinstance(source, OnDevice):
         return source.schema, _read(source)
     if not hasattr(source, "__arrow_c_device_stream__"):
@@ -354,7 +363,7 @@ def _read(source: OnDevice) -> Iterator[ImportedArray]:
         raise _failed(f"{type(error).__name__}: {error}") from error
 
 
-#: The release of a struct that nobody has written to.
+#: The release of a struct before the source has written to it.
 _UNTOUCHED = lasting(_Release(id))
 
 
@@ -381,7 +390,7 @@ def _failed(reason: object) -> SourceError:
 
 
 def device_name(struct: ArrowDeviceArray) -> str | None:
-    """What `open_device` calls the device that an array lies on; None for host memory. Raises SourceError."""
+    """Return the name for `open_device` of the array's device; None for host memory. Raises SourceError."""
     kinds = {DeviceType.CUDA: "cuda", DeviceType.EXTENSION: "test"}
     if struct.device_type == DeviceType.CPU:
         return None

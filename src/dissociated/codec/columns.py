@@ -1,4 +1,4 @@
-"""Some of the columns of a stream of record batches, some of the batches, or some of the rows."""
+"""Selections from a stream of record batches: some columns, some batches, or some rows."""
 
 from __future__ import annotations
 
@@ -16,23 +16,26 @@ from dissociated.errors import RemoteProtocolError
 
 
 def select_fields(schema: pa.Schema, indices: Sequence[int]) -> pa.Schema:
-    """`schema` with these of its fields alone."""
+    """Return `schema` with only the fields at these indices."""
     return pa.schema([schema.field(index) for index in indices], schema.metadata)
 
 
 def select_columns(reader: pa.RecordBatchReader, indices: Sequence[int]) -> pa.RecordBatchReader:
-    """The same batches with these of their columns alone, or with none: their row counts stay."""
+    """Return the batches with only the columns at these indices. Without columns, they keep their row counts."""
     schema = select_fields(reader.schema, indices)
     return BatchReader(schema, ((batch.select([*indices]), metadata) for batch, metadata in batches(reader)))
 
 
 def slice_batches(reader: pa.RecordBatchReader, first: int, stop: int) -> pa.RecordBatchReader:
-    """The batches from number `first` up to `stop`, as far as they are there. The others before `stop` are read too."""
+    """Return the batches from number `first` up to `stop`, exclusive, if they exist.
+
+    Batches before `first` are read and dropped.
+    """
     return BatchReader(reader.schema, islice(batches(reader), first, stop))
 
 
 def pick_batches(reader: pa.RecordBatchReader, numbers: Sequence[int]) -> pa.RecordBatchReader:
-    """The batches of these numbers, which ascend, as far as they are there. None after the last of them is read."""
+    """Return the batches with these ascending numbers, if they exist. Nothing is read after the last of them."""
     stop = numbers[-1] + 1 if numbers else 0
     wanted = numbers if isinstance(numbers, range) else {*numbers}
     numbered = enumerate(islice(batches(reader), stop))
@@ -40,10 +43,10 @@ def pick_batches(reader: pa.RecordBatchReader, numbers: Sequence[int]) -> pa.Rec
 
 
 def even_batches(pieces: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.RecordBatch]:
-    """The same rows in batches of just so many, the last but for what is left.
+    """Yield the same rows in batches of exactly `rows` rows; the last batch may be smaller.
 
-    pyarrow cuts Parquet where a row group ends, or an array is full, and that depends on the columns that are read.
-    Batches are known by their numbers, whatever is read of them.
+    pyarrow cuts Parquet at the ends of row groups and of full arrays, which depends on the requested columns. Batches
+    are identified by number, so their borders must not depend on the columns.
     """
     waiting: list[pa.RecordBatch] = []
     missing = rows
@@ -65,9 +68,10 @@ def _concatenate(pieces: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
 
 
 def slice_rows(reader: pa.RecordBatchReader, rows: range) -> pa.RecordBatchReader:
-    """These rows. No batch is read after the last of them; a part of one has the metadata of the whole.
+    """Return these rows. No batch is read after the last of them; part of a batch has the metadata of the whole.
 
-    Reading raises RemoteProtocolError where some of them are not there.
+    Raises:
+        RemoteProtocolError: On reading, if the stream has fewer rows.
     """
 
     def pairs() -> Iterator[BatchAndMetadata]:
@@ -92,12 +96,18 @@ def filter_batches(
     limit: int | None = None,
     keepalive: float = float("inf"),
 ) -> pa.RecordBatchReader:
-    """Return the rows that pass, at most `limit` of them, with the columns at these positions of the reader.
+    """Return the rows that pass, at most `limit` of them.
 
-    `mask_of` returns a mask for a batch, which is true for the rows that pass, and false or null for the others.
+    No batch is read after the last such row. Batches without such rows are omitted, except for one after every
+    `keepalive` seconds without output, which tells the consumer that the source is alive.
 
-    No batch is read after the last such row. Batches without such rows are left out, but for one after every
-    `keepalive` seconds in which nothing else came: so whoever waits knows that the source lives.
+    Args:
+        reader: The batches.
+        mask_of: A function that returns a mask for a batch: true for rows that pass, false or null for others. None
+            lets all rows pass.
+        columns: The positions in `reader` of the columns to return.
+        limit: The largest number of rows.
+        keepalive: The longest time without a batch, in seconds.
     """
     schema = select_fields(reader.schema, columns)
 
@@ -108,7 +118,7 @@ def filter_batches(
             batch, metadata = pair
             mask = None if mask_of is None else mask_of(batch)
             batch = batch.select([*columns])
-            if mask is not None and mask.true_count < len(mask):  # else it stays where it lies
+            if mask is not None and mask.true_count < len(mask):  # otherwise no copy is needed
                 batch = _passing(batch, mask)
             batch = batch[:left]
             if left is not None:
@@ -121,10 +131,11 @@ def filter_batches(
 
 
 def _passing(batch: pa.RecordBatch, mask: pa.BooleanArray) -> pa.RecordBatch:
-    """The rows for which `mask` is true."""
+    """Return the rows for which `mask` is true."""
     try:
         return batch.filter(mask)
-    except pa.ArrowNotImplementedError:  # of views and run-end encoded arrays libarrow can only put slices together
+    except pa.ArrowNotImplementedError:
+        # libarrow cannot filter views and run-end encoded arrays, but it can concatenate slices of them.
         passes = np.concatenate([[0], mask.fill_null(False).to_numpy(zero_copy_only=False).view(np.int8), [0]])
         edges = np.flatnonzero(np.diff(passes)).tolist()
         runs = [batch.slice(first, stop - first) for first, stop in zip(edges[::2], edges[1::2], strict=True)]
@@ -132,7 +143,10 @@ def _passing(batch: pa.RecordBatch, mask: pa.BooleanArray) -> pa.RecordBatch:
 
 
 def values_size(rows: pa.RecordBatch | pa.Table) -> int:
-    """Bytes of these rows, which are valid. With unions among them, those of the whole buffers that they lie in."""
+    """Return the size of these rows, which must be valid, in bytes.
+
+    If there are unions among the columns, it is the size of the whole buffers that contain the rows.
+    """
     # Without unions `nbytes` of pyarrow is exact; on a union without rows it crashes.
     has_union = any(contains(type_, pa.types.is_union) for type_ in rows.schema.types)
     return int(rows.get_total_buffer_size() if has_union else rows.nbytes)

@@ -1,8 +1,8 @@
-"""Record batches on a device: metadata here, bodies there, each body in one piece.
+"""Record batches on a device: metadata in host memory, and each body in one piece on the device.
 
-libarrow encodes and decodes as ever: it looks into no body that is not compressed, so its arrays lie on the device.
-Whoever looks into them here dies: they are handed on by the Arrow C Device interface, DLPack and
-`__cuda_array_interface__` alone.
+libarrow encodes and decodes them: it never reads uncompressed bodies, so its arrays lie on the device. Reading their
+values here would crash the process. They are only passed on, by the Arrow C Device interface, DLPack and
+`__cuda_array_interface__`.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from dissociated.memory.device.base import Device, Event
 from dissociated.memory.device.copies import Copies
 from dissociated.memory.remote import fetch_ranges
 
-#: How bodies are laid out on a device: what reads there wants buffers that are aligned to 64 bytes, and padded to them.
+#: Layout of bodies on a device: device libraries require buffers that are aligned and padded to 64 bytes.
 LAYOUT = WriteOptions(allow_64bit=True, alignment=64)
-#: How many batches are under way to a device at once: while one is copied the next is fetched.
+#: Number of batches that are copied to a device at once: a batch is fetched while another is copied.
 _UNDER_WAY = 2
-_WORTH_REGISTERING = 1 << 20  # bytes of a segment
+_WORTH_REGISTERING = 1 << 20  # bytes; smaller segments are not registered
 
 
 class DeviceMessage(NamedTuple):
-    """An IPC message whose body lies on a device, in one buffer; None without one. It is there after the `event`.
+    """An IPC message whose body lies on a device, in one buffer, once the `event` has happened; None without a body.
 
-    What is `shared` with others must not be written to.
+    A body that is `shared` with other readers must not be written to.
     """
 
     header: bytes
@@ -55,7 +55,7 @@ class DeviceMessage(NamedTuple):
 
 
 class DeviceBatch(OnDevice):
-    """A record batch whose columns lie on a device. It is freed there when the last that uses it is collected."""
+    """A record batch whose columns lie on a device. Its memory is freed when its last user is collected."""
 
     def __init__(
         self,
@@ -64,45 +64,45 @@ class DeviceBatch(OnDevice):
         metadata: pa.KeyValueMetadata | None,
         messages: tuple[DeviceMessage, ...],
     ) -> None:
-        #: Where it lies.
+        #: The device of the columns.
         self.device = device
-        #: What its writer has said of it.
+        #: The metadata that the writer gave the batch.
         self.metadata = metadata
         self._batch = batch
-        self._messages = messages  # the schema, the dictionaries that it uses, and the batch itself
+        self._messages = messages  # the schema, the dictionaries in use, and the batch
         self._event = messages[-1].event
-        if self._event is None:  # it was there before, but a dictionary may have been copied
+        if self._event is None:  # the batch was on the device before; a dictionary may have been copied
             for message in messages:
                 if message.event is not None:
                     message.event.synchronize()
 
     @property
     def schema(self) -> pa.Schema:
-        """That of the reader that it is from."""
+        """The schema of the reader from which the batch comes."""
         return self._batch.schema
 
     @property
     def num_rows(self) -> int:
-        """How many rows it has."""
+        """The number of rows."""
         return int(self._batch.num_rows)
 
     @property
     def num_columns(self) -> int:
-        """How many columns it has."""
+        """The number of columns."""
         return int(self._batch.num_columns)
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it takes on the device, without the dictionaries that batches share."""
+        """The size on the device in bytes, without dictionaries, which batches share."""
         body = self._messages[-1].body
         return 0 if body is None else int(body.size)
 
     def get_total_buffer_size(self) -> int:
-        """The same, as pyarrow calls it: what reads ahead counts it."""
+        """Return `nbytes`, under pyarrow's name, for readers that limit prefetched bytes."""
         return self.nbytes
 
     def column(self, which: int | str) -> DeviceColumn:
-        """A column by its position or name. Raises KeyError and IndexError as pyarrow does."""
+        """Return a column by position or name. Raises KeyError and IndexError in the cases that pyarrow does."""
         return DeviceColumn(self.device, self._batch.column(which), self._event, self._messages[-1].shared)
 
     def __getitem__(self, which: int | str) -> DeviceColumn:
@@ -112,7 +112,7 @@ class DeviceBatch(OnDevice):
         return self.num_rows
 
     def synchronize(self) -> None:
-        """Wait until it has arrived on the device. Consumers that know the Arrow C Device interface do so themselves.
+        """Wait until the batch has arrived on the device. Consumers of the Arrow C Device interface wait themselves.
 
         Raises DeviceError.
         """
@@ -120,28 +120,28 @@ class DeviceBatch(OnDevice):
             self._event.synchronize()
 
     def to_host(self) -> pa.RecordBatch:
-        """A copy of it in memory of this process. Raises DeviceError."""
+        """Return a copy in memory of this process. Raises DeviceError."""
         with closing(_messages_on_host(self.device, self._messages)) as messages:
             return join(messages).read_next_batch()
 
     def __arrow_c_device_array__(self, requested_schema: object = None, **options: Any) -> tuple[Any, Any]:
-        """The same for other libraries, which need not wait: they are told what their streams wait for."""
+        """Export the batch with its event, for which the streams of the consumer wait."""
         check_request(requested_schema, self.schema, options)
         return export_array(self._batch, self.device, self._awaited())
 
     def fill(self, struct: ArrowDeviceArray) -> None:
-        """Make `struct` this batch."""
+        """Write this batch into `struct`."""
         fill(struct, self._batch, self.device, self._awaited())
 
     def fills(self) -> Iterator[Fill]:
-        """This one."""
+        """Return an iterator over a single function, which writes this batch."""
         return iter([self.fill])
 
     def _awaited(self) -> int | None:
-        """The event that others wait for, which is there for as long as the memory of the body.
+        """Return the event for which consumers wait, which lives as long as the memory of the body.
 
-        libarrow keeps no validity where nothing is null. Where it has kept nothing else either, nothing keeps the
-        event: then it is waited for here.
+        libarrow drops the validity of a column without nulls. If it has kept no buffer of the body at all, nothing
+        keeps the event alive: then wait here, and return None.
         """
         if self._event is None:
             return None
@@ -168,7 +168,7 @@ def _messages_on_host(device: Device, messages: tuple[DeviceMessage, ...]) -> Me
 
 
 def copy_to_host(device: Device, memory: pa.Buffer) -> pa.Buffer:
-    """A copy of what lies on a device. Raises DeviceError."""
+    """Return a copy of device memory in memory of this process. Raises DeviceError."""
     with Copies(device) as copies:
         return _copied(memory, copies)
 
@@ -183,16 +183,16 @@ def _copied(memory: pa.Buffer, copies: Copies) -> pa.Buffer:
 
 
 class DeviceReader(OnDevice):
-    """Reads record batches onto a device, or where they lie there. It is read once.
+    """A reader of record batches on a device. It can be read once.
 
-    Use it as a context manager, or `close` it; dropping it does, too. Reading raises what the reader raises that it
-    reads from, DeviceError, and DeviceFull.
+    Use it as a context manager, or `close` it; dropping it closes it, too. Reading raises the errors of the source,
+    DeviceError, and DeviceFull.
     """
 
     def __init__(
         self, device: Device, schema: pa.Schema, batches: Generator[DeviceBatch, None, None], close: Callable[[], None]
     ) -> None:
-        #: Where batches lie.
+        #: The device of the batches.
         self.device = device
         self.schema = schema
         self._batches = RaisingAgain(batches)
@@ -205,11 +205,11 @@ class DeviceReader(OnDevice):
         return self.read_next_batch()
 
     def read_next_batch(self) -> DeviceBatch:
-        """The next batch. Raises StopIteration at the end, and never there after an error: that is raised again."""
+        """Return the next batch. Raises StopIteration at the end; an error is raised again by later calls."""
         return next(self._batches)
 
     def close(self) -> None:
-        """Read no more. What has been read stays."""
+        """Stop reading. Batches that were read stay valid."""
         for close in self._closes:
             close()
 
@@ -222,16 +222,16 @@ class DeviceReader(OnDevice):
         self.close()
 
     def __arrow_c_device_stream__(self, requested_schema: object = None, **options: Any) -> Any:
-        """What is left, for other libraries."""
+        """Export the remaining batches to other libraries."""
         check_request(requested_schema, self.schema, options)
         return export_stream(self.schema, self.device, self.fills())
 
     def fills(self) -> Iterator[Fill]:
-        """Each batch that is left."""
+        """Return for each remaining batch the function that writes it into a struct."""
         return map(attrgetter("fill"), self)
 
 
-#: Goes on with a stream that ends early, given how it began: its schema and the dictionaries there are.
+#: Continues a stream that ends early, given its schema, its dictionaries and the last batch that was not read.
 GoOn: TypeAlias = Callable[[Messages], pa.RecordBatchReader | None]
 
 
@@ -241,12 +241,12 @@ def join_on_device(
     options: ReadOptions | None = None,
     go_on: GoOn = lambda begin: None,
 ) -> DeviceReader:
-    """A reader over the stream that `messages` make, the schema first. Raises what libarrow finds wrong with them.
+    """Return a reader over the stream of `messages`, the schema first. Raises libarrow's errors of content.
 
-    Where they end, `go_on` may have a reader of more, which is copied to the device.
+    When the messages end, `go_on` may return a reader of further batches, which are copied to the device.
     """
     seen = _Seen()
-    # What would have libarrow look into bodies, or copy them.
+    # With these options libarrow would read bodies, or copy them.
     options = replace(options or ReadOptions(), ensure_native_endian=False, ensure_alignment=pa.ipc.Alignment.Any)
     reader = join(seen.follow(messages), options)
 
@@ -260,7 +260,10 @@ def join_on_device(
 
 
 class _Seen:
-    """What the next batch of a stream needs of it. It must not refer to the reader, which owns it through C++."""
+    """The messages that the next batch of a stream needs.
+
+    It must not refer to the reader, which owns it through C++.
+    """
 
     def __init__(self) -> None:
         self._begin: tuple[DeviceMessage, ...] = ()
@@ -269,18 +272,20 @@ class _Seen:
         self._last: tuple[DeviceMessage, ...] = ()
 
     def take(self) -> tuple[DeviceMessage, ...]:
-        """The schema, the dictionaries, and the batch that was read last, which is forgotten: its memory is others'."""
+        """Return the schema, the dictionaries, and the batch read last, which the caller now owns."""
         last, self._last = self._last, ()
         return (*self._begin, *self._dictionaries.values(), *last)
 
     def follow(self, messages: Generator[DeviceMessage, None, None]) -> Messages:
-        """The same for libarrow. Raises DeviceError for a dictionary that grows: libarrow would put it together.
+        """Yield the messages for libarrow, and record them.
 
-        And RemoteProtocolError for buffers that are shorter than their rows need: whoever takes a column reads all of
-        it, and libarrow's own validation would look into memory of the device.
+        Raises:
+            DeviceError: A dictionary grows, which libarrow would have to concatenate.
+            RemoteProtocolError: A buffer is shorter than its rows need. Consumers of a column read all of it, and
+                libarrow's own validation would read memory of the device.
         """
         with closing(messages):
-            yield from map(self._note, messages)  # and not in a loop, whose variable would hold a body
+            yield from map(self._note, messages)  # not a loop, whose variable would keep a body alive
 
     def _note(self, message: DeviceMessage) -> EncodedMessage:
         match message.parsed.type:
@@ -310,7 +315,7 @@ def _batches(
 
 
 def chain_on_device(device: Device, readers: Sequence[DeviceReader]) -> DeviceReader:
-    """What these give, one after the other. There is at least one."""
+    """Concatenate `readers`, which must not be empty."""
 
     def chained() -> Generator[DeviceBatch, None, None]:
         for reader in readers:
@@ -324,10 +329,10 @@ def chain_on_device(device: Device, readers: Sequence[DeviceReader]) -> DeviceRe
 
 
 def to_device(reader: pa.RecordBatchReader, device: Device) -> DeviceReader:
-    """What `reader` gives, copied onto a device, batch by batch, as they are asked for. The reader is closed with it.
+    """Copy the batches of `reader` to a device, one by one on demand. The reader is closed with the result.
 
-    Copies are asynchronous: a batch is given while it is under way. A segment that is read in place is made known to
-    the driver, once, for as long as it is copied from.
+    Copies are asynchronous: a batch is returned while it is being copied. A segment that is read in place is registered
+    with the driver, once, while it is copied from.
     """
     return join_on_device(device, _moved(reader, device))
 
@@ -344,16 +349,16 @@ def _moved(reader: pa.RecordBatchReader, device: Device) -> Generator[DeviceMess
 
 
 class Mover:
-    """Copies bodies onto a device, and keeps what they are copied from until they are there."""
+    """A copier of bodies to a device, which keeps the sources alive until they are copied."""
 
     def __init__(self, device: Device) -> None:
-        #: Where to.
+        #: The destination.
         self.device = device
         self._copies = Copies(device)
         self._events: deque[Event] = deque()
 
     def move_split(self, message: SplitMessage) -> DeviceMessage:
-        """Copy a message whose body is in parts, each of which begins with a buffer."""
+        """Copy a message whose body is in parts. Each buffer must begin a part."""
         header, parsed, body = message
         parts = {at: pa.py_buffer(part) for at, part in by_position(body or ()).items()}
         offsets, lengths = buffer_extents(header, parsed)
@@ -361,13 +366,23 @@ class Mover:
         return self.move(header, parsed, addresses, parts)
 
     def move(self, header: bytes, parsed: Header, addresses: Sequence[int], sources: object) -> DeviceMessage:
-        """Copy the buffers of a message from where they lie, here or on the device; `sources` keep them there.
+        """Copy the buffers of a message from their addresses, in host memory or on the device.
 
-        Raises RemoteProtocolError where one leaves its body, DeviceError, and DeviceFull.
+        Args:
+            header: The flatbuffer of the message.
+            parsed: The parsed header.
+            addresses: The address of each buffer.
+            sources: An object that keeps this memory alive.
+
+        Raises:
+            RemoteProtocolError: A buffer leaves its body.
+            DeviceError: The device failed.
+            DeviceFull: The device has no memory for the body.
         """
         if not parsed.body_length:
             return DeviceMessage(header, parsed, pa.py_buffer(b""))
-        offsets, lengths = extents_within(header, parsed, parsed.body_length)  # where a peer says that they lie
+        # The offsets may come from a peer, and are checked.
+        offsets, lengths = extents_within(header, parsed, parsed.body_length)
         stream = self._copies.stream
         memory = self.device.allocate(parsed.body_length, stream)
         self._copies.use(sources)
@@ -386,17 +401,17 @@ class Mover:
         return DeviceMessage(header, parsed, memory.buffer(), event)
 
     def register(self, memory: Sequence[pa.Buffer]) -> None:
-        """Bodies lie in this memory: let the driver know, until this is closed."""
+        """Register memory that contains bodies with the driver, until the mover is closed."""
         for one in memory:
             if one.size >= _WORTH_REGISTERING:
                 self.device.register(one, self._copies.afterwards)
 
     def settle(self) -> None:
-        """Let go of what was copied, once it has been: where one cannot wait, later."""
+        """Release the sources once they are copied. If waiting fails, they are released later."""
         self._events.clear()
         with suppress(DeviceError):
             self._copies.wait()
 
     def close(self) -> None:
-        """The same, and let the driver forget what was registered. Where one cannot wait, the device does it later."""
+        """Release the sources, and unregister memory. If waiting fails, the device does so later."""
         self._copies.close()

@@ -1,8 +1,8 @@
-"""Record batches that somebody has on a device, into IPC messages whose buffers stay there.
+"""Encoding of record batches on a device to IPC messages whose buffers stay there.
 
-libarrow looks into offsets where it encodes, so metadata is written here, by the layout of each type. What has to be
-known of a body is copied out by itself: the last offset of a column whose values vary in length, and the validity of
-one whose nulls were not counted, or that begins within a byte.
+libarrow reads offsets when it encodes, so metadata is written here, by the layout of each type. Only necessary values
+are copied from the device: the last offset of a column of variable length, and the validity of a column whose nulls
+were not counted or that begins within a byte.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _VIEW_SIZE = 16  # bytes
 
 
 class PlacedMessage(NamedTuple):
-    """A message, and where each of its buffers lies now: address and length. `kept` are those in memory of ours."""
+    """A message, with the address and length of each of its buffers. `kept` are the buffers in host memory."""
 
     header: bytes
     parsed: Header
@@ -35,7 +35,7 @@ class PlacedMessage(NamedTuple):
 
 
 class DeviceSplitter:
-    """Encodes batches of one stream whose columns lie on a device. What it copies out goes by `copies`.
+    """An encoder of batches of one stream whose columns lie on a device. It reads the device with `copies`.
 
     Raises SourceError for a batch that it cannot encode.
     """
@@ -46,7 +46,7 @@ class DeviceSplitter:
         self.schema_message: SplitMessage = Splitter(schema).schema_message
 
     def split(self, batch: ImportedArray) -> list[PlacedMessage]:
-        """The messages of `batch`: its dictionaries, and then itself. The addresses are good for as long as it is."""
+        """Return the messages of `batch`: its dictionaries, then the batch. Addresses are valid while it lives."""
         whole = batch.array
         if whole.n_children != len(self._types):
             raise SourceError(f"a batch with {whole.n_children} columns came, and its schema has {len(self._types)}")
@@ -59,14 +59,14 @@ class DeviceSplitter:
 
 
 class _Walk:
-    """Goes through the arrays of one message, which are in `batch`."""
+    """A traversal of the arrays of one message, which belong to `batch`."""
 
     def __init__(
         self, batch: ImportedArray, copies: Copies, ids: itertools.count[int], dictionaries: list[PlacedMessage]
     ) -> None:
         self._batch = batch
         self._copies = copies
-        self._ids = ids  # as libarrow gives them: to fields before their children
+        self._ids = ids  # in libarrow's order: fields before their children
         self.dictionaries = dictionaries
         self._nodes: list[tuple[int, int]] = []
         self._buffers: list[tuple[int, int]] = []
@@ -82,7 +82,7 @@ class _Walk:
         return PlacedMessage(header, parse_header(header), self._buffers, self._kept)
 
     def visit(self, type_: Any, array: ArrowArray, offset: int, length: int) -> None:
-        """Add `length` values of an array, from the one at `offset` of those that it has by its own on."""
+        """Add `length` values of an array from `offset` on, which is relative to the array's own offset."""
         while isinstance(type_, pa.BaseExtensionType):
             type_ = type_.storage_type
         types = pa.types
@@ -154,7 +154,7 @@ class _Walk:
         self._buffers += [(array.buffers[2 + index] or 0, int(size)) for index, size in enumerate(sizes)]
 
     def _fixed(self, array: ArrowArray, number: int, offset: int, length: int, bits: int) -> None:
-        """Add a buffer of so many bits for each value."""
+        """Add a buffer with this number of bits for each value."""
         address = array.buffers[number] or 0
         if bits % 8:
             self._buffers.append(self._bits(address, offset, length))
@@ -162,7 +162,7 @@ class _Walk:
             self._buffers.append((address + offset * bits // 8, length * bits // 8))
 
     def _offsets(self, array: ArrowArray, offset: int, length: int, width: int) -> int:
-        """Add a buffer of offsets. Returns the last of them."""
+        """Add a buffer of offsets. Return the last offset."""
         if not length:
             self._buffers.append((0, 0))
             return 0
@@ -182,7 +182,7 @@ class _Walk:
         self._buffers.append(place if nulls else (0, 0))
 
     def _bits(self, address: int, offset: int, length: int) -> tuple[int, int]:
-        """Where these bits lie, from the beginning of a byte on."""
+        """Return the address and length of these bits, which begin at a byte: a shifted copy if necessary."""
         first, shift = divmod(offset, 8)
         if not shift:
             return address + first, -(-length // 8)
@@ -193,7 +193,7 @@ class _Walk:
         return moved.address, moved.size
 
     def _count(self, place: tuple[int, int], length: int) -> int:
-        """How many of these bits are set."""
+        """Return the number of bits that are set."""
         found = np.frombuffer(self._peek(*place), np.uint8)
         return int(np.unpackbits(found, bitorder="little")[:length].sum())
 

@@ -1,4 +1,4 @@
-"""In what two schemas differ, for people."""
+"""Descriptions of the differences between two schemas, for error messages."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 
-_MAX_NAMED = 5  # columns that are named
+_MAX_NAMED = 5  # differences to list
 
 
 def schema_difference(before: pa.Schema, after: pa.Schema) -> str:
-    """What is other in `after` than in `before`: column 'n' is string, not int64; there is no column 'x'."""
+    """Describe how `after` differs from `before`, such as "column 'n' is string, not int64"."""
     found = [*_differences(before, after)]
     more = [] if len(found) <= _MAX_NAMED else [f"and {len(found) - _MAX_NAMED} more"]
     return "; ".join(found[:_MAX_NAMED] + more)

@@ -1,9 +1,8 @@
 """Flat columns on a device for array libraries: DLPack, and `__cuda_array_interface__`.
 
-A column is flat where it has one number for each row, of a width that these know: integers, floats, and dates, times
-and durations as the integers that they are. A decimal is the integer that it is in units of its last digit; one that
-has more than 64 bits is a row of such integers, the lowest first, of which the last has the sign. None may be null,
-since an array has no place to say so.
+A column is flat if it has no nulls and a number per row, of a width that array libraries support: integers and floats,
+and dates, times and durations as integers. A decimal is an integer in units of its last digit; a decimal of more than
+64 bits is a row of such integers, the lowest first, of which the last has the sign.
 """
 
 from __future__ import annotations
@@ -77,9 +76,9 @@ class _VersionedTensor(ctypes.Structure):
     ]
 
 
-#: What tensors that others have need of us, by their addresses.
+#: The objects that exported tensors need, by the addresses of the tensors.
 _held: dict[int, object] = {}
-_delete = lasting(_Deleter(_held.pop))  # no code of Python's, where Ctrl-C would be lost, and the memory too
+_delete = lasting(_Deleter(_held.pop))  # a C function: Ctrl-C in Python code would leak the memory
 
 
 def _unused(
@@ -94,10 +93,10 @@ _destroy = {name: destructor(name, _unused) for name in (_TENSOR, _VERSIONED)}
 
 
 class DeviceColumn:
-    """A column of a record batch on a device. Array libraries take it without a copy where it is flat."""
+    """A column of a record batch on a device. Array libraries use a flat column without a copy."""
 
     def __init__(self, device: Device, array: pa.Array, event: Event | None, shared: bool) -> None:
-        #: Where it lies.
+        #: The device of the column.
         self.device = device
         self._array = array
         self._event = event
@@ -105,12 +104,12 @@ class DeviceColumn:
 
     @property
     def type(self) -> pa.DataType:
-        """Its Arrow type."""
+        """The Arrow type."""
         return self._array.type
 
     @property
     def null_count(self) -> int:
-        """How many of its values are null."""
+        """The number of nulls."""
         return int(self._array.null_count)
 
     def __len__(self) -> int:
@@ -127,16 +126,19 @@ class DeviceColumn:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """A tensor of one dimension, or of two for long decimals. What cannot say that it is only read is a copy.
+        """Return a tensor of one dimension, or of two for long decimals.
 
-        Raises BufferError for a column that is not flat, one whose values are too short, and what cannot be done.
+        A read-only column is copied if the version of DLPack cannot express that it is read-only.
+
+        Raises:
+            BufferError: The column is not flat, its values are too short, or the request cannot be met.
         """
         code, bits, words = self._element()
         if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
             raise BufferError(f"the column stays on {self.device.name}: it is copied to no other device")
         versioned = max_version is not None and max_version[0] >= _DLPACK_VERSION[0]
         read_only = self._shared and not copy
-        if read_only and not versioned:  # which could not be said
+        if read_only and not versioned:  # DLPack without versions cannot express this
             if copy is False:
                 raise BufferError(
                     "the column lies in its server's memory, which must not be written to, and a DLPack without "
@@ -146,7 +148,7 @@ class DeviceColumn:
         there = self._array, self._event, self._address(bits * words)
         owner, event, address = self._copied(bits * words) if copy else there
         if event is not None and stream == _NO_SYNCHRONIZATION and copy:
-            event.synchronize()  # nobody else knows of it
+            event.synchronize()  # the consumer cannot wait for the copy
         elif event is not None and stream != _NO_SYNCHRONIZATION:
             self.device.wait_on(_LEGACY_STREAM if stream is None else stream, event)
         dimensions = (len(self),) if words == 1 else (len(self), words)
@@ -166,15 +168,16 @@ class DeviceColumn:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """For CuPy, Numba and others. It waits until the column is there. On other devices there is none."""
+        """The interface for CuPy, Numba and others, once the column has arrived. Only CUDA devices have it."""
         if self.device.type is not DeviceType.CUDA:
             raise AttributeError(f"{self.device.name} is no device of CUDA")
         return self.array_interface()
 
     def array_interface(self) -> dict[str, Any]:
-        """The same on any device, for who can copy from it.
+        """Return the content of `__cuda_array_interface__` on any device, for libraries that can copy from it.
 
-        Raises AttributeError for a column that is not flat, or too short, as attributes do that are not there.
+        Raises:
+            AttributeError: The column is not flat or too short; missing attributes raise the same type.
         """
         try:
             code, bits, words = self._element()
@@ -193,7 +196,11 @@ class DeviceColumn:
         }
 
     def _element(self) -> tuple[int, int, int]:
-        """Code and bits of its numbers, and how many make a value. Raises BufferError for a column that is not flat."""
+        """Return the type code and bits of the numbers, and the numbers per value.
+
+        Raises:
+            BufferError: The column is not flat.
+        """
         type_ = self.type.storage_type if isinstance(self.type, pa.BaseExtensionType) else self.type
         types = pa.types
         if types.is_floating(type_):
@@ -214,7 +221,7 @@ class DeviceColumn:
         return code, min(bits, 64), max(1, bits // 64)
 
     def _copied(self, bits: int) -> tuple[object, Event | None, int]:
-        """The values once more on the device: what owns them, when they are there, and where."""
+        """Copy the values on the device. Return the owner of the copy, its event, and its address."""
         length = len(self) * bits // 8
         if not length:
             return None, None, 0
@@ -227,7 +234,11 @@ class DeviceColumn:
         return (memory, self._array), memory.event, memory.address
 
     def _address(self, bits: int) -> int:
-        """Where its values begin. Raises BufferError where they are too few: a peer has said how long all this is."""
+        """Return the address of the values.
+
+        Raises:
+            BufferError: There are fewer bytes than the rows need: the peer's lengths are not trusted.
+        """
         *_, values = self._array.buffers()
         there, needed = 0 if values is None else int(values.size), (self._array.offset + len(self)) * bits // 8
         if len(self) and there < needed:
@@ -238,7 +249,7 @@ class DeviceColumn:
         return f"<DeviceColumn of {len(self)} {self.type} on {self.device.name}>"
 
 
-# In
+# Import
 
 
 _ARROW_TYPES = {
@@ -246,7 +257,7 @@ _ARROW_TYPES = {
     **{(_UINT, width): getattr(pa, f"uint{width}")() for width in (8, 16, 32, 64)},
     **{(_FLOAT, width): getattr(pa, f"float{width}")() for width in (16, 32, 64)},
 }
-#: What others call memory of the host: plain, or pinned by CUDA.
+#: DLPack's types of host memory: plain, or pinned by CUDA.
 _HOST_DEVICE = (DeviceType.CPU, 3)
 _batches: dict[int, object] = {}
 _numbers = itertools.count(1)
@@ -254,9 +265,9 @@ _RELEASE_BATCH = releasing(ArrowArray, _batches.pop)
 
 
 def import_columns(columns: Mapping[str, Any]) -> tuple[pa.Schema, list[ImportedArray]]:
-    """Arrays of one dimension that others have, all on one device, as a record batch. Raises SourceError.
+    """Return one-dimensional arrays of other libraries, all on one device, as a record batch.
 
-    What they are computed by is waited for.
+    The batch has an event after the computation of the arrays. Raises SourceError.
     """
     places = {tuple(map(int, column.__dlpack_device__())) for column in columns.values()}
     if len(places) > 1:
@@ -301,12 +312,12 @@ def _array(length: int, buffers: Any) -> ArrowArray:
 def _capsule(column: Any, stream: int | None) -> Any:
     try:
         return column.__dlpack__(stream=stream, max_version=_DLPACK_VERSION)
-    except TypeError:  # it knows no versions
+    except TypeError:  # the library does not support versions of DLPack
         return column.__dlpack__(stream=stream)
 
 
 def _tensor(name: str, capsule: Any) -> _Tensor:
-    """What is in a capsule, which goes on owning it."""
+    """Return the tensor in a capsule, which still owns it."""
     if '"dltensor_versioned"' in repr(capsule):
         tensor = _VersionedTensor.from_address(pointer(capsule, _VERSIONED)).tensor
     else:

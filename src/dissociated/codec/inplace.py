@@ -1,7 +1,7 @@
-"""Streams whose messages lie in shared memory just as an IPC stream has them: read there by libarrow itself.
+"""Reading of streams that lie in shared memory exactly in the form of an IPC stream: libarrow reads them there itself.
 
-A segment is an IPC stream. Where every message that arrived agrees with what the segment holds at the place that
-its addresses name, one after the other, there is nothing left to pair or to patch: libarrow can read the segment.
+A segment is an IPC stream. If every message that arrives equals the segment's content at the addresses of its body, one
+message after the other, then nothing must be paired or patched, and libarrow can read the segment.
 """
 
 from __future__ import annotations
@@ -21,20 +21,27 @@ from dissociated.format.message import buffer_extents, is_compressed
 from dissociated.memory.region import AddressSpace, Region
 from dissociated.protocol.delivery import Delivery, PackedBatches, SharedBatches
 
-#: Gives the same memory as a buffer, at whose end these addresses go back.
+#: Returns the same memory as a buffer; the addresses are given back when the buffer is freed.
 Hold = Callable[[pa.Buffer, Sequence[int]], pa.Buffer]
 
 
 class MappedReader(PeerReader):
-    """Reads a stream where it lies in shared memory: its batches take no other."""
+    """A reader of a stream in shared memory, whose batches take no other memory."""
 
     def __init__(self, source: object, options: ReadOptions | None, schema: bytes, regions: Sequence[Region]) -> None:
-        """`schema` is the encapsulated message that `source` begins with. The batches lie in `regions`."""
-        self._lock = threading.RLock()  # `close` replaces libarrow's reader, which no other thread may use then
+        """Open the stream.
+
+        Args:
+            source: The memory or file from which libarrow reads.
+            options: The options of reading.
+            schema: The encapsulated message with which `source` begins.
+            regions: The regions that contain the batches.
+        """
+        self._lock = threading.RLock()  # `close` replaces libarrow's reader while no other thread uses it
         self._closed = False
         self._empty_stream = schema
         super().__init__(source, options)
-        #: The shared memory that the batches lie in.
+        #: The regions of shared memory that contain the batches.
         self.regions = regions
 
     @property
@@ -45,24 +52,24 @@ class MappedReader(PeerReader):
 
     @property
     def stats(self) -> pa.ipc.ReadStats:
-        """What has been read so far."""
+        """Counters of the messages read so far."""
         with self._lock:
             return self._last_stats if self._closed else super().stats
 
     def read_next_batch(self) -> pa.RecordBatch:
-        """The next batch. Raises StopIteration at the end."""
+        """Return the next batch. Raises StopIteration at the end."""
         with self._lock:
             self._check_open()
             return super().read_next_batch()
 
     def read_next_batch_with_custom_metadata(self) -> tuple[pa.RecordBatch, pa.KeyValueMetadata | None]:
-        """The next batch, and the metadata that its message carries. Raises StopIteration at the end."""
+        """Return the next batch and the metadata of its message. Raises StopIteration at the end."""
         with self._lock:
             self._check_open()
             return super().read_next_batch_with_custom_metadata()
 
     def read_all(self) -> pa.Table:
-        """All batches that are left, as one table."""
+        """Return all remaining batches as one table."""
         with self._lock:
             self._check_open()
             return super().read_all()
@@ -73,7 +80,7 @@ class MappedReader(PeerReader):
             return super().__arrow_c_stream__(requested_schema)
 
     def close(self) -> None:
-        """Read no more, and let go of the stream. What was read stays."""
+        """Stop reading, and release the stream. Batches that were read stay valid."""
         with self._lock:
             if self._closed:
                 return
@@ -90,7 +97,7 @@ class MappedReader(PeerReader):
 
 
 class _MappedStream:
-    """What has been found in place in one region: an IPC stream from `start` to `end`, its messages so far."""
+    """The part of a stream that was found in a region: an IPC stream from `start` to `end` so far."""
 
     def __init__(self, region: Region, start: int, end: int) -> None:
         self.region = region
@@ -104,11 +111,11 @@ class _MappedStream:
 
 
 class _ChainedFile(Readable):
-    """Pieces of a stream, each of whole messages, as the file that libarrow reads from."""
+    """A file of consecutive pieces of a stream, each of whole messages, for libarrow."""
 
     def __init__(self, pieces: Sequence[pa.Buffer]) -> None:
         self._pieces = [*reversed(pieces)]
-        self._at = 0  # in the last of them
+        self._at = 0  # position in the last piece
 
     def read(self, size: int = -1) -> pa.Buffer | bytes:
         while self._pieces and self._at == self._pieces[-1].size:
@@ -126,10 +133,10 @@ class _ChainedFile(Readable):
 
 
 class InPlace:
-    """Follows a stream from its schema on, for as long as all of it lies in place.
+    """A check that a whole stream, from its schema on, lies in place in shared memory.
 
-    It is a DeliveryVisitor: its methods return whether a delivery lies where it would in an IPC stream. After the first
-    one that does not, it must be shown no more.
+    It is a DeliveryVisitor: its methods return whether a delivery has the place that it has in an IPC stream. After the
+    first delivery without this place, the check must not be used any more.
     """
 
     def __init__(self, schema: bytes, address_space: AddressSpace) -> None:
@@ -138,32 +145,32 @@ class InPlace:
         self._streams: list[_MappedStream] = []
 
     def reader(self, hold: Hold, options: ReadOptions | None) -> pa.RecordBatchReader | None:
-        """A reader over all of it, by libarrow; None where it cannot be read so."""
+        """Return a reader of libarrow over the whole stream; None if nothing of it lies in shared memory."""
         if not self._streams:
             return None
         pieces: list[pa.Buffer] = []
         for part in self._streams:
             whole = hold(part.region.memory, np.concatenate(part.leased).tolist() if part.leased else [])
-            start = part.start + len(self._schema) if pieces else part.start  # one schema, the first
+            start = part.start + len(self._schema) if pieces else part.start  # the first piece has the only schema
             pieces.append(whole.slice(start, part.end - start))
         source = pieces[0] if len(pieces) == 1 else pa.PythonFile(_ChainedFile(pieces), mode="r")
         return MappedReader(source, options, self._schema, [part.region for part in self._streams])
 
     def message(self, delivery: Delivery) -> bool:
-        """Whether this message lies in place."""
+        """Return whether this message lies in place."""
         if not delivery.parsed.has_body or delivery.body:
             return False
         leased = delivery.leased
         if not (leased or self._streams):
             return False
         if delivery.addresses is not None and len(leased) != sum(map(bool, delivery.addresses.lengths)):
-            return False  # an empty buffer has an address, which need not lie in a region
-        # an empty body has no address: it must lie where the last message ended
+            return False  # an empty buffer has an address, perhaps outside all regions
+        # An empty body has no address: the message must follow the last one.
         part = self._stream_at(leased[0]) if leased else self._streams[-1]
         if part is None:
             return False
         if is_compressed(delivery.header):
-            return False  # what comes out of it is bounded where messages are joined
+            return False  # only `join` limits the size of decompressed bodies
         head = encapsulate(delivery.header)
         body_at = part.end + len(head)
         if not part.holds(part.end, head):
@@ -178,11 +185,11 @@ class InPlace:
         return part.end <= part.region.size
 
     def packed(self, batches: PackedBatches) -> bool:
-        """Never: these bodies were sent."""
+        """Return False: packed bodies do not lie in shared memory."""
         return False
 
     def shared(self, batches: SharedBatches) -> bool:
-        """Whether all of these batches lie in place."""
+        """Return whether all of these batches lie in place."""
         part = self._stream_at(int(batches.leased[0]))
         if part is None:
             return False
@@ -204,11 +211,11 @@ class InPlace:
         return True
 
     def _stream_at(self, address: int) -> _MappedStream | None:
-        """The part that `address` belongs to: the last one, or a new one in another region, just after its schema."""
+        """Return the part that contains `address`: the last part, or a new one after the schema of another region."""
         region = self._address_space.find(address)
         if self._streams and self._streams[-1].region is region:
             return self._streams[-1]
-        if not region.static:  # one that came later
+        if not region.static:  # its memory is reused, and does not hold a whole stream
             return None
         start = first_message_at(memoryview(region.memory))
         part = _MappedStream(region, start, start + len(self._schema))

@@ -1,8 +1,8 @@
-"""IPC messages into record batches, whose arrays lie in the bodies as they arrived.
+"""Decoding of IPC messages to record batches, whose arrays use the memory of the bodies as they arrived.
 
-libarrow does all the decoding: it reads an IPC stream from a Python source, which hands over each body as one
-buffer. Dictionaries, deltas, byte order, projection and validation are libarrow's. `join_deliveries` puts together
-what arrived together.
+libarrow does all the decoding: it reads an IPC stream from a Python file, which passes each body as one buffer.
+Dictionaries, deltas, byte order, projection and validation are libarrow's. `join_deliveries` also decodes messages that
+arrived together.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from dissociated.format.message import is_compressed, uncompressed_length
 
 _length = struct.Struct("<i")
 
-#: A message as libarrow reads it: its flatbuffer, and its body, None where it has none.
+#: A message in the form that libarrow reads: its flatbuffer, and its body or None.
 EncodedMessage: TypeAlias = tuple[bytes, Buffer | None]
-#: What `join` consumes.
+#: The messages of a stream, for `join`.
 Messages: TypeAlias = Generator[EncodedMessage, None, None]
 
 
 class StreamFile(Readable, ABC):
-    """The file that libarrow reads from. It asks for a length, the metadata, and the whole body.
+    """A file from which libarrow reads a stream. libarrow reads a length, the metadata, and the whole body in turn.
 
-    Closes `source`, which the messages come from, also where one of them cannot be had.
+    The file closes `source`, from which the messages come, also if a message cannot be read.
     """
 
     def __init__(
@@ -42,13 +42,17 @@ class StreamFile(Readable, ABC):
         self._source = source
         self._max_body = max_body
         self._error_type = error_type
-        self._pieces: list[Buffer] = []  # of the current message, last first
-        self._uncompressed = b""  # a flatbuffer whose body is not
+        self._pieces: list[Buffer] = []  # of the current message, in reverse order
+        self._uncompressed = b""  # the last flatbuffer whose body was not compressed
         self.reading = Reading()
 
     @section
     def read(self, size: int = -1) -> Buffer:
-        """The next bytes of the stream: at most `size`, all in one buffer. Raises what `_next` raises."""
+        """Return the next bytes of the stream: at most `size`, all in one buffer.
+
+        Raises:
+            DissociatedError: `_next` failed, or the file was closed before the end of the stream.
+        """
         hold_at_exit()
         if not size:
             return b""
@@ -58,19 +62,19 @@ class StreamFile(Readable, ABC):
                 return b""
             self._refill()
         piece = pieces[-1]
-        if len(piece) > size:  # libarrow reads as it says above, but a peer's lengths need not agree
+        if len(piece) > size:  # only if the lengths of a peer contradict each other
             whole = memoryview(piece)
             piece, pieces[-1] = bytes(whole[:size]), whole[size:]
         else:
-            del pieces[-1]  # at last: Ctrl-C before it must not lose a piece
+            del pieces[-1]  # last, so that Ctrl-C cannot lose a piece
         return piece
 
     @abstractmethod
     def _next(self) -> EncodedMessage | None:
-        """The next message; None where the next call may have it. Raises StopIteration at the end."""
+        """Return the next message; None if the caller must call again. Raises StopIteration at the end."""
 
     def _refill(self) -> None:
-        """Put the next message into `_pieces`, if `_next` has it, or the end of the stream."""
+        """Put the next message into `_pieces`, if `_next` returns one, or the end of the stream."""
         if self.reading.ended:
             return
         try:
@@ -78,7 +82,7 @@ class StreamFile(Readable, ABC):
         except StopIteration:
             self._pieces += (END_OF_STREAM[4:], END_OF_STREAM[:4])
         except BaseException:
-            self.reading.close()  # first: what is closed must not look like the end
+            self.reading.close()  # before the source is closed, which must not look like the end
             self._pieces.clear()
             close_idle(self._source)
             raise
@@ -91,12 +95,12 @@ class StreamFile(Readable, ABC):
         header, body = message
         if body is not None:
             self._check_size(header, body)
-        pieces = [header, _length.pack(len(header))]  # the older prefix: one call fewer, and nobody sees it
+        pieces = [header, _length.pack(len(header))]  # the older prefix saves a call of `read`
         self._pieces += pieces if body is None or not len(body) else [body, *pieces]
 
     def _check_size(self, header: bytes, body: Buffer) -> None:
-        """Raise where so much would come out of a body that libarrow is not to be given it."""
-        if header == self._uncompressed:  # of small batches most are alike
+        """Raise `error_type` if the decompressed body would be larger than `max_body`."""
+        if header == self._uncompressed:  # most small batches have equal flatbuffers
             return
         try:
             if not is_compressed(header):
@@ -104,7 +108,7 @@ class StreamFile(Readable, ABC):
                 return
             length = uncompressed_length(header, body)
         except RemoteProtocolError:
-            return  # libarrow will say what is wrong with it
+            return  # libarrow will report the damage
         if length > self._max_body:
             raise self._error_type(
                 f"a body of {len(body)} bytes would have {length} when it is decompressed; "
@@ -112,14 +116,14 @@ class StreamFile(Readable, ABC):
             )
 
     def close(self) -> None:
-        """Read no more, and close the source. To read on raises StoreError, unless the stream had ended."""
+        """Stop reading, and close the source. Reading on raises StoreError unless the stream had ended."""
         super().close()
         self.reading.close()
         close_idle(self._source)
 
 
 class _MessageFile(StreamFile):
-    """The messages, each as it comes."""
+    """The file of a stream whose messages come one by one."""
 
     def __init__(self, messages: Messages, max_body: int, error_type: type[DissociatedError]) -> None:
         super().__init__(messages, max_body, error_type)
@@ -130,7 +134,7 @@ class _MessageFile(StreamFile):
 
 
 def message_file(messages: Messages) -> pa.PythonFile:
-    """The stream that `messages` make, the schema first, as a file for libarrow to read from."""
+    """Return the stream of `messages`, the schema first, as a file for libarrow."""
     return pa.PythonFile(_MessageFile(messages, MAX_BODY, RemoteProtocolError), mode="r")
 
 
@@ -140,12 +144,19 @@ def join(
     kind: type[StreamReader] = PeerReader,
     max_body: int = MAX_BODY,
 ) -> StreamReader:
-    """A reader over the stream that `messages` make, the schema first.
+    """Return a reader over the stream of `messages`, the schema first.
 
-    It pulls from `messages` only when it is asked for a batch, and closes them when it is dropped or exhausted.
-    Whatever they raise comes out of the reader. Raises RemoteProtocolError where libarrow finds the content
-    invalid, or what another `kind` of reader raises; and where a body would have more than `max_body` bytes when it is
-    decompressed, before it is.
+    The reader takes messages only when it is asked for a batch, and closes them when it is dropped or exhausted. Errors
+    of `messages` are raised by the reader.
+
+    Args:
+        messages: The flatbuffers and bodies of the messages.
+        options: The options of reading.
+        kind: The class of the reader, which determines the type of its errors.
+        max_body: The largest size of a decompressed body, in bytes. It is checked before decompression.
+
+    Raises:
+        RemoteProtocolError: The content is invalid, or a body is too large; or another error, of the `kind` of reader.
     """
     options = check_options(options, ReadOptions)
     return kind(_MessageFile(messages, max_body, kind.error_type), options)

@@ -1,4 +1,4 @@
-"""What types are made of."""
+"""Inspection of nested types."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import pyarrow as pa
 
 
 def contains(type_: pa.DataType, is_wanted: Callable[[pa.DataType], bool]) -> bool:
-    """Whether the type is one that is wanted, or is made of one, at whatever depth."""
+    """Return whether `is_wanted` is true for the type or any type nested in it."""
     return is_wanted(type_) or any(contains(inner, is_wanted) for inner in _inner(type_))
 
 
 def has_children(type_: pa.DataType) -> bool:
-    """Whether arrays of the type have other arrays within, but for a dictionary."""
+    """Return whether arrays of the type have child arrays. A dictionary does not count."""
     if isinstance(type_, pa.BaseExtensionType):
         return has_children(type_.storage_type)
     return bool(type_.num_fields)
 
 
 def is_extension(type_: pa.DataType) -> bool:
-    """Whether pyarrow knows it as an extension type."""
+    """Return whether the type is an extension type that pyarrow knows."""
     return isinstance(type_, pa.BaseExtensionType)
 
 
 def _inner(type_: pa.DataType) -> Sequence[pa.DataType]:
-    """The types that one is made of."""
+    """Return the types from which the type is made."""
     if is_extension(type_):
         return [type_.storage_type]
     if pa.types.is_dictionary(type_):

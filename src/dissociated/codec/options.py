@@ -1,7 +1,7 @@
-"""How Arrow IPC is read and written: every field of the C++ `IpcReadOptions` and `IpcWriteOptions`.
+"""Options of reading and writing Arrow IPC: every field of the C++ `IpcReadOptions` and `IpcWriteOptions`.
 
-libarrow applies what pyarrow lets one tell it. Depth limits, alignment and the least saving of compression are
-applied here.
+libarrow applies the options that pyarrow exposes. Depth limits, alignment and the least saving of compression are
+applied by this library.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from dissociated.errors import FormatError, OptionError
 
-#: How deep types may nest: libarrow's own limit, which pyarrow has no way to raise.
+#: The deepest nesting of types: libarrow's own limit, which pyarrow cannot raise.
 MAX_DEPTH = 64
 
 _ALIGNMENTS = (8, 16, 32, 64)
@@ -25,12 +25,12 @@ T = TypeVar("T", "ReadOptions", "WriteOptions")
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """How messages are read. Raises OptionError for values that make no sense."""
+    """Options of reading messages. Raises OptionError for invalid values."""
 
     #: The deepest nesting of types that is accepted; a flat column has depth 1.
     max_recursion_depth: int = MAX_DEPTH
-    #: Where libarrow allocates, as for decompressing; None is its default pool. It must outlive what is read. Flight
-    #: knows no other pool: a read over grpc with one is refused.
+    #: The pool in which libarrow allocates, such as for decompression; None is its default pool. The pool must outlive
+    #: all data read. Flight supports no other pool: a read over grpc with this option is refused.
     memory_pool: pa.MemoryPool | None = None
     #: Indices of the top-level fields to read; empty for all.
     included_fields: Sequence[int] = ()
@@ -38,9 +38,9 @@ class ReadOptions:
     use_threads: bool = True
     #: Whether data of the other byte order is swapped to this machine's.
     ensure_native_endian: bool = True
-    #: Whether buffers that lie less aligned than this are copied.
+    #: The least alignment of buffers. Buffers with a smaller alignment are copied.
     ensure_alignment: pa.ipc.Alignment = pa.ipc.Alignment.Any
-    #: How reads of a file are put together where they are done ahead; None is libarrow's default. Always lazy.
+    #: How reads of a file are combined when they are done ahead; None is libarrow's default. Always lazy.
     pre_buffer_cache_options: pa.CacheOptions | None = None
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class ReadOptions:
             _check_type(self, "pre_buffer_cache_options", pa.CacheOptions)
 
     def to_pyarrow(self) -> pa.ipc.IpcReadOptions:
-        """The part that libarrow applies by itself."""
+        """Return the options that libarrow applies."""
         return pa.ipc.IpcReadOptions(
             ensure_native_endian=self.ensure_native_endian,
             ensure_alignment=self.ensure_alignment,
@@ -63,39 +63,39 @@ class ReadOptions:
         )
 
     def check_fields(self, schema: pa.Schema) -> None:
-        """Raise OptionError where a field that is included is not in the whole `schema`."""
+        """Raise OptionError if `included_fields` has an index that the whole `schema` lacks."""
         for index in self.included_fields:
             if index >= len(schema):
                 raise OptionError(f"there is no field {index} to include: the schema has {len(schema)}")
 
     def check_depth(self, schema: pa.Schema) -> None:
-        """Raise FormatError where a field of `schema` nests too deep."""
+        """Raise FormatError if a field of `schema` nests too deep."""
         _check_depth(schema, self.max_recursion_depth)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WriteOptions:
-    """How messages are written. Raises OptionError for values that make no sense."""
+    """Options of writing messages. Raises OptionError for invalid values."""
 
     #: Whether arrays may have 2**31 elements or more, which some implementations cannot read.
     allow_64bit: bool = False
     #: The deepest nesting of types that is written; a flat column has depth 1.
     max_recursion_depth: int = MAX_DEPTH
-    #: Buffers and metadata are padded to a multiple of so many bytes: 8, 16, 32 or 64.
+    #: Buffers and metadata are padded to a multiple of this number of bytes: 8, 16, 32 or 64.
     alignment: int = 8
-    #: Whether messages begin with their length alone, as before 0.15.
+    #: Whether messages begin with only their length, the format of Arrow before 0.15.
     write_legacy_ipc_format: bool = False
-    #: Where this library allocates while writing. pyarrow has no way to tell libarrow, which uses its default pool.
+    #: The pool in which this library allocates while writing. libarrow uses its default pool: pyarrow cannot change it.
     memory_pool: pa.MemoryPool | None = None
-    #: Compresses bodies: "lz4", "zstd", or a pyarrow.Codec of these with a level; None does not.
+    #: Compression of bodies: "lz4", "zstd", or a pyarrow.Codec of these with a level; None for no compression.
     codec: str | pa.Codec | None = None
-    #: A buffer is compressed only where that saves at least this part of its size, from 0 to 1; None always does.
+    #: The least part of its size, from 0 to 1, that compression must save of a buffer; None compresses all buffers.
     min_space_savings: float | None = None
     #: Whether bodies are compressed by libarrow's threads.
     use_threads: bool = True
-    #: Whether a dictionary that has grown is sent as what was added, rather than anew.
+    #: Whether only the new values of a dictionary that has grown are sent, rather than the whole dictionary.
     emit_dictionary_deltas: bool = False
-    #: Whether a table that is written to a file gets one dictionary for each column. Streams ignore it.
+    #: Whether a table that is written to a file gets a single dictionary per column. Streams ignore it.
     unify_dictionaries: bool = False
     #: V5, or V4 for libraries before 1.0, which has no compression.
     metadata_version: pa.ipc.MetadataVersion = pa.ipc.MetadataVersion.V5
@@ -114,11 +114,11 @@ class WriteOptions:
         if self.metadata_version not in (pa.ipc.MetadataVersion.V4, pa.ipc.MetadataVersion.V5):
             raise OptionError(f"metadata is written in version V4 or V5, not {self.metadata_version.name}")
         if name is not None and self.metadata_version is pa.ipc.MetadataVersion.V4:
-            # libarrow would write it, and read something else back
+            # libarrow would write such bodies, and read other values back.
             raise OptionError("bodies can be compressed with metadata version V5 only")
 
     def to_pyarrow(self) -> pa.ipc.IpcWriteOptions:
-        """The part that libarrow applies by itself."""
+        """Return the options that libarrow applies."""
         return pa.ipc.IpcWriteOptions(
             metadata_version=self.metadata_version,
             allow_64bit=self.allow_64bit,
@@ -130,12 +130,12 @@ class WriteOptions:
         )
 
     def check_depth(self, schema: pa.Schema) -> None:
-        """Raise FormatError where a field of `schema` nests too deep."""
+        """Raise FormatError if a field of `schema` nests too deep."""
         _check_depth(schema, self.max_recursion_depth)
 
 
 def check_options(options: T | None, kind: type[T]) -> T:
-    """`options`, or the defaults of this `kind` where there are none. Raises OptionError where they are of another."""
+    """Return `options`, or the defaults of this `kind` for None. Raises OptionError for another type."""
     if options is None:
         return kind()
     if not isinstance(options, kind):

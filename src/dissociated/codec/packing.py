@@ -1,9 +1,9 @@
-"""How buffers lie in a body where libarrow cannot be told: aligned, and compressed only where that saves enough.
+"""Layout of buffers in bodies beyond the options of libarrow: alignment, and a least saving of compression.
 
-libarrow's own option of alignment pads metadata alone: within its bodies buffers lie aligned to 8 bytes whatever one
-asks for. "Write padding after memory buffers up to this multiple of bytes" is done here.
+libarrow's own option of alignment pads only metadata: within bodies its buffers are aligned to 8 bytes. Our option pads
+buffers, too.
 
-A compressed buffer begins with its size before, an int64; -1 there says that what follows is not compressed
+A compressed buffer begins with its uncompressed size, an int64; -1 means that the rest of the buffer is not compressed
 (Message.fbs, `BodyCompression`).
 """
 
@@ -22,12 +22,12 @@ from dissociated.format.message import Header, buffer_extents, relocate
 _i64 = struct.Struct("<q")
 _UNCOMPRESSED = _i64.pack(-1)
 
-#: The flatbuffer, what pairing needs from it, and the packed body in parts.
+#: The flatbuffer, its parsed header, and the packed body in parts.
 Packed = tuple[bytes, Header, list[Buffer]]
 
 
 class Packing:
-    """What `options` want of bodies and libarrow does not do."""
+    """The requirements of `options` on bodies that libarrow does not implement."""
 
     def __init__(self, options: WriteOptions) -> None:
         self._alignment = options.alignment
@@ -39,11 +39,11 @@ class Packing:
 
     @property
     def needed(self) -> bool:
-        """Whether bodies as libarrow gives them are not what is wanted."""
+        """Whether libarrow's bodies do not meet the options, so that `pack` must be called."""
         return self._alignment != 8 or self._codec is not None
 
     def pack(self, header: bytes, parsed: Header, body: Sequence[Buffer]) -> Packed:
-        """The same message with its buffers laid out anew. None is copied."""
+        """Return the message with its buffers in a new layout. No buffer is copied."""
         offsets, lengths = buffer_extents(header, parsed)
         part_at = by_position(body)
         packed: list[Buffer] = []
@@ -56,12 +56,12 @@ class Packing:
             moved.append(end)
             sizes.append(size)
             end += size + padding
-        if end:  # a flatbuffer may leave a length of 0 out
+        if end:  # a flatbuffer may omit a length of 0, which cannot be changed then
             header = relocate(header, parsed, moved, end, sizes)
         return header, parsed._replace(body_length=end), packed
 
     def _smaller(self, buffer: Buffer) -> list[Buffer]:
-        """A buffer that is not empty as it is, or as it was before it was compressed for too little."""
+        """Return a non-empty buffer in parts, decompressed if compression saved too little."""
         if self._codec is None:
             return [buffer]
         (size,) = _i64.unpack_from(buffer)
@@ -72,7 +72,7 @@ class Packing:
 
 
 def raw_size(header: bytes, parsed: Header, body: Sequence[Buffer], compressed: bool) -> int:
-    """How many bytes the buffers of a body had before padding and compression."""
+    """Return the total size of the buffers of a body before padding and compression, in bytes."""
     offsets, lengths = buffer_extents(header, parsed)
     if not compressed:
         return sum(lengths)
@@ -86,5 +86,5 @@ def raw_size(header: bytes, parsed: Header, body: Sequence[Buffer], compressed: 
 
 
 def by_position(body: Sequence[Buffer]) -> dict[int, Buffer]:
-    """The parts of a body, none of them empty, by where they begin. Each buffer begins a part."""
+    """Return the parts of a body by their positions. No part may be empty, and each buffer must begin a part."""
     return dict(zip(accumulate(map(len, body), initial=0), body, strict=False))

@@ -1,4 +1,4 @@
-"""libarrow's reader of IPC streams, whose complaints about content come out as ours, and the files it reads from."""
+"""libarrow's reader of IPC streams with the errors of this library, and the files that it reads."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from dissociated.format.encapsulated import FILE_MAGIC, encapsulate
 
 T = TypeVar("T")
 
-#: libarrow takes the magic of a file for the length of the first message.
+#: Text of libarrow's error for a file: it reads the magic as the length of the first message.
 _FILE_MAGIC_ERROR = f"to read {int.from_bytes(FILE_MAGIC[:4], 'little')} metadata bytes"
 _CONTENT_ERRORS = (pa.ArrowException, OSError, UnicodeError)  # libarrow's IOError arrives as an OSError
 
 
 class Readable:
-    """A file to be read, as pyarrow's PythonFile expects it."""
+    """A readable file, with the methods that pyarrow's PythonFile calls."""
 
     closed = False
 
     def close(self) -> None:
-        """Be read no more."""
+        """Close the file."""
         self.closed = True
 
     def readable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def writable(self) -> bool:
-        """Never."""
+        """Return False."""
         return False
 
     def seekable(self) -> bool:
-        """Whether libarrow may move the position: not unless a subclass says so."""
+        """Return whether libarrow may move the position: False unless a subclass overrides it."""
         return False
 
 
 @contextmanager
 def arrow_errors(error_type: type[DissociatedError]) -> Iterator[None]:
-    """Turn what libarrow raises about content into `error_type`, also where there is not enough memory for it."""
+    """Turn libarrow's errors about content, also for lack of memory, into errors of `error_type`."""
     try:
         yield
     except _CONTENT_ERRORS as error:
@@ -62,13 +62,13 @@ def arrow_errors(error_type: type[DissociatedError]) -> Iterator[None]:
 def _translated(error: Exception, error_type: type[DissociatedError]) -> Exception:
     if isinstance(error, (DissociatedError, pa.ArrowCancelled)):  # ours come from below, through libarrow
         return error
-    # libarrow raises ArrowInvalid for both of these, as for everything else about content: only its text tells more.
-    if str(error).startswith("Out of bounds field index"):  # the caller's mistake, not the content's
+    # libarrow raises ArrowInvalid for all errors of content. Only the text tells these two cases apart.
+    if str(error).startswith("Out of bounds field index"):  # an error of the caller, not of the content
         return OptionError(f"included_fields has a field that the schema has not: {error}")
     if _FILE_MAGIC_ERROR in str(error):
         return error_type("this begins like an Arrow IPC file, which is no stream: read it as a file")
     peer = error_type is RemoteProtocolError
-    if isinstance(error, MemoryError):  # compressed buffers say themselves how long they will be: that may be a lie
+    if isinstance(error, MemoryError):  # compressed buffers state their size, perhaps falsely
         return (TransportError if peer else error_type)(
             f"there is no memory for what {'the peer sent' if peer else 'this holds'}: {error}"
         )
@@ -76,43 +76,50 @@ def _translated(error: Exception, error_type: type[DissociatedError]) -> Excepti
 
 
 def read_schema(header: bytes, error_type: type[DissociatedError]) -> pa.Schema:
-    """The schema of this flatbuffer. Raises an error of `error_type` where libarrow cannot read it."""
+    """Return the schema of this flatbuffer. Raises an error of `error_type` if libarrow cannot read it."""
     with arrow_errors(error_type):
         return check_field_names(pa.ipc.read_schema(pa.py_buffer(encapsulate(header))))
 
 
 def check_field_names(schema: pa.Schema) -> pa.Schema:
-    """The schema itself. Raises UnicodeDecodeError where the name of a column is no UTF-8, before it is asked for."""
+    """Return `schema`. Raises UnicodeDecodeError if the name of a column is not UTF-8."""
     assert schema.names is not None
     return schema
 
 
 def close_idle(source: Generator[object, None, None]) -> None:
-    """Close what a reader reads from, unless another thread takes something from it now: that one will close it."""
+    """Close the source of a reader, unless another thread is reading from it.
+
+    That thread then closes the source itself.
+    """
     try:
         source.close()
     except ValueError as error:
-        if str(error) != "generator already executing":  # to ask before would be too early
+        if str(error) != "generator already executing":  # a check before the call could be outdated
             raise
 
 
 class Reading:
-    """Whether a reader goes on. It does not after its end, nor after it has failed, was interrupted, or was closed.
+    """The state of a reader: open, ended, failed, interrupted or closed. Only an open reader reads on.
 
-    One thread reads at a time. Any thread may close it meanwhile, and Ctrl-C may come between any two bytecodes.
+    A single thread reads at a time. Any thread may close the reader meanwhile, and Ctrl-C may come between any two
+    bytecodes.
     """
 
     def __init__(self) -> None:
         self.ended = False
         self._failed: Failure | None = None
         self._closed = False
-        self._taking = False  # where it stays true, taking was interrupted
+        self._taking = False  # if it stays true, taking was interrupted
 
     def take(self, take: Callable[[], T]) -> T:
-        """What `take` takes from the source, which raises StopIteration at the end.
+        """Return the result of `take`, which takes an item from the source.
 
-        Raises what that raises, and the same again from then on; and StoreError if the reader is closed, also
-        meanwhile: what was taken after that may lie in memory that is others' already.
+        Raises:
+            StopIteration: The source has ended.
+            StoreError: The reader was closed before or during the call. An item that was taken after that may lie in
+                memory with another owner already.
+            BaseException: `take` failed. Every later call raises the same error.
         """
         self.check()
         self._taking = True
@@ -126,7 +133,7 @@ class Reading:
         return taken
 
     def check(self) -> None:
-        """Raise why nothing can be taken any more. The end is no reason."""
+        """Raise the error that prevents taking more items, if there is one. The end is not an error."""
         if self._failed is not None:
             raise self._failed.error()
         self.check_open()
@@ -137,12 +144,12 @@ class Reading:
             )
 
     def check_open(self) -> None:
-        """Raise StoreError where the reader was closed before its end."""
+        """Raise StoreError if the reader was closed before its end."""
         if self._closed:
             raise StoreError("this reader was closed before its end") from None
 
     def stop_by(self, error: BaseException) -> None:
-        """Remember by what the source has ended, or has failed. Raises StoreError if it was closed meanwhile."""
+        """Record the end or the failure of the source. Raises StoreError if the reader was closed meanwhile."""
         if isinstance(error, Exception):
             self.check_open()
         if isinstance(error, StopIteration):
@@ -151,17 +158,17 @@ class Reading:
             self._failed = Failure.of(error)
 
     def close(self) -> None:
-        """To be called before the source is closed: what that raises, or ends, must not look like the end."""
+        """Close the reader. Call this before closing the source, whose end must not look like the regular end."""
         self._closed = not self.ended
 
 
 class ReadOnce:
-    """Remembers whether a reader was read to its end. Reading it again would give nothing, and raises StoreError."""
+    """A reader that remembers whether it was read to its end. Reading it again raises StoreError."""
 
     _ended = False
 
     def _begin(self) -> None:
-        """Raise StoreError where all has been read already."""
+        """Raise StoreError if all batches were read already."""
         if self._ended:
             raise StoreError(
                 "this reader was read to its end, and can be read once: read it again, or take a handle, "
@@ -170,10 +177,11 @@ class ReadOnce:
 
 
 class StreamReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyarrow has no type hints
-    """Reads an IPC stream from whatever pyarrow reads from. `stats` says how much so far.
+    """A reader of an IPC stream, from any source that pyarrow accepts. `stats` counts the messages read.
 
-    Raises FormatError where the content is invalid, or nests deeper than `options` allow, and StoreError where it was
-    read to its end before.
+    Raises:
+        FormatError: The content is invalid, or nests deeper than `options` allow.
+        StoreError: The stream was read to its end before.
     """
 
     error_type: ClassVar[type[DissociatedError]] = FormatError
@@ -192,7 +200,7 @@ class StreamReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mi
 
     @section
     def read_next_batch(self) -> pa.RecordBatch:
-        """The next batch. Raises StopIteration at the end."""
+        """Return the next batch. Raises StopIteration at the end."""
         hold_at_exit()
         try:
             return super().read_next_batch()
@@ -204,7 +212,7 @@ class StreamReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mi
 
     @section
     def read_next_batch_with_custom_metadata(self) -> tuple[pa.RecordBatch, pa.KeyValueMetadata | None]:
-        """The next batch, and the metadata that its message carries. Raises StopIteration at the end."""
+        """Return the next batch and the metadata of its message. Raises StopIteration at the end."""
         hold_at_exit()
         try:
             both: tuple[pa.RecordBatch, pa.KeyValueMetadata | None] = super().read_next_batch_with_custom_metadata()
@@ -217,7 +225,7 @@ class StreamReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mi
 
     @section
     def read_all(self) -> pa.Table:
-        """All batches that are left, as one table."""
+        """Return all remaining batches as one table."""
         hold_at_exit()
         self._begin()
         try:
@@ -229,14 +237,16 @@ class StreamReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mi
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> Any:
         self._begin()
-        self._ended = True  # whoever takes it reads all
+        self._ended = True  # the consumer of the stream reads all batches
         return super().__arrow_c_stream__(requested_schema)
 
 
 class PeerReader(StreamReader):
-    """A StreamReader over what a peer sent.
+    """A StreamReader of data that a peer sent.
 
-    Raises RemoteProtocolError where the content is invalid, TransportError where there is no memory for it.
+    Raises:
+        RemoteProtocolError: The content is invalid.
+        TransportError: There is not enough memory for the content.
     """
 
     error_type = RemoteProtocolError

@@ -1,7 +1,7 @@
-"""Deliveries into record batches, those that arrived together all at once.
+"""Decoding of deliveries to record batches, in which small batches that arrived together are decoded at once.
 
-A run of small batches is put together as an IPC stream of its own, which libarrow reads from one buffer: to copy them
-is less than to call Python three times for each. Who reads through C++ gets them from the Python source, one by one.
+A run of small batches is copied to an IPC stream of its own, which libarrow reads from one buffer. Copying takes less
+time than three calls of Python for each batch. C++ code reads the batches one by one from the Python file.
 """
 
 from __future__ import annotations
@@ -24,39 +24,38 @@ from dissociated.protocol.delivery import Delivered, Delivery, PackedBatches, Sh
 
 T = TypeVar("T")
 
-_ALIGNMENT = 8  # of messages in a stream
-#: How many batches are worth a stream of their own, and how many bytes of body each may have to be copied into it.
+_ALIGNMENT = 8  # bytes; alignment of messages in a stream
+#: The least number of batches of a run, and the largest body, in bytes, that is copied.
 _MIN_BATCH_RUN = 32
 _MAX_COPY = 1 << 12
 
-#: Gives flatbuffer and body of a message, as libarrow shall read them.
+#: Returns the flatbuffer and the body of a message in the form that libarrow reads.
 Attach: TypeAlias = Callable[[Delivery], EncodedMessage]
 
 
 def join_deliveries(
     deliveries: Generator[Delivered, None, None], attach: Attach, options: ReadOptions, max_body: int = MAX_BODY
 ) -> StreamReader:
-    """A reader over the stream that `deliveries` make, as `join` makes one of messages.
+    """Return a reader over the stream of `deliveries`, with the errors of `join`.
 
-    `attach` is asked for each message but those that arrived together with their bodies, and not after the end of
-    the stream.
+    `attach` is called for each message except runs of small batches, and never after the end of the stream.
     """
     return _RunReader(_DeliveryFile(deliveries, attach, options, max_body), options)
 
 
 class _BatchRun:
-    """Record batches that arrived together. They are taken one by one as messages, or by a reader of libarrow's."""
+    """Record batches that arrived together, to be read by a reader of libarrow or taken as messages."""
 
     def __init__(self, batches: PackedBatches, schema: bytes, options: ReadOptions) -> None:
         self.remaining = len(batches.headers)
         self._batches = batches
-        #: A reader of those that are left, if they were copied into one buffer. Who reads one counts down `remaining`.
+        #: A reader of the remaining batches, if they were copied to a stream. Its caller decrements `remaining`.
         self.reader: StreamReader | None = None
         if self.remaining >= _MIN_BATCH_RUN and _may_copy(batches, schema):
             self.reader = PeerReader(_to_ipc_stream(batches, schema, options.memory_pool), options)
 
     def messages(self) -> Iterator[EncodedMessage]:
-        """Those that are left, as they came. Once the first is taken, `reader` is None."""
+        """Yield the remaining batches as messages. Once the first is taken, `reader` is None."""
         self.reader = None
         for delivery in islice(self._batches.expand(), len(self._batches.headers) - self.remaining, None):
             self.remaining -= 1
@@ -64,7 +63,7 @@ class _BatchRun:
 
 
 def _may_copy(batches: PackedBatches, schema: bytes) -> bool:
-    """Whether these batches can be copied into a stream of their own, which would know no dictionaries."""
+    """Return whether these batches can be copied to a stream of their own, which has no dictionaries."""
     body_length, layout = batches.parsed.body_length, layout_of(schema)
     return (
         body_length <= _MAX_COPY
@@ -77,7 +76,7 @@ def _may_copy(batches: PackedBatches, schema: bytes) -> bool:
 
 
 def _to_ipc_stream(batches: PackedBatches, schema: bytes, pool: pa.MemoryPool | None) -> pa.Buffer:
-    """The same as an IPC stream."""
+    """Return the batches as an IPC stream in one buffer."""
     begin, head = encapsulate(schema), encapsulate(batches.headers[0].tobytes())
     count, body_length = len(batches.headers), batches.parsed.body_length
     size = len(head) + body_length
@@ -91,7 +90,7 @@ def _to_ipc_stream(batches: PackedBatches, schema: bytes, pool: pa.MemoryPool | 
 
 
 class _DeliveryFile(StreamFile):
-    """The messages of deliveries as the file that libarrow reads from; or, past it, whole runs."""
+    """A file of the messages of deliveries, for libarrow, from which whole runs can be taken instead."""
 
     def __init__(
         self, deliveries: Generator[Delivered, None, None], attach: Attach, options: ReadOptions, max_body: int
@@ -101,18 +100,21 @@ class _DeliveryFile(StreamFile):
         self._attach = attach
         self._options = options
         self._schema = b""
-        self._run: _BatchRun | None = None  # which the stream goes on with
-        self._messages: Iterator[EncodedMessage] = iter(())  # of what has been delivered
+        self._run: _BatchRun | None = None  # the current run
+        self._messages: Iterator[EncodedMessage] = iter(())  # of the current delivery
 
     def run(self) -> _BatchRun | None:
-        """The run that the stream goes on with; None where something else comes next. To be asked between messages."""
-        run = self._run  # another thread may close this
+        """Return the run that comes next in the stream; None if something else comes next.
+
+        Call this only between messages.
+        """
+        run = self._run  # copied, because another thread may close this file
         if (run is None or not run.remaining) and not self._pieces:
             self._refill()
         return self._run
 
     def _next(self) -> EncodedMessage | None:
-        """The next message; None where a run begins, which may be wanted whole."""
+        """Return the next message; None if a run begins, which the reader may take as a whole."""
         run = self._run
         if run is not None and not run.remaining:
             self._run, self._messages = None, iter(())
@@ -124,16 +126,16 @@ class _DeliveryFile(StreamFile):
         return message
 
     def message(self, delivery: Delivery) -> None:
-        """Go on with this message."""
-        self._messages = map(self._attach, delivery.expand())  # which keeps no body once it is taken
+        """Continue the stream with this message."""
+        self._messages = map(self._attach, delivery.expand())  # `map` keeps no body once it is taken
 
     def packed(self, batches: PackedBatches) -> None:
-        """Go on with this run."""
+        """Continue the stream with this run."""
         self._run = _BatchRun(batches, self._schema, self._options)
         self._messages = self._run.messages()
 
     def shared(self, batches: SharedBatches) -> None:
-        """Go on with these batches, one by one."""
+        """Continue the stream with these batches, one by one."""
         self._messages = map(self._attach, batches.expand())
 
     def close(self) -> None:
@@ -142,11 +144,11 @@ class _DeliveryFile(StreamFile):
 
 
 class _RunReader(PeerReader):
-    """Reads what a file gives, and runs past it."""
+    """A reader of the messages of a file, which takes whole runs directly."""
 
     def __init__(self, file: _DeliveryFile, options: ReadOptions) -> None:
         self._file = file
-        self._past = 0  # batches
+        self._past = 0  # batches that were read from runs, which libarrow does not count
         super().__init__(file, options)
 
     def read_next_batch(self) -> pa.RecordBatch:
@@ -162,12 +164,12 @@ class _RunReader(PeerReader):
         return self._take(run, run.reader.read_next_batch_with_custom_metadata)
 
     def close(self) -> None:
-        """Read no more, and end the stream. What was read stays."""
+        """Stop reading, and end the stream. Batches that were read stay valid."""
         super().close()
         self._file.close()
 
     def _take(self, run: _BatchRun, read: Callable[[], T]) -> T:
-        """The next batch of a run, which `read` reads past the file."""
+        """Return the next batch of a run, which `read` reads directly."""
 
         def taken() -> T:
             run.remaining -= 1

@@ -1,4 +1,4 @@
-"""Where the bytes of a stream or file go."""
+"""Destinations for the bytes of a stream or file."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ from dissociated.memory.shared import write_parts
 
 
 class Sink(ABC):
-    """Takes bytes until it is closed or aborted. Every method raises StoreError where the medium fails."""
+    """A destination that takes bytes until it is closed or aborted.
 
-    #: Where the first byte will lie, in bytes from the beginning of the medium.
+    Every method raises StoreError if the medium fails.
+    """
+
+    #: Position of the first byte to write, in bytes from the beginning of the medium.
     position = 0
 
     @abstractmethod
     def write(self, parts: Sequence[Buffer]) -> None:
-        """Write all of `parts`, one after the other."""
+        """Write all of `parts`, in order."""
 
     @abstractmethod
     def close(self) -> None:
-        """Everything was written."""
+        """End the output: all bytes were written."""
 
     @abstractmethod
     def abort(self) -> None:
-        """No more will be written, although something is missing."""
+        """End the output before all bytes were written."""
 
 
 class DescriptorSink(Sink):
-    """A descriptor, which it owns and closes. `what` says in errors what was being written."""
+    """A file descriptor, which the sink owns and closes. `what` describes the operation in error messages."""
 
     def __init__(self, descriptor: int, what: str) -> None:
         self._file = os.fdopen(descriptor, "wb", buffering=0)
@@ -43,7 +46,7 @@ class DescriptorSink(Sink):
 
     @property
     def descriptor(self) -> int:
-        """The descriptor that it writes to. It stays this object's."""
+        """The descriptor, which the sink still owns."""
         return self._file.fileno()
 
     def write(self, parts: Sequence[Buffer]) -> None:
@@ -57,28 +60,28 @@ class DescriptorSink(Sink):
             self._file.close()
 
     def abort(self) -> None:
-        """Keeps what was written. Does nothing after `close`."""
+        """Close the descriptor, and keep the written bytes. Does nothing after `close`."""
         with suppress(OSError):
             self._file.close()
 
 
 class FileSink(Sink):
-    """A binary file object or a pyarrow.NativeFile, which stays open: whoever opened it closes it."""
+    """A binary file object or a pyarrow.NativeFile. Its owner closes it; the sink does not."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
-        with suppress(AttributeError, OSError, ValueError):  # a pipe or a socket stands nowhere
+        with suppress(AttributeError, OSError, ValueError):  # a pipe or a socket has no position
             self.position = file.tell()
 
     def write(self, parts: Sequence[Buffer]) -> None:
-        """Write all of `parts`. Raises StoreError also for a file that does not block and takes no more."""
+        """Write all of `parts`. Raises StoreError also for a non-blocking file that is full."""
         with store_errors("writing to a file object"):
             for part in parts:
                 left = memoryview(part).cast("B")
                 while len(left):
                     count = self._file.write(left)
                     if count is None and not isinstance(self._file, io.RawIOBase):
-                        break  # some write everything and say nothing
+                        break  # such files write everything and return None
                     if not count:
                         raise StoreError("a file object that does not block takes no more: give one that waits")
                     left = left[count:]
@@ -89,13 +92,14 @@ class FileSink(Sink):
             self._file.flush()
 
     def abort(self) -> None:
-        """What was written stays."""
+        """Keep the written bytes."""
 
 
 def open_sink(where: Any) -> Sink:
-    """The sink for a path, whose file is made or overwritten, or for a file object.
+    """Open the sink for a path or a file object. The file of a path is created or overwritten.
 
-    Raises StoreError for anything else, and where there can be no such file.
+    Raises:
+        StoreError: `where` is neither a path nor a file object, or the file cannot be created.
     """
     if isinstance(where, (str, os.PathLike)):
         name = os.fspath(where)

@@ -1,7 +1,7 @@
-"""Record batches into IPC messages whose body buffers are borrowed, not copied.
+"""Encoding of record batches to IPC messages whose body buffers are borrowed, not copied.
 
-libarrow does all the encoding: it writes an IPC stream into a Python sink, which receives every body buffer by
-reference. Only what libarrow itself must allocate (rebased offsets of a slice, compressed buffers) is new memory.
+libarrow does all the encoding: it writes an IPC stream to a Python file, which receives every body buffer by reference.
+Only buffers that libarrow must create (rebased offsets of a slice, compressed buffers) are new memory.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from dissociated.errors import FormatError, OptionError
 from dissociated.format.encapsulated import CONTINUATION, encapsulate, encode_footer, encode_magic
 from dissociated.format.message import Header, parse_header
 
-#: Of a batch or of a file: a dict, or what pyarrow gives.
+#: Metadata of a batch or of a file: a dict, or pyarrow's class.
 Metadata: TypeAlias = "pa.KeyValueMetadata | Mapping[str | bytes, str | bytes]"
-#: A record batch and its metadata, None without any.
+#: A record batch, and its metadata or None.
 BatchAndMetadata: TypeAlias = "tuple[pa.RecordBatch, pa.KeyValueMetadata | None]"
 
 
-_SMALL_BODY = 1 << 14  # bytes of a body
-#: Small batches are written to memory of so many bytes. It is begun anew when fewer than the margin are left.
+_SMALL_BODY = 1 << 14  # bytes of the largest body of a small batch
+#: Size of the memory for small batches, in bytes. It is reused when less than the margin is free.
 _BLOCK_SIZE, _BLOCK_MARGIN = 1 << 20, 1 << 16
 
 
 class SplitMessage(NamedTuple):
-    """One IPC message: the flatbuffer, what pairing needs from it, and the packed body in parts, None without one."""
+    """An IPC message: its flatbuffer, the parsed header, and the packed body in parts, or None without a body."""
 
     header: bytes
     parsed: Header
@@ -41,17 +41,17 @@ class SplitMessage(NamedTuple):
 
 
 class _MessageSink:
-    """The file that libarrow writes to. Takes the stream apart again by the lengths that it announces."""
+    """A file for libarrow to write to, which takes the stream apart again by the lengths in it."""
 
     closed = False
 
     def __init__(self, magic: int = 0) -> None:
         self.messages: list[SplitMessage] = []
-        self.tail = b""  # what came after the end of the stream
-        self._magic = magic  # how many bytes come before the stream
-        self._header_next = 0  # its length, with padding
+        self.tail = b""  # the bytes after the end of the stream
+        self._magic = magic  # bytes before the stream
+        self._header_next = 0  # length of the next flatbuffer, with padding
         self._body_left = 0
-        #: takes what is neither marker, length, flatbuffer nor body
+        #: consumes a piece that is neither marker, length, flatbuffer nor body
         self._skip_piece: Callable[[Buffer], None] | None = self._take_magic if magic else None
 
     def write(self, piece: Buffer) -> int:
@@ -89,7 +89,7 @@ class _MessageSink:
         self.tail += piece
 
     def take(self) -> list[SplitMessage]:
-        """The messages written since the last call."""
+        """Return the messages written since the last call."""
         messages, self.messages = self.messages, []
         return messages
 
@@ -109,10 +109,10 @@ class _MessageSink:
 
 
 class Splitter:
-    """Encodes record batches of one stream, one after the other.
+    """An encoder of the record batches of one stream, in order.
 
-    Raises FormatError where a field nests deeper than `options` allow, and for batches that cannot be written: the
-    next one still can.
+    Raises:
+        FormatError: A field nests deeper than `options` allow, or a batch cannot be written. The next batch still can.
     """
 
     def __init__(self, schema: pa.Schema, options: WriteOptions | None = None) -> None:
@@ -123,8 +123,8 @@ class Splitter:
         packing = Packing(self.options)
         self._pack = packing.pack if packing.needed else None
         ipc_options = self.options.to_pyarrow()
-        # libarrow writes the schema together with the first batch. A receiver should not have to wait for that:
-        # a writer of its own, closed at once, gives the very same message now.
+        # libarrow writes the schema together with the first batch. Receivers should not have to wait for that batch, so
+        # another writer, which is closed at once, writes an equal message now.
         eager = _MessageSink()
         try:
             pa.ipc.new_stream(pa.PythonFile(eager, mode="w"), schema, options=ipc_options).close()
@@ -145,14 +145,16 @@ class Splitter:
 
     @property
     def stats(self) -> pa.ipc.WriteStats:
-        """What libarrow has counted."""
+        """libarrow's counters of written messages."""
         return self._writer.stats
 
     def split(self, batch: pa.RecordBatch, metadata: Metadata | None = None) -> list[SplitMessage]:
-        """The messages of `batch`: the dictionaries that it needs and are new or changed, then the batch.
+        """Return the messages of `batch`: dictionaries of it that are new or changed, then the batch.
 
-        Raises SourceError for a batch whose lengths and offsets contradict each other: on those libarrow would abort.
-        Raises OptionError for metadata with metadata version V4, which libarrow would write and could not read.
+        Raises:
+            SourceError: Lengths and offsets of the batch contradict each other. libarrow would abort the process.
+            OptionError: There is metadata, and the metadata version is V4. libarrow could not read its own message.
+            FormatError: libarrow cannot write the batch.
         """
         if metadata and self.options.metadata_version is pa.ipc.MetadataVersion.V4:
             raise OptionError("libarrow reads custom metadata of a batch with metadata version V5 only")
@@ -174,20 +176,20 @@ class Splitter:
 
 
 class _StreamSplitter(Splitter):
-    """A Splitter that encodes a batch in one piece where it follows a small one: copying costs less than taking apart.
+    """A Splitter that encodes a batch after a small batch in one piece: copying takes less time than taking apart.
 
-    A writer of their own writes such batches, to memory that is used again and again. So `stats` does not count them.
+    A separate writer writes such batches to memory that is reused, so `stats` does not count them.
     """
 
     def __init__(self, schema: pa.Schema, options: WriteOptions | None = None) -> None:
         super().__init__(schema, options)
-        self._begin = len(encapsulate(self._schema_message.header))  # of the first batch in that memory
+        self._begin = len(encapsulate(self._schema_message.header))  # position of the first batch in that memory
         dictionaries = any(contains(type_, pa.types.is_dictionary) for type_ in schema.types)
         self._plain = self.options == WriteOptions() and not dictionaries and self._begin <= _BLOCK_MARGIN
-        self._small = -1  # rows of a batch that is taken for a small one
-        self._last: tuple[bytes, bytes, Header] = b"", b"", self._schema_message.parsed  # with what stands before it
+        self._small = -1  # the most rows of a batch that is expected to be small
+        self._last: tuple[bytes, bytes, Header] = b"", b"", self._schema_message.parsed  # head, flatbuffer, header
         self._memory: pa.Buffer | None = None
-        self._at = _BLOCK_SIZE  # where the next batch goes
+        self._at = _BLOCK_SIZE  # position of the next batch
 
     def split(self, batch: pa.RecordBatch, metadata: Metadata | None = None) -> list[SplitMessage]:
         if metadata is None and batch.num_rows <= self._small and batch.schema.equals(self.schema):
@@ -205,11 +207,11 @@ class _StreamSplitter(Splitter):
             self._block.write_batch(batch)
         except (pa.ArrowException, OSError):  # libarrow's IOError arrives as an OSError
             self._at = _BLOCK_SIZE
-            return super().split(batch)[-1]  # it is no small one, or this says what is wrong with it
+            return super().split(batch)[-1]  # the batch is not small, or this call raises
         head, header, parsed = self._last
         end = self._at + len(head) + parsed.body_length
         whole = bytes(self._view[self._at : end])
-        if not head or not whole.startswith(head):  # most often they are the same
+        if not head or not whole.startswith(head):  # small batches often have equal heads
             length = int.from_bytes(self._view[self._at + 4 : self._at + 8], "little")
             head = bytes(self._view[self._at : self._at + 8 + length])
             header = head[8:]
@@ -229,7 +231,7 @@ class _StreamSplitter(Splitter):
 
 
 class FileSplitter(Splitter):
-    """Encodes the record batches of a file. It may not replace a dictionary, and ends in a footer."""
+    """An encoder of the record batches of a file, which cannot replace dictionaries and ends with a footer."""
 
     def __init__(
         self, schema: pa.Schema, options: WriteOptions | None = None, metadata: Metadata | None = None
@@ -243,9 +245,11 @@ class FileSplitter(Splitter):
         return sink, pa.ipc.new_file(file, self.schema, options=ipc_options, metadata=self._metadata)
 
     def finish(self) -> tuple[list[SplitMessage], bytes]:
-        """What is left to write, and the flatbuffer of the footer, whose blocks are those of libarrow's own layout.
+        """End the file.
 
-        There are messages left where a batch had dictionaries before the one that could not be written.
+        Returns:
+            The remaining messages, and the flatbuffer of the footer, whose blocks have positions of libarrow's own
+            layout. There are messages if a batch could not be written after some of its dictionaries.
         """
         try:
             self._writer.close()
@@ -265,7 +269,7 @@ def _unwritable(error: pa.ArrowException) -> FormatError:
 
 
 def split(reader: pa.RecordBatchReader, options: WriteOptions | None = None) -> Iterator[SplitMessage]:
-    """Every message of the stream that `reader` gives, schema first."""
+    """Yield every message of the stream of `reader`, schema first."""
     splitter = _StreamSplitter(reader.schema, options)
     yield splitter.schema_message
     for batch, metadata in batches(reader):
@@ -273,8 +277,8 @@ def split(reader: pa.RecordBatchReader, options: WriteOptions | None = None) -> 
 
 
 def batches(reader: pa.RecordBatchReader) -> Iterator[BatchAndMetadata]:
-    """What `reader` gives, each batch with its metadata."""
-    if not isinstance(reader, pa.ipc.RecordBatchStreamReader):  # only those know metadata of single batches
+    """Yield each batch of `reader` with its metadata."""
+    if not isinstance(reader, pa.ipc.RecordBatchStreamReader):  # other readers have no metadata of batches
         for batch in reader:
             yield batch, None
         return

@@ -1,4 +1,4 @@
-"""What has been read or written so far: the C++ `ReadStats` and `WriteStats`."""
+"""Counters of messages read and written: the C++ `ReadStats` and `WriteStats`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ReadStats: TypeAlias = pa.ipc.ReadStats
 
 @dataclass(frozen=True)
 class WriteStats:
-    """The counters of `ReadStats`, and how large bodies were before and after."""
+    """The counters of `ReadStats`, and the size of bodies before and after encoding."""
 
     num_messages: int = 0
     num_record_batches: int = 0

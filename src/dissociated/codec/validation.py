@@ -1,12 +1,12 @@
-"""Validation of record batches before libarrow writes them. Empty arrays that it cannot write are made anew.
+"""Validation of record batches before libarrow writes them, and repair of empty arrays that it cannot write.
 
-libarrow's full validation refuses what can harm (offsets, sizes, indices that lead elsewhere) and what is merely no
-good value of its type: a date64 within a day, text that is no UTF-8, a decimal with too many digits. Of an array as its
-layout alone, which is the same buffers under a type that takes every value, it refuses only the first.
+libarrow's full validation refuses harmful data (offsets, sizes and indices out of range) and also values that are
+invalid for their type: a date64 within a day, text that is not UTF-8, a decimal with too many digits. If the same
+buffers are validated under a type of equal layout that accepts every value, then only harmful data is refused.
 
-Two kinds of arrays without values are valid, and libarrow's writer breaks on them. A slice that came by the Arrow C
-interface has buffers of no bytes and an offset: it would write lengths below zero. A union that was read from IPC has
-no buffer of type codes: compressing it ends the process. Either may lie within other arrays.
+Two kinds of arrays without values are valid, but libarrow's writer fails on them. A slice that came by the Arrow C
+interface has empty buffers and an offset: libarrow would write negative lengths. A union that was read from IPC has no
+buffer of type codes: compressing it ends the process. Either may be nested in other arrays.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LISTS = (
     (pa.types.is_list_view, pa.list_view),
     (pa.types.is_large_list_view, pa.large_list_view),
 )
-#: How many buffers lists have beside those of their values.
+#: Number of buffers of lists without those of their values.
 _OWN_BUFFERS = (
     (pa.types.is_fixed_size_list, 1),
     (pa.types.is_list, 2),
@@ -49,10 +49,10 @@ _OWN_BUFFERS = (
 class Validator:
     """A check of the record batches of a schema, which refuses batches on which libarrow would abort, or worse.
 
-    `check` looks at lengths and offsets. With `full`, it looks at all offsets and indices, which takes as long as
-    reading them. It also does so for a slice of a column that has children: libarrow cuts these by their offsets, which
-    nothing less looks at. A value that is merely not valid for its type, such as text that is not UTF-8, harms nobody
-    on the way. Its user must check it.
+    `check` inspects lengths and offsets. With `full`, it inspects all offsets and indices, which takes as long as
+    reading them. Slices of columns with children are always inspected in full: libarrow cuts the children by offsets
+    that no cheaper check inspects. A value that is merely invalid for its type, such as text that is not UTF-8, does no
+    harm here; its consumer must check it.
     """
 
     def __init__(self, schema: pa.Schema) -> None:
@@ -63,7 +63,7 @@ class Validator:
 
     def check(self, batch: pa.RecordBatch, full: bool = False) -> pa.RecordBatch:
         """Return the batch as it must be written. Raises SourceError if it is not valid: see the class."""
-        alike = batch.num_columns == self._columns  # else libarrow says so
+        alike = batch.num_columns == self._columns  # otherwise libarrow raises
         if not batch.num_rows and alike:
             batch = self._writable.empty(batch)
         if self._nested and alike and not full:
@@ -94,7 +94,7 @@ def validate_shared(validate: Callable[[], None]) -> None:
             validate()
             return
         except pa.ArrowInvalid as error:
-            # libarrow has one class for every invalid array: only its text tells this one, which may be none, apart.
+            # libarrow raises one class for every invalid array. Only the text tells this error apart.
             if "Negative null count" not in str(error) or str(error) == said:
                 raise
             said = str(error)
@@ -124,7 +124,7 @@ class _Writable:
         self._outer = [number for number, field in enumerate(schema) if has_children(field.type)]
 
     def empty(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Repair a batch without rows, which may be invalid: libarrow says so of empty slices of views."""
+        """Repair a batch without rows. libarrow's validation rejects some zero-length slices of view arrays."""
         columns = {number: _empty(column) for number, column in enumerate(batch.columns) if _is_broken(column)}
         return _replaced(batch, columns)
 
@@ -193,7 +193,7 @@ def _replaced(batch: pa.RecordBatch, columns: dict[int, pa.Array]) -> pa.RecordB
 
 
 class _Layouts:
-    """A full validation of the record batches of a schema as their layouts alone."""
+    """A full validation of record batches of a schema that ignores whether values are valid for their types."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self._schema = schema
@@ -202,12 +202,13 @@ class _Layouts:
         self._others = [number for number in types if number not in self._types]
 
     def validate(self, batch: pa.RecordBatch) -> None:
-        """Raise ArrowException if offsets, sizes or indices lead elsewhere, at any depth."""
-        batch.validate()  # what looks at the rest trusts what this looks at
+        """Raise ArrowException if offsets, sizes or indices are out of range, at any depth."""
+        batch.validate()  # first: the full validation relies on these checks
         if not self._types or not batch.schema.equals(self._schema):
             batch.validate(full=True)
             return
-        batch.select(self._others).validate(full=True)  # as a whole, since pyarrow has no arrays of some of their types
+        # All at once in a batch: pyarrow has no array classes for some of these types.
+        batch.select(self._others).validate(full=True)
         for number, type_ in self._types.items():
             column = batch.column(number)
             try:

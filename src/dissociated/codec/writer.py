@@ -1,4 +1,4 @@
-"""Writers of record batches: one shape, wherever the messages go."""
+"""Writers of record batches with a common interface, for streams, files and transports."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ from dissociated.protocol.tags import BodyKind
 
 
 class RecordBatchWriter(ABC):
-    """Writes the record batches of one schema.
+    """A writer of record batches of one schema.
 
-    The schema is written at once. `close` writes the end; so does leaving the `with`, unless by an exception, which
-    is an `abort`. A batch that cannot be written raises FormatError and the writer goes on; where the messages cannot
-    go anywhere, it is aborted. Whatever is closed or aborted raises LocalProtocolError when it is told to write.
+    The schema is written at once, and `close` writes the end. Leaving the `with` closes the writer, or aborts it after
+    an exception. A batch that cannot be encoded raises FormatError, and the writer can go on. If the messages cannot be
+    written to their destination, the writer is aborted. Writing to a closed or aborted writer raises
+    LocalProtocolError.
     """
 
     def __init__(self, splitter: Splitter) -> None:
@@ -42,12 +43,12 @@ class RecordBatchWriter(ABC):
 
     @property
     def schema(self) -> pa.Schema:
-        """What every batch must have; its metadata may differ."""
+        """The schema of every batch. The metadata of batches may differ."""
         return self._splitter.schema
 
     @property
     def stats(self) -> WriteStats:
-        """What has been written so far."""
+        """Counters of the messages written so far."""
         splitter_stats = self._splitter.stats
         return WriteStats(
             num_messages=self._messages,
@@ -60,17 +61,23 @@ class RecordBatchWriter(ABC):
         )
 
     def write_batch(self, batch: pa.RecordBatch, custom_metadata: Metadata | None = None) -> None:
-        """Write a batch, and before it the dictionaries that it needs. Raises FormatError and SourceError."""
+        """Write a batch, after the dictionaries that it needs. Raises FormatError and SourceError."""
         self._check_open()
         if not isinstance(batch, pa.RecordBatch):
             raise FormatError(f"a {type(batch).__name__} is no record batch")
         self._emit(self._splitter.split(batch, custom_metadata))
 
     def write_table(self, table: pa.Table, max_chunksize: int | None = None) -> None:
-        """Write a table in batches: its chunks, those of more than `max_chunksize` rows in pieces.
+        """Write a table in batches, which are its chunks.
 
-        None and -1 are no maximum. Raises FormatError and SourceError, and OptionError for a `max_chunksize` that is no
-        number of rows.
+        Args:
+            table: The table to write.
+            max_chunksize: The largest number of rows of a batch: larger chunks are cut. None and -1 mean no maximum.
+
+        Raises:
+            FormatError: The table cannot be written.
+            SourceError: The table is invalid.
+            OptionError: `max_chunksize` is not a number of rows.
         """
         self._check_open()
         if not isinstance(table, pa.Table):
@@ -83,14 +90,14 @@ class RecordBatchWriter(ABC):
             self.write_batch(batch)
 
     def write(self, table_or_batch: pa.Table | pa.RecordBatch) -> None:
-        """Write a table or a batch. Raises as `write_table` and `write_batch` do."""
+        """Write a table or a batch. See `write_table` and `write_batch`."""
         if isinstance(table_or_batch, pa.Table):
             self.write_table(table_or_batch)
         else:
             self.write_batch(table_or_batch)
 
     def close(self) -> None:
-        """Write the end. Does nothing after the first time, nor after `abort`. Raises StoreError."""
+        """Write the end. Does nothing if called again or after `abort`. Raises StoreError."""
         if self._open:
             try:
                 self._end()
@@ -100,22 +107,22 @@ class RecordBatchWriter(ABC):
             self._open = False
 
     def abort(self) -> None:
-        """Write no more, not even an end. Does nothing after `close`."""
+        """Stop writing, without an end. Does nothing after `close`."""
         if self._open:
             self._open = False
             self._discard()
 
     @abstractmethod
     def _put(self, messages: Sequence[SplitMessage]) -> None:
-        """Make these messages go where they should."""
+        """Write these messages to the destination."""
 
     @abstractmethod
     def _end(self) -> None:
-        """Say that this was all."""
+        """Write the end to the destination, and close it."""
 
     @abstractmethod
     def _discard(self) -> None:
-        """Let go of everything."""
+        """Release the destination without an end."""
 
     def _emit(self, messages: Sequence[SplitMessage]) -> None:
         try:
@@ -149,9 +156,10 @@ class RecordBatchWriter(ABC):
 
 
 class EncapsulatedWriter(RecordBatchWriter):
-    """Writes encapsulated messages one after the other, padded so that each body lies aligned in the sink.
+    """A writer of encapsulated messages, padded so that each body is aligned in the sink.
 
-    It owns the sink. `position` is where that begins, and `preface` what comes before the first message.
+    It owns the sink. `position` is the sink's initial position in bytes, and `preface` the bytes before the first
+    message.
     """
 
     def __init__(self, sink: Sink, splitter: Splitter, position: int = 0, preface: bytes = b"") -> None:
@@ -176,7 +184,7 @@ class EncapsulatedWriter(RecordBatchWriter):
         self._position += sum(map(len, parts))
 
     def _placed(self, parsed: Header, at: int, head: int) -> None:
-        """A message goes to this position, where `head` bytes come before its body."""
+        """Record the position of a message, whose body follows `head` bytes later."""
 
     def _end(self) -> None:
         self._write([end_of_stream(self._splitter.options.write_legacy_ipc_format)])
@@ -187,25 +195,25 @@ class EncapsulatedWriter(RecordBatchWriter):
 
 
 class StreamWriter(EncapsulatedWriter):
-    """Writes an encapsulated stream to `sink`: a path, a binary file object, or a pyarrow.NativeFile.
+    """A writer of an encapsulated stream to `sink`: a path, a binary file object, or a pyarrow.NativeFile.
 
-    A path is made or overwritten. A file object is written where it stands, flushed at the end, and stays open.
-    Aborted, a stream has no end. Raises StoreError where the sink takes no more.
+    The file of a path is created or overwritten. A file object is written from its current position, flushed at the
+    end, and stays open. An aborted stream has no end. Raises StoreError if the sink fails.
     """
 
     def __init__(self, sink: Any, schema: pa.Schema, options: WriteOptions | None = None) -> None:
-        splitter = Splitter(schema, options)  # first: it may raise
+        splitter = Splitter(schema, options)  # before the file is created, since this may raise
         super().__init__(open_sink(sink), splitter)
 
 
 class FileWriter(EncapsulatedWriter):
-    """Writes an IPC file, whose batches can be read in any order. `metadata` goes into its footer.
+    """A writer of an IPC file, whose batches can be read in any order. `metadata` goes into its footer.
 
-    The sink is as for StreamWriter. Positions in the footer count from the beginning of the sink, so that a file can
-    follow something else in it. Aborted, a file has no footer, and so is none.
+    Sinks are those of StreamWriter. Positions in the footer count from the beginning of the sink, so a file can follow
+    other data in it. An aborted file has no footer, and is not a valid file.
 
-    No dictionary can be replaced. With the option `unify_dictionaries`, each table that is written gets one
-    dictionary for each column.
+    Dictionaries cannot be replaced. With the option `unify_dictionaries`, each table gets a single dictionary per
+    column.
     """
 
     def __init__(
@@ -238,7 +246,7 @@ class FileWriter(EncapsulatedWriter):
         messages, written = self._file.finish()
         self._emit(messages)
         footer = bytearray(written)
-        blocks = parse_footer(footer)  # libarrow's footer is right but for where messages lie
+        blocks = parse_footer(footer)  # libarrow's footer is right except for the positions of messages
         blocks.dictionaries[:] = np.array(self._dictionary_blocks, BLOCK)
         blocks.record_batches[:] = np.array(self._batch_blocks, BLOCK)
         self._write([end_of_stream(self._file.options.write_legacy_ipc_format), encode_footer(footer)])
@@ -246,11 +254,11 @@ class FileWriter(EncapsulatedWriter):
 
 
 class DissociatedWriter(RecordBatchWriter):
-    """Gives the messages of a dissociated stream to `send`, in order, for a transport of your own.
+    """A writer that passes the messages of a dissociated stream to `send`, in order, for a transport of your own.
 
-    Each is a Message: untagged metadata; bodies, packed, with their tag; at `close`, the end of stream. The parts of
-    a message are borrowed until `send` returns. `streams` says which of the two streams go here: for metadata and
-    bodies on two connections, write the same batches to two writers.
+    Each is a Message: untagged metadata; packed bodies with their tag; and the end of stream at `close`. The parts of a
+    message are borrowed until `send` returns. `streams` selects the streams to send: for metadata and bodies on two
+    connections, write the same batches to two writers.
     """
 
     def __init__(

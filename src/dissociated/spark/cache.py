@@ -1,4 +1,4 @@
-"""Where files lie that are made once for this user: scripts around a Java, the jar for a Spark."""
+"""Directory for files that are made once per user: scripts around a Java, the jar for a Spark."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from dissociated.errors import NotPrivate
 
 
 def private_directory() -> Path:
-    """Our directory in this user's cache, or in the temporary directory; nobody else can write to it."""
+    """Return the directory of this library in the user's cache, or else in the temporary directory.
+
+    Create it if it is missing. No other user can write to it.
+    """
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     for directory in (Path(cache, "dissociated"), Path(tempfile.gettempdir(), f"dissociated-{os.getuid()}")):
         try:

@@ -1,4 +1,4 @@
-"""Where the catalog is, for the driver and for every task, and how long they wait for it."""
+"""Address of the catalog, for the driver and for every task, and how long they wait for an answer."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceede
 
 T = TypeVar("T")
 
-#: Where the catalog is, for whoever is not told otherwise.
+#: Environment variable with the URI of the catalog. The option `catalog` wins over it.
 VARIABLE = "DISSOCIATED_CATALOG"
-_RETRY_TIMEOUT = 60.0  # seconds for a catalog that was killed to be there again
+_RETRY_TIMEOUT = 60.0  # seconds that a killed catalog has to start again
 _CATALOG_RETRY_DELAY = 0.5
 
 
 @dataclass(frozen=True)
 class CatalogConfig:
-    """How to reach the catalog, from the driver and from every task: so it names files, and holds no token."""
+    """Address and credentials of the catalog.
+
+    The driver copies this object to every task. For this reason it names the token file and does not hold the token.
+    """
 
     uri: str
     token_file: str | None = None
@@ -30,7 +33,11 @@ class CatalogConfig:
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> CatalogConfig:
-        """From the options of a data source. Raises CatalogError where they do not say where the catalog is."""
+        """Parse the options of a data source.
+
+        Raises:
+            CatalogError: Neither the options nor the environment name the catalog.
+        """
         return cls(
             required(
                 {"catalog": options.get("catalog") or os.environ.get(VARIABLE, "")},
@@ -43,13 +50,25 @@ class CatalogConfig:
         )
 
     def connect(self, uri: str | None = None) -> Client:
-        """A client of the catalog, or of one of its nodes: close it after use. Raises what `dis.connect` does."""
+        """Connect to the catalog or, with `uri`, to a node of it.
+
+        Returns:
+            A client, which the caller closes after use.
+
+        Raises:
+            DissociatedError: The connection failed as `dis.connect` describes.
+        """
         token = None if self.token_file is None else read_token(self.token_file)
         return connect(uri or self.uri, token=token, tls_roots=self.tls_roots)
 
 
 def wait_for_catalog(call: Callable[[], T]) -> T:
-    """What `call` gives. Where the catalog does not answer it, it is asked again, for a minute."""
+    """Return the result of `call`, repeating the call for up to a minute while the catalog does not answer.
+
+    Raises:
+        CatalogUnreachable: The catalog did not answer within that minute.
+        DeadlineExceeded: The last call took too long.
+    """
     deadline = time.monotonic() + _RETRY_TIMEOUT
     while True:
         try:
@@ -61,7 +80,11 @@ def wait_for_catalog(call: Callable[[], T]) -> T:
 
 
 def required(options: Mapping[str, str], key: str, advice: str) -> str:
-    """The option `key`. Raises CatalogError, which begins "say where" and ends with `advice`, where it is not given."""
+    """Return the value of the option `key`.
+
+    Raises:
+        CatalogError: The option is missing. The message is "say where", followed by `advice`.
+    """
     if value := options.get(key):
         return str(value)
     if key == "path":

@@ -1,4 +1,4 @@
-"""Arrow columns as Spark takes them: which type each becomes, and how it is made."""
+"""Conversion of Arrow columns for Spark: the type that each column becomes, and its values."""
 
 from __future__ import annotations
 
@@ -47,9 +47,15 @@ _ONE_VALUE: Sequence[tuple[Callable[[pa.DataType], bool], pa.DataType]] = (
 
 
 def spark_schema(schema: pa.Schema, columns: Sequence[str] | None = None) -> StructType:
-    """The schema that a DataFrame over data with this Arrow schema has, or over these `columns` of it, in this order.
+    """Return Spark's schema for data with this Arrow schema.
 
-    Raises ColumnNotFound, and SourceError, naming the column, where Spark has no type for it.
+    Args:
+        schema: The Arrow schema of the data.
+        columns: The names of the columns to include, in this order. Default: all columns.
+
+    Raises:
+        ColumnNotFound: The schema lacks one of the `columns`.
+        SourceError: Spark has no type for a column, or two columns have the same name. The message names the column.
     """
     from pyspark.sql.pandas.types import from_arrow_schema
 
@@ -64,18 +70,24 @@ def spark_schema(schema: pa.Schema, columns: Sequence[str] | None = None) -> Str
                 f"column {field.name!r} has the type {field.type}, and Spark has none for {untaken}: "
                 "leave the column out with the option columns, or publish it with another type"
             ) from None
-    spark = from_arrow_schema(pa.schema(fields), prefer_timestamp_ntz=True)  # as Spark 4.2 does by itself
+    spark = from_arrow_schema(pa.schema(fields), prefer_timestamp_ntz=True)  # the default of Spark 4.2
     for spark_field, index in zip(spark.fields, _positions(schema, names), strict=True):
         spark_field.dataType = kept_type(schema.field(index)) or spark_field.dataType
     return spark
 
 
 class Columns:
-    """Makes batches with the Arrow schema `source` into those that Spark takes for `wanted`.
+    """A converter of batches with the Arrow schema `source` to batches that Spark accepts for the schema `wanted`.
 
-    `nanoseconds` says what becomes of those that Spark's microseconds cannot hold: "refuse" or "truncate".
+    Args:
+        source: The Arrow schema of the batches to convert.
+        wanted: Spark's schema of the result.
+        nanoseconds: Treatment of values that do not fit into Spark's microseconds: "refuse" or "truncate".
 
-    Raises ColumnNotFound; SourceError where a column has another type than is wanted; OptionError.
+    Raises:
+        ColumnNotFound: `source` lacks a column of `wanted`.
+        SourceError: A column of `source` has a type other than the type in `wanted`.
+        OptionError: `nanoseconds` is invalid.
     """
 
     def __init__(self, source: pa.Schema, wanted: StructType, nanoseconds: str = "refuse") -> None:
@@ -96,17 +108,20 @@ class Columns:
 
     @property
     def readable(self) -> bool:
-        """Whether Spark's JVM reads all of these columns as they are."""
+        """Whether Spark's JVM reads all of these columns without conversion."""
         return not self._to_convert
 
     def convert(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """The batch with the wanted columns, in the wanted order; without a copy where the types are Spark's own.
+        """Return a batch with the columns of `wanted`, in that order.
 
-        Raises SourceError, naming the column, for a value that Spark cannot hold, and for nulls of a column that has
-        none by its schema: Spark does not look, and takes what lies under them for values.
+        Columns whose types are Spark's own are not copied.
+
+        Raises:
+            SourceError: Spark cannot hold a value, or a column has nulls although its schema forbids them. Spark does
+                not check for such nulls and would read the bytes below them as values. The message names the column.
         """
         if not self.names:
-            return batch.select([])  # the number of rows stays
+            return batch.select([])  # keeps the number of rows
         arrays = [self._column(batch.column(field.name), field) for field in self.schema]
         for place, field in self._without_nulls:
             if _has_forbidden_nulls(arrays[place], field):
@@ -117,7 +132,14 @@ class Columns:
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
 
     def select(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """The same, but for columns that Spark's JVM can read as they are: those do not change their types."""
+        """Return the columns of `wanted` for Spark's JVM, which reads more types than Spark's Python.
+
+        Columns of readable types (see `is_readable`) keep their type and are not copied; all other columns are
+        converted.
+
+        Raises:
+            SourceError: The batch is damaged, or Spark cannot hold a value.
+        """
         chosen = batch.select(self.names)
         try:
             chosen.validate()
@@ -169,7 +191,8 @@ class Columns:
         if not self._truncate or getattr(array.type, "unit", None) != "ns":
             return array.cast(to)
         if types.is_timestamp(array.type):
-            if array.type.tz is not None:  # else it is rounded by the clocks there, and an hour of a year comes twice
+            # Local time would be rounded by the clocks of that zone, which repeat one hour of each year.
+            if array.type.tz is not None:
                 array = array.view(pa.timestamp("ns", TIMEZONE))
             return pc.floor_temporal(array, unit="microsecond").cast(to)
         return array.cast(to, safe=False)
@@ -177,9 +200,10 @@ class Columns:
     def _list(self, array: pa.Array, to: pa.DataType) -> pa.Array:
         if _is_unchanged(array.type, to):
             return array
-        # Never a cast: pyarrow makes invalid lists of list views.
+        # pyarrow's cast turns list views into invalid lists, so the offsets are computed here.
         lengths = pc.list_value_length(array).fill_null(0).cast(pa.int32())
-        zero = pa.array([0], pa.int32())  # made here, since pyarrow then imports pandas, and most tasks have no lists
+        # Not a constant of the module: pa.array imports pandas, and most tasks have no lists.
+        zero = pa.array([0], pa.int32())
         offsets = pa.concat_arrays([zero, pc.cumulative_sum_checked(lengths)])
         values = self._converted(array.flatten(), to.value_type)
         return pa.ListArray.from_arrays(offsets, values, type=to, mask=_nulls(array))
@@ -205,7 +229,7 @@ class Columns:
 
 @dataclass
 class _UnsupportedType(Exception):
-    """Spark has no type for `what`."""
+    """An Arrow type, described by `what`, for which Spark has no type."""
 
     what: str
 
@@ -226,7 +250,11 @@ def _positions(schema: pa.Schema, names: Sequence[str]) -> list[int]:
 
 
 def spark_type(type_: pa.DataType) -> pa.DataType:
-    """The type as which Spark takes this one. Raises what becomes a SourceError of a column where there is none."""
+    """Return the Arrow type of the Spark type that this type becomes.
+
+    Raises:
+        _UnsupportedType: Spark has no such type. The caller turns this into a SourceError that names the column.
+    """
     if isinstance(type_, pa.BaseExtensionType):
         return spark_type(type_.storage_type)
     if types.is_dictionary(type_) or types.is_run_end_encoded(type_):
@@ -269,14 +297,17 @@ def _is_list(type_: pa.DataType) -> bool:
 
 
 def _is_unchanged(type_: pa.DataType, to: pa.DataType) -> bool:
-    """Whether values can stay as they are. A time may have nanoseconds, though its type is the one that Spark takes."""
+    """Return whether values of this type need no conversion.
+
+    Times are converted even if their type is already Spark's: the values may have nanoseconds, and Spark's have none.
+    """
     return bool(type_.equals(to)) and not contains(to, types.is_time)
 
 
 def _fits(field: pa.Field, to: pa.Field) -> bool:
-    """Whether two fields differ in nothing but that one may have nulls, which the other then does not have.
+    """Return whether data of the type `field` can be read as `to`.
 
-    The one to be read may have less fields in its structs.
+    The types must be equal, except that `to` may allow nulls that `field` forbids, and may lack some fields of structs.
     """
     if field.nullable > to.nullable:
         return False
@@ -291,7 +322,7 @@ def _fits(field: pa.Field, to: pa.Field) -> bool:
 
 
 def field_places(struct: pa.DataType, wanted: pa.DataType) -> list[int]:
-    """Where each field of a struct lies in another, which may have more; -1 where it does not."""
+    """Return the index in `struct` of each field of `wanted`, found by name; -1 for a field that `struct` lacks."""
     names = [field.name for field in wanted]
     if names == [field.name for field in struct]:
         return [*range(len(names))]
@@ -316,7 +347,7 @@ _READABLE: Sequence[Callable[[pa.DataType], bool]] = (
 
 
 def is_readable(type_: pa.DataType) -> bool:
-    """Whether Spark's JVM reads this type as it is, beside those that Spark has itself."""
+    """Return whether Spark's JVM reads this Arrow type without conversion, as all of Spark's own types."""
     if types.is_dictionary(type_):
         return not types.is_nested(type_.value_type) and is_readable(type_.value_type)
     if not any(is_one(type_) for is_one in _READABLE):
@@ -325,7 +356,7 @@ def is_readable(type_: pa.DataType) -> bool:
 
 
 def is_own(type_: pa.DataType) -> bool:
-    """Whether this is the Arrow type of one of Spark's types, and each of its values is one of Spark's."""
+    """Return whether this is the Arrow type of a Spark type, and Spark can hold each of its values."""
     try:
         return bool(type_.equals(spark_type(type_))) and not contains(type_, types.is_time)
     except _UnsupportedType:
@@ -333,13 +364,13 @@ def is_own(type_: pa.DataType) -> bool:
 
 
 def _forbids_nulls(field: pa.Field) -> bool:
-    """Whether it, or something below it, has no nulls."""
+    """Return whether the field, or a field nested in it, is not nullable."""
     below = (field.type.field(number) for number in range(field.type.num_fields))
     return not field.nullable or any(map(_forbids_nulls, below))
 
 
 def _has_forbidden_nulls(array: pa.Array, field: pa.Field) -> bool:
-    """Whether there is a null where the field has none. What is below a null is not looked at."""
+    """Return whether the array has a null that `field` forbids. Values below a null are ignored."""
     if not _forbids_nulls(field):
         return False
     if array.null_count:
@@ -358,7 +389,7 @@ def _has_forbidden_nulls(array: pa.Array, field: pa.Field) -> bool:
 
 
 def _pairs(array: pa.Array) -> Sequence[pa.Array]:
-    """The keys and the items of maps."""
+    """Return the keys and the items of an array of maps."""
     start, stop = array.offsets[0].as_py(), array.offsets[-1].as_py()
     return [array.keys.slice(start, stop - start), array.items.slice(start, stop - start)]
 

@@ -19,9 +19,12 @@ from dissociated.spark.writer import DatasetWriter
 
 
 class DissociatedDataSource(DataSource):
-    """`df.write.format("dissociated").option("catalog", uri).mode("overwrite").save("flights")`.
+    """The data source `dissociated` of Spark, for reading and writing, in batches and in streams.
 
-    The options `token_file` and `tls_roots` name files for a catalog that is guarded: its token, and whom to trust.
+        df.write.format("dissociated").option("catalog", uri).mode("overwrite").save("flights")
+
+    For a catalog with access control, the option `token_file` names the file of the token and `tls_roots` the file of
+    the trusted certificates.
     """
 
     @classmethod
@@ -35,9 +38,8 @@ class DissociatedDataSource(DataSource):
         )
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:
-        from dissociated.spark.streaming import (
-            DatasetStreamWriter,  # needs Spark 4.2, and the rest of this module does not
-        )
+        # Only streaming needs Spark 4.2; this module also loads on Spark 4.1.
+        from dissociated.spark.streaming import DatasetStreamWriter
 
         return DatasetStreamWriter(
             WriteTarget.parse(self.options, "overwrite" if overwrite else "append", '.start("NAME")'),

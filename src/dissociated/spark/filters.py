@@ -1,7 +1,7 @@
-"""Conditions on rows: the option `filters`, as JSON, and those of Spark's queries.
+"""Conditions on rows: the option `filters`, in JSON, and the conditions of Spark's queries.
 
-The data source in Python has that option alone, and does not take what Spark hands over (`pushFilters`): Spark 4.1 to
-4.3 keep that with the DataFrame, and give the rows of one query to the next.
+The data source in Python supports only the option. It does not implement `pushFilters`, because Spark 4.1 to 4.3 keep
+the pushed filters with the DataFrame and return the rows of one query to the next.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from dissociated.codec.filter.conditions import Conditions
 from dissociated.errors import OptionError
 from dissociated.spark.columns import is_own
 
-_MAX_LISTED_VALUES = 64  # of an IN that a server takes
+_MAX_LISTED_VALUES = 64  # values of an IN condition that a server accepts
 _NULL_OPERATORS = {"IS_NULL": "is null", "IS_NOT_NULL": "is not null"}
 
 
 def parse_filters(text: str) -> Conditions:
-    """JSON: a list of `[column, operator, value]`, which must all be true, or a list of such lists.
+    """Parse JSON: a list of `[column, operator, value]`, which must all be true, or a list of such lists.
 
-    Raises OptionError.
+    Rows pass a list of lists if they pass any of its lists.
+
+    Raises:
+        OptionError: The text is not JSON, or not a valid filter.
     """
     try:
         plain = json.loads(text)
@@ -36,13 +39,14 @@ def parse_filters(text: str) -> Conditions:
 
 
 def as_filters(conditions: Sequence[tuple[str, str, Sequence[Any]]]) -> list[Any]:
-    """Spark's own conditions (a column, an operator, values) as the option `filters` has them.
+    """Convert conditions of Spark (a column, an operator, values) to the form of the option `filters`.
 
-    A server takes no long lists: of those of whole numbers the bounds are left.
+    Servers reject long lists of values. A long list of integers becomes its bounds, and any other long list is omitted;
+    Spark itself applies the exact condition later.
     """
     found: list[Any] = []
     for column, operator, all_values in conditions:
-        values = [value for value in all_values if value is not None]  # nothing equals null
+        values = [value for value in all_values if value is not None]  # no value equals null
         if operator in _NULL_OPERATORS:
             found.append([column, _NULL_OPERATORS[operator]])
         elif operator != "IN":
@@ -55,9 +59,13 @@ def as_filters(conditions: Sequence[tuple[str, str, Sequence[Any]]]) -> list[Any
 
 
 def exact_filters(conditions: Sequence[Any], schema: pa.Schema) -> list[Any]:
-    """Those of Spark's own conditions, as `as_filters` gives them, that mean the same for Arrow columns of this schema.
+    """Return the conditions that mean the same for the Arrow columns of `schema` as for Spark.
 
-    The others are left out. Spark has dates as days since 1970, and instants as microseconds.
+    Other conditions are omitted.
+
+    Args:
+        conditions: Conditions as `as_filters` returns them. Dates are days since 1970, instants are microseconds.
+        schema: The Arrow schema of the dataset.
     """
     found = []
     for column, operator, *values in conditions:

@@ -1,7 +1,8 @@
-"""How the batches of a DataFrame come to have the schema of the dataset that they go into.
+"""Conversion of the batches of a DataFrame to the schema of the dataset that receives them.
 
-A version of a dataset has one schema, which all of its segments begin with. So it is the rows that are added which are
-made to fit, by the names of the columns. What would lose something is refused before any task, and named.
+A version of a dataset has one schema, with which each of its segments begins. So appended rows are converted to the
+schema of the dataset, matched by column name. A conversion that would lose information is refused before any task runs,
+and the error names the columns.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dissociated.spark.types import conform, kept_type, same_layout
 if TYPE_CHECKING:
     from dissociated.spark.target import WriteTarget
 
-_MAX_NAMED = 5  # columns that are named
+_MAX_NAMED = 5  # differences that an error lists
 _DIGITS = {pa.int8(): 3, pa.int16(): 5, pa.int32(): 10, pa.int64(): 19}
 _WIDER: dict[pa.DataType, tuple[pa.DataType, ...]] = {
     pa.int8(): (pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64()),
@@ -36,10 +37,11 @@ _ANOTHER_LAYOUT = {
 
 @dataclass(frozen=True)
 class Fitting:
-    """How the batches of a DataFrame become those of the dataset `name`, which has this `schema`.
+    """A conversion of the batches of a DataFrame to the `schema` of the dataset `name`.
 
-    `sources` has for each of its columns the number of the one of the DataFrame that goes there; None for nulls. To
-    those `without_nulls` a null may come, and must not.
+    `sources` has for each column of the dataset the index of the column in the DataFrame, or None for a column of
+    nulls. `without_nulls` has the indices of the dataset's columns that forbid nulls which the DataFrame may have:
+    `conform` checks these.
     """
 
     name: str
@@ -49,11 +51,14 @@ class Fitting:
 
     @classmethod
     def of(cls, frame: pa.Schema, target: WriteTarget) -> Fitting:
-        """For a DataFrame with the schema `frame`.
+        """Plan the conversion for a DataFrame with the schema `frame`.
 
-        What is appended takes the schema that is there. What replaces a dataset, or begins one, brings its own.
+        Appended rows take the schema of the existing dataset. A DataFrame that replaces or creates a dataset keeps its
+        own.
 
-        Raises CatalogError where there is no catalog, and SourceError, naming columns and types, where it cannot.
+        Raises:
+            CatalogError: The catalog cannot be reached.
+            SourceError: The rows cannot be appended. The message names the columns and types.
         """
         name, append = target.publication.name, target.publication.mode == "append"
         if twice := [one for one in dict.fromkeys(frame.names) if frame.names.count(one) > 1]:
@@ -61,7 +66,7 @@ class Fitting:
                 f"there is more than one column {twice[0]!r}, and readers ask for columns by name: rename it"
             )
         with target.catalog.connect() as client:
-            client.nodes()  # is it there at all?
+            client.nodes()  # fails early if the catalog cannot be reached
             try:
                 existing = client.describe(name).schema if append else frame
             except DatasetNotFound:
@@ -78,7 +83,7 @@ class Fitting:
         return cls(name, existing, sources, stricter)
 
     def is_identity(self, frame: pa.Schema) -> bool:
-        """Whether the values of a DataFrame with this schema are in memory what the dataset has."""
+        """Return whether the DataFrame's values have the dataset's columns and layout in memory already."""
         return (
             self.sources == (*range(len(frame)),)
             and not self.without_nulls
@@ -86,9 +91,11 @@ class Fitting:
         )
 
     def conform(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """The rows of a batch of the DataFrame as the dataset has them; without a copy where no type differs.
+        """Return the rows of a batch of the DataFrame in the schema of the dataset, without a copy if no type differs.
 
-        Raises SourceError, naming the column, for a null where the dataset has none.
+        Raises:
+            SourceError: A column has a null that the dataset forbids, or a value does not fit. A null's column is
+                named.
         """
         if not self.sources:
             return batch
@@ -109,7 +116,7 @@ class Fitting:
 
 
 def _differences(frame: pa.Schema, existing: pa.Schema, merge: bool) -> Iterator[str]:
-    """What keeps a DataFrame from being appended, for people."""
+    """Describe each difference that prevents appending the DataFrame, in words for the user."""
     for name in dict.fromkeys(existing.names):
         if existing.names.count(name) > 1:
             yield f"it has more than one column {name!r}"
@@ -140,7 +147,13 @@ def _difference(added: pa.Field, existing: pa.Field, merge: bool) -> str | None:
 
 
 def _fits(added: pa.DataType, existing: pa.DataType, widen: bool) -> bool:
-    """Whether every value of the type `added` is one of `existing`: just that one, or when it is widened."""
+    """Return whether the type `existing` can hold every value of the type `added`.
+
+    Args:
+        added: The type of the DataFrame's column.
+        existing: The type of the dataset's column.
+        widen: Whether `existing` may be a wider type, such as int64 for int32.
+    """
     if added.equals(existing) or existing in _ANOTHER_LAYOUT.get(added, ()):
         return True
     if types.is_timestamp(added) and types.is_timestamp(existing):
@@ -164,7 +177,7 @@ def _fits(added: pa.DataType, existing: pa.DataType, widen: bool) -> bool:
 
 
 def _is_stricter(existing: pa.Field, added: pa.Field) -> bool:
-    """Whether a null that `added` may have, at any depth, is none that `existing` has."""
+    """Return whether `existing` forbids nulls that `added` may have, at any depth."""
     if added.nullable and not existing.nullable:
         return True
     return types.is_nested(existing.type) and any(
@@ -173,7 +186,10 @@ def _is_stricter(existing: pa.Field, added: pa.Field) -> bool:
 
 
 def _misplaced_null(array: pa.Array, field: pa.Field, path: str = "") -> str | None:
-    """Where an array has a null that the field, or one below it, must not have. What is below a null does not count."""
+    """Return the path of the column, at any depth, that has a null which `field` forbids; None if there is none.
+
+    Values below a null are ignored.
+    """
     path = f"{path}.{field.name}" if path else field.name
     if array.null_count:
         if not field.nullable:
@@ -184,7 +200,7 @@ def _misplaced_null(array: pa.Array, field: pa.Field, path: str = "") -> str | N
 
 
 def _children(array: pa.Array, type_: pa.DataType) -> Iterator[tuple[pa.Array, pa.Field]]:
-    """What is below an array without nulls, and the field of it in the same type."""
+    """Yield the child arrays of an array without nulls, each with its field in `type_`."""
     if types.is_struct(array.type):
         yield from ((array.field(index), type_.field(index)) for index in range(type_.num_fields))
     elif types.is_map(array.type):

@@ -1,7 +1,8 @@
-"""The data source for Spark's JVM as a jar: compiled once for a Spark, by the Scala compiler that comes with it.
+"""The data source for Spark's JVM as a jar, compiled once per release of Spark.
 
 Spark changes its internal interfaces from one release to the next, and a compiled class fits only one of them. So the
-sources travel in the wheel, and any Java that runs Spark compiles them: no JDK is needed.
+wheel contains the Scala sources, and Spark's own Scala compiler compiles them on any Java that runs Spark. No JDK is
+needed.
 """
 
 from __future__ import annotations
@@ -25,25 +26,31 @@ from dissociated.spark.cache import private_directory
 from dissociated.spark.java import java_home
 
 _SOURCES = Path(__file__).parent / "jvm"
-_COMPILE_TIMEOUT = 600.0  # seconds for the compiler, on a machine that is busy
+_COMPILE_TIMEOUT = 600.0  # seconds; the compiler is slow on a busy machine
 _PACKAGE = "org/apache/spark/sql/dissociated"
-_VERSION_ENTRY = f"{_PACKAGE}/spark-version"  # the release of Spark that it was compiled for
-#: Where Java looks for data sources by name.
+_VERSION_ENTRY = f"{_PACKAGE}/spark-version"  # holds the release of Spark that the jar fits
+#: Entries in which Java's service loader finds data sources by name.
 _SERVICES = {
     "META-INF/services/org.apache.spark.sql.sources.DataSourceRegister": "org.apache.spark.sql.dissociated.Source\n"
 }
 
 
 def jar() -> Path:
-    """The jar for the Spark that pyspark starts: in this user's cache, where it is made if it is not there.
+    """Return the path of the jar for the Spark that pyspark starts.
 
-    Of several processes that come at once, one makes it, and the others wait. Raises JarNotMade, and JavaNotFound.
+    The jar lies in the user's cache and is compiled if it is missing. Of several processes that need it at once, one
+    compiles while the others wait.
+
+    Raises:
+        JarNotMade: There is no Spark for Scala 2.13, its compiler failed, or the jar cannot be written.
+        JavaNotFound: There is no Java to run the compiler.
     """
     jars = _spark_home() / "jars"
     version = _version(jars)
     sources = sorted(_SOURCES.glob("*.scala"))
     digest = hashlib.sha256()
-    for source in (*sources, Path(__file__)):  # which says what else is in the jar
+    # This file determines the other entries of the jar.
+    for source in (*sources, Path(__file__)):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     path = private_directory() / f"spark-{version}-{digest.hexdigest()[:16]}.jar"
     if not _is_made(path):
@@ -60,7 +67,11 @@ def _spark_home() -> Path:
 
 
 def _version(jars: Path) -> str:
-    """That of Spark, not of pyspark: SPARK_HOME may name another. Raises JarNotMade."""
+    """Return the release of Spark, which differs from that of pyspark if SPARK_HOME names another Spark.
+
+    Raises:
+        JarNotMade: There is no Spark for Scala 2.13.
+    """
     for core in jars.glob("spark-core_2.13-*.jar"):
         if found := re.fullmatch(r"spark-core_2\.13-([\w.-]+)\.jar", core.name):
             return found[1]
@@ -68,7 +79,7 @@ def _version(jars: Path) -> str:
 
 
 def _is_made(path: Path) -> bool:
-    """Whether there is a jar that nobody else can have written."""
+    """Return whether the jar exists and no other user can have written it."""
     try:
         os.close(open_private_file(path))
     except (FileNotFoundError, NotPrivate):
@@ -98,7 +109,7 @@ def _make(path: Path, version: str, jars: Path, sources: list[Path]) -> None:
             for name, content in {**_SERVICES, _VERSION_ENTRY: version}.items():
                 archive.writestr(name, content)
         packed.chmod(0o600)
-        packed.rename(path)  # whole or not at all
+        packed.rename(path)  # atomic: readers see the whole jar or none
     except OSError as error:
         raise JarNotMade(f"{path} cannot be written: {error}") from error
     finally:

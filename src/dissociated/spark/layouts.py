@@ -1,4 +1,4 @@
-"""Arrow arrays for Spark's JVM: the buffers and children that they have, and the files in which these lie."""
+"""Descriptions of Arrow arrays for Spark's JVM: buffers, children, and the files that hold the buffers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ _COLUMN_ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class ArrayLayout:
-    """What arrays of one type have: how they differ from what Spark's type is in Arrow, a width, buffers, children.
+    """The structure of arrays of one Arrow type, for Spark's JVM.
 
-    The number of buffers is None where it differs from array to array. `wanted` are the numbers of those children that
-    Spark asks for.
+    `kind` says how the type differs from the Arrow type of Spark's type, such as "large" or "dictionary". `width` is
+    the bytes of a fixed-size value or of a dictionary index, or the length of a fixed-size list; 0 for other types.
+    `buffers` is the number of buffers, or None if it differs from array to array. `children` has for each child a
+    function that takes it from an array, and its layout. `wanted` are the indices of the children that Spark reads.
     """
 
     kind: str
@@ -36,7 +38,12 @@ class ArrayLayout:
 
     @classmethod
     def of(cls, type_: pa.DataType, wanted: pa.DataType) -> ArrayLayout:
-        """The layout of arrays of this type, of which Spark asks for what `wanted` has, the Arrow type of its own."""
+        """Return the layout of arrays of `type_`, of which Spark reads the fields that `wanted` has.
+
+        Args:
+            type_: The type of the arrays.
+            wanted: The Arrow type of Spark's type; it may lack fields of structs.
+        """
         if types.is_null(type_):
             return cls("", 0, 0)
         if types.is_map(type_):
@@ -64,7 +71,7 @@ class ArrayLayout:
         return cls("unsigned" if types.is_unsigned_integer(type_) else "", 0, 2)
 
     def to_json(self) -> list[Any]:
-        """As lists and numbers: kind, width, number of buffers (-1 where it differs), children, wanted ones."""
+        """Return lists and numbers: kind, width, number of buffers (-1 if it differs), children, wanted children."""
         children = [child.to_json() for _, child in self.children]
         return [self.kind, self.width, -1 if self.buffers is None else self.buffers, children, [*self.wanted]]
 
@@ -80,27 +87,39 @@ def _fields(type_: pa.DataType, wanted: pa.DataType) -> tuple[Any, Sequence[int]
 
 
 def stream_layout(schema: pa.Schema, wanted: pa.Schema) -> ArrayLayout | None:
-    """That of a whole stream, as of a struct; None where Spark's JVM cannot take its batches apart."""
+    """Return the layout of the batches of a stream, in the form of a struct.
+
+    Returns:
+        None if Spark's JVM cannot read such batches itself.
+    """
     if not all(is_readable(type_) and not contains(type_, types.is_dictionary) for type_ in schema.types):
         return None
     return ArrayLayout.of(pa.struct(schema), pa.struct(wanted))
 
 
 class BufferLocator:
-    """The places of buffers, in files that the JVM can open until this is closed."""
+    """Locations of buffers in files that the JVM can open until the locator is closed.
+
+    A buffer in a region of shared memory is located in the file of the region. Any other buffer is copied to a memfd.
+    """
 
     def __init__(self, spaces: Sequence[AddressSpace]) -> None:
-        """`spaces` are those that the connections have, to which more may be added. Their regions stay mapped here."""
+        """Create a locator for buffers in the regions of `spaces`.
+
+        Args:
+            spaces: The address spaces of the connections. The caller may add more later. Their regions must stay mapped
+                at the same addresses while the locator is in use.
+        """
         self._spaces = spaces
         self._new: list[str] = []
         self._region_count = 0
-        self._mapped: list[tuple[int, int, int]] = []  # first address of a region, last, its number
-        self._unmapped: set[int] = set()  # pages that are of no region
+        self._mapped: list[tuple[int, int, int]] = []  # begin, end and number of each region
+        self._unmapped: set[int] = set()  # 4 KiB pages that no region contains
         self._memfd = -1
         self._memfd_region = 0
         self._memfd_size = 0
-        self._copies: dict[tuple[int, int], tuple[int, int]] = {}  # by addresses: batches that are cut share buffers
-        #: How much of the memfd is in use.
+        self._copies: dict[tuple[int, int], tuple[int, int]] = {}  # by addresses: slices of a batch share buffers
+        #: Bytes of the memfd in use.
         self.copied = 0
 
     def of(self, array: pa.Array, layout: ArrayLayout) -> Any:
@@ -118,19 +137,22 @@ class BufferLocator:
         return new
 
     def forget(self) -> None:
-        """Forget the copies, which nobody uses any more: a region may be mapped where other memory was."""
+        """Discard the copies, once the JVM no longer reads them.
+
+        The addresses of unmapped memory are discarded, too: a new region may be mapped there.
+        """
         self.copied = 0
         self._copies.clear()
         self._unmapped.clear()
 
     def close(self) -> None:
-        """Close the file of the copies."""
+        """Close the memfd of the copies."""
         if self._memfd >= 0:
             os.close(self._memfd)
             self._memfd = -1
 
     def _locate(self, buffer: pa.Buffer) -> tuple[int, int]:
-        """Its region, and where in it."""
+        """Return the number of the buffer's region, and the offset in it in bytes. Copy the buffer if it has none."""
         first, last = buffer.address, buffer.address + buffer.size
         for begin, end, number in self._mapped:
             if begin <= first and last <= end:
@@ -146,7 +168,10 @@ class BufferLocator:
         return self._copies[first, last]
 
     def _find(self, first: int, last: int) -> Region | None:
-        """The region that these addresses lie in, if the JVM may open its file: another user's memfd it may not."""
+        """Return the region that contains these addresses; None if there is none or the JVM may not open its file.
+
+        Another user's memfd is such a file.
+        """
         for region in chain.from_iterable(space.regions for space in self._spaces):
             begin = region.memory.address
             if region.file is not None and begin <= first and last <= begin + region.size:

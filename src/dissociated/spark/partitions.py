@@ -15,7 +15,10 @@ from dissociated.control.locations import Endpoint
 
 
 class Slice(NamedTuple):
-    """Rows of one endpoint: of the batches from `first` up to `stop`, without the first `skip`, so many `rows`."""
+    """Consecutive rows of one endpoint.
+
+    The slice lies in the batches from `first` up to `stop`, exclusive. It begins after `skip` rows and has `rows` rows.
+    """
 
     first: int
     stop: int
@@ -33,10 +36,11 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class EndpointPartition(InputPartition):
-    """The endpoint of this `number`, or a slice of it, for one task, and the `hosts` that it lies on.
+    """The endpoint with the index `number`, or a slice of it, for one task.
 
-    `version`, of the lineage `lineage_id`, is 0 if the catalog has none; then `endpoint` is the one that the catalog
-    described at planning. `rows` is 0 if it is not known.
+    `version`, of the lineage `lineage_id`, is 0 if the catalog has no versions; then `endpoint` is the endpoint that
+    the catalog described at planning. `hosts` are the hosts that hold the endpoint. `rows` is 0 if the number is not
+    known.
     """
 
     version: int
@@ -46,14 +50,17 @@ class EndpointPartition(InputPartition):
     slice: Slice | None
     hosts: tuple[str, ...] = ()
     rows: int = 0
-    whole: bool = True  # batches, none of which is cut
+    whole: bool = True  # whether the partition consists of whole batches
 
 
 def slices(sizes: Sequence[int], count: int, whole: bool = False) -> list[Slice]:
     """Cut batches of these `sizes` into at most `count` slices of about equal length, in order and without gaps.
 
-    A cut lies between two batches if their border is near; with `whole`, if no batch is as large as two slices.
-    Batches that are whole can be left out by their statistics.
+    Args:
+        sizes: The number of rows of each batch.
+        count: The largest number of slices.
+        whole: Whether to cut between two batches unless a batch is as large as two slices. Whole batches can be skipped
+            by their statistics. By default a cut moves to the end of a batch only if that is near.
     """
     ends = [0, *accumulate(sizes)]
     rows = ends[-1]
@@ -67,7 +74,7 @@ def slices(sizes: Sequence[int], count: int, whole: bool = False) -> list[Slice]
 
 
 def _near(ends: Sequence[int], row: int, distance: int) -> int:
-    """Return the end of a batch that is nearest to `row`; `row` itself if none is within this distance."""
+    """Return the end of a batch that is nearest to `row`, or `row` itself if none is within `distance` rows."""
     place = bisect_left(ends, row)
     nearest = min(ends[max(0, place - 1) : place + 1], key=lambda end: abs(end - row))
     return nearest if abs(nearest - row) <= distance else row

@@ -1,4 +1,4 @@
-"""Python objects as text, for the JVM to keep: it hands them from the driver to tasks, and back to us unchanged."""
+"""Python objects as text, which the JVM stores: it passes them from the driver to tasks and back unchanged."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 
 
 def pickled(what: Any) -> str:
-    """The object as ASCII."""
+    """Return the object in ASCII, for `unpickled`."""
     return base64.b64encode(pickle.dumps(what)).decode()
 
 
 def unpickled(text: str) -> Any:
-    """The object again. Only for what `pickled` made: unpickling runs what it names."""
+    """Return the object that `pickled` encoded.
+
+    Never pass other text: unpickling runs the functions that the text names.
+    """
     return pickle.loads(base64.b64decode(text))

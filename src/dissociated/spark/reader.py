@@ -1,10 +1,10 @@
-"""Reads one dataset into Spark. Only Spark imports this module, through the data source.
+"""Reading one dataset into Spark. Only Spark imports this module, through the data source.
 
-    planning    asks the catalog which version there is, and cuts each endpoint into slices of its batches
-    each task   asks the catalog where its endpoint can be had best from there, and requests its slice
+    planning    asks the catalog for the version, and cuts each endpoint into slices of its batches
+    each task   asks the catalog for the nearest location of its endpoint, and requests its slice
 
-The catalog keeps a version that was replaced for a while after anyone has asked for it; so all tasks read the version
-that was planned. Columns and slices are requested: what no task wants does not move.
+All tasks read the planned version: the catalog keeps a replaced version for a while after each request for it. Tasks
+request only their columns and slices, so nothing else moves.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from dissociated.spark.request import PlannedVersion, Request
 from dissociated.spark.types import arrow_schema
 from dissociated.uri import Uri
 
-#: Bytes of one partition, unless the option `partitions` says how many there are.
+#: Bytes of one partition, unless the option `partitions` sets the number of partitions.
 SLICE_BYTES = 64 << 20
 _LOOKUP_TTL = 10.0  # seconds
-_MAX_ROWS = 10_000  # that Spark's Python is given at once: it takes larger batches more slowly
+_MAX_ROWS = 10_000  # of a batch for Spark's Python, which is slower with larger batches
 _ALL_BATCHES = 0, sys.maxsize
 
 
 class DatasetReader(DataSourceReader):
-    """Reads the columns of `schema`, by name. Made while Spark plans a query, then copied to every task.
+    """A reader of the columns of `schema`, by name. Spark creates it while planning and copies it to every task.
 
-    Spark itself filters by `conditions`: what has no such rows may be left out.
+    Rows that do not pass `conditions` may be omitted: Spark filters by these conditions itself.
     """
 
     def __init__(self, request: Request, schema: StructType, conditions: Sequence[Any] = ()) -> None:
@@ -63,21 +63,30 @@ class DatasetReader(DataSourceReader):
 
     @cached_property
     def arrow_schema(self) -> pa.Schema:
-        """The Arrow types of Spark's own."""
+        """The Arrow schema of Spark's `schema`."""
         return arrow_schema(self.schema)
 
     def partitions(
         self, planned: PlannedVersion | None = None, slice_bytes: int = SLICE_BYTES, share: float = 1.0, tasks: int = 1
     ) -> Sequence[EndpointPartition]:
-        """One for each endpoint, or for each slice of one where those can be requested.
+        """Return the partitions: the endpoints, cut into slices if their batches can be requested by number.
 
-        A slice has about so many bytes of what is read, which is this `share` of what there is. Where that would make
-        fewer than so many `tasks`, slices are smaller, but not smaller than `slice_bytes` of all columns.
-        They are those of the version that was `planned`, if one was. Raises DatasetNotFound where it is there no more.
+        Args:
+            planned: The version to read. Default: the version of the options, or the latest.
+            slice_bytes: The approximate size of a slice, in bytes that are read.
+            share: The fraction of the bytes of a row that is read.
+            tasks: The number of tasks that run at once. If there would be fewer slices than tasks, slices are smaller,
+                but not smaller than `slice_bytes` of all columns.
+
+        Raises:
+            DatasetNotFound: The planned version is gone.
+            SourceError: The columns do not fit the schema.
+            OptionError: The filters do not fit the columns.
         """
         with self.request.catalog.connect() as client:
             info = self._describe(client, planned)
-            _BatchFilter(self.request, self.schema, info.schema)  # what does not fit is told before any task
+            # Raises, before any task runs, if the columns or filters do not fit the schema.
+            _BatchFilter(self.request, self.schema, info.schema)
             nbytes = min(slice_bytes / share, max(slice_bytes, (info.nbytes or 0) / tasks))
             return [
                 EndpointPartition(
@@ -95,17 +104,22 @@ class DatasetReader(DataSourceReader):
             ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """In a task: the rows of one partition. Closed early, it gives back what it holds."""
+        """In a task: yield the rows of one partition. Closing the iterator early releases its resources."""
         assert isinstance(partition, EndpointPartition), "Spark gives what partitions has made"
         return self.batches(partition, _MAX_ROWS)
 
     def batches(
         self, partition: EndpointPartition, max_rows: int, spaces: list[AddressSpace] | None = None
     ) -> Generator[pa.RecordBatch, None, None]:
-        """The same, in batches of at most so many rows.
+        """In a task: yield the rows of one partition.
 
-        Where `spaces` are given, types are as `Columns.select` leaves them, and values in place where that is possible:
-        in regions of one of these, whose files are kept. Then batches without rows come, too: who waits may have gone.
+        Args:
+            partition: A partition that `partitions` returned.
+            max_rows: The largest number of rows of a batch.
+            spaces: A list for the address spaces of the connections, for Spark's JVM. If given, types are those of
+                `Columns.select`, values stay in shared memory if possible, in regions of these spaces whose files are
+                kept, and batches without rows are yielded, too: they let the caller notice that its own caller has
+                gone.
         """
         with self.request.catalog.connect() as client, self._refusals():
             was_known = self._lookup is not None
@@ -115,7 +129,7 @@ class DatasetReader(DataSourceReader):
                 self._lookup = None
                 if not was_known:
                     raise
-                # It may have moved since.
+                # The endpoint may have moved since the lookup.
                 reader, batch_filter = self._open(client, partition, spaces)
         with closing(reader), self._refusals():
             for batch in portions(reader, max_rows):
@@ -124,9 +138,12 @@ class DatasetReader(DataSourceReader):
                     yield wanted
 
     def direct_request(self, partition: EndpointPartition) -> dict[str, Any] | None:
-        """In a task: the server that sends just the wanted rows, and how to ask it; None where there is none.
+        """In a task: return the server that sends exactly the wanted rows, and the request to send to it.
 
-        What comes is what is wanted where its schema is `readable`.
+        The rows need no conversion if the schema of the stream is `readable`.
+
+        Returns:
+            None if no server does, or the rows must be filtered here.
         """
         if self.request.filters is not None:
             return None
@@ -137,9 +154,17 @@ class DatasetReader(DataSourceReader):
     def decoded(
         self, schema: bytes, header: bytes, body: Buffer, max_body: int, max_rows: int
     ) -> Generator[pa.RecordBatch, None, None]:
-        """The rows of one message of the server of a `direct_request`, as `batches` gives them to Spark's JVM.
+        """Yield the rows of one message of the server of a `direct_request`, as `batches` does for Spark's JVM.
 
-        Raises RemoteProtocolError where it is damaged, or has more than `max_body` bytes when it is decompressed.
+        Args:
+            schema: The encoded message with the schema of the stream.
+            header: The metadata of the message.
+            body: The body of the message.
+            max_body: The largest size of the decompressed body, in bytes.
+            max_rows: The largest number of rows of a batch.
+
+        Raises:
+            RemoteProtocolError: The message is damaged, or its body is larger than `max_body`.
         """
 
         def messages() -> Messages:
@@ -152,12 +177,12 @@ class DatasetReader(DataSourceReader):
                 yield columns.select(batch)
 
     def readable(self, schema: pa.Schema) -> bool:
-        """Whether Spark's JVM reads what is wanted of a stream with this schema as it is."""
+        """Return whether Spark's JVM reads the wanted columns of a stream with this schema without conversion."""
         return Columns(schema, self.schema, self.request.nanoseconds).readable
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
-        """Say what to do where a server refuses batches by number."""
+        """Turn ReadOnce, with which a server refuses requests by batch number, into a SourceError with a remedy."""
         try:
             yield
         except ReadOnce:
@@ -176,7 +201,7 @@ class DatasetReader(DataSourceReader):
         return reader, lookup.batch_filter
 
     def _request(self, client: Client, partition: EndpointPartition) -> tuple[_Lookup, Endpoint, ReadRequest]:
-        """What is wanted of which endpoint, as the catalog knows it now."""
+        """Look up the partition's endpoint in the catalog, and return the request for its rows."""
         lookup = self._lookup
         planned = PlannedVersion(partition.version, partition.lineage_id)
         if lookup is None or lookup.planned != planned or not planned.version or time.monotonic() > lookup.until:
@@ -190,7 +215,7 @@ class DatasetReader(DataSourceReader):
         if partition.slice is not None:
             read_request = partition.slice.of(read_request)
         elif endpoint.rows is None and _supports_selection(endpoint):
-            # By number, which a live stream refuses that is read once for all: a second attempt would get its rest.
+            # Request by number: a stream that is read once refuses this. A second attempt would get only its rest.
             read_request = replace(read_request, batches=_ALL_BATCHES)
         if lookup.conditions and partition.whole:
             read_request = replace(read_request, rows=None, filter=lookup.conditions, exact=False)
@@ -203,20 +228,28 @@ class DatasetReader(DataSourceReader):
         return lookup, endpoint, read_request
 
     def _may_pass(self, client: Client, lookup: _Lookup, endpoint: Endpoint, cut: Slice | None) -> bool:
-        """Whether its batches may have rows that pass, by statistics: what is true of a batch is true of its parts."""
+        """Return whether the batches of a slice may have rows that pass the conditions, by the server's statistics.
+
+        If no row of a batch passes, then no row of a slice of the batch does. If the server does not answer, return
+        True.
+        """
         assert cut is not None, "what is not whole is a slice"
         schema = lookup.info.schema
         wanted = RowSelection(encode_filter(RowFilter.bind(lookup.conditions, schema), schema), exact=False)
         passing = replace(cut.batches_of(client.defaults.without_columns()), rows_at_server=wanted)
         with (
-            suppress(DissociatedError),  # of a server that does not know, or of one that is gone: that is told later
+            suppress(DissociatedError),  # a server without statistics, or one that is gone: reading raises later
             closing(self.request.open(client, lookup.info, endpoint, self.request.transport, passing)) as reader,
         ):
             return any(batch.num_rows for batch in reader)
         return True
 
     def _describe(self, client: Client, planned: PlannedVersion | None) -> DatasetInfo:
-        """The version that was planned, if one was. Raises DatasetNotFound where it is there no more."""
+        """Describe the planned version, if there is one, or else the current version.
+
+        Raises:
+            DatasetNotFound: The version is gone. The message says how to go on.
+        """
         try:
             return self.request.describe(client, planned)
         except DatasetNotFound as error:
@@ -228,15 +261,20 @@ class DatasetReader(DataSourceReader):
     def _slices(
         self, client: Client, info: DatasetInfo, endpoint: Endpoint, slice_bytes: float
     ) -> Sequence[tuple[Slice | None, bool]]:
-        """How to cut an endpoint, and whether at the ends of batches; where it cannot choose, it stays whole."""
+        """Cut an endpoint into slices.
+
+        Returns:
+            Each slice, and whether it consists of whole batches; None for the whole endpoint, if it cannot be cut.
+        """
         whole: list[tuple[Slice | None, bool]] = [(None, True)]
         count = self.request.partitions
         parts = count or math.ceil((info.nbytes or 0) / slice_bytes)
-        if not info.rows or parts <= 1:  # a reader that is published can be read once, and has no rows to be known
+        # A published reader can be read only once, and its number of rows is unknown.
+        if not info.rows or parts <= 1:
             return whole
         if not _supports_selection(endpoint):
             return whole
-        # Batches without columns: nothing but their metadata moves.
+        # Batches without columns move only their metadata.
         transport = "grpc" if self.request.transport == "grpc" else None
         counting = client.defaults.without_columns()
         with closing(self.request.open(client, info, endpoint, transport, counting)) as reader:
@@ -246,26 +284,32 @@ class DatasetReader(DataSourceReader):
 
 
 def _supports_selection(endpoint: Endpoint) -> bool:
-    """Whether its batches can be requested by number, wherever it is read."""
+    """Return whether all locations of the endpoint support requests by batch number."""
     uris = [uri for route in locations(endpoint) for uri in route]
     return bool(uris) and all(map(supports_selection, uris))
 
 
 class _Lookup(NamedTuple):
-    """What the catalog said. After `_LOOKUP_TTL` it is asked again, and so keeps the version for longer."""
+    """The answer of the catalog for a planned version, and the decisions that follow from it.
+
+    After `_LOOKUP_TTL` the catalog is asked again, which also makes it keep the version for longer.
+    """
 
     planned: PlannedVersion
     info: DatasetInfo
     batch_filter: _BatchFilter
     conditions: Sequence[Any]
     until: float
-    passing: dict[tuple[int, Slice | None], bool]  # which slices of which endpoints may have rows that pass
+    passing: dict[tuple[int, Slice | None], bool]  # by endpoint and slice: whether any row may pass the conditions
 
 
 class _BatchFilter:
-    """What is wanted of batches with the schema `source`: the columns `wanted`, and the rows that pass the filters.
+    """A filter that reduces batches with the schema `source` to the columns `wanted` and the rows that pass.
 
-    Raises what `Columns` does, and OptionError for filters that cannot be decided for these columns.
+    Raises:
+        ColumnNotFound: `source` lacks a column.
+        SourceError: A column of `source` has a type other than the type in `wanted`.
+        OptionError: The filters cannot be applied to these columns.
     """
 
     def __init__(self, request: Request, wanted: StructType, source: pa.Schema) -> None:
@@ -275,13 +319,14 @@ class _BatchFilter:
         if self._filters is not None:
             filter_columns = self._filters.columns
             self._filter_columns = Columns(source, spark_schema(source, filter_columns), request.nanoseconds)
-            self._filters.mask(pa.RecordBatch.from_pylist([], self._filter_columns.schema))  # can it be?
+            # Raises if the filters do not fit the columns.
+            self._filters.mask(pa.RecordBatch.from_pylist([], self._filter_columns.schema))
             names = [*names, *filter_columns]
-        #: The columns to be requested; None for all there are.
+        #: The names of the columns to request; None for all columns.
         self.requested = None if {*names} == {*source.names} else names
 
     def of(self, batch: pa.RecordBatch, in_place: bool) -> pa.RecordBatch:
-        """The wanted columns of the rows that pass."""
+        """Return the wanted columns of the rows that pass the filters."""
         if self._filters is None:
             return self._columns.select(batch) if in_place else self._columns.convert(batch)
         mask = self._filters.mask(self._filter_columns.convert(batch))
@@ -289,7 +334,10 @@ class _BatchFilter:
 
 
 def portions(batches: Iterable[pa.RecordBatch], max_rows: int = _MAX_ROWS) -> Iterator[pa.RecordBatch]:
-    """The same rows in batches that Spark's Python takes well."""
+    """Cut batches into batches of at most `max_rows` rows, of which Spark's Python takes small ones fastest.
+
+    A batch without rows stays.
+    """
     for batch in batches:
         for at in range(0, max(1, batch.num_rows), max_rows):
             yield batch.slice(at, max_rows)
@@ -298,9 +346,15 @@ def portions(batches: Iterable[pa.RecordBatch], max_rows: int = _MAX_ROWS) -> It
 def _direct_request(
     info: DatasetInfo, endpoint: Endpoint, transport: str | None, request: ReadRequest
 ) -> dict[str, Any] | None:
-    """Return the request that Spark's JVM sends by itself, and its limits; None if the nearest way is not over tcp.
+    """Return the request that Spark's JVM sends by itself, and its limits.
 
-    Rows that do not pass `request.filter` may come, too. Raises CatalogError if the endpoint cannot be reached.
+    The rows may include some that do not pass `request.filter`.
+
+    Returns:
+        None if the nearest location of the endpoint is not reached over tcp, or its server would send more rows.
+
+    Raises:
+        CatalogError: The endpoint cannot be reached.
     """
     if transport == "grpc":
         return None
@@ -325,7 +379,7 @@ def _direct_request(
 
 
 def _identifier(uri: Uri, ticket: bytes, request: ReadRequest) -> bytes | None:
-    """Return the identifier to ask the server for; None if it would send more than is wanted."""
+    """Return the identifier to request from the server; None if the server would send more than is wanted."""
     if request.filter is not None:
         assert request.schema is not None, "that of the dataset"
         bound = RowFilter.bind(request.filter, request.schema)

@@ -1,4 +1,4 @@
-"""A dataset that Spark is to read, as the options of `spark.read.format("dissociated")` name it."""
+"""The dataset that Spark is to read, named by the options of `spark.read.format("dissociated")`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OPTIONS = (
 
 
 class PlannedVersion(NamedTuple):
-    """The version that a query reads, whatever becomes of the dataset meanwhile; 0 if the catalog has no versions."""
+    """The version that a query reads even if the dataset changes meanwhile; 0 if the catalog has no versions."""
 
     version: int
     lineage_id: str
@@ -49,7 +49,12 @@ class Request:
 
     @classmethod
     def parse(cls, options: Any) -> Request:
-        """Parse the options. Raises CatalogError if they name no dataset, and OptionError for invalid options."""
+        """Parse the options of the data source.
+
+        Raises:
+            CatalogError: The options name no catalog or no dataset.
+            OptionError: An option is unknown or invalid.
+        """
         if "owner" in options:
             raise OptionError(
                 "a table of Spark's own catalog cannot be a dataset: CREATE TEMPORARY VIEW v USING dissociated OPTIONS "
@@ -71,14 +76,23 @@ class Request:
         )
 
     def schema(self) -> StructType:
-        """Return the schema of the dataset. Raises DatasetNotFound, WrongKind, ColumnNotFound and SourceError."""
+        """Return Spark's schema of the dataset, with the requested columns only.
+
+        Raises:
+            DatasetNotFound: There is no such dataset or version.
+            WrongKind: The dataset holds tensors.
+            ColumnNotFound: The dataset lacks a requested column.
+            SourceError: Spark has no type for a column.
+        """
         with self.catalog.connect() as client:
             return spark_schema(self.describe(client).schema, self.columns)
 
     def describe(self, client: Client, planned: PlannedVersion | None = None) -> DatasetInfo:
-        """Describe the dataset as it is now, or the version that was `planned`, if there is one.
+        """Describe the dataset: the version that was `planned`, or the version of the options, or the latest.
 
-        Raises DatasetNotFound, and WrongKind for tensors.
+        Raises:
+            DatasetNotFound: There is no such dataset or version.
+            WrongKind: The dataset holds tensors.
         """
         if planned is not None and planned.version:
             info = client.describe_version(self.name, planned.version, planned.lineage_id)
@@ -94,10 +108,16 @@ class Request:
     def open(
         self, client: Client, info: DatasetInfo, endpoint: Endpoint, transport: str | None, read_request: ReadRequest
     ) -> pa.RecordBatchReader:
-        """Open an endpoint for reading. Close the reader after use.
+        """Open an endpoint for reading.
 
-        If the node that tasks have started on this host has ended, it is started again: its store is still there.
-        Raises what `Client.open_endpoint` does.
+        If the endpoint lies on a node of this host that tasks had started and that has ended, the node is started
+        again: its store still exists.
+
+        Returns:
+            A reader, which the caller closes after use.
+
+        Raises:
+            DissociatedError: The endpoint cannot be opened, as `Client.open_endpoint` describes.
         """
         try:
             return client.open_endpoint(info, endpoint, transport, read_request)
@@ -115,7 +135,7 @@ class Request:
 
 
 def _columns(text: str | None) -> tuple[str, ...] | None:
-    """Names separated by commas; or a JSON list, for names that have commas in them."""
+    """Parse names separated by commas, or a JSON list for names that contain commas."""
     if text is None:
         return None
     names = [name.strip() for name in text.split(",")]

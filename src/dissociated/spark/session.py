@@ -1,4 +1,4 @@
-"""A Spark session set up for moving Arrow, and one line each to publish a DataFrame and to read one."""
+"""A Spark session with settings for Arrow, and functions to publish and to read a DataFrame."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 
-_launching = threading.Lock()  # the environment is the whole process's
+_launching = threading.Lock()  # the process has one environment, which starting a JVM changes
 
 
 @contextmanager
 def _packages() -> Iterator[None]:
-    """Say which extra has what Spark does not find."""
+    """Turn an ImportError into PySparkNotFound, which names the extra to install."""
     try:
         yield
     except ImportError as error:
@@ -44,16 +44,22 @@ def _packages() -> Iterator[None]:
 def session(
     app_name: str = "dissociated", master: str = "local[*]", *, remote: str | None = None, **conf: str | int | bool
 ) -> SparkSession:
-    """Start Spark, or take the session that runs already, with the settings that matter for Arrow.
+    """Start Spark, or return the running session, with the settings that matter for Arrow.
 
-    - `app_name`, `master`: as Spark has them.
-    - `remote`: a session of Spark Connect, in place of `master`. "sc://HOST:PORT" is a server that runs already, which
-      must have `dissociated` installed. "local[*]" starts one here.
-    - `conf`: any other setting, by its own name. It wins over those of this function:
-      `session(**{"spark.driver.memory": "16g"})`.
+    Spark's UI and progress bar are turned off, and the driver gets a quarter of the machine's memory, from 1 to 8 GiB.
+    A Java is found by `java_home`.
 
-    Turns off Spark's UI and progress bar, and gives the driver a quarter of the machine's memory, from 1 to 8 GiB.
-    Finds a Java by itself. Raises JavaNotFound where there is none, and one is to be started; PySparkNotFound.
+    Args:
+        app_name: The name of the application.
+        master: The master to connect to, in Spark's notation.
+        remote: A server of Spark Connect, in place of `master`. "sc://HOST:PORT" is a running server, which must have
+            `dissociated` installed. "local[*]" starts a server here.
+        conf: Any other setting, by its own name. It wins over those of this function:
+            `session(**{"spark.driver.memory": "16g"})`.
+
+    Raises:
+        JavaNotFound: A JVM is to be started, and there is no Java.
+        PySparkNotFound: The packages of Spark are not installed.
     """
     from pyspark.sql import SparkSession
 
@@ -69,7 +75,8 @@ def session(
     with _launching, _environment(_launch_variables(started)) if starts else nullcontext():
         running = builder.getOrCreate()
     jvm: Any = getattr(running, "_jvm", None)
-    if jvm is not None:  # Spark finds data sources in Python by a thread's own session, which only the first thread has
+    # Spark finds data sources in Python by the active session of the thread, which only the first thread has.
+    if jvm is not None:
         jvm.org.apache.spark.sql.classic.SparkSession.setActiveSession(running._jsparkSession)
     return running
 
@@ -89,30 +96,41 @@ def publish(
     """Publish `df` as the dataset `name` of a catalog.
 
     Every partition writes its own Arrow batches into shared memory; nothing passes through the driver. The dataset
-    changes at once and whole, or not at all. This does what `df.write.format("dissociated")` does, in less time where a
-    Spark has no data source for its JVM.
+    changes at once and whole, or not at all. The effect is that of `df.write.format("dissociated")`, in less time if
+    Spark lacks the data source for its JVM.
 
-    - `catalog`: its URI. Left out, it is that of the setting spark.dissociated.catalog or the variable
-      DISSOCIATED_CATALOG.
-    - `mode`: "overwrite" or "append". What is appended takes the schema of the dataset, by the names of the columns;
-      with `merge_schema`, it may also lack columns and have narrower numbers.
-    - `tags`, `ttl`: kept with the dataset; after how many seconds it is gone.
-    - `token_file`, `tls_roots`: for a catalog that is guarded. Every host must have these files.
+    Args:
+        df: The DataFrame to publish.
+        name: The name of the dataset.
+        catalog: The URI of the catalog. Default: the setting spark.dissociated.catalog, or else the variable
+            DISSOCIATED_CATALOG.
+        mode: "overwrite" or "append". Appended rows take the schema of the dataset, matched by column name.
+        tags: Tags to keep with the dataset.
+        ttl: The time after which the dataset expires, in seconds. Default: never.
+        merge_schema: Whether appended rows may lack columns and have narrower numbers.
+        token_file: The file with the token for a catalog with access control. Every host must have it.
+        tls_roots: The file with the trusted certificates for TLS. Every host must have it.
 
-    Raises SourceError for a type that Arrow cannot carry and for what cannot be appended, OptionError for what makes no
-    sense, CatalogError and AccessDenied where the catalog refuses, and what Spark raises where a task fails.
+    Raises:
+        SourceError: Arrow cannot carry a type, or the rows cannot be appended.
+        OptionError: An argument is invalid.
+        CatalogError: The catalog refuses or cannot be reached.
+        AccessDenied: The token does not permit the write.
+        Exception: A task failed; Spark raises its own exception.
     """
     from pyspark.sql.utils import is_remote
 
     config = CatalogConfig(_catalog(df.sparkSession, catalog), token_file, tls_roots)
     target = WriteTarget(config, Publication(name, mode, tags or {}, ttl), merge_schema)
-    if not is_remote():  # else the server of Spark Connect writes: this process may not even reach the catalog
+    # With Spark Connect the server writes: this process may be unable to reach the catalog.
+    if not is_remote():
         from dissociated.spark import writer
 
         if not _writes_in_jvm(df.sparkSession):
             writer.publish(df, target)
             return
-        writer.DatasetWriter(target, arrow_schema(df.schema))  # raises what Spark would hide in an exception of its own
+        # Raise errors of planning here: Spark would wrap them in exceptions of its own.
+        writer.DatasetWriter(target, arrow_schema(df.schema))
     df.write.format("dissociated").options(**target.options()).mode(mode).save(name)
 
 
@@ -125,17 +143,22 @@ def read(
     filters: Sequence[Any] | None = None,
     **options: str | int,
 ) -> DataFrame:
-    """The dataset `name` of a catalog, as a DataFrame.
+    """Return the dataset `name` of a catalog as a DataFrame.
 
-    - `catalog`: as for `publish`.
-    - `columns`: read only these, in this order.
-    - `filters`: conditions `(column, operator, value)`, which must all be true for a row to be read; or lists of such
-      conditions, of which one list must be true. They are decided as Spark decides, before rows come to it.
-    - `options`: those of the data source: `version`, `transport`, `partitions`, `nanoseconds`, `token_file`,
-      `tls_roots`.
+    Args:
+        spark: The session to read with.
+        name: The name of the dataset.
+        catalog: The URI of the catalog, with the same default as in `publish`.
+        columns: The columns to read, in this order. Default: all columns.
+        filters: Conditions `(column, operator, value)`, which must all be true for a row to be read; or lists of such
+            conditions, of which one list must be true. They are applied before Spark gets the rows, with the result
+            that Spark itself would have.
+        options: Options of the data source: `version`, `transport`, `partitions`, `nanoseconds`, `token_file`,
+            `tls_roots`.
 
-    Raises CatalogError where nobody says where the catalog is. What the data source raises, Spark tells in exceptions
-    of its own.
+    Raises:
+        CatalogError: Neither the arguments, the settings nor the environment name the catalog.
+        Exception: The data source failed; Spark wraps the error in its own exception.
     """
     reader = spark.read.format("dissociated").option("catalog", _catalog(spark, catalog)).options(**options)
     if columns is not None:
@@ -165,7 +188,11 @@ def _settings(master: str) -> dict[str, str]:
 
 
 def _jar() -> Path | None:
-    """The data source for Spark's JVM; None, with a warning, where there is none: then the one in Python reads."""
+    """Return the jar with the data source for Spark's JVM.
+
+    Returns:
+        None, with a warning, if the jar cannot be made: Spark then uses the data source in Python.
+    """
     try:
         return jar()
     except JarNotMade as error:
@@ -174,7 +201,7 @@ def _jar() -> Path | None:
 
 
 def _writes_in_jvm(spark: SparkSession) -> bool:
-    """Whether Spark has the data source for its JVM, and may use it."""
+    """Return whether Spark has the data source for its JVM, and the settings do not turn it off."""
     assert spark._jvm is not None, "it is no Spark Connect"
     loader = spark._jvm.java.lang.Thread.currentThread().getContextClassLoader()
     present = loader.getResource("org/apache/spark/sql/dissociated/Source.class") is not None
@@ -182,7 +209,10 @@ def _writes_in_jvm(spark: SparkSession) -> bool:
 
 
 def _heap() -> int:
-    """GiB for the JVM: a quarter of the machine (segments and Python need room too), from 1 to 8."""
+    """Return the size of the JVM's heap in GiB: a quarter of the machine's memory, from 1 to 8.
+
+    Segments and Python need the rest.
+    """
     return max(1, min(8, machine_memory() // 4 // GIB))
 
 
@@ -198,7 +228,7 @@ def _launch_variables(master: str) -> dict[str, str]:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for as long as it takes: the JVM is started from here and inherits them."""
+    """Set environment variables inside the `with` block: the JVM that starts there inherits them."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

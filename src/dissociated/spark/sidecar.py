@@ -1,34 +1,36 @@
-"""The process beside a JVM of Spark that knows catalogs, tickets and leases for it, and finds memory.
+"""A helper process of Spark's JVM, which handles catalogs, tickets, leases and shared memory for it.
 
-The JVM starts it, and it ends with the JVM. Requests are lines of JSON on stdin, such as
+The JVM starts the process, and the process ends with the JVM. Requests are lines of JSON on stdin, such as
 `{"id": 1, "call": "next", "with": {"stream": 1}}`. Answers are lines on stdout, in any order, with a "result" or an
 "error":
 
     describe(options)                       on the driver: {"schema", "version", "lineage"}, and "rows" and "nbytes" if
                                             known
     plan(options, schema, columns, version, lineage, conditions, share, tasks)
-                                            on the driver: {"reader", "partitions": [{"what", "hosts", "rows"}]}; the
-                                            columns are this `share` of a row, and there are so many `tasks` at once
-    open(reader, partition, direct)         in a task: {"stream": its number}; or {"server": who sends the rows, "skip",
-                                            "rows"}, where the JVM can ask it and `direct` allows that
-    layout(reader, schema)                  what arrays that server's stream consists of, as its schema has come; null
-                                            where the JVM cannot read it
+                                            on the driver: {"reader", "partitions": [{"what", "hosts", "rows"}]};
+                                            `share` is the columns' fraction of the bytes of a row, and `tasks` the
+                                            number of tasks that run at once
+    open(reader, partition, direct)         in a task: {"stream": its number}; or {"server": the request for a server
+                                            that sends rows to the JVM itself}, if there is such a server and `direct`
+    layout(reader, schema)                  in a task: the layout of the arrays of that server's stream, whose schema is
+                                            given; null if the JVM cannot read it
     decode(reader, schema, header, body, max_body)
-                                            {"stream"} with one message of that server, whose body is in the file `body`
-    next(stream)                            {"regions": new files to map, "batches", "ended"}; the end comes alone,
-                                            so who has it knows that all before was held while it was looked at
-    close(stream)                           gives back what it holds
+                                            {"stream"} for one message of that server, whose body is in the file `body`
+    next(stream)                            {"regions": new files to map, "batches", "ended"}; the end comes without
+                                            batches, and proves that the previous batches were held until then
+    close(stream)                           releases the batches and their memory
 
     tables(options), table_exists(options, name), table_schema(options, name), create_table(options, name, schema),
-    drop_table(options, name)               the datasets of a catalog as tables, for Spark's catalog plug-in, whose
-                                            `options` say where the catalog is
+    drop_table(options, name)               the datasets of a catalog as tables, for Spark's catalog plug-in; `options`
+                                            name the catalog
 
-and the calls of `dissociated.spark.staging`, by which it writes.
+and the calls of `dissociated.spark.staging`, for writing.
 
-Schemas are Spark's JSON, and "rows" of a partition is 0 where nobody knows.
-An array of a batch is `[length, offset, nulls, [region, at, size of each buffer], [its children], kind, width]`, as
-Arrow's C data interface has it, but for addresses: a buffer lies in a file that both processes have. That is the memory
-of the server where this process has mapped it, and a memfd to which it is copied otherwise.
+Schemas are Spark's JSON, and "rows" of a partition is 0 if the number is unknown.
+
+An array of a batch is `[length, offset, nulls, [region, at, size of each buffer], [its children], kind, width]`,
+like a struct of Arrow's C data interface, with places in files instead of addresses. Both processes can map these
+files: the shared memory of the server if this process has mapped it, or else a memfd with a copy.
 """
 
 from __future__ import annotations
@@ -65,20 +67,20 @@ from dissociated.spark.target import WriteTarget
 from dissociated.spark.types import arrow_schema
 from dissociated.spark.writer import commit
 
-_MAX_THREADS = 256  # tasks of one executor
-_MAX_READERS = 64  # that are kept for the next tasks
-_MAX_BATCHES = 64  # of one answer
-_SLICE_BYTES = 128 << 20  # that one task reads: as many as of files, if Spark reads those
+_MAX_THREADS = 256  # the largest number of tasks of one executor
+_MAX_READERS = 64  # kept for later tasks
+_MAX_BATCHES = 64  # in one answer
+_SLICE_BYTES = 128 << 20  # per task; Spark's default for files
 _MAX_BATCH_ROWS = 1 << 20  # of one batch
-_MAX_BATCH_BYTES = 1 << 29  # of one batch: Java maps no more than 2 GiB at once
+_MAX_BATCH_BYTES = 1 << 29  # of one batch: Java maps at most 2 GiB at once
 
 
 class Sidecar:
-    """What the JVM can ask for."""
+    """The calls of the JVM, by name in `calls`, and the state of their streams and readers."""
 
     def __init__(self) -> None:
         self._streams: dict[int, _Stream] = {}
-        self._readers: dict[str, DatasetReader] = {}  # which know their dataset for the next task
+        self._readers: dict[str, DatasetReader] = {}  # by pickled text; they remember their dataset for the next task
         self._opened = 0
         self._lock = threading.Lock()
         self.calls: Mapping[str, Callable[..., Any]] = {
@@ -124,7 +126,7 @@ class Sidecar:
 
     def open(self, reader: str, partition: str, direct: bool) -> Any:
         found, wanted = self._reader(reader), unpickled(partition)
-        with suppress(DissociatedError):  # which are told, or mended, where it is opened here
+        with suppress(DissociatedError):  # opening the stream here repairs or reports the error
             if direct and (request := found.direct_request(wanted)) is not None:
                 return {"server": request}
         spaces: list[AddressSpace] = []
@@ -153,7 +155,7 @@ class Sidecar:
     def _reader(self, reader: str) -> DatasetReader:
         with self._lock:
             found = self._readers.pop(reader) if reader in self._readers else unpickled(reader)
-            self._readers[reader] = found  # the last
+            self._readers[reader] = found  # the most recently used is the last
             while len(self._readers) > _MAX_READERS:
                 del self._readers[next(iter(self._readers))]
             return self._readers[reader]
@@ -166,9 +168,10 @@ class Sidecar:
 
 
 class _Stream:
-    """The batches of one partition, as places. Spark has these `types`.
+    """The batches of one partition, which are described to the JVM by places in files.
 
-    Each batch is held until the next answer, and the last of all until this is closed.
+    Each batch is held until the next answer, and the last batch until the stream is closed. `types` are the Arrow types
+    of Spark's columns.
     """
 
     def __init__(
@@ -180,8 +183,8 @@ class _Stream:
         self._locator = BufferLocator(spaces)
         self._held: list[pa.RecordBatch] = []
         self._layouts: list[ArrayLayout] = []
-        self._next_count = 1  # batches of the next answer: a query with a limit may want no more
-        self._lock = threading.Lock()  # a task that is killed closes what it still waits for
+        self._next_count = 1  # batches in the next answer: starts small for queries with a limit
+        self._lock = threading.Lock()  # a killed task closes the stream while `next` still waits
         self._closed = False
 
     def next(self) -> Any:
@@ -205,7 +208,7 @@ class _Stream:
                     self._held.clear()
                 self._held.append(batch)
                 answer += [self._place(portion) for portion in _cut_to_map(batch)]
-        # Memory that is used again the server may need back before it can send more.
+        # A server that reuses memory may need it back before it can send the next batch.
         live = any(space.live for space in self._spaces)
         self._next_count = 1 if live else min(2 * self._next_count, _MAX_BATCHES)
         return {"regions": self._locator.new_regions(), "batches": answer, "ended": not answer}
@@ -215,7 +218,10 @@ class _Stream:
         return {"rows": batch.num_rows, "columns": [*map(self._locator.of, batch.columns, self._layouts)]}
 
     def close(self) -> None:
-        """Give back what it holds. Where somebody still waits for more, they do so, with the next batch."""
+        """Release the batches and their memory.
+
+        If a call of `next` is still waiting, that call releases them after its next batch.
+        """
         self._closed = True
         if not self._lock.acquire(blocking=False):
             return
@@ -228,38 +234,38 @@ class _Stream:
 
 
 def _cut_to_map(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """The rows of a batch in pieces that Java can map."""
-    size = batch.get_total_buffer_size()  # `nbytes` would trust the offsets
+    """Yield the rows of a batch in slices whose buffers Java can map."""
+    size = batch.get_total_buffer_size()  # `nbytes` would rely on unchecked offsets
     step = batch.num_rows if size <= _MAX_BATCH_BYTES else max(1, batch.num_rows * _MAX_BATCH_BYTES // size)
     for first in range(0, batch.num_rows, step):
         yield batch.slice(first, step)
 
 
 def tables(options: Mapping[str, str]) -> Sequence[str]:
-    """Return the names of all tables; datasets of tensors are none."""
+    """Return the names of all tables. Datasets of tensors are not tables."""
     with CatalogConfig.parse(options).connect() as client:
         return [info.name for info in client.list() if info.tensors is None]
 
 
 def table_exists(options: Mapping[str, str], name: str) -> bool:
-    """Return whether there is a dataset of this name, also of tensors."""
+    """Return whether there is a dataset with this name. It may hold tensors."""
     with CatalogConfig.parse(options).connect() as client:
         return name in client
 
 
 def table_schema(options: Mapping[str, str], name: str) -> str:
-    """Return the schema of a table as Spark's JSON."""
+    """Return the schema of a table in Spark's JSON."""
     return Request(CatalogConfig.parse(options), name).schema().json()
 
 
 def create_table(options: Mapping[str, str], name: str, schema: str) -> None:
-    """Publish a dataset without rows."""
+    """Publish a dataset without rows. `schema` is in Spark's JSON."""
     target = WriteTarget(CatalogConfig.parse(options), Publication(name))
     commit(target, uuid.uuid4().hex, arrow_schema(StructType.fromJson(json.loads(schema))), ())
 
 
 def drop_table(options: Mapping[str, str], name: str) -> bool:
-    """Drop a table. Returns whether it existed."""
+    """Drop a table. Return whether it existed."""
     with CatalogConfig.parse(options).connect() as client:
         try:
             client.drop(name)
@@ -272,10 +278,10 @@ _TABLE_CALLS: Sequence[Callable[..., Any]] = (tables, table_exists, table_schema
 
 
 def main() -> None:
-    """Answer until stdin ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends this
+    """Answer requests until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends this process
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
-    os.dup2(2, 1)  # what anybody prints is no answer
+    os.dup2(2, 1)  # prints of libraries go to stderr, not among the answers
     sidecar = Sidecar()
     writing = threading.Lock()
 
@@ -290,9 +296,9 @@ def main() -> None:
             print(json.dumps({"id": request["id"], **reply}), file=answers)
 
     with ThreadPoolExecutor(_MAX_THREADS) as threads:
-        for line in sys.stdin.buffer:  # UTF-8, whatever the encoding of this machine
+        for line in sys.stdin.buffer:  # bytes: JSON is UTF-8, independent of the locale
             threads.submit(answer, json.loads(line))
-        os._exit(0)  # the JVM is gone, and nobody waits for what still runs
+        os._exit(0)  # the JVM is gone, and needs no answers from running calls
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What the JVM of Spark asks for where it writes: on the driver plans and commits, in tasks files for segments.
+"""Calls of Spark's JVM for writing: the driver plans and commits, tasks get files for segments.
 
-It writes into files that a `SharedSegmentWriter` makes here, in the stage of the node on this host, which is started
-if there is none. Room is reserved before it is used. Until they are finished, the files belong to this process: if it
-ends, nothing is left of them.
+The JVM writes into files that a `SharedSegmentWriter` of this process creates in the stage of the node on this host. If
+there is no such node, it is started. Space is reserved before it is used. Until a segment is finished, its file belongs
+to this process and disappears if the process ends.
 """
 
 from __future__ import annotations
@@ -25,28 +25,27 @@ from dissociated.spark.types import arrow_schema
 from dissociated.spark.writer import DatasetWriter, Written
 from dissociated.store.segment import SharedSegmentWriter
 
-#: Names of segments that are remembered. A task that is killed while its file is made comes back for it within
-#: seconds, or never.
+#: Names of discarded segments to remember. A killed task's `discard` may overtake its `stage`, by seconds at most.
 _MAX_UNWANTED = 1 << 16
 
 
 class Writes:
-    """The calls, by their names:
+    """The calls, by name in `calls`, and the segments that are being written:
 
-    write(options, schema, mode, streaming) on the driver: {"fits": whether rows can go in as they are, "writer", "key"}
-    commit(writer, key, written)            on the driver: makes what tasks have written a dataset. Each micro-batch of
-                                            a streaming query has a commit with a `key` of its own
-    abort(writer, key, written)             on the driver: removes what tasks have written
-    stage(writer, segment, key)             in a task: a new file {"path", "node", "position", "room"}: batches go there
-                                            from the position on, up to `room`; null after a commit with this key
-    reserve(segment, size)                  more room, at least so much
-    finish(segment, size)                   all batches are there, up to `size`: how many bytes the segment has
-    discard(segment)                        it is not needed, if there is one
+    write(options, schema, mode, streaming) on the driver: {"fits": whether rows need no conversion, "writer", "key"}
+    commit(writer, key, written)            on the driver: publishes the dataset that the tasks have written. Each
+                                            micro-batch of a streaming query has a commit with a `key` of its own
+    abort(writer, key, written)             on the driver: removes the segments that the tasks have written
+    stage(writer, segment, key)             in a task: a new file {"path", "node", "position", "room"} for batches from
+                                            the position on, up to `room`; null after a commit with this key
+    reserve(segment, size)                  reserves at least `size` bytes, and returns the new `room`
+    finish(segment, size)                   ends the segment after its batches, up to `size`: returns its size in bytes
+    discard(segment)                        removes the segment, or prevents it if it does not exist yet
     """
 
     def __init__(self) -> None:
         self._segments: dict[str, _StagedSegment] = {}
-        self._unwanted: dict[str, None] = {}  # whose tasks were killed while they were made, the oldest first
+        self._unwanted: dict[str, None] = {}  # discarded before they existed, the oldest first
         self._lock = threading.Lock()
         calls: Sequence[Callable[..., Any]] = (
             *(write, commit, abort, self.stage, self.reserve, self.finish, self.discard),
@@ -61,7 +60,7 @@ class Writes:
         try:
             position = staged.writer.nbytes
             place = {"path": staged.writer.path, "position": position, "room": staged.writer.reserve(position)}
-            with self._lock:  # from here on `discard` may close it, so it is written to no more
+            with self._lock:  # after this, `discard` may close the writer at any time
                 if segment in self._unwanted:
                     raise StoreError(f"the task that writes {segment} was killed")
                 self._segments[segment] = staged
@@ -136,7 +135,7 @@ def abort(writer: str, key: str | None, written: Sequence[Mapping[str, Any]]) ->
 
 
 def _messages(key: str | None, written: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
-    """The arguments of `commit` and `abort` of a writer; of a streaming one, where there is a key."""
+    """Return the arguments of a writer's `commit` and `abort`; a `key` means a streaming writer."""
     messages = [Written(**one) for one in written]
     if key is None:
         return (messages,)

@@ -1,11 +1,11 @@
 """Structured Streaming, both ways. Only Spark imports this module, on the driver and in every task.
 
-The sink appends each micro-batch to a dataset, or with "complete" replaces it. The key of its commit is made of the
-query and the batch, so the catalog takes a batch once, however often Spark runs it.
+The sink appends each micro-batch to a dataset, or in the mode "complete" replaces the dataset. The key of the commit
+consists of the query and the batch, so the catalog accepts a batch once, even if Spark runs it more often.
 
-The source reads a dataset that grows: what is appended to it by the sink, by a batch write, by anybody. An offset is a
-number of rows, and rows once appended stay where they are; so the same batch is the same rows whenever it is read
-again, from whichever version is there by then. A dataset that was replaced in between is told by its `lineage_id`.
+The source reads a dataset that grows, by the sink, by batch writes or by other clients. An offset is a number of rows,
+and appended rows keep their position. So a batch has the same rows whenever it is read again, and from any later
+version. The `lineage_id` tells a dataset that was replaced in between.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ try:
 except ImportError as error:
     raise PySparkNotFound(f"streaming needs Spark 4.2 or later: {error}", name=error.name) from None
 
-# The properties by which Spark tells a task, and nobody else, which query and which batch it works for.
+# Local properties of a task, by which alone Spark names the query and the batch.
 _QUERY = "sql.streaming.queryId"
 _BATCH = "streaming.sql.batchId"
 
 _ROWS_PER_PARTITION = 1 << 20
-_NOT_OF_STREAMS = ("filters", "version")  # other rows would come than were asked for
+_NOT_OF_STREAMS = ("filters", "version")  # a stream would not return the rows that these options request
 
 
 @dataclass(frozen=True)
 class TaskCommit(WriterCommitMessage):
-    """What a task tells the driver. `written` is None where the batch had been committed before."""
+    """The result of a task, for the driver. `written` is None if the batch had been committed before."""
 
     key: str
     written: Written | None
 
 
 class DatasetStreamWriter(DataSourceStreamArrowWriter):
-    """Writes each micro-batch as one commit. Spark makes another one to commit or abort a batch."""
+    """A writer that commits each micro-batch. Spark creates another instance to commit or abort a batch."""
 
     def __init__(self, target: WriteTarget, schema: pa.Schema) -> None:
         self.target = target
@@ -73,11 +73,11 @@ class DatasetStreamWriter(DataSourceStreamArrowWriter):
         self.fitting = wait_for_catalog(lambda: Fitting.of(schema, target))
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskCommit:
-        """In a task: write its partition into a segment, unless the catalog has the whole batch already."""
+        """In a task: write its partition into a segment, unless the whole batch has been committed before."""
         key = _key()
         if wait_for_catalog(lambda: self._is_committed(key)):
             return TaskCommit(key, None)
-        # An earlier run of the batch, by a driver that was killed, may have left segments of like-numbered tasks.
+        # An earlier run of the batch, by a killed driver, may have left segments of tasks with the same numbers.
         run = secrets.token_hex(4)
         return TaskCommit(key, write_segment(self.catalog, f"{key}-{run}", self.fitting, iterator))
 
@@ -86,15 +86,15 @@ class DatasetStreamWriter(DataSourceStreamArrowWriter):
             return client.committed(key)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batch: int) -> None:
-        """On the driver: the batch is there, once and whole, and nothing else is left of any run of it."""
+        """On the driver: publish the batch once and whole, and remove the remains of all its runs."""
         parts = [message for message in messages if isinstance(message, TaskCommit)]
         if parts:  # else the batch had no partitions
             commit(self.target, parts[0].key, self.fitting.schema, [part.written for part in parts])
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batch: int) -> None:
-        """On the driver: remove what this run of the batch wrote; if it was committed all the same, that stays.
+        """On the driver: remove the segments that this run of the batch wrote; a committed batch stays.
 
-        It is not the key that is aborted, for the batch comes again. What a killed task left goes then, too.
+        The key is not aborted, because Spark repeats the batch. Segments of killed tasks are removed with the commit.
         """
         written = [message.written for message in messages if isinstance(message, TaskCommit) and message.written]
         with self.catalog.connect() as client:
@@ -105,7 +105,11 @@ class DatasetStreamWriter(DataSourceStreamArrowWriter):
 
 
 def _key() -> str:
-    """In a task: tells this batch of this query from everything else that is ever committed. It has no "-"."""
+    """In a task: return a key without "-" that is unique to this batch of this query.
+
+    Raises:
+        StoreError: Spark does not tell the task its query and batch.
+    """
     context = TaskContext.get()
     assert context is not None, "Spark calls this in a task"
     query, batch = context.getLocalProperty(_QUERY), context.getLocalProperty(_BATCH)
@@ -116,7 +120,10 @@ def _key() -> str:
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """How a streaming query reads. Without a checkpoint it begins with what there is, or `from_latest` after that."""
+    """Options of a streaming read.
+
+    A query without a checkpoint begins with the existing rows, or with `from_latest` after these.
+    """
 
     limit: ReadLimit
     from_latest: bool = False
@@ -124,7 +131,11 @@ class StreamOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> StreamOptions:
-        """From the options of the data source. Raises OptionError, also for those that only other reads go by."""
+        """Parse the options of the data source.
+
+        Raises:
+            OptionError: An option is invalid, or only supported by batch reads.
+        """
         if refused := [name for name in _NOT_OF_STREAMS if options.get(name) is not None]:
             raise OptionError(
                 f"a stream does not go by the option {', '.join(refused)}: it reads what is appended to a dataset, "
@@ -154,7 +165,7 @@ def _positive(options: Mapping[str, str], name: str) -> int | None:
 
 @dataclass
 class RowsPartition(InputPartition):
-    """Rows of a dataset, from `first` up to `end`, as long as it has this lineage."""
+    """Rows of a dataset, from `first` up to `end`, exclusive, while the dataset has this lineage."""
 
     lineage_id: str
     first: int
@@ -162,10 +173,11 @@ class RowsPartition(InputPartition):
 
 
 class DatasetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Reads what is appended to a dataset. One lives on the driver as long as the query; tasks have copies of it.
+    """A reader of the rows that are appended to a dataset.
 
-    The one on the driver holds what a batch reads, by leases, until Spark commits that batch: so no store evicts it
-    and what is replaced meanwhile keeps its memory. Where it shares no memory with the node, it holds nothing.
+    The instance on the driver lives as long as the query; tasks have copies of it. The driver holds the rows of a batch
+    by leases until Spark commits the batch: no store evicts these rows, and replaced data keeps its memory. If the
+    driver shares no memory with the node, it holds nothing.
     """
 
     def __init__(self, request: Request, schema: StructType, options: StreamOptions) -> None:
@@ -173,9 +185,9 @@ class DatasetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self.name = request.name
         self.schema = schema
         self.options = options
-        self._client: Client | None = None  # on first use: tasks get a copy without
-        self._target: int | None = None  # of Trigger.AvailableNow
-        self._held: dict[int, pa.RecordBatchReader] = {}  # by the ends of their batches
+        self._client: Client | None = None  # opened on first use; tasks get a copy without it
+        self._target: int | None = None  # last row for Trigger.AvailableNow
+        self._held: dict[int, pa.RecordBatchReader] = {}  # by the last row of the batch
 
     # On the driver
 
@@ -217,7 +229,7 @@ class DatasetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         try:
             self._held[rows.stop] = self._connected().read(self.name, transport="shm", rows=rows)
         except CatalogError:
-            pass  # its memory is not here
+            pass  # the data is not in shared memory of this host
 
     def commit(self, end: dict[str, Any]) -> None:
         for last in [last for last in self._held if last <= end["rows"]]:
@@ -241,7 +253,12 @@ class DatasetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return None
 
     def _check_lineage(self, info: DatasetInfo | None, lineage_id: str, rows: int) -> int:
-        """How many rows the dataset has. Raises CatalogError where its lineage is another, or it has fewer `rows`."""
+        """Return the number of rows of the dataset.
+
+        Raises:
+            CatalogError: The dataset is gone, has another lineage, has fewer than `rows` rows, or has no known number
+                of rows.
+        """
         if info is None or (lineage_id and info.lineage_id != lineage_id):
             raise CatalogError(
                 f"{self.name!r} was {'dropped' if info is None else 'replaced'} after this query had read {rows} rows "
@@ -266,11 +283,11 @@ class DatasetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 self.name, transport=self.request.transport, columns=self.schema.fieldNames(), rows=rows
             )
             columns = Columns(reader.schema, self.schema, self.request.nanoseconds)
-            # Nothing that was replaced comes back, so if it is the same now, it was when it was opened.
+            # A replaced lineage never returns: if the lineage matches now, it did when the reader was opened.
             self._check_lineage(client.describe(self.name), partition.lineage_id, partition.end)
             yield from (columns.convert(batch) for batch in portions(reader) if batch.num_rows)
 
 
 def _offset(info: DatasetInfo | None) -> dict[str, Any]:
-    """The end of a dataset, as a checkpoint has it: its lineage and its number of rows. None is a dataset to come."""
+    """Return the offset after all rows of a dataset: its lineage and number of rows. None means no dataset yet."""
     return {"began": "", "rows": 0} if info is None else {"began": info.lineage_id, "rows": info.rows or 0}

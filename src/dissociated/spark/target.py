@@ -1,4 +1,4 @@
-"""Where a DataFrame goes, as its writer says it by options."""
+"""Destination of a DataFrame: the dataset that the options of a write name."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _KNOWN_OPTIONS = {*(name.lower() for name in _NAMES_OF_OPTIONS), *_SPARKS_OWN}
 
 @dataclass(frozen=True)
 class WriteTarget:
-    """A dataset of a catalog: its name, whether to replace it or to add to it, its tags, and how long it stays.
+    """The dataset to write, in its catalog: name, mode (overwrite or append), tags and lifetime.
 
-    With `merge_schema`, what is added may lack columns and have narrower numbers.
+    With `merge_schema`, appended rows may lack columns and have narrower numbers.
     """
 
     catalog: CatalogConfig
@@ -29,9 +29,16 @@ class WriteTarget:
 
     @classmethod
     def parse(cls, options: Mapping[str, str], mode: str, advice: str) -> Self:
-        """From the options of a data source; `advice` is how its user says the name.
+        """Parse the options of a data source.
 
-        Raises CatalogError where they do not say where the data goes, and OptionError for what makes no sense.
+        Args:
+            options: The options, whose names may be in any case.
+            mode: "overwrite" or "append".
+            advice: The call by which the user names the dataset, for the error message.
+
+        Raises:
+            CatalogError: The options name no catalog or no dataset.
+            OptionError: An option is unknown or invalid.
         """
         values = {name.lower(): value for name, value in options.items()}
         for name in values:
@@ -43,7 +50,7 @@ class WriteTarget:
         return cls(catalog, publication, _flag("mergeSchema", values.get("mergeschema", "false")))
 
     def options(self) -> dict[str, str]:
-        """The same as options, but for its name and mode."""
+        """Return the options that `parse` turns into this target. The name and the mode are not among them."""
         values = {
             "catalog": self.catalog.uri,
             "token_file": self.catalog.token_file,
@@ -56,7 +63,7 @@ class WriteTarget:
 
 
 def _tags(text: str) -> Any:
-    """A JSON object, or `name=value, name=value`."""
+    """Parse a JSON object, or `name=value, name=value`."""
     try:
         if text.lstrip().startswith("{"):
             return json.loads(text)

@@ -1,4 +1,4 @@
-"""Spark's types as Arrow types: one schema for a whole dataset, whatever session wrote it."""
+"""Spark's types in Arrow: a dataset has one schema, independent of the session that wrote it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 TIMEZONE = "UTC"
-"""A Spark timestamp is an instant. Its batches carry the time zone of the session that made them, which is
-a matter of display, so all datasets have the same."""
+"""Time zone of all timestamps in datasets.
+
+A Spark timestamp is an instant. Its batches carry the time zone of their session, which only matters for display.
+"""
 
 _TYPE_KEY = b"dissociated.spark.type"
-"""In the metadata of a column: Spark's type of it as JSON, where Arrow's does not say as much."""
+"""Metadata key of a column with Spark's type in JSON, if the Arrow type does not determine it."""
 
 _SPARKS_CLASSES = {f"spark.{package}.linalg.{kind}UDT" for package in ("ml", "mllib") for kind in ("Vector", "Matrix")}
-"""User-defined types that are Spark's own: to name them runs nothing of a stranger's."""
+"""User-defined types of Spark itself. Naming these classes runs no foreign code."""
 
 
 def arrow_schema(schema: StructType) -> pa.Schema:
-    """The Arrow schema under which a DataFrame with this schema is published.
+    """Return the Arrow schema under which a DataFrame with this schema is published.
 
-    Raises `SourceError`, naming the column, for a type that Arrow cannot carry.
+    Raises:
+        SourceError: Arrow cannot carry the type of a column. The message names the column.
     """
     from pyspark.errors import PySparkException
 
@@ -38,7 +41,7 @@ def arrow_schema(schema: StructType) -> pa.Schema:
     for field in schema.fields:
         try:
             fields.append(_with_kept_type(_arrow_field(field), field))
-        except (PySparkException, ValueError) as error:  # of Spark; of pyarrow, for a void that is never null
+        except (PySparkException, ValueError) as error:  # ValueError: from pyarrow, for a void that is never null
             raise SourceError(
                 f"column {field.name!r} has the type {field.dataType.simpleString()}, "
                 "which Arrow cannot carry: cast it, or drop the column"
@@ -47,9 +50,13 @@ def arrow_schema(schema: StructType) -> pa.Schema:
 
 
 def kept_type(field: pa.Field) -> DataType | None:
-    """Spark's own type of a column, where Arrow's does not say as much: a collation, or which interval it is.
+    """Return Spark's type of a column if the Arrow type does not determine it, such as a collation or an interval.
 
-    It is bytes from outside: what is no type, or not that of this column, is None. So is what names a class.
+    The metadata comes from outside and is not trusted.
+
+    Returns:
+        None if the metadata has no type, an invalid type, a type that does not fit the column, or a type that names a
+        class.
     """
     from pyspark.sql.types import StructField
 
@@ -62,7 +69,7 @@ def kept_type(field: pa.Field) -> DataType | None:
             return None
         found = StructField.fromJson(plain)
         return found.dataType if _arrow_field(found).type.equals(field.type) else None
-    except Exception:  # Spark raises all sorts for what is no type
+    except Exception:  # Spark raises many kinds of exceptions for an invalid type
         return None
 
 
@@ -71,7 +78,7 @@ def _arrow_field(field: StructField) -> pa.Field:
     from pyspark.sql.pandas.types import to_arrow_schema
     from pyspark.sql.types import StructType
 
-    # Spark 4.1 knows no other instants than those in UTC.
+    # Spark 4.1 always makes instants in UTC, and has no argument for it.
     in_utc: dict[str, Any] = {} if pyspark.__version__.startswith("4.1.") else {"timezone": TIMEZONE}
     (arrow_field,) = to_arrow_schema(StructType([field]), **in_utc)
     return arrow_field
@@ -90,7 +97,10 @@ def _with_kept_type(arrow_field: pa.Field, field: StructField) -> pa.Field:
 
 
 def _names_a_class(plain: Any) -> bool:
-    """Whether a type, as JSON, has one that is a class and not Spark's: Spark would import or unpickle it."""
+    """Return whether a type in JSON contains a class that is not Spark's own.
+
+    Spark would import or unpickle such a class.
+    """
     if isinstance(plain, list):
         return any(map(_names_a_class, plain))
     if not isinstance(plain, dict):
@@ -104,7 +114,7 @@ def _names_a_class(plain: Any) -> bool:
 
 
 def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """`batch` with exactly this schema: no copy unless a type really differs."""
+    """Return `batch` with exactly this schema. No memory is copied unless a type really differs."""
     if batch.schema.equals(schema, check_metadata=True):
         return batch
     if all(map(same_layout, batch.schema.types, schema.types)):
@@ -113,7 +123,7 @@ def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def same_layout(one: pa.DataType, other: pa.DataType) -> bool:
-    """Whether two types differ in nothing but time zones, names, nullability and metadata."""
+    """Return whether two types differ only in time zones, names, nullability and metadata."""
     if pa.types.is_timestamp(one) and pa.types.is_timestamp(other):
         return bool(one.unit == other.unit)
     if not pa.types.is_nested(one):
@@ -125,9 +135,10 @@ def same_layout(one: pa.DataType, other: pa.DataType) -> bool:
 
 @dataclass(frozen=True)
 class _Relabelled:
-    """The memory of a batch under another schema, for whoever takes the Arrow C data interface.
+    """The memory of a batch under another schema, exported by the Arrow C data interface.
 
-    A cast would do, but refuses a null struct whose fields are not nullable: Spark has nulls below it.
+    A cast is no substitute: it refuses a null struct whose fields are not nullable, and Spark has nulls below such
+    structs.
     """
 
     batch: pa.RecordBatch

@@ -1,14 +1,14 @@
-"""Writes a DataFrame as a dataset. Only Spark imports this module, on the driver and in every task.
+"""Writing a DataFrame as a dataset. Only Spark imports this module, on the driver and in every task.
 
-A write goes through these steps, and nothing is visible to anyone before the last has succeeded:
+A write has these steps, and nothing is visible to readers before the last has succeeded:
 
-    planning    asks the catalog whether it is there
+    planning    asks the catalog for the schema of the dataset
     each task   writes its partition's batches into a segment of its own, in the stage of the node on its host
-    driver      commit: one call makes all the segments a dataset; abort: one call, and nothing of them stays
+    driver      commits: a single call publishes all segments as a dataset; or aborts: a call removes all segments
 
-Spark may run a task twice, or kill it half-way. A segment's name therefore begins with the key of the commit and
-carries the attempt: only those whose message reaches the commit are published, and every node removes whatever else
-bears that key, once the catalog says that the commit was done or will never be.
+Spark may run a task twice, or kill it half-way. The name of a segment therefore begins with the key of the commit and
+contains the attempt. Only segments whose messages reach the commit are published. Every node removes the other segments
+of that key once the catalog reports that the commit was done or will never be.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Written(WriterCommitMessage):
-    """What a task tells the driver about its partition."""
+    """The result of a task, for the driver: the segment of its partition."""
 
     partition: int
-    node: str | None  # where the segment lies
-    segment: str | None  # its name in the stage of the node; None where the partition has no rows
+    node: str | None  # id of the node that has the segment
+    segment: str | None  # name in the stage of the node; None if the partition has no rows
     rows: int
     nbytes: int
 
@@ -53,9 +53,15 @@ _WRITTEN = pa.schema(
 
 
 def write_segment(catalog: CatalogConfig, key: str, fitting: Fitting, iterator: Iterator[pa.RecordBatch]) -> Written:
-    """In a task: write its partition into a segment on this host, for the commit with that `key`, which has no "-".
+    """In a task: write its partition into a segment on this host.
 
-    An exception leaves no file behind; a killed process leaves one that its node removes.
+    An exception leaves no file. A killed process leaves a file that its node removes.
+
+    Args:
+        catalog: The catalog of the dataset.
+        key: The key of the commit, without "-".
+        fitting: The conversion of the batches to the schema of the dataset.
+        iterator: The batches of the partition.
     """
     context = TaskContext.get()
     assert context is not None, "Spark calls this in a task"
@@ -77,10 +83,10 @@ def write_segment(catalog: CatalogConfig, key: str, fitting: Fitting, iterator: 
 
 
 def commit(target: WriteTarget, key: str, schema: pa.Schema, messages: Sequence[WriterCommitMessage | None]) -> None:
-    """On the driver: make what the tasks have written the dataset, on each host in order of the partitions.
+    """On the driver: publish the segments that tasks have written as the dataset, on each host by partition.
 
-    A repeated call does nothing, so a catalog that does not answer is asked again for a while. Where there are no rows
-    at all, it is the node of the driver's host that has them.
+    A repeated call has no effect, so the call is repeated for a while if the catalog does not answer. A dataset without
+    any rows gets a node all the same: that of the driver's host.
     """
     written = sorted((one for one in messages if isinstance(one, Written)), key=lambda one: one.partition)
     segments = [{"node": one.node, "segment": one.segment} for one in written if one.node and one.segment]
@@ -97,7 +103,7 @@ def commit(target: WriteTarget, key: str, schema: pa.Schema, messages: Sequence[
 
 
 def abort(catalog: CatalogConfig, key: str) -> None:
-    """On the driver: what was written for the commit with that `key` goes, and so does what is still written."""
+    """On the driver: remove all segments of the commit with that `key`, also those that tasks still write."""
 
     def once() -> None:
         with catalog.connect() as client:
@@ -107,23 +113,23 @@ def abort(catalog: CatalogConfig, key: str) -> None:
 
 
 class DatasetWriter(DataSourceArrowWriter):
-    """Writes one DataFrame as one dataset: Spark does with it what the module says, or `publish` here does.
+    """A writer of one DataFrame as one dataset, whose methods Spark calls, or `publish` in this module.
 
-    Made once, while Spark plans the write, then copied to every task and to the commit; all share `key`.
+    Spark creates it while it plans the write, and copies it to every task and to the commit; all share `key`.
     """
 
     def __init__(self, target: WriteTarget, schema: pa.Schema) -> None:
         self.target = target
         self.schema = schema
-        self.fitting = Fitting.of(schema, target)  # before any task runs in vain
+        self.fitting = Fitting.of(schema, target)  # raises before any task runs
         self.key = uuid.uuid4().hex
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Written:
-        """In a task."""
+        """In a task: write its partition into a segment."""
         return write_segment(self.target.catalog, self.key, self.fitting, iterator)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """On the driver, once every task has succeeded: make the dataset visible, whole."""
+        """On the driver, after all tasks have succeeded: publish the dataset at once and whole."""
         try:
             commit(self.target, self.key, self.fitting.schema, messages)
         except DissociatedError as error:
@@ -131,14 +137,15 @@ class DatasetWriter(DataSourceArrowWriter):
                 raise
 
     def _was_committed(self, error: DissociatedError) -> bool:
-        """Whether a commit that ended with `error` has happened all the same, as far as the catalog answers.
+        """Return whether a commit that raised `error` took effect; False if the catalog does not answer.
 
-        Spark would be told that the write failed; whoever then writes again appends the rows twice.
+        Otherwise Spark would report a failed write, and a user who repeats it would append the rows twice.
         """
 
         def once() -> bool:
             with self.target.catalog.connect() as client:
-                if isinstance(error, CatalogUnreachable | DeadlineExceeded):  # it may be under way, and is waited for
+                # The commit may still be in progress: the abort waits for it, or prevents it.
+                if isinstance(error, CatalogUnreachable | DeadlineExceeded):
                     client.abort(self.key)
                 return client.committed(self.key)
 
@@ -147,18 +154,19 @@ class DatasetWriter(DataSourceArrowWriter):
         return False
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """On the driver, after a task or the commit has failed: remove what the tasks have written."""
+        """On the driver, after a task or the commit has failed: remove the segments of the tasks."""
         abort(self.target.catalog, self.key)
 
 
 def publish(frame: DataFrame, target: WriteTarget) -> None:
-    """On the driver: write a DataFrame of this process's own Spark.
+    """On the driver: write a DataFrame of a Spark in this process.
 
-    By `mapInArrow`, whose only rows are those that tell what was written: Spark hands over its rows in less time there
-    than to a data source (docs/performance.md). It collects the rows of one attempt for each partition.
+    `mapInArrow` runs the tasks, because Spark passes rows to it in less time than to a data source
+    (docs/performance.md). Its only result rows are the `Written` of each partition, of one attempt each.
     """
     writer = DatasetWriter(target, arrow_schema(frame.schema))
-    frame = frame.toDF(*(f"c{number}" for number in range(len(frame.columns))))  # Spark finds no column `a.b` by name
+    # Spark cannot find a column `a.b` by name.
+    frame = frame.toDF(*(f"c{number}" for number in range(len(frame.columns))))
 
     def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield pa.RecordBatch.from_pylist([asdict(writer.write(batches))], _WRITTEN)
@@ -167,6 +175,6 @@ def publish(frame: DataFrame, target: WriteTarget) -> None:
         written = frame.mapInArrow(write, from_arrow_schema(_WRITTEN)).collect()
         writer.commit([Written(**row.asDict()) for row in written])
     except BaseException:
-        with suppress(DissociatedError):  # the catalog gives up what is not committed by itself, later
+        with suppress(DissociatedError):  # the catalog itself gives up uncommitted segments later
             writer.abort(())
         raise

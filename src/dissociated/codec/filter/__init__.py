@@ -1,1 +1,1 @@
-"""Filters: which rows of a stream are wanted, how that travels, and which batches cannot have such rows."""
+"""Filters: the wanted rows of a stream, their encoding for the network, and the batches without such rows."""

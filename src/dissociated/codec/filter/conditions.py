@@ -1,7 +1,7 @@
-"""Conditions on columns, decided on Arrow just as Spark decides them: on arrays, or as an expression of pyarrow.
+"""Conditions on columns with the results that Spark has: on arrays, or in an expression of pyarrow.
 
-Both know three values, true, false and null, and only true passes. They differ over NaN: in Spark it equals itself, and
-is larger than every other number.
+Both have three truth values, true, false and null, and only rows with true pass. They differ for NaN: in Spark it
+equals itself and is larger than every other number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pyarrow.types as types
 
 from dissociated.errors import ColumnNotFound, OptionError
 
-#: A column, as an array or as an expression; what is decided of it is then the same.
+#: A column, as an array or as an expression; the result has the same kind.
 _Column: TypeAlias = "pa.Array | pc.Expression"
 
 _COMPARISONS: dict[str, Callable[[_Column, pa.Scalar], Any]] = {
@@ -36,23 +36,23 @@ _COMPARISONS: dict[str, Callable[[_Column, pa.Scalar], Any]] = {
 _TEXT = {"starts with": pc.starts_with, "ends with": pc.ends_with, "contains": pc.match_substring}
 _LISTED = ("in", "not in")
 _UNARY = {"is null": pc.is_null, "is not null": pc.is_valid}
-_MAX_SINGLY = 16  # values that an expression compares with one by one
+_MAX_SINGLY = 16  # values of a list that an expression compares one by one
 _EPOCH = datetime(1970, 1, 1)
 _NANOSECONDS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
 _BELOW_MICROSECONDS = re.compile(r"[.,]\d{6}(\d{1,3})")
 _OPERATORS = (*_COMPARISONS, *_LISTED, *_TEXT, *_UNARY)
-_MAX_DIGITS = 38  # of Spark's decimals, to which it makes both sides
+_MAX_DIGITS = 38  # of Spark's decimals, to which Spark converts both sides
 _EXACT = Context(prec=2 * _MAX_DIGITS)
 _MAX_EXACT_FLOAT = 1 << 53  # below this, integers compare with a float as floats just as they do as decimals
 
 
 class _Uncertain(Exception):
-    """Arrow cannot tell how Spark would decide."""
+    """Spark's result cannot be determined with Arrow."""
 
 
 @dataclass(frozen=True)
 class Condition:
-    """That a column, or a field within one, compares with a value."""
+    """A comparison of a column, or of a field nested in it, with a value."""
 
     path: tuple[str, ...]
     operator: str
@@ -60,7 +60,7 @@ class Condition:
 
     @classmethod
     def parse(cls, plain: Any) -> Condition:
-        """Raises OptionError for what is none."""
+        """Parse `[column, operator, value]`. Raises OptionError."""
         match plain:
             case [column, str(operator), *value] if operator in _OPERATORS and len(value) == (operator not in _UNARY):
                 path = (column,) if isinstance(column, str) else column
@@ -72,7 +72,11 @@ class Condition:
         )
 
     def decide(self, batch: pa.RecordBatch) -> pa.BooleanArray:
-        """True, false or null for each row. Raises OptionError where the column cannot be compared so."""
+        """Return true, false or null for each row.
+
+        Raises:
+            OptionError: The result for this column is not certain to be Spark's.
+        """
         column = batch.column(self.path[0])
         with self._certain(column.type):
             for name in self.path[1:]:
@@ -80,7 +84,12 @@ class Condition:
             return self._decide(column, column.type)
 
     def expression(self, schema: pa.Schema) -> pc.Expression:
-        """The same for record batches of this schema. Raises as `decide` does, and ColumnNotFound."""
+        """Return the condition as an expression for batches of this schema.
+
+        Raises:
+            ColumnNotFound: The schema lacks the column.
+            OptionError: The result is not certain to be Spark's, or the name of the column is ambiguous.
+        """
         if self.path[0] not in schema.names:
             raise ColumnNotFound(
                 f"there is no column {self.path[0]!r} to filter by; there are {', '.join(schema.names)}"
@@ -118,15 +127,15 @@ class Condition:
 
 @dataclass(frozen=True)
 class Conditions:
-    """Lists of conditions: a row passes where all of one list are true."""
+    """Lists of conditions: a row passes if all conditions of any list are true."""
 
     alternatives: tuple[tuple[Condition, ...], ...]
 
     @classmethod
     def parse(cls, plain: Any) -> Conditions:
-        """A list of `[column, operator, value]`, which must all be true, or a list of such lists. Tuples will do.
+        """Parse a list of `[column, operator, value]`, which must all be true, or a list of such lists.
 
-        Raises OptionError.
+        Tuples are accepted in place of lists. Raises OptionError.
         """
         if not isinstance(plain, list | tuple) or not plain:
             raise OptionError(f"a filter is a list of [column, operator, value], not {plain!r}")
@@ -138,16 +147,16 @@ class Conditions:
 
     @property
     def columns(self) -> list[str]:
-        """The columns that are looked at."""
+        """The names of the columns in the conditions."""
         return [*dict.fromkeys(one.path[0] for conditions in self.alternatives for one in conditions)]
 
     def mask(self, batch: pa.RecordBatch) -> pa.BooleanArray:
-        """True for the rows that pass."""
+        """Return a mask that is true for the rows that pass."""
         masks = [reduce(pc.and_kleene, (one.decide(batch) for one in conditions)) for conditions in self.alternatives]
         return reduce(pc.or_kleene, masks)
 
     def expression(self, schema: pa.Schema) -> pc.Expression:
-        """The same for record batches of this schema. Raises OptionError and ColumnNotFound."""
+        """Return an expression for batches of this schema. Raises OptionError and ColumnNotFound."""
         expressions = [
             _joined(pc.and_kleene, [one.expression(schema) for one in conditions]) for conditions in self.alternatives
         ]
@@ -155,7 +164,7 @@ class Conditions:
 
 
 def _joined(function: Callable[[Any, Any], Any], parts: Sequence[Any]) -> Any:
-    """All parts, in a tree that is as flat as can be."""
+    """Join all parts with `function`, in a tree that is as flat as possible."""
     if len(parts) == 1:
         return parts[0]
     middle = len(parts) // 2
@@ -249,7 +258,10 @@ def _compared_on_grid(operator: str, column: _Column, type_: pa.DataType, grid: 
 
 
 def _compared_with_floor(operator: str, column: _Column, below: pa.Scalar, exact: bool) -> Any:
-    """Compared with a value of which `below` is the largest that the column can have and that is not above it."""
+    """Compare a column with a value, given `below`: the largest value of the column's type that is not above it.
+
+    `exact` is whether `below` equals the value.
+    """
     if not exact:
         if operator in ("=", "!="):
             return _always(column, operator == "!=")
@@ -258,7 +270,7 @@ def _compared_with_floor(operator: str, column: _Column, below: pa.Scalar, exact
 
 
 def _always(column: _Column, value: bool) -> Any:
-    """The same for every row, but null where the column is."""
+    """Return `value` for every row in which the column is not null, and null for the others."""
     return pc.if_else(pc.is_valid(column), value, pa.scalar(None, pa.bool_()))
 
 
@@ -274,7 +286,7 @@ def _one_of(column: _Column, type_: pa.DataType, values: Sequence[Any]) -> Any:
 
 
 def _values(known: Sequence[Any], type_: pa.DataType) -> Iterator[pa.Scalar]:
-    """Those of these values that a column of this type can have."""
+    """Yield the values that a column of this type can have."""
     grid = _Grid.of(type_)
     for value in known:
         if types.is_timestamp(type_):
@@ -292,14 +304,15 @@ def _is_number(value: object) -> bool:
 
 
 def _ticks(value: Any, to: pa.DataType) -> tuple[int, int]:
-    """A moment in the unit of a column, rounded down, and what is left, in nanoseconds. Raises _Uncertain, ValueError.
+    """Return a timestamp in the unit of a column, rounded down, and the rest in nanoseconds.
 
-    Of a text, digits below microseconds count where the column has nanoseconds; else Spark leaves them out.
+    Digits of a text below microseconds only count if the column has nanoseconds; otherwise Spark ignores them. Raises
+    _Uncertain and ValueError.
     """
     moment = datetime.fromisoformat(value) if isinstance(value, str) else value
     if not isinstance(moment, datetime) or (moment.tzinfo is None) is not (to.tz is None):
         raise _Uncertain
-    nanoseconds = getattr(moment, "nanosecond", 0)  # as those of pandas have
+    nanoseconds = getattr(moment, "nanosecond", 0)  # pandas' timestamps have it
     if isinstance(value, str) and to.unit == "ns" and (below := _BELOW_MICROSECONDS.search(value)):
         nanoseconds = int(below[1].ljust(3, "0"))
     since = moment - (_EPOCH if moment.tzinfo is None else _EPOCH.replace(tzinfo=UTC))

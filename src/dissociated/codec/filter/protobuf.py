@@ -1,4 +1,4 @@
-"""Messages of protobuf as their fields, and a check that a message has a given shape and nothing else."""
+"""Fields of protobuf messages, and a check that a message has exactly a given shape."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _check_value(value: Value, wire_type: int, place: str, kind: Kind, grammar: 
     elif kind == TEXT and not isinstance(value, int):
         try:
             str(value, "utf-8")
-        except UnicodeDecodeError:  # of which libprotobuf writes a line to stderr
+        except UnicodeDecodeError:  # libprotobuf would also write a line to stderr
             raise FormatError(f"{place} is not in UTF-8") from None
     elif kind in grammar and not isinstance(value, int):
         _check(value, kind, grammar, depth + 1)

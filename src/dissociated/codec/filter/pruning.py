@@ -1,4 +1,4 @@
-"""Which batches may have a row that passes a filter, by their statistics. It never says no where one has."""
+"""Pruning by statistics: the batches that may have rows that pass a filter. No batch with such rows is pruned."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ _ALWAYS = pc.scalar(True)
 
 
 def may_pass(tree: FilterNode, num_rows: pa.Array, columns: dict[int, Bounds]) -> pa.BooleanArray:
-    """For each batch, whether a row of it may pass; `columns` are those of the tree that something is known of.
+    """Return for each batch whether a row of it may pass the filter; true if that is unknown.
 
-    Not known is as good as true. What is never said of a batch is that all rows pass: so of what is denied nothing is
-    known, but for whether there are nulls.
+    Statistics never prove that all rows pass. So nothing is known of a negated condition, except for tests for null.
+
+    Args:
+        tree: The filter.
+        num_rows: The number of rows of each batch.
+        columns: The bounds of each column of the filter that has any, by number.
     """
     known = {"num_rows": num_rows}
     for number, bounds in columns.items():
@@ -29,13 +33,13 @@ def may_pass(tree: FilterNode, num_rows: pa.Array, columns: dict[int, Bounds]) -
     ]
     try:
         found = acero.Declaration.from_sequence(steps).to_table(use_threads=False).column(0).combine_chunks()
-    except pa.ArrowException:  # bounds that cannot be compared with the values of the filter
+    except pa.ArrowException:  # the bounds cannot be compared with the values of the filter
         return pa.repeat(True, len(num_rows))
     return found.fill_null(True)
 
 
 def _in_utc(values: pa.Array) -> pa.Array:
-    """Moments as they are in a filter: Substrait knows no other zone, and libarrow compares none with another unit."""
+    """Return timestamps with the zone UTC, which is the only one in Substrait's filters. The unit stays."""
     type_ = values.type
     return values.cast(pa.timestamp(type_.unit, "UTC")) if pa.types.is_timestamp(type_) and type_.tz else values
 
@@ -46,7 +50,7 @@ def _may(node: FilterNode, known: object) -> pc.Expression:
             return _joined(pc.and_kleene, [_may(one, known) for one in arguments])
         case Call("or", arguments):
             return _joined(pc.or_kleene, [_may(one, known) for one in arguments])
-        case Call("if_else", (_, then, _)):  # or null
+        case Call("if_else", (_, then, _)):  # otherwise null
             return _may(then, known)
         case Call("not", (Call("is_null", inner),)):
             return _may(Call("is_not_null", inner), known)

@@ -1,4 +1,4 @@
-"""Which rows of a stream are wanted: by an expression of pyarrow, or by conditions on columns."""
+"""The wanted rows of a stream, by an expression of pyarrow or by conditions on columns."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from dissociated.codec.columns import select_fields
 from dissociated.codec.filter.conditions import Conditions
 from dissociated.errors import ColumnNotFound, DissociatedError, OptionError
 
-#: What users say: an expression, or `[column, operator, value]`, a list of these, or a list of such lists.
+#: A filter of users: an expression, or `[column, operator, value]`, a list of these, or a list of such lists.
 Filter: TypeAlias = Any
 
 
 @dataclass(frozen=True)
 class RowFilter:
-    """A filter of batches with one schema, and the positions there of the columns that it looks at.
+    """A filter of batches with one schema, and the positions of the columns that it reads.
 
-    Where it says as what `types` it looks at them, they are as good as their own: timestamps of another zone.
+    `types`, if given, are the types to which these columns are cast first, such as timestamps of another zone.
     """
 
     expression: pc.Expression
@@ -31,9 +31,11 @@ class RowFilter:
 
     @classmethod
     def bind(cls, wanted: Filter, schema: pa.Schema) -> RowFilter:
-        """What `wanted` is for batches of this schema.
+        """Return the filter for batches of this schema.
 
-        Raises OptionError for what is no filter of these, and ColumnNotFound.
+        Raises:
+            OptionError: `wanted` is not a filter for the schema.
+            ColumnNotFound: The schema lacks a column of the filter.
         """
         if isinstance(wanted, pc.Expression):
             return cls(wanted, _columns(wanted, schema))
@@ -45,13 +47,17 @@ class RowFilter:
         return cls(expression, columns)
 
     def among(self, columns: Sequence[int]) -> RowFilter:
-        """The same for batches that have its columns at these positions."""
+        """Return the filter for batches that have its columns at these positions."""
         return replace(self, columns=tuple(columns))
 
     def mask(self, batch: pa.RecordBatch) -> pa.BooleanArray:
-        """True for the rows that pass. Raises OptionError where that cannot be computed, as a quotient by 0."""
+        """Return a mask that is true for the rows that pass.
+
+        Raises:
+            OptionError: The filter cannot be computed, such as a division by 0.
+        """
         table = pa.Table.from_batches([batch.select([*self.columns])])
-        if not self.columns:  # the same for each row
+        if not self.columns:  # the filter is constant, and needs a column for its length
             table = pa.table({"": pa.nulls(batch.num_rows)})
         try:
             if self.types and self.types != tuple(table.schema.types):
@@ -63,7 +69,7 @@ class RowFilter:
 
 
 def printed(expression: pc.Expression) -> str:
-    """An expression as pyarrow prints it; nothing where it cuts a long set of values within a letter."""
+    """Return the text of an expression; empty if pyarrow cuts a long set of values within a character."""
     try:
         return str(expression)
     except UnicodeDecodeError:
@@ -79,12 +85,12 @@ def _compute(expression: pc.Expression, table: pa.Table) -> pa.ChunkedArray:
 
 
 def _try(expression: pc.Expression, schema: pa.Schema, columns: Sequence[int]) -> None:
-    """Raise OptionError or ColumnNotFound where the expression is no filter of these columns of the schema."""
+    """Raise OptionError or ColumnNotFound if the expression is not a filter of these columns of the schema."""
     try:
         type_ = _compute(expression, select_fields(schema, columns).empty_table()).type
     except pa.ArrowException as error:
         why = str(error).partition("\n")[0]
-        if why.startswith("No match for FieldRef"):  # libarrow has no class for that
+        if why.startswith("No match for FieldRef"):  # libarrow has no class for this error
             raise ColumnNotFound(
                 f"the filter {printed(expression)} has a column that is not there; there are {', '.join(schema.names)}"
             ) from None
@@ -94,10 +100,10 @@ def _try(expression: pc.Expression, schema: pa.Schema, columns: Sequence[int]) -
 
 
 def _columns(expression: pc.Expression, schema: pa.Schema) -> tuple[int, ...]:
-    """The columns that an expression looks at, or more: it can be asked for its text alone.
+    """Return the positions of the columns that an expression reads, and perhaps of some that it does not.
 
-    A name in it that is no column costs reading that column. Where a column is told by its position, all are taken.
-    Raises as `_try` does.
+    pyarrow only offers the text of an expression. If the text contains the name of another column, then that column is
+    read, too. If the expression refers to columns by position, all columns are returned. Raises the errors of `_try`.
     """
     text = printed(expression)
     unknown = not text or "FieldPath" in text
@@ -113,7 +119,7 @@ def _columns(expression: pc.Expression, schema: pa.Schema) -> tuple[int, ...]:
 
 
 def _computable(field: pa.Field) -> bool:
-    """Whether libarrow computes anything of batches that have this column: not of unions."""
+    """Return whether libarrow computes expressions on batches with this column: not with unions."""
     try:
         _compute(pc.scalar(True), pa.schema([field]).empty_table())
     except pa.ArrowException:

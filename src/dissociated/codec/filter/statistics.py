@@ -1,14 +1,14 @@
-"""Statistics of a segment: how large and how small the values of each record batch are.
+"""Statistics of a segment: the smallest and largest values in each record batch.
 
-They follow the end-of-stream marker of an IPC stream, where every Arrow reader stops:
+They follow the end-of-stream marker of an IPC stream, at which every Arrow reader stops:
 
     IPC stream   a schema and one record batch, uncompressed, aligned to 8 bytes, with a row for each record batch
-    8 bytes      its length, little-endian
+    8 bytes      the length of this stream, little-endian
     8 bytes      "DISSTATS"
 
-Its columns are `num_rows` (int64) and, for top-level columns by their number i, `i.null_count` (int64), `i.min` and
-`i.max`, of the column's own type; null where they are not known. They only ever tell which batches need not be read,
-and bounds that are wider than the values are as good.
+The columns are `num_rows` (int64) and, for the top-level column number i, `i.null_count` (int64), `i.min` and `i.max`,
+of the type of column i; null means unknown. Statistics only tell which batches need not be read, so bounds may be wider
+than the values.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ MAX_STATISTICS = 1 << 28  # bytes
 
 _ALIGNMENT = 8
 _TAIL = 8 + len(STATISTICS_MAGIC)
-_LEAST_ROWS = 10_000  # of a batch, as Spark's Python has it: to look at a smaller one costs more than it can spare
-_MAX_MEAN = 24  # bytes of a value, with 4 for where it ends
+_LEAST_ROWS = 10_000  # of a batch, such as Spark's Python has; statistics of smaller batches cost more than they save
+_MAX_MEAN = 24  # bytes of a value, including 4 for its offset
 _MAX_LENGTH = 256  # bytes of a bound
-_SAMPLE = 1024  # values that a batch begins with
+_SAMPLE = 1024  # first values of a batch that are compared with those of the last batch
 _MAX_SHORT_DIGITS = 18
-_MAX_VALUES = 1 << 20  # kept while a segment is written; of one with more, nothing is written
+_MAX_VALUES = 1 << 20  # kept while a segment is written; a segment with more gets no statistics
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Of one column, for each record batch: how many values are null, and between what the others lie."""
+    """The number of nulls, and the bounds of all other values, of one column in each record batch."""
 
     null_count: pa.Array
     min: pa.Array
@@ -51,25 +51,25 @@ class Bounds:
 
     @classmethod
     def unknown(cls, count: int, type_: pa.DataType) -> Bounds:
-        """Those of so many batches of which nothing is known."""
+        """Return unknown bounds for `count` batches."""
         return cls(pa.nulls(count, pa.int64()), pa.nulls(count, type_), pa.nulls(count, type_))
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """What is known of each record batch of a stream: its rows, and the bounds of columns by their number."""
+    """The statistics of each record batch of a stream: its rows, and the bounds of columns by number."""
 
     num_rows: pa.Array
     bounds: dict[int, Bounds]
 
     @classmethod
     def unknown(cls, num_rows: Sequence[int]) -> Statistics:
-        """Those of batches with so many rows, of which nothing more is known."""
+        """Return statistics of batches with these numbers of rows and unknown bounds."""
         return cls(pa.array(num_rows, pa.int64()), {})
 
     @classmethod
     def concatenate(cls, parts: Sequence[Statistics]) -> Statistics:
-        """Those of streams that follow each other."""
+        """Return the statistics of streams that follow each other."""
         types_ = {column: bounds.min.type for one in parts for column, bounds in one.bounds.items()}
         bounds = {}
         for column, type_ in sorted(types_.items()):
@@ -80,7 +80,7 @@ class Statistics:
         return cls(pa.concat_arrays([one.num_rows for one in parts]), bounds)
 
     def encode(self) -> bytes:
-        """As it follows an IPC stream that ends at a multiple of 8 bytes."""
+        """Encode the statistics, to follow an IPC stream that ends at a multiple of 8 bytes."""
         named = {"num_rows": self.num_rows}
         for column, bounds in self.bounds.items():
             named |= {f"{column}.{what}": getattr(bounds, what) for what in _BOUND_NAMES}
@@ -96,9 +96,12 @@ _BOUND_NAMES = ("null_count", "min", "max")
 
 
 class StatisticsCollector:
-    """Looks at record batches of one schema as they are written; at these of their columns, or at all.
+    """A collector of statistics of record batches while they are written.
 
-    What takes long is not looked at, but if it is `thorough`: small batches, text, decimals, and which slots are null.
+    Args:
+        schema: The schema of all batches.
+        columns: The numbers of the columns to consider. Default: all columns.
+        thorough: Whether to include slow cases: small batches, text, decimals, and the exclusion of null slots.
     """
 
     def __init__(self, schema: pa.Schema, columns: Sequence[int] | None = None, thorough: bool = False) -> None:
@@ -108,7 +111,7 @@ class StatisticsCollector:
         self._left = _MAX_VALUES
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """The next batch, which is valid."""
+        """Add the next batch, which must be valid."""
         self._left -= len(self._columns)
         if self._left < 0:
             self._columns = {}
@@ -117,7 +120,7 @@ class StatisticsCollector:
             column.add(batch.column(number))
 
     def statistics(self) -> Statistics | None:
-        """What was found; None where that is nothing."""
+        """Return the statistics; None if nothing is known of any column."""
         bounds = {number: column.bounds() for number, column in self._columns.items() if column.known}
         return Statistics(pa.array(self._num_rows, pa.int64()), bounds) if bounds else None
 
@@ -127,7 +130,7 @@ _UNKNOWN: _Range = (None, None)
 
 
 class _ColumnCollector(ABC):
-    """A column of one type. Its bounds are kept as values of the type `storage`, which has the same layout."""
+    """A collector for a column of one type. The bounds are kept as values of the type `storage`, of the same layout."""
 
     def __init__(self, type_: pa.DataType, storage: pa.DataType, thorough: bool) -> None:
         self._type = type_
@@ -137,7 +140,10 @@ class _ColumnCollector(ABC):
         self.known = thorough
 
     def add(self, values: pa.Array) -> None:
-        """Slots of nulls count, too, which only widens the bounds. To leave them out takes ten times as long."""
+        """Add the values of the next batch.
+
+        Unless thorough, slots of nulls count, which only widens the bounds. Leaving them out takes ten times as long.
+        """
         null_count = values.null_count
         if self._thorough and null_count:
             values = values.drop_null()
@@ -156,7 +162,7 @@ class _ColumnCollector(ABC):
 
 
 class _NumberCollector(_ColumnCollector):
-    """Its values are numbers of this `dtype`."""
+    """A collector for values that are numbers of this `dtype`."""
 
     def __init__(self, type_: pa.DataType, dtype: np.dtype, thorough: bool) -> None:
         super().__init__(type_, pa.from_numpy_dtype(dtype), thorough)
@@ -170,7 +176,7 @@ class _NumberCollector(_ColumnCollector):
 
 
 class _DecimalCollector(_ColumnCollector):
-    """Its values have up to 18 digits. So the first of their two words has all of them, and the other the sign."""
+    """A collector for decimals of up to 18 digits: the first of their two words has all digits, and the sign."""
 
     def _range(self, values: pa.Array) -> _Range:
         words = np.frombuffer(values.buffers()[1], np.int64, 2 * len(values), 16 * values.offset)[::2]
@@ -182,10 +188,10 @@ def _decimal(unscaled: np.int64, scale: int) -> Decimal:
 
 
 class _ValueCollector(_ColumnCollector):
-    """Its values can be compared, but are no numbers, and that takes about as long as to write them.
+    """A collector for comparable values that are not numbers, which takes about as long as writing them.
 
-    So it is not done where they are long, nor where a batch begins as the last one did, with values of some range:
-    whoever looks for values could hardly tell these batches apart.
+    Long values are skipped. So is a batch whose first values have the range of the last batch's first values: a filter
+    could hardly tell these batches apart.
     """
 
     def __init__(self, type_: pa.DataType, storage: pa.DataType, thorough: bool) -> None:
@@ -205,14 +211,14 @@ class _ValueCollector(_ColumnCollector):
 
 
 def _min_max(values: pa.Array) -> _Range:
-    import pyarrow.compute as pc  # on first use: it takes long to import
+    import pyarrow.compute as pc  # imported on first use, since the import is slow
 
     found = pc.min_max(values)
     return found["min"].as_py(), found["max"].as_py()
 
 
 def _column(type_: pa.DataType, thorough: bool) -> _ColumnCollector | None:
-    """What looks at values of this type; None where that takes about as long as to write them."""
+    """Return the collector for values of this type; None if it would take about as long as writing them."""
     if types.is_integer(type_) or types.is_float32(type_) or types.is_float64(type_):
         return _NumberCollector(type_, np.dtype(type_.to_pandas_dtype()), thorough)
     if types.is_temporal(type_) and not types.is_interval(type_):
@@ -222,21 +228,27 @@ def _column(type_: pa.DataType, thorough: bool) -> _ColumnCollector | None:
     if thorough and (types.is_boolean(type_) or types.is_decimal128(type_) or types.is_decimal256(type_)):
         return _ValueCollector(type_, type_, thorough)
     if thorough and (types.is_string(type_) or types.is_binary(type_)):
-        return _ValueCollector(type_, pa.binary(), thorough)  # not all that Spark calls a string is UTF-8
+        return _ValueCollector(type_, pa.binary(), thorough)  # not UTF-8 in all strings of Spark
     return None
 
 
 def is_statistics(rest: Buffer) -> bool:
-    """Whether what follows an end-of-stream marker calls itself that, whatever it says."""
+    """Return whether the bytes after an end-of-stream marker are marked as statistics, valid or not."""
     whole = memoryview(rest).cast("B")
     stop = len(whole) - _TAIL
     return whole[stop + 8 :] == STATISTICS_MAGIC and int.from_bytes(whole[stop : stop + 8], "little") == stop
 
 
 def read_statistics(memory: Buffer, end: int, schema: pa.Schema, num_rows: Sequence[int]) -> Statistics | None:
-    """Those after the IPC stream of this schema, whose last message ends at `end`, and whose batches have these rows.
+    """Return the statistics after the IPC stream of this schema; None if there are none that fit the stream.
 
-    None where there are none, or such as do not fit: whoever wrote them may have written anything.
+    The bytes come from outside and are checked.
+
+    Args:
+        memory: The segment.
+        end: The end of the last message of the stream.
+        schema: The schema of the stream.
+        num_rows: The rows of each batch of the stream.
     """
     whole = memoryview(memory).cast("B")
     marker = end_of_stream()
@@ -254,7 +266,7 @@ def read_statistics(memory: Buffer, end: int, schema: pa.Schema, num_rows: Seque
 
 
 def _batch(stream: memoryview) -> pa.RecordBatch | None:
-    """The one record batch of this IPC stream, if nothing in it is compressed."""
+    """Return the only record batch of this IPC stream; None if it is compressed or damaged."""
     first = message_at(stream, 0, len(stream))
     second = None if first is None else message_at(stream, first.body_at + first.parsed.body_length, len(stream))
     if second is None or is_compressed(second.header):
@@ -265,7 +277,7 @@ def _batch(stream: memoryview) -> pa.RecordBatch | None:
 
 
 def _checked(batch: pa.RecordBatch, schema: pa.Schema, num_rows: Sequence[int]) -> Statistics | None:
-    """What `batch` says of a stream of this schema, as far as the types fit; None where it is of another stream."""
+    """Return the statistics in `batch`, for the columns whose types fit; None if they belong to another stream."""
     counted = batch.column("num_rows")
     if counted.type != pa.int64() or counted.to_pylist() != [*num_rows]:
         return None

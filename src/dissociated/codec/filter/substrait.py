@@ -1,7 +1,7 @@
-"""Filters as they travel: one expression of Substrait, as pyarrow writes it, read as bytes from outside.
+"""Encoding of filters for the network: an expression of Substrait, written by pyarrow and read as untrusted bytes.
 
-Only what can harm nobody is taken: comparisons and logic of columns and of plain values, so many of them, nested so
-deep. What pyarrow cannot say in Substrait without changing what it means does not travel at all.
+Only harmless expressions are accepted: comparisons and logic of columns and plain values, limited in number and depth.
+An expression whose meaning Substrait would change is not encoded at all.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from dissociated.codec.filter.row_filter import RowFilter, printed
 from dissociated.codec.reader import check_field_names
 from dissociated.errors import FormatError
 
-#: Bytes of an expression.
+#: The largest size of an expression, in bytes.
 MAX_SIZE = 1 << 14
 _MAX_FILTER_DEPTH = 16
 _MAX_NODES = 512
-_MAX_NESTED = 10  # of an expression that pyarrow shall write: each level doubles what it writes of extensions
+_MAX_NESTED = 10  # levels of an expression to encode: each level doubles the extensions that pyarrow writes
 
-#: Functions as Substrait calls them.
+#: The names of functions in Substrait.
 _COMPARISONS = {"equal", "not_equal", "lt", "lte", "gt", "gte"}
 _OF_COLUMNS = {*_COMPARISONS, "is_null", "is_not_null", "is_nan"}
 _FUNCTIONS = {*_OF_COLUMNS, "and", "or", "not"}
-#: That of a set of values, as pyarrow prints it. Where Substrait is read it becomes comparisons.
+#: pyarrow's name of the test for a set of values, which the receiver of Substrait turns into comparisons.
 _SET = "is_in"
-#: The same as pyarrow prints them, as far as they come back as they were.
+#: pyarrow's names of functions that keep their meaning in Substrait.
 _PRINTED_FUNCTIONS = {"invert", "is_null", "is_valid", "is_nan", "if_else", _SET}
 _CALL = re.compile(r"(\w+)\(")
 
@@ -127,7 +127,7 @@ _GRAMMAR: Grammar = {
 
 @dataclass(frozen=True)
 class Call:
-    """A function of these arguments."""
+    """A call of a function with these arguments."""
 
     name: str
     arguments: tuple[FilterNode, ...]
@@ -135,7 +135,7 @@ class Call:
 
 @dataclass(frozen=True)
 class ColumnRef:
-    """A top-level column of the schema that comes with the expression; `nested` where it is a field within that."""
+    """A top-level column of the schema that comes with the expression, or a `nested` field of it."""
 
     number: int
     nested: bool = False
@@ -143,7 +143,7 @@ class ColumnRef:
 
 @dataclass(frozen=True)
 class Value:
-    """A value, as an expression of pyarrow."""
+    """A value, in the form of an expression of pyarrow."""
 
     expression: pc.Expression
 
@@ -153,16 +153,17 @@ FilterNode: TypeAlias = Call | ColumnRef | Value
 
 @dataclass(frozen=True)
 class ReceivedFilter:
-    """An expression over batches of `schema`, for libarrow, and as a tree."""
+    """An expression over batches of `schema`, for libarrow and in the form of a tree."""
 
     expression: pc.Expression
     schema: pa.Schema
     tree: FilterNode
 
     def bind(self, schema: pa.Schema) -> tuple[RowFilter, tuple[int, ...]]:
-        """The filter of batches that have its columns alone, in its order; and where in `schema` these stand.
+        """Return the filter for batches with only its columns, in its order, and their positions in `schema`.
 
-        Raises FormatError where they are not there, or not just so.
+        Raises:
+            FormatError: `schema` lacks a column of the filter, or has it more than once or with another type.
         """
         numbers = []
         for field in self.schema:
@@ -175,7 +176,7 @@ class ReceivedFilter:
 
 
 def encode_filter(rows: RowFilter, schema: pa.Schema) -> bytes | None:
-    """The filter of batches of this schema as it travels; None where it would mean something else, or be too long."""
+    """Encode a filter of batches of this schema; None if its meaning would change, or it would be too long."""
     filter_schema = pa.schema([schema.field(number) for number in rows.columns])
     text = printed(rows.expression)
     if not text or _changes_moments(text, filter_schema.types):
@@ -195,19 +196,20 @@ def encode_filter(rows: RowFilter, schema: pa.Schema) -> bytes | None:
 
 
 def _changes_moments(text: str, columns: Sequence[pa.DataType]) -> bool:
-    """Whether a moment of the filter may be another in microseconds, as which pyarrow writes seconds and milliseconds.
+    """Return whether a timestamp in the filter may lose precision.
 
-    What is that far away is printed as a number. Of a set of values not all are printed.
+    pyarrow serializes seconds and milliseconds as microseconds. It prints a timestamp beyond their range as a number,
+    and does not print all values of a set.
     """
     coarse = any(pa.types.is_timestamp(one) and one.unit in ("s", "ms") for one in columns)
     return coarse and ("<value out of range" in text or f"{_SET}(" in text)
 
 
 def _check_sets(received: ReceivedFilter) -> None:
-    """Raise FormatError where comparisons in place of sets of values are true of other rows.
+    """Raise FormatError if comparisons in place of sets of values would pass other rows.
 
-    They are null where a set is false, which is the same to `and`, `or` and to who asks which rows pass, and to nothing
-    else.
+    A comparison is null for some rows for which a test for a set is false. This makes no difference to `and`, to `or`
+    and to the choice of rows, but to all other functions.
     """
 
     def check(node: FilterNode) -> None:
@@ -221,7 +223,7 @@ def _check_sets(received: ReceivedFilter) -> None:
                 if nested or _is_null(value) or pa.types.is_floating(received.schema.field(number).type):
                     raise FormatError("in a set null is a value, NaN is itself, and 0 is not -0")
             case Call(name, parts) if name in _OF_COLUMNS and not any(isinstance(one, Call) for one in parts):
-                pass  # which no set is part of
+                pass  # no set is part of this call
             case _:
                 raise FormatError("what is asked of a set of values beside its rows would not be the same")
 
@@ -231,10 +233,13 @@ def _check_sets(received: ReceivedFilter) -> None:
 
 
 def parse_filter(encoded: bytes) -> ReceivedFilter:
-    """Parse a filter that came from outside. Raises FormatError for bytes that are no filter, or none that is accepted.
+    """Parse a filter from outside.
 
-    libarrow checks few of the parameters in such a message before it relies on them, so it sees no message that has not
-    been checked here.
+    libarrow relies on many parameters of such a message without checking them, so it sees only messages that were
+    checked here.
+
+    Raises:
+        FormatError: The bytes are not a filter, or the filter is not accepted.
     """
     if len(encoded) > MAX_SIZE:
         raise FormatError(f"the filter has {len(encoded)} bytes; at most {MAX_SIZE} are taken")
@@ -255,7 +260,7 @@ def parse_filter(encoded: bytes) -> ReceivedFilter:
 def _check_nulls(node: FilterNode, schema: pa.Schema) -> None:
     """Raise FormatError for a null that is not compared with a column of its own type, unless it is a boolean.
 
-    libarrow reads memory that is not there to convert a null of the types large_string and large_binary.
+    To convert a null of the types large_string and large_binary, libarrow would read beyond its memory.
     """
     match node:
         case Value(value) if _is_null(value) and str(value) != f"null[{pa.bool_()}]":
@@ -277,13 +282,13 @@ def _substrait() -> Any:
 
 
 def _depth(text: str) -> int:
-    """How deep the parentheses in a text nest, at most."""
+    """Return the deepest nesting of parentheses in a text."""
     steps = ((one == "(") - (one == ")") for one in text)
     return max(accumulate(steps), default=0)
 
 
 def _compact(encoded: bytes) -> bytes:
-    """The same expression with each extension told once, and none that it has no function of."""
+    """Return the expression with each used extension declared once, and without unused extensions."""
     fields = [*protobuf.fields(encoded)]
     used = set()  # by types and functions
     for declaration in protobuf.messages(fields, _EXTENSIONS):
@@ -297,7 +302,7 @@ def _compact(encoded: bytes) -> bytes:
 
 
 class _Parser:
-    """Reads the messages of protobuf that an expression is made of."""
+    """A parser of the protobuf messages of an expression."""
 
     def __init__(self, encoded: bytes) -> None:
         self._whole = [*protobuf.fields(encoded)]
@@ -358,11 +363,11 @@ class _Parser:
         raise FormatError("the filter has a kind of expression that is not computed for others")
 
     def _parts(self, fields: protobuf.Fields, depth: int, *numbers: int) -> list[FilterNode]:
-        """The expressions in the fields of these numbers, in their order."""
+        """Return the expressions in the fields with these numbers, in the order of the numbers."""
         return [self._node(one, depth + 1) for number in numbers or (1, 2) for one in protobuf.messages(fields, number)]
 
     def _value(self, literal: bytes) -> pc.Expression:
-        """A literal, read by libarrow: an expression of it alone."""
+        """Let libarrow read a literal, in an expression of its own."""
         alone = protobuf.encode_field(
             _EXPRESSIONS,
             protobuf.encode_field(1, protobuf.encode_field(_LITERAL, literal)) + protobuf.encode_field(3, b"value"),
@@ -390,7 +395,7 @@ def _column(reference: protobuf.Fields) -> ColumnRef:
 
 
 def _alike(one: pa.DataType, other: pa.DataType) -> bool:
-    """Whether values compare alike: Substrait does not say which zone a timestamp is shown in."""
+    """Return whether values of two types compare alike. The zones of timestamps do not matter: Substrait has none."""
     if pa.types.is_timestamp(one) and pa.types.is_timestamp(other):
         return one.unit == other.unit and (one.tz is None) is (other.tz is None)
     return bool(one == other)
