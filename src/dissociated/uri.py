@@ -18,7 +18,7 @@ from dissociated.errors import UriError
 #: Hosts that mean every interface of this host. A server can listen on them, but clients need another name to connect.
 ANY_INTERFACE = ("0.0.0.0", "::")
 
-#: A parameter of this library: the want_data value that requests packed bodies, without addresses, from the same server.
+#: A parameter of this library: the want_data value that requests packed bodies, without addresses, of the same stream.
 PACKED = "packed"
 #: A parameter of this library: the identity of the device, on this host, that the remote_handle belongs to.
 DEVICE = "device"
