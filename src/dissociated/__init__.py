@@ -1,4 +1,4 @@
-"""Move Apache Arrow data between processes, hosts and devices: the Arrow Dissociated IPC Protocol, whole.
+"""Move Apache Arrow data between processes, hosts and devices with the Arrow Dissociated IPC Protocol.
 
 import dissociated as dis
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dissociated.server.options import ServerOptions
     from dissociated.server.server import Server
 else:
-    #: Where a name is. It is loaded when it is first asked for: all of them take half a second, mostly of pyarrow's.
+    #: The module of each public name. It is imported on first use, because importing all takes half a second (pyarrow).
     _PLACES = {
         "Client": "client.client",
         "DatasetInfo": "control.locations",
@@ -45,14 +45,14 @@ else:
     }
 
     def __getattr__(name: str) -> Any:
-        """One of the names that are loaded on first use, or a package within this one (PEP 562)."""
+        """Return a public name, which is imported on first use, or a package within this one (PEP 562)."""
         place = f"{__name__}.{_PLACES.get(name, name)}"
         try:
             if name.startswith("_"):
                 raise ModuleNotFoundError(name=place)
             found = import_module(place)
         except ModuleNotFoundError as error:
-            if error.name != place:  # something that it needs
+            if error.name != place:  # a dependency of the module is missing, not the module itself
                 raise
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
         if name in _PLACES:

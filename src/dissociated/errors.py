@@ -8,35 +8,35 @@
     ├── TransportError           the medium failed: refused, reset, unreachable, in use
     │   ├── ConnectionClosed     the peer is gone, or this side closed the connection
     │   └── UnsafeMemory         another user's server shares a file, which could be cut short under this process
-    ├── ForkedError              it belongs to the process that this one was forked from
+    ├── ForkedError              the object belongs to the process that this one was forked from
     ├── AccessDenied             a ticket, a token or a certificate that is not accepted, also a PermissionError
-    ├── RemoteError              the peer ended the stream and said why
-    ├── ServerFull               a server has as many connections as it may have
-    ├── DeadlineExceeded         nothing happened for as long as the caller was ready to wait, also a TimeoutError
-    ├── SourceError              what was given to publish cannot be read
-    │   └── FilterRefused        a server does not choose rows as the request asks
-    ├── FormatError              bytes that are no Arrow IPC, cut off or damaged, or what it cannot hold, a ValueError
-    ├── OptionError              an option with a value that makes no sense, also a ValueError
+    ├── RemoteError              the peer ended the stream and gave a reason
+    ├── ServerFull               a server has reached its limit of connections
+    ├── DeadlineExceeded         the peer did not answer before the caller's deadline, also a TimeoutError
+    ├── SourceError              a published source cannot be read
+    │   └── FilterRefused        a server does not apply the row filter of the request
+    ├── FormatError              invalid, truncated or damaged Arrow IPC, or data that it cannot hold, also a ValueError
+    ├── OptionError              an option with an invalid value, also a ValueError
     │   └── ReadOnce             a live stream that all clients read together was asked for batches by number
     ├── WrongKind                tensors where record batches were asked for, or the other way round, also a TypeError
     ├── ColumnNotFound           a dataset has no such column, also a KeyError
-    ├── StoreError               a segment or a file cannot be written or read: wrong content, not there
-    │   ├── StoreFull            no space, and none can be made now
+    ├── StoreError               a segment or a file cannot be written or read: invalid content, missing, closed
+    │   ├── StoreFull            no space, and none can be freed now
     │   └── NotPrivate           a directory or file that must be this user's alone is another's, or open to others
     ├── CatalogError             the catalog cannot be reached or refuses
-    │   ├── CatalogUnreachable   nobody answers where it should be
-    │   ├── CatalogDamaged       its database is not as it was written
+    │   ├── CatalogUnreachable   no catalog answers at its address
+    │   ├── CatalogDamaged       its database is corrupt
     │   └── DatasetNotFound      no dataset of that name, also a KeyError
-    ├── DeviceError              a device fails, or what it holds cannot be used as it is asked for
+    ├── DeviceError              a device fails, or its data cannot be accessed as requested
     │   ├── DeviceNotFound       no such device, or no driver or package for it, also a LookupError
     │   └── DeviceFull           no memory left on a device
-    ├── PySparkNotFound          PySpark, or what it needs, is not installed, also a ModuleNotFoundError
-    ├── JavaNotFound             there is no Java that Spark could run on
+    ├── PySparkNotFound          PySpark, or a package that it needs, is not installed, also a ModuleNotFoundError
+    ├── JavaNotFound             no Java was found for Spark
     └── JarNotMade               Spark's compiler could not make the data source for its JVM
 
-Anything else that escapes is a bug of ours, with two exceptions. Some interfaces prescribe their own: DLPack a
-BufferError, the columns of a batch a KeyError or IndexError. And libraries make others of these: DuckDB and Polars pull
-batches through the Arrow C interface, and raise errors of their own that quote ours.
+Any other exception is a bug in this library, with two exceptions. Some interfaces prescribe the exception: DLPack a
+BufferError, the columns of a batch a KeyError or IndexError. And some libraries replace ours: DuckDB and Polars pull
+batches through the Arrow C interface, and raise their own exceptions, which quote the message of ours.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ from typing import Any, NamedTuple, Self
 
 
 class DissociatedError(Exception):
-    """The root of the tree: catch this to catch everything below."""
+    """The base class of all exceptions of this library: catch it to catch every one of them."""
 
     #: The short name of the class that travels to peers. It is unique among the classes here, and never changes.
     code = "failed"
-    #: The text that a peer is told instead of the message, which may have secrets of somebody's own code in it.
+    #: The text that is sent to the peer instead of the message, if the message may hold secrets of the user's code.
     peer_reason: str | None = None
-    #: The name by which a peer that is told `peer_reason` can find this error in the log.
+    #: The identifier of this error in the log, which is sent to the peer together with `peer_reason`.
     reference: str | None = None
 
 
 def peer_message(error: DissociatedError) -> str:
-    """Return the text by which a peer is told of an error."""
+    """Return the text that is sent to a peer about `error`."""
     return _with_reference(error, str(error) if error.peer_reason is None else error.peer_reason)
 
 
 def log_message(error: DissociatedError) -> str:
-    """Return the text that the log has of an error: all of it, and the reference by which a peer may ask for it."""
+    """Return the text of `error` for the log: the whole message, and the reference that the peer was given."""
     return _with_reference(error, str(error))
 
 
@@ -72,15 +72,15 @@ def _with_reference(error: DissociatedError, text: str) -> str:
 
 
 def log_level(error: DissociatedError) -> int:
-    """Return the level of an error of a client's: a warning if the client is told that the log has more."""
+    """Return the log level for an error of a client: WARNING if the client was given a reference, otherwise INFO."""
     return logging.INFO if error.reference is None else logging.WARNING
 
 
 class Failure(NamedTuple):
-    """An error to be raised again and again.
+    """An error that can be raised several times.
 
-    It is not the exception itself, whose traceback would keep everything that its frames hold until the garbage
-    collector comes by, or for ever where that leads through C++.
+    It does not hold the exception itself. The traceback of an exception keeps the objects of its frames alive until
+    the garbage collector runs, or for ever if the reference cycle passes through C++.
     """
 
     kind: type[DissociatedError]
@@ -89,75 +89,75 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Return the failure that `error` tells of."""
+        """Return the failure that describes `error`."""
         reason = str(error) or type(error).__name__
         if isinstance(error, DissociatedError):
             return cls(type(error), reason, error.reference)
         return cls(DissociatedError, reason, None)
 
     def error(self) -> DissociatedError:
-        """Make a new error of the same kind."""
+        """Return a new exception of the same class, with the same message and reference."""
         error = self.kind(self.reason)
         error.reference = self.reference
         return error
 
 
 class UriError(DissociatedError, ValueError):
-    """A URI that cannot be parsed, or that lacks what the protocol needs ("URI Specification")."""
+    """A URI that cannot be parsed, or that lacks a parameter which the protocol requires ("URI Specification")."""
 
     code = "uri"
 
 
 class ProtocolError(DissociatedError):
-    """The rules of the Dissociated IPC Protocol were broken."""
+    """A violation of the Dissociated IPC Protocol."""
 
     code = "protocol"
 
 
 class LocalProtocolError(ProtocolError):
-    """This side tried to do what its state forbids. Nothing was sent."""
+    """An operation of this side that the state of the protocol forbids. Nothing was sent."""
 
     code = "local_protocol"
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer sent what the protocol forbids. The connection must be closed; nothing else is harmed."""
+    """A message of the peer that the protocol forbids. The connection must be closed; others are not affected."""
 
     code = "remote_protocol"
 
 
 class TransportError(DissociatedError):
-    """The medium that carries messages failed."""
+    """A failure of the medium that carries messages."""
 
     code = "transport"
 
 
 class ConnectionClosed(TransportError):
-    """The peer closed the connection or died, or this side closed it."""
+    """A connection that the peer closed, that this side closed, or whose peer died."""
 
     code = "connection_closed"
 
 
 class UnsafeMemory(TransportError):
-    """A server of another user shares a file, which could be cut short under whoever maps it."""
+    """A file that a server of another user shares: its owner could truncate it while this process has it mapped."""
 
     code = "unsafe_memory"
 
 
 class ForkedError(DissociatedError):
-    """A server, client or connection belongs to the process that this one was forked from, and is of no use here."""
+    """A server, client or connection of the process that this one was forked from, which cannot be used here."""
 
     code = "forked"
 
 
 class AccessDenied(DissociatedError, PermissionError):
-    """A ticket, a token or a certificate is not accepted."""
+    """A ticket, a token or a certificate that is not accepted."""
 
     code = "access_denied"
 
 
 class RemoteError(DissociatedError):
-    """The peer ended the stream on purpose and gave this reason.
+    """An error that the peer reported when it ended the stream.
 
     If the peer gave the code of an error about the request, the exception is of that class, too: see `reported_error`.
     """
@@ -166,27 +166,31 @@ class RemoteError(DissociatedError):
 
 
 class ServerFull(DissociatedError):
-    """A server has as many connections as it may have."""
+    """A server that has reached its limit of connections."""
 
     code = "server_full"
 
 
 class DeadlineExceeded(DissociatedError, TimeoutError):
-    """The peer was silent for longer than the caller was ready to wait."""
+    """A peer that did not answer, or took no data, before the caller's deadline."""
 
     code = "deadline_exceeded"
 
 
 class SourceError(DissociatedError):
-    """A source that was published cannot be read, or can be read no more."""
+    """A published source that cannot be read, or cannot be read any further."""
 
     code = "source_failed"
 
     @classmethod
     def told(cls, message: str, peer_reason: str | None = None) -> Self:
-        """Make an error of which a peer is told the message, or `peer_reason` instead.
+        """Return an error whose text is sent to the peer.
 
-        All other errors that come out of a source are concealed: see `dissociated.datasets.source_errors`.
+        The text of all other errors that a source raises is concealed: see `dissociated.datasets.source_errors`.
+
+        Args:
+            message: the message of the error.
+            peer_reason: the text for the peer, if it differs from `message`.
         """
         error = cls(message)
         error.peer_reason = message if peer_reason is None else peer_reason
@@ -194,37 +198,37 @@ class SourceError(DissociatedError):
 
 
 class FilterRefused(SourceError):
-    """A server does not choose rows as the request asks. The client then chooses them itself."""
+    """A row filter that the server does not apply. The client then filters the rows itself."""
 
     code = "filter_refused"
 
 
 class FormatError(DissociatedError, ValueError):
-    """Bytes that are no valid Arrow IPC, are cut off or damaged; or data that cannot be written so."""
+    """Bytes that are invalid, truncated or damaged Arrow IPC; or data that Arrow IPC cannot hold."""
 
     code = "format"
 
 
 class OptionError(DissociatedError, ValueError):
-    """An option was given a value that makes no sense."""
+    """An option with an invalid value."""
 
     code = "option"
 
 
 class ReadOnce(OptionError):
-    """A live stream that all clients read together was asked for batches by their numbers."""
+    """A request for batches by number of a live stream that all clients read together."""
 
     code = "read_once"
 
 
 class WrongKind(DissociatedError, TypeError):
-    """A dataset holds tensors where record batches were asked for, or the other way round."""
+    """A dataset of tensors that was requested as record batches, or the other way round."""
 
     code = "wrong_kind"
 
 
 class ColumnNotFound(DissociatedError, KeyError):
-    """A column was asked for that the dataset does not have."""
+    """A requested column that the dataset does not have."""
 
     code = "column_not_found"
 
@@ -232,43 +236,43 @@ class ColumnNotFound(DissociatedError, KeyError):
 
 
 class StoreError(DissociatedError):
-    """A segment or a file cannot be written or read, or is closed."""
+    """A segment or a file that cannot be written or read, or is closed."""
 
     code = "store"
 
 
 class StoreFull(StoreError):
-    """A store, or the file system that it lies in, has no room, and none can be made now."""
+    """A store, or its file system, that has no space, and in which none can be freed now."""
 
     code = "store_full"
 
 
 class NotPrivate(StoreError):
-    """A directory or a file that must be this user's alone is another's, open to others, or a symbolic link."""
+    """A directory or file that must be private, but belongs to another user, is open to others, or is a symlink."""
 
     code = "not_private"
 
 
 class CatalogError(DissociatedError):
-    """The catalog cannot be reached, or refuses what it was asked."""
+    """A catalog that cannot be reached, or that refuses a request."""
 
     code = "catalog"
 
 
 class CatalogUnreachable(CatalogError):
-    """No catalog answers there, or it ended within the call."""
+    """A catalog that does not answer at its address, or that ended during the call."""
 
     code = "catalog_unreachable"
 
 
 class CatalogDamaged(CatalogError):
-    """The database of a catalog is not as it was written."""
+    """A catalog whose database is corrupt."""
 
     code = "catalog_damaged"
 
 
 class DatasetNotFound(CatalogError, KeyError):
-    """The catalog knows no dataset of that name."""
+    """A dataset name that the catalog does not know."""
 
     code = "dataset_not_found"
 
@@ -276,40 +280,40 @@ class DatasetNotFound(CatalogError, KeyError):
 
 
 class DeviceError(DissociatedError):
-    """A device, such as a GPU, fails: its driver refuses, its context is lost, memory of a peer cannot be opened.
+    """A failure of a device, such as a GPU, or data on it that cannot be accessed as requested.
 
-    Or what lies on it cannot be had in the way that was asked for.
+    Examples of failures: the driver refuses a call, the context is lost, or memory of a peer cannot be opened.
     """
 
     code = "device"
 
 
 class DeviceNotFound(DeviceError, LookupError):
-    """There is no such device here, or what it takes is not installed."""
+    """A device that this host does not have, or whose driver or package is not installed."""
 
     code = "device_not_found"
 
 
 class DeviceFull(DeviceError):
-    """There is no memory left on the device."""
+    """A device that has no free memory."""
 
     code = "device_full"
 
 
 class JavaNotFound(DissociatedError):
-    """There is no Java that Spark could run on."""
+    """A missing Java installation, which Spark requires."""
 
     code = "java_not_found"
 
 
 class JarNotMade(DissociatedError):
-    """Spark's compiler could not make the data source for its JVM."""
+    """A failure of Spark's compiler to build the data source for its JVM."""
 
     code = "jar_not_made"
 
 
 class PySparkNotFound(DissociatedError, ModuleNotFoundError):
-    """PySpark, or a package that it needs, is not installed."""
+    """A missing installation of PySpark, or of a package that it needs."""
 
     code = "pyspark_not_found"
 
@@ -351,8 +355,8 @@ NUMBERED_ERRORS: Mapping[int, type[DissociatedError]] = {
     33: JarNotMade,
 }
 _CLASSES = {kind.code: kind for kind in NUMBERED_ERRORS.values()}
-#: These tell of the connection, the process or the device of the side that raises them. If a peer reports one of them,
-#: nothing of the kind has happened on this side: it must not try another route, or wait, because of that.
+#: Errors about the connection, the process or the device of the side that raises them. If a peer reports such an error,
+#: this side must not react as if its own connection had failed, for example by another route or by waiting.
 _OF_ONE_SIDE = (
     CatalogUnreachable,
     DeadlineExceeded,
@@ -365,17 +369,17 @@ _OF_ONE_SIDE = (
 
 
 def error_number(error: DissociatedError) -> int:
-    """Return the number of the class whose code `error` has."""
+    """Return the number of the error class with the code of `error`; 1, the base class, if there is none."""
     return next((number for number, kind in NUMBERED_ERRORS.items() if kind.code == error.code), 1)
 
 
 def error_details(error: DissociatedError) -> bytes:
-    """Return the code of `error` and its reference, if it has one: the details of an error of Flight."""
+    """Encode the code of `error`, and its reference if it has one, as the details of a Flight error."""
     return f"{error.code} {error.reference or ''}".strip().encode()
 
 
 def parse_details(details: bytes | None) -> tuple[str | None, str | None]:
-    """Return the code and the reference in the details of an error of Flight: None for each that is missing."""
+    """Return the code and the reference in the details of a Flight error; each is None if it is missing."""
     code, _, reference = (details or b"").decode(errors="replace").partition(" ")
     return (code, reference or None) if code in _CLASSES else (None, None)
 
@@ -383,16 +387,16 @@ def parse_details(details: bytes | None) -> tuple[str | None, str | None]:
 def reported_error(
     base: type[RemoteError | CatalogError], message: str, code: str | None, reference: str | None = None
 ) -> DissociatedError:
-    """Return the error that a peer reports.
+    """Return the exception for an error that a peer reports.
 
     Args:
-        base: the class that says how the error came here: RemoteError or CatalogError.
-        message: the text that the peer gave.
-        code: the code that the peer gave. An unknown one, and one that tells of the peer's own side, give a `base`.
-        reference: the name by which the log of the peer has more.
+        base: the class for the way in which the error arrived: RemoteError or CatalogError.
+        message: the text from the peer.
+        code: the error code from the peer. If it is unknown, or is about the peer's own side, it is ignored.
+        reference: the identifier of the error in the peer's log.
 
     Returns:
-        A `base`, which is of the class with this `code`, too.
+        An instance of `base`, which is also an instance of the class with this `code`.
     """
     error = _REPORTED.get((base, code or ""), base)(message)
     error.reference = reference
@@ -405,7 +409,8 @@ def _reported_class(base: type[DissociatedError], kind: type[DissociatedError]) 
     if issubclass(kind, base):
         return kind
 
-    def reduce(error: DissociatedError) -> tuple[Any, ...]:  # pickle finds a class by its name, which is that of `kind`
+    # Pickle finds a class by its name, and this class has the name of `kind`.
+    def reduce(error: DissociatedError) -> tuple[Any, ...]:
         return reported_error, (base, str(error), error.code, error.reference)
 
     return type(kind.__name__, (kind, base), {"__doc__": kind.__doc__, "__module__": __name__, "__reduce__": reduce})

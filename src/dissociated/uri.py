@@ -1,4 +1,4 @@
-"""Location URIs: which transport, where, and the parameters of the protocol ("URI Specification").
+"""Location URIs: the transport, its address, and the parameters of the protocol ("URI Specification").
 
 tcp://HOST:PORT?want_data=N
 shm:///run/user/1000/dissociated/x.sock?want_data=N&free_data=N
@@ -15,12 +15,12 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from dissociated.errors import UriError
 
-#: Hosts that mean all of this one: one can listen there, and whoever shall connect must be told another.
+#: Hosts that mean every interface of this host. A server can listen on them, but clients need another name to connect.
 ANY_INTERFACE = ("0.0.0.0", "::")
 
-#: Our own parameter: the want_data value that asks the same server for packed bodies, and for no addresses.
+#: A parameter of this library: the want_data value that requests packed bodies, without addresses, of the same stream.
 PACKED = "packed"
-#: Our own parameter: the identity of the device, on this host, that the remote_handle is for.
+#: A parameter of this library: the identity of the device, on this host, that the remote_handle belongs to.
 DEVICE = "device"
 
 _UINT64_MAX = 2**64 - 1
@@ -33,9 +33,11 @@ _NO_PARAMETERS: Mapping[str, str] = MappingProxyType({})
 class Uri:
     """A parsed location.
 
-    `want_data` tags the request for a stream and is required to connect; `free_data` tags the addresses a client
-    gives back; `remote_handle` is whatever the medium needs to reach the server's memory. `parameters` holds
-    every other query parameter by name: those are ours or a transport's own.
+    Attributes:
+        want_data: the tag of the request for a stream. Required to connect.
+        free_data: the tag of the message with which a client gives addresses back.
+        remote_handle: the handle with which the medium reaches the server's memory.
+        parameters: all other query parameters by name. This library or a transport defines them.
     """
 
     scheme: str
@@ -59,9 +61,13 @@ class Uri:
 
     @classmethod
     def parse(cls, text: str) -> Uri:
-        """Parse `text`. Raises UriError, saying what is wrong, for anything that cannot be used."""
+        """Parse `text`.
+
+        Raises:
+            UriError: if `text` is not a URI, repeats a parameter, or has a parameter with an invalid value.
+        """
         try:
-            text.encode()  # a lone surrogate could not be percent-encoded again
+            text.encode()  # raises for a lone surrogate, which `__str__` could not percent-encode
             pieces = urlsplit(text)
             port = pieces.port
             query = parse_qsl(pieces.query, keep_blank_values=True, strict_parsing=bool(pieces.query))
@@ -87,7 +93,7 @@ class Uri:
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         port = "" if self.port is None else f":{self.port}"
-        # An absolute path follows "//", even where there is no host: shm:///path.
+        # An absolute path follows "//", even if there is no host: shm:///path.
         authority = f"//{host}{port}" if host or port or self.path.startswith("/") else ""
         query: dict[str, str] = {}
         if self.want_data is not None:
@@ -101,11 +107,11 @@ class Uri:
         return f"{self.scheme}:{authority}{quote(self.path)}{tail}"
 
     def with_parameters(self, **changes: str) -> Uri:
-        """The same location with these of our own parameters added or replaced."""
+        """Return a copy of this URI with `changes` added to its parameters, or replaced in them."""
         return replace(self, parameters=MappingProxyType({**self.parameters, **changes}))
 
     def with_packed_bodies(self) -> Uri | None:
-        """The location of the same without addresses; None where its server has not said how to ask for that."""
+        """Return the URI that requests the same stream as packed bodies; None if the server does not offer that."""
         packed_tag = self.parameters.get(PACKED)
         if packed_tag is None:
             return None
@@ -118,7 +124,11 @@ class Uri:
         )
 
     def require_want_data(self) -> int:
-        """The tag that requests a stream. Raises UriError where the URI has none."""
+        """Return the tag that requests a stream.
+
+        Raises:
+            UriError: if the URI has no want_data parameter.
+        """
         if self.want_data is None and self.scheme.startswith("grpc"):
             raise UriError(f"at {self} a catalog answers, which gives no stream itself: connect(...) asks it")
         if self.want_data is None:
@@ -135,7 +145,7 @@ def _uint64(text: str | None, name: str, uri: str) -> int | None:
 
 
 def _base64(text: str, uri: str) -> bytes:
-    # A "+" that nobody percent-encoded arrives as a space; both base64 alphabets and absent padding are accepted.
+    # A "+" that was not percent-encoded arrives as a space. Both base64 alphabets and missing padding are accepted.
     text = text.replace(" ", "+").translate(_BASE64URL_TO_BASE64).rstrip("=")
     try:
         return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)

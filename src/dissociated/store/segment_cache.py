@@ -15,7 +15,7 @@ from dissociated.store.memfds import FD
 from dissociated.store.segment import Segment
 
 _MAX_SEGMENTS = 1 << 12  # each segment has a mapping, and a process may have 65,530 of them
-_DESCRIPTOR_SHARE = 8  # one segment for every 8 descriptors that the process may have; a segment takes two
+_DESCRIPTOR_SHARE = 8  # the cache holds a segment per 8 descriptors that the process may have; a segment takes two
 
 
 class Droppable(Protocol):

@@ -51,7 +51,7 @@ def check_timeout(timeout: float) -> float:
 
 
 class Connection(ProcessBound, ABC):
-    """A connection to one peer. At most two threads use it at a time: one that sends, and one that receives."""
+    """A connection to one peer. At most two threads use it at a time: a sender and a receiver."""
 
     #: Whether regions of memory can be shared over this connection.
     shares_memory: bool = False

@@ -1,4 +1,4 @@
-"""Socket addresses as the kernel, UCX and libfabric lay them out: family, port, address, and what else there is."""
+"""Socket addresses in the layout of the kernel, UCX and libfabric: family, port, address, scope or padding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _layouts = {socket.AF_INET: struct.Struct("=H2s4s8s"), socket.AF_INET6: struct.S
 
 
 def sockaddr(address: str, port: int) -> bytes:
-    """The socket address of an IP address, which may have a scope, and a port."""
+    """Encode an IP address, which may have a scope, and a port as a socket address."""
     name, _, scope = address.partition("%")
     family, rest = socket.AF_INET6 if ":" in name else socket.AF_INET, b""
     if family == socket.AF_INET6 and scope:
@@ -21,16 +21,31 @@ def sockaddr(address: str, port: int) -> bytes:
 
 
 def host_and_port(name: bytes) -> tuple[str, int]:
-    """The host and port in a socket address, such as the name of an endpoint. Raises ValueError, struct.error."""
+    """Decode the host and the port of a socket address, such as the name of an endpoint.
+
+    Raises:
+        ValueError: if the address has another family than IPv4 or IPv6.
+        struct.error: if the address is too short.
+    """
     family = socket.AddressFamily(int.from_bytes(name[:2], sys.byteorder))
     _, port, host, _ = _layout(family).unpack_from(name)
     return socket.inet_ntop(family, host), int.from_bytes(port, "big")
 
 
 def advertised_names(names: bytes, host: str) -> bytes:
-    """The names of endpoints that listen on all interfaces, or on one, as others reach them at `host`.
+    """Replace the any-interface address in names of endpoints by the address at which a client reaches them.
 
-    Raises ValueError, OSError, struct.error.
+    Args:
+        names: the names of one or more endpoints of the server, one after the other.
+        host: the IP address of the server, which may have a scope.
+
+    Returns:
+        The names, with `host` in each name that has no address of one interface.
+
+    Raises:
+        ValueError: if a name has another family than IPv4 or IPv6.
+        OSError: if `host` is no address of that family.
+        struct.error: if the names have another length.
     """
     family = socket.AddressFamily(int.from_bytes(names[:2], sys.byteorder))
     layout, here = _layout(family), socket.inet_pton(family, host.partition("%")[0])
@@ -47,7 +62,11 @@ def _layout(family: socket.AddressFamily) -> struct.Struct:
 
 
 def resolve(host: str, action: str) -> str:
-    """An address of this host. Raises TransportError where it has none."""
+    """Return the first IP address of `host`.
+
+    Raises:
+        TransportError: if `host` cannot be resolved. The message starts with `action`.
+    """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:

@@ -1,4 +1,4 @@
-"""A connection over a medium that delimits and tags messages by itself, so that nothing is framed here."""
+"""Connections over a medium that delimits and tags messages by itself, so that they need no framing."""
 
 from __future__ import annotations
 
@@ -31,48 +31,49 @@ from dissociated.transport.native.runs import RUN, with_runs
 from dissociated.transport.native.threads import MAX_SLEEP, start_thread
 from dissociated.transport.runs import MAX_RUN, MIN_RUN, parse_run
 
-#: Bytes that are under way in one direction: a peer that takes nothing costs no more memory than this, or one message.
+#: Limit of bytes in flight in one direction. It bounds the memory that a peer which receives nothing can tie up, except
+#: that a single message may be larger.
 MAX_IN_FLIGHT = 1 << 26
-#: Bytes of messages kept that arrived while this side does something else than receiving them: of clients, who have
-#: little to say, and of servers. UCX tells nobody that small messages have been taken: while a client fetches one body
-#: its server may send the addresses of all that follow.
+#: Limits of bytes that arrived and are kept until this side receives, from a client and from a server. Clients send
+#: little. Servers need the larger limit because UCX does not report that small messages were received: while a client
+#: fetches one body, its server may send the addresses of all that follow.
 _MAX_FROM_CLIENT, _MAX_FROM_SERVER = 1 << 20, 1 << 29
-#: Bytes that keeping a message takes beside its own.
+#: Bytes of memory that each kept message takes in addition to its data.
 OVERHEAD = 256
-_ABORT_TIMEOUT = 1.0  # seconds for the peer to hear why
-_CLOSE_TIMEOUT = 0.25  # seconds for what was sent last
-_DRAIN_TIMEOUT = 0.25  # seconds for what was under way when the peer went
-_TURN = 0.05  # seconds that the thread which keeps things moving may have the connection for itself
-_YIELD_TIME = 0.001  # seconds in which others can take it
-#: Bytes that are received at once, and one message more: about what a TCP connection has under way. More leaves the
-#: processor's caches: 32 MB cost clients a fifth of their time.
+_ABORT_TIMEOUT = 1.0  # seconds to send the reason for an abort, and again for the peer to close
+_CLOSE_TIMEOUT = 0.25  # seconds for the last messages to be sent
+_DRAIN_TIMEOUT = 0.25  # seconds for messages to arrive that were in flight when the peer ended
+_TURN = 0.05  # seconds for which the background thread may hold the connection at a time
+_YIELD_TIME = 0.001  # seconds for which the background thread then lets other threads use the connection
+#: Bytes that are received ahead, plus one message: about as many as a TCP connection has in flight. A larger value
+#: exceeds the processor's caches: 32 MB cost clients a fifth of their time.
 _AHEAD = 1 << 22
 
 
 class EncodedMessages(list[Any]):
-    """Messages as a medium takes them: what `prepare` returns."""
+    """Messages that `prepare` has encoded for a medium."""
 
 
 class NativeConnection(ProgressConnection):
-    """See the module. `takes_runs` is for whoever makes the connection to say, before anything is sent."""
+    """A connection over a medium with messages of its own. Its creator sets `takes_runs` before anything is sent."""
 
     min_run = MIN_RUN
-    _ffi: Any  #: cffi's, of the medium's library
+    _ffi: Any  #: the cffi interface of the medium's library
 
     def __init__(self, peer: str, accepted: bool) -> None:
         super().__init__(peer)
         self._accepted = accepted
         self._max_untagged = MAX_CONTROL if accepted else MAX_UNTAGGED
-        self._moving = False  # whether there is a thread for what is under way while nobody waits for it
-        self._bytes_given = 0  # bytes, of all messages so far
+        self._moving = False  # whether a background thread drives sends that no other thread waits for
+        self._bytes_given = 0  # bytes of all messages passed to `send` so far
         self._arrived: deque[Incoming] = deque()
         self._arrived_bytes = 0
-        self._put_off_bytes = 0  # of messages that are known, and that are not fetched yet
+        self._put_off_bytes = 0  # bytes of messages that were announced and are not fetched yet
         self._max_unread = _MAX_FROM_CLIENT if accepted else _MAX_FROM_SERVER
         self._stopped = False
         self._released = False
         self._remote: RemoteAddressSpace | None = None
-        self._retained: list[Region] = []  # which the peer may fetch from
+        self._retained: list[Region] = []  # regions from which the peer may fetch
 
     def limit_untagged(self, length: int) -> None:
         self._max_untagged = length
@@ -81,11 +82,11 @@ class NativeConnection(ProgressConnection):
         if self._accepted:
             self._max_unread = _MAX_FROM_CLIENT + length
 
-    # What a medium does
+    # Implemented by each medium
 
     @abstractmethod
     def _encode(self, message: Message) -> Any:
-        """A message as the medium takes it, with its `size` in bytes."""
+        """Encode `message` for the medium. The result has a `size` in bytes."""
 
     @abstractmethod
     def _start(self, message: Any) -> None:
@@ -93,31 +94,36 @@ class NativeConnection(ProgressConnection):
 
     @abstractmethod
     def _waiting(self) -> bool:
-        """Whether the medium holds a message for us."""
+        """Return whether the medium holds a message for this side."""
 
     @abstractmethod
     def _take(self, allocate: Allocate, most: int) -> bool:
-        """Take in messages that the medium holds, by `_arrive`, until there are more bytes of them than `most`.
+        """Receive messages from the medium, and pass each to `_arrive`.
 
-        Whether some are still on their way.
+        Args:
+            allocate: returns the memory for a message.
+            most: the number of bytes after which no further message is received.
+
+        Returns:
+            Whether some messages are still being received.
         """
 
     @abstractmethod
     def _send_abort(self, reason: str) -> bool:
-        """Send the reason for giving up. False if the peer does not know what that is."""
+        """Send the reason for an abort. Return False if the peer does not understand that message."""
 
     @abstractmethod
     def _read(self, span: Span, address: int, length: int, into: Any, at: int, timeout: float) -> None:
-        """Begin to read memory of the peer's, in this span, into the buffer `into`, from `at` on."""
+        """Begin to read `length` bytes at `address` of the peer's memory, in `span`, into `into` at offset `at`."""
 
     @abstractmethod
     def _release(self) -> None:
-        """Give everything back to the medium, within moments. What was under way may be dropped after that.
+        """Give all resources back to the medium, without waiting for long.
 
-        Ctrl-C is held back meanwhile.
+        Operations that are in progress may be dropped after that. The caller holds Ctrl-C back.
         """
 
-    # What that makes
+    # Implemented here for all media
 
     def prepare(self, messages: Sequence[Message | Run]) -> EncodedMessages:
         single = with_runs(messages) if self.takes_runs else cast("Sequence[Message]", messages)
@@ -134,7 +140,7 @@ class NativeConnection(ProgressConnection):
                 self._bytes_given += size
                 self._start(message)
             if not self._accepted:
-                # What a client has to say is little. A server that sends without end shall not keep it here.
+                # A client sends little, so it waits for all of it. The deadline also holds if the server keeps sending.
                 end = time.monotonic() + timeout
                 self._settle_until(lambda: not self._under_way or time.monotonic() >= end, timeout)
                 if self._under_way:
@@ -175,7 +181,7 @@ class NativeConnection(ProgressConnection):
             return None
 
     def reach(self, spans: Sequence[Span]) -> None:
-        """Let `fetch` take from these spans of the peer's memory."""
+        """Allow `fetch` to read from `spans` of the peer's memory."""
         self._remote, self.supports_rma = RemoteAddressSpace(spans), True
 
     def fetch(self, wanted: Sequence[tuple[int, int, int]], memory: Buffer, timeout: float) -> None:
@@ -200,14 +206,14 @@ class NativeConnection(ProgressConnection):
             return bool(self._arrived) or self._ended or self._over or self._stopped or self._waiting()
 
     def finish(self, timeout: float) -> bool:
-        # Closing while the last messages are in the network, or in the peer's queue, would lose them.
+        # Closing now would lose messages that are still in the network or in the peer's queue.
         with self._lock, suppress(DissociatedError):
             self._drive(lambda: self._has(lambda: self._over), timeout)
         with self._lock:
             return self._taken_all()
 
     def _taken_all(self) -> bool:
-        """Whether, as far as the medium tells, the peer has taken all that was sent."""
+        """Return whether the peer has received all messages, as far as the medium reports."""
         return not self.backlog
 
     def abort(self, reason: str) -> None:
@@ -235,7 +241,7 @@ class NativeConnection(ProgressConnection):
                 self._release_once()
 
     def _release_once(self) -> None:
-        """Give everything back, once no thread uses the medium any more. Only the first call does."""
+        """Release all resources after the last thread has left the medium. Later calls do nothing."""
         self._closed = self._interrupted = True
         while self._asleep or self._moving:
             self._waker.set()
@@ -257,19 +263,26 @@ class NativeConnection(ProgressConnection):
         return max(0, self._bytes_given - self.written)
 
     def _has_room(self, size: int) -> bool:
-        """Whether so many bytes more may be under way."""
+        """Return whether `size` more bytes may be in flight."""
         return not self._under_way or self._in_flight + size <= MAX_IN_FLIGHT
 
     def _settle_until(self, enough: Callable[[], bool], timeout: float) -> None:
-        """Wait until enough has been sent, taking in meanwhile what the peer sends."""
+        """Wait until `enough` returns true, and keep the messages that arrive from the peer meanwhile.
+
+        Raises:
+            DeadlineExceeded: if nothing happened for `timeout` seconds.
+        """
         if not self._drive(lambda: self._has(enough) or self._over, timeout):
             raise DeadlineExceeded(f"{self._peer} took nothing for {timeout:g} s")
         self._check_open()
 
     def _has(self, enough: Callable[[], bool]) -> bool:
-        """Whether it has been enough; if not, what the peer sent is taken from the medium.
+        """Return the result of `enough`; if it is false, also receive what has arrived.
 
-        Media take whatever comes, and they know no end of it.
+        A medium accepts messages without limit, so the limit is enforced here.
+
+        Raises:
+            RemoteProtocolError: if the peer sent more than this side keeps while it does not receive.
         """
         if enough():
             return True
@@ -285,11 +298,15 @@ class NativeConnection(ProgressConnection):
         return False
 
     def _is_run(self, tag: int | None) -> bool:
-        """Whether a message of the peer's with this tag is a run, which servers alone send."""
+        """Return whether a message of the peer with this tag is a run. Only servers send runs."""
         return tag == RUN and self.takes_runs and not self._accepted
 
     def _allocate(self, tag: int | None, length: int, allocate: Allocate) -> Buffer:
-        """Memory for a tagged message. Raises what `allocate` raises, and RemoteProtocolError for too long a run."""
+        """Allocate memory for a tagged message.
+
+        Raises:
+            RemoteProtocolError: if the message is a run that is too long. Errors of `allocate` are passed on.
+        """
         if not self._is_run(tag):
             return allocate(tag, length)
         if length > MAX_RUN:
@@ -297,33 +314,33 @@ class NativeConnection(ProgressConnection):
         return allocate(None, length)
 
     def _consumed(self, size: int) -> None:
-        """A message of this size was handed to whoever receives."""
+        """Count a message of `size` bytes that was returned by `receive`."""
 
     def _only_small(self, allocate: Allocate) -> bool:
-        """Whether to take only what has arrived whole.
+        """Return whether to receive only messages that have arrived as a whole.
 
-        A client that does not receive keeps what the medium would keep for it, so that there is a cap. But it begins to
-        fetch nothing, which it might have to give up.
+        A client that is not receiving keeps such messages itself, because the medium would keep them without limit. It
+        fetches no larger ones, because it might have to cancel that.
         """
         return not self._accepted and allocate == self._keep
 
     def _keep(self, tag: int | None, length: int) -> Buffer:
-        """Allocate for what arrives while this side does not receive."""
+        """Allocate memory for a message that arrives while this side is not receiving."""
         if length > self._max_unread:
             raise RemoteProtocolError(f"the peer sent a message of {length} bytes while it should be receiving")
         return bytearray(length) if self._accepted else pa.allocate_buffer(length)
 
     def _end(self, done: Callable[[], bool], seconds: float) -> None:
-        """Let the medium work until `done`, but no longer than this, whatever the peer does. Never raises.
+        """Let the medium work until `done`, for `seconds` at most.
 
-        One who breaks the rules now is not worth waiting for.
+        Errors of this library are ignored: there is no reason to wait for a peer that violates the protocol now.
         """
         end = time.monotonic() + seconds
         with suppress(DissociatedError):
             self._drive(lambda: self._has(done) or time.monotonic() >= end, seconds)
 
     def _keep_moving(self) -> None:
-        """See to it that what is under way moves, although nobody waits for it: a source may take its time."""
+        """Let a background thread drive the sends in progress, since the source may take long for its next batch."""
         if not self._moving:
             start_thread(self._move, "move", f"sending to {self._peer} takes a thread")
             self._moving = True
@@ -341,9 +358,9 @@ class NativeConnection(ProgressConnection):
                     else:
                         end = time.monotonic() + _TURN
                         self._drive(lambda end=end: self._moved() or time.monotonic() >= end, MAX_SLEEP)  # type: ignore[misc]
-                        self._lock.wait(_YIELD_TIME)  # somebody else's turn, whatever the peer goes on to do
+                        self._lock.wait(_YIELD_TIME)  # lets other threads have the lock, even if the peer keeps sending
             except TransportError:
-                pass  # whoever uses the connection next hears of it
+                pass  # the next call of a user of the connection raises it
             except RemoteProtocolError as error:
                 self._broken = error
             finally:
@@ -357,4 +374,4 @@ class NativeConnection(ProgressConnection):
         self._arrived.append(incoming)
         self._arrived_bytes += OVERHEAD + len(incoming.data)
         if self._asleep:
-            self._waker.set()  # it may wait for this, which another thread has found
+            self._waker.set()  # the sleeping thread may be waiting for this message, which another thread received

@@ -1,4 +1,4 @@
-"""Ctrl-C, held back while something is done that must not be left half done."""
+"""Holding Ctrl-C back during an operation that must not be interrupted."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of the `with`, where it takes effect.
+    """Hold Ctrl-C back until the end of the `with` block, and then deliver it.
 
-    Python runs signal handlers in the main thread alone, so in other threads this does nothing. A handler that was not
-    installed by Python stays as it is.
+    In other threads than the main one this does nothing, because Python runs signal handlers in the main thread only.
+    A handler that was not installed by Python is not replaced.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
         yield

@@ -1,4 +1,4 @@
-"""A shared library that a transport needs, and its memory, by way of cffi: opening it, and why it cannot be used."""
+"""Shared libraries that transports open with cffi: how to find and open them, and errors for unusable ones."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dissociated.errors import TransportError
 
 
 class Library(NamedTuple):
-    """The names of a library, and how users choose another one."""
+    """A shared library that a transport needs, and the environment variable that selects another file."""
 
-    scheme: str  # of the transport, which is also the extra that pip installs
+    scheme: str  # of the transport; also the name of the extra that pip installs
     name: str
     file: str
-    variable: str  # of the environment, which names the file of another one
+    variable: str  # the environment variable that holds the path of another file
 
     @property
     def _extra(self) -> str:
@@ -31,18 +31,18 @@ class Library(NamedTuple):
     def open(self, ffi: Any, installed: Path | None) -> tuple[str, Any]:
         """Open the library that the environment variable names, or else the one that pip installed.
 
-        The system's library is never found by itself: two hosts, or a test run and its user, would have different
-        ones by accident, and libraries of different versions do not work together.
+        The system's library is not searched for. Otherwise two hosts, or a test run and its user, could use different
+        versions by accident, and different versions do not work together.
 
         Args:
-            ffi: cffi's.
-            installed: the file that pip put there, if it is installed.
+            ffi: the cffi interface with the definitions of the library.
+            installed: the file that pip installed, or None.
 
         Returns:
             The path, and the library.
 
         Raises:
-            TransportError: if there is none, or it cannot be opened.
+            TransportError: if the library is not installed, or cannot be opened.
         """
         chosen = os.environ.get(self.variable)
         path = chosen or (str(installed) if installed is not None else None)
@@ -58,11 +58,11 @@ class Library(NamedTuple):
             raise TransportError(f"{self.scheme}: {self._stem} cannot be opened ({error}): {remedy}") from None
 
     def no_cffi(self) -> TransportError:
-        """Return the error for a missing cffi, which opens libraries."""
+        """Return the error for a missing cffi package."""
         return TransportError(f"{self.scheme}: needs cffi: {self._extra}")
 
     def wrong(self, path: str) -> TransportError:
-        """Return the error for a file that is another library."""
+        """Return the error for the file at `path`, which is a different library."""
         return TransportError(f"{self.scheme}: {path} is no {self._stem}: let {self.variable} name one")
 
     def check_age(self, path: str, version: str, found: tuple[int, int], oldest: tuple[int, int]) -> None:
@@ -74,7 +74,7 @@ class Library(NamedTuple):
             )
 
     def mismatch(self, where: str, theirs: str, ours: str) -> TransportError:
-        """Return the error for a peer whose version does not work with this one."""
+        """Return the error for a peer whose version is incompatible with the version of this process."""
         return TransportError(
             f"{where} has {self.name} {theirs} and this process {ours}, which do not work together: install the same "
             f"on both sides, or let {self.variable} name the same {self.file}"
@@ -82,9 +82,9 @@ class Library(NamedTuple):
 
 
 def view_of(ffi: Any, data: Buffer) -> Any:
-    """cffi's view of a buffer, which it keeps.
+    """Return a cffi view of `data`. The view keeps `data` alive.
 
-    Arrow holds a memoryview for it. Where CPython finds one in a cycle that is garbage, it clears it although cffi has
-    a view of it, and the process ends as that is given back.
+    A memoryview is wrapped in an Arrow buffer. Otherwise CPython's garbage collector may clear a memoryview of a
+    reference cycle while cffi still has a view of it, and the process crashes when that view is released.
     """
     return ffi.from_buffer(pa.py_buffer(data) if isinstance(data, memoryview) else data)

@@ -1,6 +1,7 @@
-"""A listener over a medium that nothing moves unless somebody lets it work, and that has one descriptor to wait on.
+"""Listeners over a medium that works only when it is called, and that has one descriptor to wait on.
 
-It exposes memory too, where its connections can be read from: whoever may fetch shares what the listener has open.
+A listener also exposes memory if its connections allow one-sided reads: its connections then share the resources with
+which the listener registers memory.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ from dissociated.transport.base import Connection, Listener
 from dissociated.transport.native.interrupts import interrupts_held
 from dissociated.transport.native.threads import Waker
 
-#: Withdraws memory that peers can fetch from: when it is called, or when the region is collected.
+#: Withdraws memory from which peers can fetch, when it is called or when the region is garbage-collected.
 Withdraw: TypeAlias = "weakref.finalize[..., Region]"
 
 
 def withdraw_with(region: Region, withdraw: Callable[..., None], *arguments: Any) -> Withdraw:
-    """Withdraw memory by this call, with these arguments, once `region` is collected.
+    """Call `withdraw` with `arguments` when `region` is garbage-collected.
 
-    What is registered must not be unmapped before: the finalizer holds on to it, so it is one of the arguments.
+    Registered memory must not be unmapped before that. It must be one of the arguments, so that the finalizer keeps it
+    alive.
+
+    Returns:
+        A finalizer, which also withdraws the memory when it is called.
     """
     finalizer = weakref.finalize(region, withdraw, *arguments)
     finalizer.atexit = False
@@ -34,9 +39,10 @@ def withdraw_with(region: Region, withdraw: Callable[..., None], *arguments: Any
 
 
 class NativeListener(Listener):
-    """See the module. Everything that a subclass implements is called with the lock held, but `_sleep`.
+    """A listener over a medium that works only when it is called.
 
-    Whoever makes one opens the medium first: what it raises then leaves nothing behind.
+    The methods of a subclass are called with the lock held, except `_sleep`. A subclass opens the medium before it
+    calls this constructor, so that a failure of the medium leaves no resources open here.
     """
 
     def __init__(self, exposes_memory: bool) -> None:
@@ -45,40 +51,40 @@ class NativeListener(Listener):
         self._exposed: weakref.WeakKeyDictionary[Region, tuple[Span, Withdraw]] = weakref.WeakKeyDictionary()
         self._closed = self._released = False
         self._waker = Waker()
-        self._lock = threading.Condition(threading.Lock())  # held by whoever uses the medium
+        self._lock = threading.Condition(threading.Lock())  # held while a thread uses the medium
         self._asleep = False
 
-    # What a medium does
+    # Implemented by each medium
 
     @abstractmethod
     def _progress(self) -> None:
-        """Let the medium work until it has nothing more to do, or this is closed."""
+        """Let the medium work until it has nothing to do, or this listener is closed."""
 
     @abstractmethod
     def _next(self) -> Connection | None:
-        """The connection for a client that has come, if there is one to hand over."""
+        """Return the connection of the next client; None if there is none yet."""
 
     @abstractmethod
     def _arm(self) -> bool:
-        """Prepare to sleep. False if there is something to do first."""
+        """Prepare to sleep. Return False if the medium has work to do first."""
 
     @abstractmethod
     def _sleep(self) -> None:
-        """Sleep until the medium, or `_waker`, has something to tell, but for LOOK_AGAIN at most."""
+        """Sleep until the medium has work to do or `_waker` is set, for MAX_SLEEP seconds at most."""
 
     @abstractmethod
     def _register(self, region: Region) -> tuple[Span, Withdraw]:
-        """Let peers fetch from this memory."""
+        """Allow peers to fetch from `region`. Return its span, and the call that withdraws it."""
 
     @abstractmethod
     def _turn_away(self) -> None:
-        """Reject the clients that have come and were not handed over. Ctrl-C is held back meanwhile."""
+        """Reject clients that are waiting and were not accepted. The caller holds Ctrl-C back."""
 
     @abstractmethod
     def _release(self) -> None:
-        """Give everything back to the medium. Ctrl-C is held back meanwhile."""
+        """Give all resources back to the medium. The caller holds Ctrl-C back."""
 
-    # What that makes
+    # Implemented here for all media
 
     def accept(self) -> Connection | None:
         while True:
@@ -97,7 +103,7 @@ class NativeListener(Listener):
                 finally:
                     self._wake_up()
             finally:
-                self._wake_up()  # a signal may have interrupted it
+                self._wake_up()  # repeated, because a signal may have interrupted the first call
 
     def _wake_up(self) -> None:
         with self._lock:
@@ -126,8 +132,8 @@ class NativeListener(Listener):
                     self._release_all()
 
     def _release_all(self) -> None:
-        """Give everything back, whatever any of it raises."""
-        with ExitStack() as undo:  # the last comes first
+        """Release all resources, even if releasing one of them raises."""
+        with ExitStack() as undo:  # runs the callbacks in reverse order
             undo.callback(self._waker.close)
             undo.callback(self._release)
             for _, withdraw in self._exposed.values():

@@ -1,7 +1,7 @@
-"""A connection over a medium that moves nothing unless somebody lets it work.
+"""Connections over a medium that works only when it is called.
 
-Sending is asynchronous, and there is one descriptor to wait on. Two threads may use a connection, one that sends and
-one that receives; whichever has to wait lets the medium work for both.
+Sending is asynchronous, and there is one descriptor to wait on. Two threads may use a connection: one sends and one
+receives. The thread that has to wait lets the medium work for both.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dissociated.errors import ConnectionClosed, DissociatedError
 from dissociated.transport.base import Connection
 from dissociated.transport.native.threads import MAX_SLEEP, Waker
 
-_NO_WAKE = 0.005  # seconds: when the peer is gone the medium may tell no more, and has only to be looked at
+_NO_WAKE = 0.005  # seconds between two polls once the peer is gone, since the medium may wake no thread any more
 
 
 class UnderWay(NamedTuple):
-    """A message that is being sent: what the medium calls it, its size, and the memory that must stay."""
+    """A message that is being sent: the medium's request, its size in bytes, and the memory that must stay alive."""
 
     request: Any
     size: int
@@ -29,20 +29,23 @@ class UnderWay(NamedTuple):
 
 
 class ProgressConnection(Connection):
-    """See the module. Everything that a subclass implements is called with the lock held, but `_sleep`."""
+    """A connection over a medium that works only when it is called.
+
+    The methods of a subclass are called with the lock held, except `_sleep`.
+    """
 
     def __init__(self, peer: str) -> None:
         super().__init__()
         self._peer = peer
-        self._lock = threading.Condition()  # never held twice, but it knows who holds it
-        self._asleep = False  # whether a thread waits for the medium, and wakes the other
+        self._lock = threading.Condition()  # its RLock is never held twice, but tells whether this thread holds it
+        self._asleep = False  # whether a thread sleeps on the medium; it wakes the other thread afterwards
         self._waker = Waker()
         self._under_way: deque[UnderWay] = deque()
         self._in_flight = 0  # bytes
-        self._broken: DissociatedError | None = None  # what the peer did wrong, noticed on the way
-        self._reason: str | None = None  # that the peer gave for giving up
-        self._gone = False  # the peer, or the way to it
-        self._ended_at = 0.0  # when that was noticed, or the reason arrived
+        self._broken: DissociatedError | None = None  # an error of the peer, to be raised by the next call
+        self._reason: str | None = None  # the reason of the peer's abort
+        self._gone = False  # whether the peer, or the path to it, is lost
+        self._ended_at = 0.0  # the time at which the loss was noticed, or the reason arrived
         self._interrupted = False
         self._closed = False
 
@@ -53,25 +56,25 @@ class ProgressConnection(Connection):
     def peer(self) -> str:
         return self._peer
 
-    # What a medium does
+    # Implemented by each medium
 
     @abstractmethod
     def _progress(self) -> bool:
-        """Let the medium work for a moment. Whether anything happened."""
+        """Let the medium work for a moment. Return whether anything happened."""
 
     @abstractmethod
     def _arm(self) -> bool:
-        """Prepare to sleep. False if there is something to do first."""
+        """Prepare to sleep. Return False if the medium has work to do first."""
 
     @abstractmethod
     def _sleep(self, seconds: float) -> None:
-        """Sleep until the medium, or `_waker`, has something to tell."""
+        """Sleep until the medium has work to do or `_waker` is set, for `seconds` at most."""
 
     @abstractmethod
     def _complete(self, request: Any) -> bool | None:
-        """Whether sending a message has ended well, and `request` is forgotten; None while it has not ended."""
+        """Return whether the message of `request` was sent, and release `request`; None if it is still in progress."""
 
-    # What that makes
+    # Implemented here for all media
 
     @property
     def _ended(self) -> bool:
@@ -79,7 +82,7 @@ class ProgressConnection(Connection):
 
     @property
     def _over(self) -> bool:
-        """Whether there is no sense in sending more."""
+        """Whether further sends are pointless: the peer is gone, or this side is interrupted or has failed."""
         return self._gone or self._interrupted or self._broken is not None
 
     def _check_open(self) -> None:
@@ -91,10 +94,10 @@ class ProgressConnection(Connection):
             raise ConnectionClosed(f"sending to {self._peer}: the peer closed the connection")
 
     def _drive(self, done: Callable[[], bool], timeout: float) -> bool:
-        """Let the medium work until `done`; False if nothing happened for `timeout` seconds before that."""
+        """Let the medium work until `done` returns true. Return False if nothing happened for `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while True:
-            if self._closed:  # `done` may ask the medium, which is given back by then
+            if self._closed:  # checked first, because `done` may use the medium, which is released by now
                 raise ConnectionClosed("this side closed the connection")
             if done():
                 return True
@@ -120,22 +123,22 @@ class ProgressConnection(Connection):
             finally:
                 self._wake_up()
         finally:
-            self._wake_up()  # a signal may have interrupted it
+            self._wake_up()  # repeated, because a signal may have interrupted the first call
 
     def _wake_up(self) -> None:
-        """Hold the lock, be it held already or not, and let the others look."""
+        """Acquire the lock, unless this thread holds it, and notify the other threads."""
         try:
             self._lock.notify_all()
-        except RuntimeError:  # it is not held: nothing else tells whether `acquire` was interrupted before or after
+        except RuntimeError:  # not held: only this shows whether a signal interrupted `acquire` before it took effect
             self._lock.acquire()
             self._lock.notify_all()
         self._asleep = False
 
     def _advance(self) -> bool:
-        """Let the medium work, and forget what has been sent. Whether anything happened.
+        """Let the medium work, and remove messages that have been sent. Return whether anything happened.
 
-        The oldest goes first, which is how messages complete but for a few. That one has may show although the medium
-        did nothing just now.
+        Only the oldest message is checked, since nearly all messages complete in order. It may turn out to be complete
+        although the medium did nothing in this call.
         """
         moved = self._progress()
         while self._under_way and (sent := self._complete(self._under_way[0].request)) is not None:
@@ -148,14 +151,14 @@ class ProgressConnection(Connection):
         return moved
 
     def _posted(self, request: Any, size: int, keep: Any) -> None:
-        """A message is under way, and `keep` must stay as it is until it has been sent."""
+        """Record a message that is being sent. `keep` is kept alive, and must not change, until it has been sent."""
         self._under_way.append(UnderWay(request, size, keep))
         self._in_flight += size
 
     def _lose(self) -> None:
-        """The peer is gone."""
+        """Record that the peer is gone."""
         self._gone, self._ended_at = True, time.monotonic()
 
     def _give_up(self, reason: str) -> None:
-        """The peer told why it gives up."""
+        """Record the reason of the peer's abort."""
         self._reason, self._ended_at = reason, time.monotonic()

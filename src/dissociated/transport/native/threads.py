@@ -1,4 +1,4 @@
-"""Threads that work for a medium, or wait for it: starting one, and waking one that sleeps on descriptors."""
+"""Threads that drive a medium or wait for it: how to start one, and how to wake one that sleeps on descriptors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from collections.abc import Callable, Sequence
 from dissociated.errors import TransportError
 from dissociated.transport.framed.connection import socket_error
 
-MAX_SLEEP = 1.0  # seconds, should the medium ever forget to wake us
+MAX_SLEEP = 1.0  # seconds, in case the medium fails to wake the thread
 
 
 def start_thread(run: Callable[[], object], name: str, what: str) -> None:
-    """Start one. Raises TransportError, which says `what` takes a thread, where there is none to be had."""
+    """Start a daemon thread called `name` that calls `run`.
+
+    Raises:
+        TransportError: if the system has no thread to spare. The message starts with `what`.
+    """
     try:
         threading.Thread(target=run, name=name, daemon=True).start()
     except RuntimeError as error:
@@ -22,9 +26,10 @@ def start_thread(run: Callable[[], object], name: str, what: str) -> None:
 
 
 class Waker:
-    """Wakes whoever sleeps on its descriptor. May be set from any thread, at any time, closed or not.
+    """An eventfd that wakes a thread which sleeps on it. Any thread may set it at any time, even after `close`.
 
-    Raises TransportError where there is no descriptor to be had.
+    Raises:
+        TransportError: if no descriptor can be opened.
     """
 
     def __init__(self) -> None:
@@ -36,19 +41,20 @@ class Waker:
         self._open = True
 
     def set(self) -> None:
-        """Wake, now or when somebody next sleeps."""
+        """Wake the sleeping thread, or else the next one as soon as it sleeps."""
         with self._lock:
             if self._open:
                 os.eventfd_write(self.descriptor, 1)
 
     def clear(self) -> None:
-        """Forget what was set."""
+        """Reset the waker after it was set."""
         os.eventfd_read(self.descriptor)
 
     def sleep(self, descriptors: Sequence[int], seconds: float) -> bool:
-        """Sleep until there is something to read at one of them, or this is set, which it then is no more.
+        """Sleep until one of `descriptors` is readable or the waker is set, for `seconds` at most. Reset the waker.
 
-        Whether one of them woke us.
+        Returns:
+            Whether one of `descriptors` is readable.
         """
         poll = select.poll()
         for descriptor in (*descriptors, self.descriptor):
@@ -59,7 +65,7 @@ class Waker:
         return not ready.isdisjoint(descriptors)
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the descriptor."""
         with self._lock:
             self._open = False
             os.close(self.descriptor)

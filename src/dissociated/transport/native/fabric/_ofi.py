@@ -1,8 +1,8 @@
-"""The binding to libfabric: definitions, finding the library, and what its errors mean. Nothing else.
+"""The binding to libfabric: its definitions, how to find it, and how to read its errors.
 
-cffi in ABI mode, so that no compiler is needed. Most of libfabric's calls are inline functions over tables of
-operations, so those tables are declared here, as far as they are used; what follows in a table does not matter, since
-libfabric alone makes them. One set of definitions fits 1.17 to 2.x: we ask for the API of 1.17.
+It uses cffi in ABI mode, so that no compiler is needed. Most calls of libfabric are inline functions over tables of
+operations. The tables are declared here up to the last entry that is used; further entries do not matter, because only
+libfabric creates the tables. The same definitions fit versions 1.17 to 2.x, because the API of 1.17 is requested.
 """
 
 from __future__ import annotations
@@ -233,16 +233,16 @@ OPT_MIN_MULTI_RECV = 0
 
 EIO, EAGAIN, ENOMSG, EAVAIL = 5, 11, 42, 259
 
-#: The API that we ask for, which every later version also speaks.
+#: The requested version of the API, which every later version also supports.
 API = 1 << 16 | 17
-#: The first whose provider tcp;ofi_rxm does what we need.
+#: The first version whose provider tcp;ofi_rxm is sufficient.
 _OLDEST_LIBFABRIC = (1, 17)
-#: sizeof of what libfabric copies to and from memory of ours, in every version since 1.17, on 64 bits.
+#: Sizes in bytes of the structures that libfabric copies to and from our memory, since version 1.17, on 64 bits.
 _SIZES = {"struct fi_cq_tagged_entry": 48, "struct fi_msg": 48, "struct fi_msg_tagged": 64, "struct fi_cq_attr": 40}
 
 
 class Ofi:
-    """libfabric, loaded."""
+    """The loaded libfabric."""
 
     def __init__(self) -> None:
         import cffi
@@ -262,19 +262,19 @@ class Ofi:
             self._check_layouts()
 
     def explain(self, code: int) -> str:
-        """An error in libfabric's own words."""
+        """Return libfabric's description of the error `code`."""
         text: bytes = self.ffi.string(self.lib.fi_strerror(abs(code)))
         return text.decode()
 
     def check(self, code: int, action: str) -> None:
-        """Raise TransportError unless all is well."""
+        """Raise TransportError, with a message that starts with `action`, if `code` is an error."""
         if code < 0:
             raise TransportError(f"{action}: libfabric {self.version}: {self.explain(code)}")
 
     def _check_layouts(self) -> None:
-        """Raise TransportError where this library's structures are not those that are declared here.
+        """Raise TransportError if the structures of the loaded library differ from the definitions here.
 
-        What libfabric fills in by itself is compared with what it must be: a field that moved would show.
+        Fields that libfabric fills in are compared with their valid values, which detects a field at another offset.
         """
         ffi = self.ffi
         wrong = [name for name, size in _SIZES.items() if ffi.sizeof(name) != size]
@@ -308,7 +308,11 @@ class Ofi:
 
 @once
 def ofi() -> Ofi:
-    """Return the library, which is loaded on first use. Raises TransportError if there is none to be used."""
+    """Return the library, which is loaded on first use.
+
+    Raises:
+        TransportError: if libfabric or cffi is missing or cannot be used.
+    """
     try:
         return Ofi()
     except ImportError:
@@ -316,24 +320,26 @@ def ofi() -> Ofi:
 
 
 def _set_environment() -> None:
-    """What libfabric reads as it is loaded."""
-    # What must not happen to a Python program: a plug-in (libpsm) taking its signals as soon as it is loaded.
+    """Set the environment variables that libfabric reads while it is loaded."""
+    # Keeps a plug-in (libpsm) from replacing the signal handlers of the Python program while it is loaded.
     os.environ.setdefault("IPATH_NO_BACKTRACE", "1")
     os.environ.setdefault("HFI_NO_BACKTRACE", "1")
-    # Of 128, an endpoint takes 40 ms to open and 40 MB.
+    # With the default of 128, an endpoint takes 40 ms to open, and 40 MB.
     os.environ.setdefault("FI_OFI_RXM_MSG_RX_SIZE", "64")
-    # Closing while messages arrive in segments crashes in 2.5: what is too large to be sent at once is fetched instead.
+    # Turns segmented messages off: closing while they arrive crashes in 2.5. Large messages are fetched instead.
     os.environ["FI_OFI_RXM_SAR_LIMIT"] = "0"
     os.environ["FI_OFI_RXM_EAGER_LIMIT"] = "16384"  # see FabricEndpoint.eager_limit
 
 
 @contextmanager
 def _small_buffers(version: tuple[int, int]) -> Iterator[None]:
-    """What libfabric reads with its first fi_getinfo, by its version. Children may have another, and do not get it.
+    """Set the size of rxm's buffers while libfabric reads it, in the first fi_getinfo. Only version 1.17 needs that.
 
-    A message that nobody has received yet takes a whole buffer, however small it is: of 16 kB, which is the default, a
-    peer that sends without end costs hundreds of MB before it is noticed. Larger messages take what they are. With
-    1.22 and 2.5, messages that are larger than such a buffer never arrive; what is between was not tried.
+    The variable is deleted afterwards, so that child processes, which may use another version, do not inherit it.
+
+    Each message that is not received yet takes a whole buffer, however small the message is. With the default of 16 kB,
+    a peer that never stops sending costs hundreds of MB before that is noticed. Larger messages take their own size.
+    With 1.22 and 2.5, messages larger than such a buffer never arrive; versions between 1.17 and 1.22 were not tried.
     """
     name = "FI_OFI_RXM_BUFFER_SIZE"
     if version != (1, 17) or name in os.environ:

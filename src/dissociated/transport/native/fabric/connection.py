@@ -1,6 +1,6 @@
-"""A connection over libfabric.
+"""Connections over libfabric.
 
-Tags have no sender, so each has an endpoint of its own, or two.
+Tags do not name the sender, so each connection has one or two endpoints of its own.
 """
 
 from __future__ import annotations
@@ -50,19 +50,23 @@ from dissociated.transport.native.interrupts import interrupts_held
 
 _log = logging.getLogger(__name__)
 
-_MAX_UNDER_WAY = QUEUE // 2  # messages, so that libfabric always takes a heartbeat, too
-_RETRY_DELAY = 0.002  # seconds, while libfabric wants something to be tried again
-_LAST_TIMEOUT = 0.25  # seconds for the last word
-_MAX_PEEKS = 256  # messages that are taken before somebody else's turn
-_MAX_CONTROL_WAITING = 128  # messages beside the protocol that may wait at once: libfabric keeps many more beside them
-_LOCK_TIMEOUT = 0.05  # seconds that a heartbeat waits for whoever uses the connection
-_MAX_ROUNDS = 16  # of completions that are looked at before somebody else is
+_MAX_UNDER_WAY = QUEUE // 2  # messages in flight; leaves room in the queue for heartbeats
+_RETRY_DELAY = 0.002  # seconds between two attempts while libfabric accepts no operation
+_LAST_TIMEOUT = 0.25  # seconds for the BYE messages of both sides
+_MAX_PEEKS = 256  # messages that are received before another thread gets its turn
+_MAX_CONTROL_WAITING = 128  # control messages that may wait in a row; libfabric would keep many more
+_LOCK_TIMEOUT = 0.05  # seconds for which a heartbeat waits for the thread that uses the connection
+_MAX_ROUNDS = 16  # reads of the completion queue in one step of progress
 
 
 class FabricConnection(NativeConnection):
-    """One end of two endpoints that know each other; owns its own.
+    """One end of a connection over libfabric. Owns its endpoint.
 
-    `client` is the name of the client that will join, where a listener makes the connection for it.
+    Args:
+        endpoint: the endpoint of this end.
+        peer: the name of the peer, for messages.
+        heartbeat: the seconds between two heartbeats.
+        client: on the server's side, the name of the endpoint of the client that will join.
     """
 
     def __init__(self, endpoint: ConnectionEndpoint, peer: str, heartbeat: float, client: bytes | None = None) -> None:
@@ -72,14 +76,14 @@ class FabricConnection(NativeConnection):
         self._handshake = Handshake(endpoint, peer, client)
         self._outbox = Outbox(endpoint, self._handshake)
         self._again = False  # whether a read must be tried again
-        self._receiving = self._receiving_bytes = 0  # on their way into memory
-        self._happened = False  # more than heartbeats
-        self._ended_before = 0  # operations, when a thread last wanted to sleep
+        self._receiving = self._receiving_bytes = 0  # messages that are being received, and their bytes
+        self._happened = False  # whether anything other than heartbeats happened
+        self._ended_before = 0  # the number of ended operations when a thread last tried to sleep
         self._credit = Credit(self._accepted)
-        self._control_waiting = 0  # messages beside the protocol that came in a row, and that nobody waited for
-        self._byes: set[int] = set()  # of the last words, those that were heard
+        self._control_waiting = 0  # control messages in a row for which no receive was posted
+        self._byes: set[int] = set()  # the kinds of BYE messages that the peer has sent
         self._liveness = Liveness()
-        #: Libfabric woke us while a message is on its way: how many operations had ended by then.
+        #: The number of ended operations when libfabric woke this side while a message was being received, or None.
         self._woken_at: int | None = None
         try:
             with self._lock:
@@ -95,11 +99,11 @@ class FabricConnection(NativeConnection):
 
     @property
     def joining(self) -> bool:
-        """Whether the client that this was made for is still to come."""
+        """Whether the client for which this connection was made has not joined yet."""
         return self._handshake.joining and not self._closed
 
     def reach(self, spans: Sequence[Span]) -> None:
-        """Let `fetch` take from these spans of the peer's memory. Raises UriError for keys that are none."""
+        """Allow `fetch` to read from `spans` of the peer's memory. Raise UriError for an invalid key."""
         if any(len(span.key) != RMA_KEY.size for span in spans):
             raise UriError("the remote_handle is not one of libfabric's")
         super().reach(spans)
@@ -125,9 +129,21 @@ class FabricConnection(NativeConnection):
         self._posted(reading, 0, into)
 
     def introduce(self, listener: bytes, host: str, timeout: float) -> None:
-        """Exchange names with the listener of this name. Raises DeadlineExceeded, TransportError, RemoteError."""
+        """Exchange endpoint names with the server, and join the endpoint that it opens for this client.
+
+        Args:
+            listener: the name of the listener's endpoint.
+            host: the IP address of the server.
+            timeout: the seconds to wait in total.
+
+        Raises:
+            DeadlineExceeded: if the server does not answer in time.
+            TransportError: if the connection fails, or the server has another version of the exchange.
+            RemoteError: if the server rejects the client.
+            RemoteProtocolError: if the server violates the protocol.
+        """
         handshake = self._handshake
-        end = time.monotonic() + timeout  # of all this: a server that says other things is not waited for either
+        end = time.monotonic() + timeout  # not extended by other messages of the server
         with self._lock:
             handshake.address = self._endpoint.insert(listener)
             self._send_control(Kind.HELLO, handshake.hello)
@@ -142,7 +158,12 @@ class FabricConnection(NativeConnection):
             self._check_open()
 
     def _until(self, done: Callable[[], bool], end: float, timeout: float) -> None:
-        """Connecting: wait until `done`, or until the peer is gone. Raises DeadlineExceeded, RemoteProtocolError."""
+        """Wait, while connecting, until `done` returns true or the peer is gone.
+
+        Raises:
+            DeadlineExceeded: if neither happens until the time `end`.
+            RemoteProtocolError: if the peer violates the protocol.
+        """
         self._drive(lambda: done() or self._ended or self._broken is not None or time.monotonic() >= end, timeout)
         if self._broken is not None:
             raise self._broken
@@ -168,7 +189,7 @@ class FabricConnection(NativeConnection):
         return [self._send_control(kind, payload) for kind in kinds[: self._endpoint.lanes]]
 
     def _settled(self, sending: PendingSend, error: int | None) -> None:
-        """Count a message as sent, unless there was an error: the peer is gone then."""
+        """Count a message as sent. If there was an error, record that the peer is gone."""
         if error is not None:
             self._lose_by(error)
             return
@@ -186,7 +207,7 @@ class FabricConnection(NativeConnection):
 
     def _send_abort(self, reason: str) -> bool:
         if self._handshake.address is None:
-            return False  # a client that has not joined hears nothing
+            return False  # the client has not joined, so its endpoint is not known yet
         self._send_control(Kind.ABORT, encode_reason(reason, CONTROL_SIZE))
         return True
 
@@ -217,16 +238,16 @@ class FabricConnection(NativeConnection):
         self._endpoint.receive_untagged(memory, done)
 
     def _break_off(self, error: RemoteProtocolError) -> None:
-        """Remember that the peer breaks the rules. Its first error counts."""
+        """Record a violation of the protocol by the peer, unless there was one before."""
         if self._broken is None:
             self._broken = error
 
     def _receive_control(self, memory: Any) -> None:
-        """Receive what the peer says beside the protocol, for as long as the endpoint is open."""
+        """Receive control messages into `memory`, one after the other, while the endpoint is open."""
         self._endpoint.receive_tagged(memory, CONTROL, KIND_MASK, self._on_control(memory, again=True))
 
     def _on_control(self, memory: Any, again: bool) -> Done:
-        """Return what to do once `memory` holds a message beside the protocol. If `again`, it receives the next."""
+        """Return the callback for a control message in `memory`. If `again`, it also receives the next one."""
 
         def done(completion: Completion) -> None:
             if completion.error:
@@ -240,7 +261,7 @@ class FabricConnection(NativeConnection):
         return done
 
     def _control_arrived(self, tag: int, data: bytes) -> None:
-        """Handle a message of the peer that is beside the protocol."""
+        """Handle a control message of the peer."""
         self._liveness.heard = True
         kind = tag & KIND_MASK
         if kind == Kind.CREDIT and len(data) == CONSUMED.size:
@@ -251,9 +272,9 @@ class FabricConnection(NativeConnection):
                 self._happened = True
             return
         self._happened = True
-        # Each of these is said once: one who says them again and again would be taken for one at work.
+        # Each kind below is accepted once. Otherwise a peer could look alive by repeating it.
         if self._handshake.receive(kind, data):
-            if self._accepted and not self._credit.begun:  # else the server has looked already
+            if self._accepted and not self._credit.begun:  # after the first message, the server has read `takes_runs`
                 self.takes_runs = self._handshake.takes_runs
             return
         if kind == Kind.ABORT and self._reason is None:
@@ -271,11 +292,11 @@ class FabricConnection(NativeConnection):
         return bool(self._receiving) or self._peek() is not None
 
     def _peek(self) -> PeekedMessage | None:
-        """Return a message of the protocol that nobody waits for, if there is one.
+        """Return the next message of the protocol that has arrived and is not claimed, or None.
 
-        Messages beside the protocol that come before it are received: their receiver would starve.
+        Control messages before it are received here, because the receives posted for them would not get them.
         """
-        for _ in range(_MAX_PEEKS):  # each look lets more arrive: a peer that sends without end shall not keep us here
+        for _ in range(_MAX_PEEKS):  # limited, because each peek lets more messages arrive
             found = self._endpoint.peek()
             if found is None or not is_control(found.tag):
                 self._control_waiting = 0 if found is None else self._control_waiting
@@ -299,7 +320,7 @@ class FabricConnection(NativeConnection):
             if self._receiving_bytes + self._arrived_bytes > most or self._broken is not None:
                 break
             if (found := self._peek()) is None:
-                if self._accepted:  # not before: nobody but one who sends without end has more under way
+                if self._accepted:  # only a client that never stops sending delays this
                     self._credit.consume_all()
                     self._report_if_due()
                 break
@@ -322,9 +343,9 @@ class FabricConnection(NativeConnection):
         return bool(self._receiving)
 
     def _connected(self) -> bool:
-        """Whether a message can be fetched from the peer. To try it where that is gone crashes in libfabric.
+        """Return whether a message can be fetched from the peer: libfabric crashes if the peer is gone.
 
-        Nothing tells but sending something: that is taken at once where there is a connection.
+        The only test is to send something, which libfabric accepts at once if there is a connection.
         """
         if self._gone or self._outbox.first:
             return False
@@ -366,15 +387,15 @@ class FabricConnection(NativeConnection):
             if not self._endpoint.progress():
                 break
         if self._woken_at == self._endpoint.ended:
-            self._liveness.heard = True  # a part of a large message, behind which heartbeats must wait
+            self._liveness.heard = True  # part of a large message arrived, which delays the heartbeats behind it
         self._woken_at = None
         if self._asleep and self._endpoint.peeked is None and self._endpoint.peek() is not None:
-            self._happened = True  # for the one who sleeps: libfabric will not wake it for what it has shown us
-        happened, self._happened = self._happened, False  # here, or while looking
+            self._happened = True  # wakes the sleeping thread, since libfabric does not for a message that was peeked
+        happened, self._happened = self._happened, False  # also set by callbacks, and by peeks of other methods
         return happened
 
     def _arm(self) -> bool:
-        # What arrives is found by looking alone: libfabric wakes us for it, but only as long as it has not seen it.
+        # Only a peek finds a message that has arrived. Libfabric wakes this side only for messages it has not read yet.
         found, endpoint = self._endpoint.peeked, self._endpoint
         if endpoint.peek() is not found or endpoint.ended != self._ended_before:
             self._ended_before = endpoint.ended
@@ -389,21 +410,21 @@ class FabricConnection(NativeConnection):
         self._woken_at = ended if woken and self._receiving else None
 
     def _send_heartbeat(self) -> None:
-        """Tell the peer that we are here, and see whether it is.
+        """Send a heartbeat, and check that the peer has sent one.
 
-        Also see to it that a client which sends without end while nobody here receives is not kept for: each time
-        libfabric works it takes some of that.
+        This also enforces the limit of bytes kept for a client that keeps sending while the server is not receiving,
+        because libfabric receives some of them whenever it works.
         """
         if not self._lock.acquire(timeout=_LOCK_TIMEOUT):
-            return  # whoever has it is at work; the hearts of others must beat
+            return  # the connection is in use, and the heartbeats of other connections must not be delayed
         try:
             if self._closed or self._over:
                 return
-            for _ in range(_MAX_PEEKS):  # what the peer sent before its heartbeat comes first
+            for _ in range(_MAX_PEEKS):  # messages that the peer sent before its heartbeat arrive first
                 if self._has(lambda: self._liveness.heard):
                     break
                 self._endpoint.progress()
-            self._woken_at = None  # it is we who woke whoever sleeps
+            self._woken_at = None  # this thread, not libfabric, woke the sleeping thread
             self._advance()
             self._has(lambda: False)
             missed = self._liveness.miss()
@@ -421,12 +442,12 @@ class FabricConnection(NativeConnection):
             self._lock.release()
 
     def _refused(self) -> PendingSend | None:
-        """What libfabric does not take, although it took something once, and has nothing to do."""
+        """Return the message that libfabric does not accept although it is idle and accepted earlier ones, or None."""
         idle = not self._under_way and not self._receiving
         return self._outbox.first if idle and self._credit.used else None
 
     def _lose_by(self, error: int) -> None:
-        """An operation failed: the peer is gone."""
+        """Record that the peer is gone, because an operation failed with `error`."""
         if not self._gone:
             _log.debug("%r: %s", self, self._endpoint.ofi.explain(error))
             self._lose()
@@ -450,7 +471,7 @@ class FabricConnection(NativeConnection):
             self._endpoint.close()
 
     def _say_goodbye(self) -> None:
-        """And wait for the answer: until then there is something to read, and closing could take our words back."""
+        """Send BYE and wait for the answer. Closing with unread data could discard the messages sent last."""
         self._send_controls(BYES)
         end = time.monotonic() + _LAST_TIMEOUT
         with suppress(TransportError):

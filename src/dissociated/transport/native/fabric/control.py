@@ -1,7 +1,7 @@
-"""Control messages, which the two ends of a connection over libfabric exchange beside the protocol.
+"""Control messages, which the two ends of a connection over libfabric exchange in addition to the protocol.
 
-They hold the names of the ends, how many bytes have been consumed, and why an end gives up, or that it closes: see
-docs/fabric-peers.md.
+They carry the names of the endpoints, the number of consumed bytes, the reason of an abort, and the notice of a close:
+see docs/fabric-peers.md.
 """
 
 from __future__ import annotations
@@ -14,64 +14,67 @@ from dissociated.transport.native.addresses import advertised_names
 from dissociated.transport.native.connection import MAX_IN_FLIGHT
 from dissociated.transport.native.fabric.endpoint import ConnectionEndpoint
 
-VERSION = b"\2"  # of what the two ends say to each other beside the protocol
+VERSION = b"\2"  # of the control messages
 
-CONTROL = 0xFE44_4953_534F_0000  # the tags of that, but for the lowest byte
+CONTROL = 0xFE44_4953_534F_0000  # the tags of control messages, whose lowest byte is the kind
 KIND_MASK = 0xFF
-#: The tag of an untagged message that is too large for those who receive many into one buffer, or does not come whole.
+#: The tag of an untagged message that is too large for a buffer of many messages, or has to be fetched.
 LARGE = CONTROL | 0x100
-CONTROL_SIZE = 4096  # bytes of a control message, at most
+CONTROL_SIZE = 4096  # limit of bytes of a control message
 CONTROL_BUFFERS = 8
-#: The content of the JOIN of a client that takes runs; that of others is empty.
+#: The payload of the JOIN of a client that takes runs. The JOIN of other clients is empty.
 TAKES_RUNS = b"\x01"
-#: How many bytes have been consumed.
+#: The payload of CREDIT: the number of consumed bytes.
 CONSUMED = struct.Struct("<Q")
 
 
 def is_control(tag: int | None) -> bool:
-    """Whether a message with this tag is beside the protocol."""
+    """Return whether a message with this tag is a control message."""
     return tag is not None and tag & ~KIND_MASK == CONTROL
 
 
 class Kind(IntEnum):
     """The kind of a control message: the lowest byte of its tag."""
 
-    #: client to listener: the version, and the name of the client's endpoint
+    #: From the client to the listener: the version, and the name of the client's endpoint.
     HELLO = 1
-    #: listener to client: the version, and the name of the endpoint to talk to
+    #: From the listener to the client: the version, and the name of the server's endpoint for this client.
     WELCOME = 2
-    #: client to that endpoint: nothing, or TAKES_RUNS; before it, the server sends nothing
+    #: From the client to that endpoint: empty, or TAKES_RUNS. The server sends nothing before it.
     JOIN = 3
-    #: now and then: how many bytes have been consumed, uint64. The heartbeat
+    #: The number of consumed bytes, uint64. It is also sent as the heartbeat.
     CREDIT = 4
-    #: the reason for giving up, UTF-8
+    #: The reason of an abort, UTF-8.
     ABORT = 5
-    #: nothing: this end closes. It is answered by another
+    #: Empty: this end closes. The other end answers with a BYE.
     BYE = 6
-    #: JOIN and BYE for bodies, where those have endpoints of their own
+    #: JOIN and BYE for bodies, if bodies have endpoints of their own.
     BODIES_JOIN = 7
     BODIES_BYE = 8
 
 
-#: The first and the last message at each endpoint of a connection.
+#: The kinds of the first and of the last message at each endpoint of a connection.
 JOINS, BYES = (Kind.JOIN, Kind.BODIES_JOIN), (Kind.BYE, Kind.BODIES_BYE)
 
 
 def held_up(tag: int) -> bool:
-    """Whether a message with this tag has to wait until somebody claims it, or until others before it are claimed."""
+    """Return whether a message with this tag waits until it is claimed, or until messages before it are claimed."""
     return not is_control(tag) or tag & KIND_MASK in (Kind.BODIES_JOIN, Kind.BODIES_BYE)
 
 
 class Handshake:
-    """The names that the two ends of a connection tell each other, as one end knows them.
+    """The exchange of endpoint names between the two ends of a connection, as seen by this end.
 
-    On the server's side `client` is the name of the client that will join.
+    Args:
+        endpoint: the endpoint of this end.
+        peer: the name of the peer, for messages.
+        client: on the server's side, the name of the endpoint of the client that will join.
     """
 
     def __init__(self, endpoint: ConnectionEndpoint, peer: str, client: bytes | None = None) -> None:
         self._endpoint = endpoint
         self._peer = peer
-        #: The endpoint to send to, as libfabric numbers it; None until it is known.
+        #: Libfabric's number of the peer's endpoint; None until it is known.
         self.address: int | None = None
         self._accepted = client is not None
         self._client = client
@@ -82,7 +85,7 @@ class Handshake:
 
     @property
     def joining(self) -> bool:
-        """Whether the client is still to come."""
+        """Whether the client has not joined yet."""
         return self._client is not None
 
     @property
@@ -92,25 +95,33 @@ class Handshake:
 
     @property
     def welcomed(self) -> bool:
-        """Whether the server has answered that."""
+        """Whether the server has answered the client's first message."""
         return self._welcome is not None
 
     def receive(self, kind: int, data: bytes) -> bool:
-        """Take a message of the peer. Return False if it is no part of a handshake, or has come before."""
+        """Handle a control message of the peer. Return False if it is not part of the handshake, or is a repetition."""
         if kind == Kind.WELCOME and not self._accepted and self._welcome is None:
             self._welcome = data
         elif kind == Kind.JOIN and self._client is not None:
             self.address, self._client = self._endpoint.insert(self._client), None
         elif kind == Kind.BODIES_JOIN and self._accepted and not self._bodies_joined:
-            self._bodies_joined = True  # it has done its work: there is a connection
+            self._bodies_joined = True  # nothing else to do, as its arrival shows that there is a connection
         else:
             return False
-        if kind == JOINS[self._endpoint.lanes - 1]:  # what is said where requests come, too, and so before them
+        if kind == JOINS[self._endpoint.lanes - 1]:  # at the endpoint of requests, so it arrives before them
             self.takes_runs = data == TAKES_RUNS
         return True
 
     def take_name(self, host: str) -> None:
-        """Send to the endpoint that the server, on `host`, answered with. Raises TransportError for what is none."""
+        """Use the endpoint name in the server's answer as the address of the peer.
+
+        Args:
+            host: the IP address of the server.
+
+        Raises:
+            TransportError: if the server uses another version of the exchange.
+            RemoteProtocolError: if the answer is not a valid name.
+        """
         welcome = self._welcome or b""
         if not welcome.startswith(VERSION):
             raise TransportError(f"{self._peer} exchanges names in another way than version {VERSION[0]}")
@@ -122,29 +133,29 @@ class Handshake:
             raise RemoteProtocolError(f"{self._peer} said what is no name of an endpoint") from None
 
 
-#: Bytes that a message counts beside its own: libfabric may keep as many for one that nobody waits for.
+#: Bytes that count for each message in addition to its data: libfabric may keep as many for an unclaimed message.
 _UNCLAIMED_OVERHEAD = 1 << 14
-#: Bytes that a client has under way: libfabric takes in 32 messages whenever one is looked for, so a server notices one
-#: who sends without end only when it has 32 times as much.
+#: Limit of bytes in flight from a client. Libfabric receives up to 32 messages at each peek, so a server may hold 32
+#: times as many bytes before it notices that a client exceeds the limit.
 _CLIENT_WINDOW = 1 << 20
-_REPORTS_PER_WINDOW = 8  # parts of what may be under way that are worth telling once they are consumed
+_REPORTS_PER_WINDOW = 8  # consumption is reported after this fraction of the window
 
 
 class Credit:
-    """The bytes that each side has sent and consumed, each message with its overhead."""
+    """Flow control: the bytes that each side has sent and consumed, including the overhead of each message."""
 
     def __init__(self, accepted: bool) -> None:
         self._sent = self._peer_consumed = 0
         self._consumed = self._reported = 0
-        self._window = MAX_IN_FLIGHT if accepted else _CLIENT_WINDOW  # of ours
+        self._window = MAX_IN_FLIGHT if accepted else _CLIENT_WINDOW  # limit of bytes in flight from this side
         self._peer_window = _CLIENT_WINDOW if accepted else MAX_IN_FLIGHT
-        self._taken = self._largest = 0  # bytes that arrived, and the largest message of them, without its overhead
+        self._taken = self._largest = 0  # bytes that arrived, and the size of the largest message without overhead
 
-    # Ours
+    # Messages of this side
 
     @property
     def used(self) -> bool:
-        """Whether anything was sent, or consumed."""
+        """Whether anything was sent or consumed."""
         return bool(self._sent or self._consumed)
 
     @property
@@ -153,28 +164,32 @@ class Credit:
         return self._peer_consumed == self._sent
 
     def send(self, size: int) -> None:
-        """A message of this size is under way."""
+        """Count a message of `size` bytes as sent."""
         self._sent += size + _UNCLAIMED_OVERHEAD
 
     def has_room(self, size: int) -> bool:
-        """Whether a message of this size may be under way, too.
+        """Return whether a message of `size` bytes may be sent now.
 
-        Bytes are in flight until the peer has told that it consumed them.
+        Bytes are in flight until the peer has reported that it consumed them.
         """
         in_flight = self._sent - self._peer_consumed
         return in_flight < self._window // 2 or in_flight + size <= self._window
 
     def receive_report(self, payload: bytes) -> bool | None:
-        """The peer says how much it consumed. Whether that is more than before; None if it is more than it was sent."""
+        """Handle the peer's report of consumed bytes.
+
+        Returns:
+            Whether the number has grown; None if it exceeds the number of bytes that were sent.
+        """
         (consumed,) = CONSUMED.unpack(payload)
         if consumed > self._sent:
             return None
         if consumed <= self._peer_consumed:
-            return False  # one that was looked for may come after the next
+            return False  # a report that was found by a peek may be handled after a later one
         self._peer_consumed = consumed
         return True
 
-    # The peer's
+    # Messages of the peer
 
     @property
     def begun(self) -> bool:
@@ -182,29 +197,29 @@ class Credit:
         return bool(self._taken)
 
     def arrive(self, size: int) -> bool:
-        """A message of this size arrived. Whether the peer waits until what it sends is consumed, as it has to."""
+        """Count a message of `size` bytes as arrived. Return whether the peer has respected its window."""
         self._largest = max(self._largest, size)
         self._taken += size + _UNCLAIMED_OVERHEAD
         return self._taken - self._reported - self._largest <= self._peer_window * 5 // 4
 
     def consume(self, size: int) -> None:
-        """A message of this size was consumed."""
+        """Count a message of `size` bytes as consumed."""
         self._consumed += size + _UNCLAIMED_OVERHEAD
 
     def consume_all(self) -> None:
-        """All that arrived was consumed."""
+        """Count all messages that have arrived as consumed."""
         self._consumed = self._taken
 
     @property
     def should_report(self) -> bool:
-        """Whether so much was consumed that the peer should know."""
+        """Whether enough was consumed since the last report to send another one."""
         return self._consumed - self._reported >= self._peer_window // _REPORTS_PER_WINDOW
 
     def report(self) -> bytes:
-        """Return the message that tells the peer how much was consumed."""
+        """Return the payload of a new report of consumed bytes."""
         self._reported = self._consumed
         return self.last_report()
 
     def last_report(self) -> bytes:
-        """Return the last such message once more."""
+        """Return the payload of the last report again."""
         return CONSUMED.pack(self._reported)

@@ -1,4 +1,4 @@
-"""Domains of libfabric, with which memory is registered, and the descriptions that they are opened from."""
+"""Domains of libfabric, with which memory is registered, and the fi_info from which they are opened."""
 
 from __future__ import annotations
 
@@ -10,18 +10,25 @@ from typing import Any
 from dissociated.transport.native.fabric import _ofi as c
 from dissociated.transport.native.fabric._ofi import Ofi
 
-#: Operations that an endpoint has under way in each direction, at most; libfabric's default takes 40 MB for each.
+#: Limit of operations in progress of an endpoint, in each direction. Libfabric's default takes 40 MB per endpoint.
 QUEUE = 256
 
 
 def find_info(ofi: Ofi, provider: str, node: str, service: str | None, flags: int, rma: bool, action: str) -> Any:
-    """Return the first offer of libfabric, which the caller owns (fi_freeinfo). Raise TransportError without one."""
+    """Find a way to open an endpoint of `provider` at `node` and `service`.
+
+    Returns:
+        The first fi_info that libfabric offers. The caller must release it with fi_freeinfo.
+
+    Raises:
+        TransportError: if libfabric offers none. The message starts with `action`.
+    """
     ffi, lib = ofi.ffi, ofi.lib
     hints = lib.fi_dupinfo(ffi.NULL)
     hints.caps = c.MSG | c.TAGGED | (c.RMA if rma else 0)
     hints.ep_attr.type = c.EP_RDM
     hints.fabric_attr.prov_name = lib.strdup(provider.encode())
-    hints.domain_attr.threading = c.THREAD_SAFE if rma else c.THREAD_DOMAIN  # which may be shared
+    hints.domain_attr.threading = c.THREAD_SAFE if rma else c.THREAD_DOMAIN  # with rma, connections share a domain
     hints.domain_attr.mr_mode = c.MR_LOCAL | c.MR_VIRT_ADDR | c.MR_PROV_KEY | c.MR_ALLOCATED
     hints.tx_attr.size = hints.rx_attr.size = QUEUE
     found = ffi.new("struct fi_info **")
@@ -32,17 +39,17 @@ def find_info(ofi: Ofi, provider: str, node: str, service: str | None, flags: in
     return found[0]
 
 
-#: A key in a URI: whether addresses are those of the server's process, rather than offsets; libfabric's key.
+#: A key in a URI: whether addresses are virtual addresses of the server rather than offsets, and libfabric's key.
 RMA_KEY = struct.Struct("<BQ")
 
 
 def close_object(ffi: Any, opened: Any) -> None:
-    """Close what libfabric has opened: an endpoint, a queue, a domain, registered memory."""
+    """Close an object of libfabric: an endpoint, a queue, a domain or registered memory."""
     opened.fid.ops.close(ffi.addressof(opened.fid))
 
 
 class Domain:
-    """A fabric and a domain in it, with which memory is registered. The last endpoint that shares it closes it."""
+    """A fabric and a domain in it, with which memory is registered. The last endpoint that leaves it closes it."""
 
     def __init__(self, used: Ofi, info: Any) -> None:
         self._ffi = used.ffi
@@ -61,12 +68,12 @@ class Domain:
         self._used = used
 
     def enter(self) -> None:
-        """Another endpoint shares it."""
+        """Count another endpoint that shares the domain."""
         with self._lock:
             self._users += 1
 
     def leave(self) -> None:
-        """An endpoint is closed."""
+        """Count a closed endpoint, and close the domain after the last one."""
         with self._lock:
             self._users -= 1
             if not self._users:
@@ -74,7 +81,11 @@ class Domain:
                     close_object(self._ffi, opened)
 
     def register(self, memory: Any, access: int) -> Any:
-        """Let libfabric use memory, or peers, until what is returned is given to `unregister`."""
+        """Register `memory`, so that libfabric or peers can use it with the rights in `access`.
+
+        Returns:
+            The registration, which must be passed to `unregister` before the memory is released.
+        """
         registered, null = self._ffi.new("struct fid_mr **"), self._ffi.NULL
         fid = self._ffi.addressof(self.domain.fid)
         code = self.domain.mr.reg(fid, memory, len(memory), access, 0, next(self._keys), 0, registered, null)
@@ -82,5 +93,5 @@ class Domain:
         return registered[0]
 
     def unregister(self, registered: Any) -> None:
-        """Peers, and libfabric, have no more access."""
+        """End the access of libfabric and of peers to registered memory."""
         close_object(self._ffi, registered)

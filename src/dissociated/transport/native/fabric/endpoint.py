@@ -1,5 +1,7 @@
-"""Endpoints of libfabric for reliable datagrams (RDM): messages of two kinds, between any endpoints that know each
-other's names, and descriptors to wait on. Nothing here is thread-safe, and nothing knows what messages mean.
+"""Endpoints of libfabric for reliable datagrams (RDM).
+
+They send tagged and untagged messages to any endpoint whose name they know, and have descriptors to wait on. Nothing
+here is thread-safe, and nothing depends on the content of messages.
 """
 
 from __future__ import annotations
@@ -29,20 +31,20 @@ from dissociated.uri import ANY_INTERFACE
 ANY_TAG = 2**64 - 1
 _ANYBODY = 2**64 - 1
 _COMPLETIONS_READ = 64  # completions that are read at once
-_EAGER = 1 << 13  # bytes up to which messages are always copied on the way, and need not be registered
+_EAGER = 1 << 13  # size in bytes up to which libfabric copies messages, so that they need not be registered
 _RXM_EAGER = 1 << 14
-_ALL = 3  # objects that an endpoint consists of
-_MAX_DRAINED = 1 << 16  # messages that are thrown away, at most
-_MAX_DISCARDED_AT_ONCE = 64  # messages that are thrown away before the peer is kept from sending more
-_ANSWERED = 16  # reads of the queue after which a provider has answered, behind what else was done
-_MAX_UNANSWERED = 64  # times as many without an answer: a signal has interrupted whoever read it
-_CUT_OFF_TIMEOUT = 0.25  # seconds for what is cut off to end
-#: An untagged message may have this many bytes: what is left in a buffer for many of them must take one.
+_ALL = 3  # the number of objects of an open endpoint
+_MAX_DRAINED = 1 << 16  # limit of messages that are discarded by `close`
+_MAX_DISCARDED_AT_ONCE = 64  # messages that are discarded before the peer's connection is cut
+_ANSWERED = 16  # reads of the completion queue within which a provider answers a peek
+_MAX_UNANSWERED = 64  # peeks without an answer after which it is considered lost, as after a signal
+_CUT_OFF_TIMEOUT = 0.25  # seconds for operations to end after the connection was cut
+#: Limit of bytes of an untagged message. A buffer for many of them is used up when it has less than this left.
 MAX_SMALL_UNTAGGED = 1 << 16
 
 
 class PeekedMessage(NamedTuple):
-    """A tagged message that has been peeked at, and must now be claimed or discarded."""
+    """A tagged message that was found by a peek, and must be claimed or discarded."""
 
     tag: int
     length: int
@@ -50,16 +52,16 @@ class PeekedMessage(NamedTuple):
 
 
 class Heap:
-    """The C library's heap, as far as endpoints use it.
+    """The part of the C library's heap that endpoints use.
 
-    An endpoint takes 33 MB of it. glibc keeps what is freed, apart for each thread that has allocated: clients that
-    open and give up many connections would keep gigabytes. So freed memory goes back to the system as soon as closed
-    endpoints have used more than open ones do. That takes some milliseconds; opening an endpoint takes more.
+    An endpoint takes 33 MB of it. glibc keeps freed memory, separately for each thread that has allocated, so a process
+    that opens and closes many connections would keep gigabytes. Freed memory is therefore returned to the system as
+    soon as more endpoints were closed than are open. That takes a few milliseconds, less than opening an endpoint.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a finalizer may interrupt its owner
-        self._open = self._closed = 0  # endpoints; those that were closed since memory was last given back
+        self._open = self._closed = 0  # endpoints that are open, and those closed since memory was last returned
 
     def opened(self) -> None:
         """Count an endpoint that is being opened."""
@@ -67,32 +69,39 @@ class Heap:
             self._open += 1
 
     def closed(self) -> None:
-        """Count an endpoint that is closed, and give memory back if it is time."""
+        """Count an endpoint that was closed, and return memory to the system if it is time."""
         with self._lock:
             self._open -= 1
             self._closed += 1
             if self._closed < self._open:
                 return
             self._closed = 0
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries than glibc keep less
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it; other C libraries keep less memory
         if trim is not None:
             trim(0)
 
 
 @once
 def heap_of(pid: int) -> Heap:
-    """Return the heap of this process. A child that was forked closes none of its parent's endpoints."""
+    """Return the heap of process `pid`. A forked child does not close the endpoints of its parent."""
     return Heap()
 
 
 class FabricEndpoint:
-    """Bound to `node` and `service`, which are a host and a port where the provider has such; owns all that it opens.
+    """An endpoint that is bound to an address. Owns all objects that it opens.
 
-    With `rma` it can read from memory that others have registered; endpoints that share a `domain` are reached by
-    whoever has a key of it. Raises TransportError where libfabric refuses.
+    Args:
+        provider: the name of the libfabric provider.
+        node: the host to bind to, or the provider's equivalent.
+        service: the port to bind to, or the provider's equivalent; None for any.
+        rma: whether the endpoint can read memory that peers have registered.
+        domain: the domain to share, whose registered memory peers can then read over this endpoint.
+
+    Raises:
+        TransportError: if libfabric refuses.
     """
 
-    #: How many there are in one: what is sent in one comes in the order of libfabric.
+    #: The number of libfabric endpoints. Messages sent by the same one arrive in libfabric's order.
     lanes = 1
 
     def __init__(
@@ -103,8 +112,8 @@ class FabricEndpoint:
         self._operations = Operations(self._ffi)
         self._heap = heap_of(os.getpid())
         self._entered = self._enabled = self._closing = False
-        self._opened: list[Any] = []  # what has to be closed, last first
-        self._count = 0  # of operations that have ended, but for looking
+        self._opened: list[Any] = []  # objects that are open, to be closed in reverse order
+        self._count = 0  # the number of operations that have ended, except peeks
         self._peeking: Any = None
         self._found: PeekedMessage | None = None
         self._provider, self._rma, self._rxm = provider, rma, provider.endswith("ofi_rxm")
@@ -116,17 +125,17 @@ class FabricEndpoint:
             self.iov_limit = min(info.tx_attr.iov_limit, 4)
             self.max_message: int = info.ep_attr.max_msg_size
             self.protocol = f"{info.ep_attr.protocol}.{info.ep_attr.protocol_version}"
-            #: Messages up to this many bytes arrive whole; larger ones are fetched from the peer when they are claimed.
+            #: Size in bytes up to which messages arrive whole. Larger ones are fetched from the peer when claimed.
             self.eager_limit: int = self.max_message
             if self._rxm:
                 self.eager_limit = _RXM_EAGER
-                # Otherwise it registers memory itself, and where a transfer is cut off never lets go of it.
+                # Without this, rxm registers memory itself, and never releases it after an interrupted transfer.
                 info.domain_attr.mr_mode |= c.MR_LOCAL
-            #: Untagged messages are sent as such up to this many bytes. Larger ones the peer would fetch into a buffer
-            #: for many: rxm of 1.17 then says too early that it is used up, and crashes if it is closed meanwhile.
+            #: Size in bytes up to which untagged messages are sent untagged. The peer would fetch larger ones into a
+            #: buffer for many messages, which rxm of 1.17 then reports as used up too early, and crashes if closed.
             self.max_untagged = min(MAX_SMALL_UNTAGGED, self.eager_limit)
             self._local = bool(info.domain_attr.mr_mode & c.MR_LOCAL)
-            #: Whether addresses for reads are those of the server's process, rather than offsets.
+            #: Whether addresses for reads are virtual addresses of the server's process, rather than offsets.
             self.virtual_addresses = bool(info.domain_attr.mr_mode & c.MR_VIRT_ADDR)
             new = self._ffi.new
             self._entries = new(f"struct fi_cq_tagged_entry[{_COMPLETIONS_READ}]")
@@ -176,21 +185,21 @@ class FabricEndpoint:
         queue_fid = ffi.addressof(self._queue.fid)
         descriptor = ffi.new("int *")
         check(self._queue.fid.ops.control(queue_fid, c.GETWAIT, descriptor), action)
-        self.wakes = [int(descriptor[0])]  #: descriptors, at which there is something to read when there is to do
+        self.wakes = [int(descriptor[0])]  #: descriptors that are readable when there is work to do
         self._waited_for = ffi.new("struct fid *[1]", [queue_fid])
 
-    # Who is who
+    # Names and addresses
 
     @property
     def name(self) -> bytes:
-        """What others insert to reach this endpoint."""
+        """The name that peers insert to reach this endpoint."""
         ffi = self._ffi
         length, memory = ffi.new("size_t *", 256), ffi.new("char[256]")
         self.ofi.check(self._endpoint.cm.getname(self._fid, memory, length), "asking for an endpoint's name")
         return bytes(ffi.buffer(memory, length[0]))
 
     def find(self, node: str, service: str) -> bytes:
-        """The name of the endpoint that is bound there."""
+        """Return the name of the endpoint that is bound to `node` and `service`."""
         info = find_info(self.ofi, self._provider, node, service, 0, self._rma, f"looking for {node}:{service}")
         try:
             return bytes(self._ffi.buffer(info.dest_addr, info.dest_addrlen))
@@ -198,7 +207,14 @@ class FabricEndpoint:
             self._lib.fi_freeinfo(info)
 
     def insert(self, name: bytes) -> int:
-        """Make an endpoint known. Its number, for sending to it. Raises TransportError for what is no name."""
+        """Add the endpoint called `name` to the address vector.
+
+        Returns:
+            The number of the endpoint, for sending to it.
+
+        Raises:
+            TransportError: if the name is invalid.
+        """
         number = self._ffi.new("fi_addr_t *")
         padded = name.ljust(256, b"\0")
         if self._vector.ops.insert(self._vector, self._ffi.from_buffer(padded), 1, number, 0, self._ffi.NULL) != 1:
@@ -207,27 +223,37 @@ class FabricEndpoint:
         return int(number[0])
 
     def remove(self, number: int) -> None:
-        """Forget an endpoint."""
+        """Remove an endpoint from the address vector."""
         self._vector.ops.remove(self._vector, self._ffi.new("fi_addr_t *", number), 1, 0)
 
     # Messages
 
     @property
     def ended(self) -> int:
-        """How many operations have ended, but for looking."""
+        """The number of operations that have ended, except peeks."""
         return self._count
 
     @property
     def peeked(self) -> PeekedMessage | None:
-        """What was found and is neither claimed nor discarded."""
+        """The message that was found by a peek, and is neither claimed nor discarded yet."""
         return self._found
 
     def send(self, to: int, tag: int | None, pieces: Sequence[Any], done: Done) -> bool:
-        """Begin to send; `pieces` are at most `iov_limit` buffers (cffi's). False if that must be tried again later.
+        """Begin to send a message.
 
-        They must stay as they are until `done`, and are kept till then. Raises TransportError.
+        Args:
+            to: the number of the receiving endpoint.
+            tag: the tag; None for an untagged message.
+            pieces: at most `iov_limit` cffi buffers, which are kept alive and must not change until `done` is called.
+            done: called when the send has ended.
+
+        Returns:
+            False if libfabric does not accept the message now, so that it must be sent again later.
+
+        Raises:
+            TransportError: if libfabric refuses.
         """
-        assert len(pieces) <= self.iov_limit  # libfabric does not check that, and crashes
+        assert len(pieces) <= self.iov_limit  # libfabric would crash, as it does not check the number
         registered = (
             [self._register(piece) for piece in pieces] if self._local and sum(map(len, pieces)) > _EAGER else ()
         )
@@ -252,7 +278,10 @@ class FabricEndpoint:
         return self._begun(operation, code, "sending")
 
     def receive_untagged(self, memory: Any, done: Done) -> None:
-        """Receive untagged messages into `memory`, until it is used up: `done` is told so as the last of them ends."""
+        """Receive untagged messages into `memory` until it is used up.
+
+        `done` is called for each message. Its completion has `last` set when the memory is used up.
+        """
         registered = [self._register(memory)] if self._local else ()
         least = MAX_SMALL_UNTAGGED if self._rxm else None
         filling = Filling(int(self._ffi.cast("uintptr_t", memory)), len(memory), least)
@@ -266,7 +295,7 @@ class FabricEndpoint:
         self._begun(operation, self._endpoint.msg.recvmsg(self._endpoint, message, c.MULTI_RECV), "receiving")
 
     def receive_tagged(self, memory: Any, tag: int, ignore: int, done: Done) -> None:
-        """Receive one message whose tag is `tag` but for the bits in `ignore`."""
+        """Receive one message into `memory`. Its tag must equal `tag`, except for the bits in `ignore`."""
         registered = [self._register(memory)] if self._local else ()
         operation, ep = self._operations.begin(done, memory, registered=registered), self._endpoint
         described = registered[0].mem_desc if registered else self._ffi.NULL
@@ -274,7 +303,10 @@ class FabricEndpoint:
         self._begun(operation, code, "receiving")
 
     def peek(self) -> PeekedMessage | None:
-        """A tagged message that has arrived and that nobody waits for. The same until it is claimed or discarded."""
+        """Return a tagged message that has arrived and for which no receive was posted, or None.
+
+        Further calls return the same message until it is claimed or discarded.
+        """
         if self._found is None:
             if self._peeking is None:
                 operation = self._operations.begin(self._on_peeked, None)
@@ -298,11 +330,11 @@ class FabricEndpoint:
             self._found = PeekedMessage(completion.tag, completion.length, context)
 
     def claim(self, memory: Any, done: Done) -> None:
-        """Receive the message that was found into `memory`, which has its length."""
+        """Receive the peeked message into `memory`, which must have its length."""
         self._claim(memory, c.CLAIM, done)
 
     def discard(self) -> None:
-        """Throw the message that was found away."""
+        """Discard the peeked message."""
         self._claim(self._ffi.new("char[1]"), c.CLAIM | c.DISCARD, lambda completion: None)
 
     def _claim(self, memory: Any, flags: int, done: Done) -> None:
@@ -323,11 +355,19 @@ class FabricEndpoint:
         self._begun(operation, code, "receiving")
 
     def read(self, source: int, address: int, key: int, into: Any, at: int, length: int, done: Done) -> bool:
-        """Begin to read memory of a peer's into part of a buffer. False if that must be tried again later."""
+        """Begin to read `length` bytes of a peer's memory into the buffer `into` at offset `at`.
+
+        Returns:
+            False if libfabric does not accept the read now, so that it must be tried again later.
+
+        Raises:
+            TransportError: if libfabric refuses.
+        """
         piece = self._ffi.buffer(into + at, length)
         view = self._ffi.from_buffer(piece, require_writable=True)
         registered = [self._register(view)] if self._local else ()
-        operation = self._operations.begin(done, (into, view), registered=registered, fetches=True)  # no view keeps it
+        # The view does not keep `into` alive, so both are kept.
+        operation = self._operations.begin(done, (into, view), registered=registered, fetches=True)
         described = registered[0].mem_desc if registered else self._ffi.NULL
         code = self._endpoint.rma.read(self._endpoint, view, length, described, source, address, key, operation.context)
         return self._begun(operation, code, "reading memory")
@@ -335,7 +375,7 @@ class FabricEndpoint:
     # Completions
 
     def _register(self, memory: Any) -> Any:
-        """Let libfabric use memory for an operation, which then owns what is returned."""
+        """Register memory for an operation, which owns the returned registration."""
         return self.domain.register(memory, c.SEND | c.RECV | c.READ)
 
     def _begun(self, operation: Operation, code: int, action: str) -> bool:
@@ -346,7 +386,7 @@ class FabricEndpoint:
         return code == 0
 
     def progress(self) -> bool:
-        """Let libfabric work, and tell of what is done. Whether anything was."""
+        """Let libfabric work, and call `done` of operations that have ended. Return whether any has."""
         ffi, queue = self._ffi, self._queue
         count = queue.ops.read(queue, self._entries, _COMPLETIONS_READ)
         if count > 0:
@@ -370,27 +410,31 @@ class FabricEndpoint:
         operation, whole = ended
         if operation.context is not self._peeking:
             self._count += 1
-        if not self._closing or operation.done == self._on_peeked:  # nobody is told what ends by being closed
+        # Operations that end because of `close` are not reported.
+        if not self._closing or operation.done == self._on_peeked:
             operation.done(Completion(error, entry.flags, entry.len, entry.buf, entry.tag, whole))
 
     def arm(self) -> bool:
-        """Whether one may sleep now: otherwise there is something to do."""
+        """Prepare to sleep. Return False if there is work to do first."""
         return bool(self._fabric.ops.trywait(self._fabric, self._waited_for, 1) == 0)
 
     def sleep(self, waker: Waker, seconds: float) -> bool:
-        """Sleep until there is something to do, or `waker` is set, which it then is no more. Whether libfabric woke us.
+        """Sleep until there is work to do or `waker` is set, for `seconds` at most. Reset `waker`.
 
-        The only method that another thread may run beside others.
+        This is the only method that a thread may call while another thread uses the endpoint.
+
+        Returns:
+            Whether libfabric has work to do.
         """
         return waker.sleep(self.wakes, seconds)
 
     def _drain(self) -> None:
-        """Throw away what nobody has received: closing an endpoint over it crashes in libfabric 2.5."""
+        """Discard unclaimed messages: libfabric 2.5 crashes if an endpoint is closed while it holds any."""
         try:
             unanswered = 0
             for number in range(_MAX_DRAINED):
                 if number == _MAX_DISCARDED_AT_ONCE:
-                    self._cut()  # it would send more while we look for more
+                    self._cut()  # keeps the peer from sending more meanwhile
                 if self.peek() is not None:
                     self.discard()
                     unanswered = 0
@@ -399,16 +443,16 @@ class FabricEndpoint:
                 else:
                     unanswered += 1
         except TransportError:
-            pass  # it is broken already
+            pass  # the endpoint has failed, so there is nothing to drain
 
     def _cut(self) -> None:
-        """End what is being fetched, as if the peer had gone: closing an endpoint over it crashes in libfabric 1.
+        """Cut the connection to the peer, which ends all fetches: closing during a fetch crashes in libfabric 1.
 
-        It ends what is being sent to us, too.
+        It also keeps the peer from sending more.
         """
         if self._known is None:
             return
-        with suppress(ValueError, struct.error):  # providers that do not use TCP have other names
+        with suppress(ValueError, struct.error):  # names of providers without TCP are no socket addresses
             _shut_down(self.name, self._known)
         end = time.monotonic() + _CUT_OFF_TIMEOUT
         with suppress(TransportError):
@@ -416,19 +460,19 @@ class FabricEndpoint:
                 self.progress()
 
     def close(self) -> None:
-        """Close everything, in the order that libfabric wants. Operations in progress are dropped."""
+        """Close all objects in the order that libfabric requires. Operations in progress are dropped."""
         self._closing = True
         with interrupts_held():
             self._give_back()
 
     def _give_back(self) -> None:
-        """Close what is still open."""
+        """Close the objects that are still open."""
         if self._enabled:
             if self._operations.fetching and self.ofi.version.startswith("1."):
                 self._cut()
             self._drain()
             self._enabled = False
-        if len(self._opened) == _ALL:  # the endpoint first: nothing may use memory any more
+        if len(self._opened) == _ALL:  # the endpoint goes first, so that nothing uses registered memory any more
             close_object(self._ffi, self._opened.pop())
         self._operations.unregister_all()
         while self._opened:
@@ -441,10 +485,11 @@ class FabricEndpoint:
 
 
 class DualEndpoint:
-    """Two endpoints that are used as one, for providers with which a message that nobody claims holds up all behind it.
+    """Two endpoints that are used as one, for providers with which an unclaimed message blocks all messages behind it.
 
-    Messages whose tag is `apart` go from second to second, and are the only ones to be looked for; all others are
-    waited for by the first, which nothing can hold up. Between the two there is no order. The name is that of both.
+    Messages whose tag satisfies `apart` are sent from the second endpoint to the peer's second endpoint, and only those
+    are peeked at. Receives for all other messages are posted at the first endpoint, so nothing can block there.
+    Messages of the two endpoints arrive in no particular order. The name consists of the names of both.
     """
 
     lanes = 2
@@ -453,7 +498,7 @@ class DualEndpoint:
         self._apart = apart
         self._first = first = FabricEndpoint(provider, node, None)
         try:
-            # In a domain of its own: what waits to be claimed is found by whoever looks in the same.
+            # It has a domain of its own, because a peek also finds unclaimed messages of other endpoints of its domain.
             self._second = FabricEndpoint(provider, node, None)
         except BaseException:
             first.close()
@@ -467,72 +512,83 @@ class DualEndpoint:
 
     @property
     def name(self) -> bytes:
-        """What others insert to reach this one."""
+        """The name that peers insert to reach this endpoint."""
         return self._first.name + self._second.name
 
     def insert(self, name: bytes) -> int:
-        """Make another known. Its number, for sending to it. Raises TransportError for what is no name of two."""
+        """Add the pair of endpoints called `name` to the address vectors.
+
+        Returns:
+            The number of the pair, for sending to it.
+
+        Raises:
+            TransportError: if the name is invalid.
+        """
         half = len(self._first.name)
         number = self._first.insert(name[:half])
-        other = self._second.insert(name[half:] or name)  # one that is no pair takes a number in both, too
+        other = self._second.insert(name[half:] or name)  # a single name is added to both, to keep the numbers equal
         if number != other:
             raise TransportError(f"{name.hex()} names one endpoint twice")
         return number
 
     @property
     def ended(self) -> int:
-        """How many operations have ended, but for looking."""
+        """The number of operations that have ended, except peeks."""
         return self._first.ended + self._second.ended
 
     @property
     def peeked(self) -> PeekedMessage | None:
-        """What was found and is neither claimed nor discarded."""
+        """The message that was found by a peek, and is neither claimed nor discarded yet."""
         return self._second.peeked
 
     def send(self, to: int, tag: int | None, pieces: Sequence[Any], done: Done) -> bool:
-        """See `FabricEndpoint`."""
+        """Begin to send a message. See `FabricEndpoint.send`."""
         apart = tag is not None and self._apart(tag)
         return (self._second if apart else self._first).send(to, tag, pieces, done)
 
     def progress(self) -> bool:
-        """Let libfabric work, for both. Whether anything was done."""
+        """Let libfabric work for both endpoints. Return whether any operation has ended."""
         first, second = self._first.progress(), self._second.progress()
         return first or second
 
     def arm(self) -> bool:
-        """Whether one may sleep now: otherwise there is something to do."""
+        """Prepare to sleep. Return False if there is work to do first."""
         return self._first.arm() and self._second.arm()
 
     def sleep(self, waker: Waker, seconds: float) -> bool:
-        """See `FabricEndpoint`. The only method that another thread may run beside others."""
+        """Sleep until there is work to do. See `FabricEndpoint.sleep`."""
         return waker.sleep(self.wakes, seconds)
 
     def close(self) -> None:
-        """Close both. What was under way is dropped."""
+        """Close both endpoints. Operations in progress are dropped."""
         try:
             self._second.close()
         finally:
             self._first.close()
 
 
-#: The endpoint, or two, of one connection.
+#: The endpoint, or the pair of endpoints, of one connection.
 ConnectionEndpoint: TypeAlias = FabricEndpoint | DualEndpoint
 
 
 def _shut_down(name: bytes, other: bytes) -> None:
-    """End the TCP connections of the endpoint of this name, and those with the other. Raises ValueError, struct.error.
+    """Shut down the TCP connections of the endpoint called `name`, and those with the endpoint called `other`.
 
-    libfabric gives no way to them: they are found among the descriptors of this process. The C library is asked, which
-    takes no descriptor: a `socket` would have to be a duplicate, and there may be no more.
+    Libfabric does not expose its connections, so they are looked for among the descriptors of this process. The C
+    library is called directly, because Python's `socket` would have to duplicate each descriptor, and none may be free.
 
-    The caller has the endpoint for itself: libfabric closes those connections only while it is let work, so a
-    number cannot become another's here. A duplicate would not be safer: closing one of a file gives up the locks of
-    this process on it, such as those of SQLite.
+    No other thread may use the endpoint meanwhile. Libfabric closes its connections only while it works, so their
+    descriptors are not reused during this call. Duplicates would not be safer: closing the duplicate of a file would
+    release the locks of this process on that file, such as those of SQLite.
+
+    Raises:
+        ValueError: if a name is no internet address.
+        struct.error: if a name is too short.
     """
     (host, port), peer = host_and_port(name), host_and_port(other)
     libc, stream = ctypes.CDLL(None), struct.pack("i", socket.SOCK_STREAM)
     for descriptor in _descriptors():
-        with suppress(OSError, ValueError, struct.error):  # closed meanwhile, or none of those
+        with suppress(OSError, ValueError, struct.error):  # closed meanwhile, or no internet socket
             here = host_and_port(_told(libc.getsockname, descriptor))
             is_stream = _told(libc.getsockopt, descriptor, socket.SOL_SOCKET, socket.SO_TYPE) == stream
             ours = here[1] == port and (here[0] == host or host in ANY_INTERFACE)
@@ -541,7 +597,7 @@ def _shut_down(name: bytes, other: bytes) -> None:
 
 
 def _told(call: Callable[..., int], descriptor: int, *about: int) -> bytes:
-    """Ask the C library about a socket. Raises OSError."""
+    """Return the result of a C function that describes a socket. Raise OSError if it fails."""
     memory, length = ctypes.create_string_buffer(256), ctypes.c_uint32(256)
     if call(descriptor, *about, memory, ctypes.byref(length)):
         raise OSError(f"the descriptor {descriptor} is none of a socket of that kind")
@@ -549,9 +605,9 @@ def _told(call: Callable[..., int], descriptor: int, *about: int) -> bytes:
 
 
 def _descriptors() -> Iterable[int]:
-    """List the descriptors of this process, or all that it can have if none is left to list them with.
+    """List the open descriptors of this process; if no descriptor is free for that, all possible ones.
 
-    The latter are hardly more: almost all are open then. Each takes a few microseconds.
+    In the latter case almost all are open, so there are hardly more to check. Each check takes a few microseconds.
     """
     try:
         return map(int, os.listdir("/proc/self/fd"))

@@ -1,4 +1,4 @@
-"""Heartbeats of connections over libfabric: a receive that was posted never fails, so nothing else tells who died."""
+"""Heartbeats of connections over libfabric, which detect dead peers: a posted receive never fails."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dissociated.transport.native.threads import start_thread
 
 _log = logging.getLogger(__name__)
 
-_MAX_MISSED = 10  # heartbeats that a peer may miss
-_REFUSED = 1.0  # seconds that libfabric may take nothing, although it has nothing to do
+_MAX_MISSED = 10  # missing heartbeats after which a peer is considered dead
+_REFUSED = 1.0  # seconds for which libfabric may refuse a message although it is idle
 
 
 #: Sends one heartbeat of a connection.
@@ -23,15 +23,19 @@ Beat: TypeAlias = Callable[[], None]
 
 
 class Heartbeat:
-    """A thread for the heartbeats of all connections of this process. There is none while there are no connections."""
+    """The heartbeats of all connections of this process, and their thread, which runs while there are connections."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._due: dict[Beat, tuple[float, float]] = {}  # when the next is due, and the seconds between two
+        self._due: dict[Beat, tuple[float, float]] = {}  # the time of the next heartbeat, and the seconds between two
         self._running = False
 
     def add(self, beat: Beat, interval: float) -> None:
-        """Call `beat` every `interval` seconds. Raises TransportError where there is no thread to be had for it."""
+        """Call `beat` every `interval` seconds.
+
+        Raises:
+            TransportError: if the system has no thread to spare.
+        """
         with self._changed:
             if not self._running:
                 start_thread(self._run, "fabric heartbeat", "heartbeats take a thread")
@@ -40,7 +44,7 @@ class Heartbeat:
             self._changed.notify()
 
     def remove(self, beat: Beat) -> None:
-        """Forget it."""
+        """Stop calling `beat`, if it is called."""
         with self._changed:
             self._due.pop(beat, None)
             self._changed.notify()
@@ -66,7 +70,7 @@ class Heartbeat:
             beat()
         except DissociatedError as error:
             _log.info("%r: %s", beat, error)
-        except Exception:  # such as one of memory: the hearts of others must beat
+        except Exception:  # such as a MemoryError, which must not stop the heartbeats of other connections
             _log.exception("%r: no heartbeat was sent", beat)
         finally:
             self._changed.acquire()
@@ -74,29 +78,30 @@ class Heartbeat:
 
 @once
 def heartbeat_of(pid: int) -> Heartbeat:
-    """That of this process: threads do not survive a fork, and connections are the parent's."""
+    """Return the heartbeats of process `pid`: after a fork, threads and connections remain the parent's."""
     return Heartbeat()
 
 
 class Liveness:
-    """Counts the heartbeats that a peer misses, and the time for which nothing is taken for it."""
+    """The number of heartbeats that a peer has missed, and the time for which libfabric has refused a message to it."""
 
     def __init__(self) -> None:
-        self.heard = True  #: anything of the peer, since the last heartbeat
+        self.heard = True  #: whether the peer has sent anything since the last heartbeat
         self._missed = 0
-        self._refused: object = None  # what libfabric did not take at the last heartbeat,
-        self._refused_at = 0.0  # and since when
+        self._refused: object = None  # the message that libfabric refused at the last heartbeat, or None
+        self._refused_at = 0.0  # the time since which it has refused it
 
     def miss(self) -> bool:
-        """A heartbeat is due. Whether the peer has missed too many."""
+        """Count this interval as missed unless the peer was heard. Return whether it has missed too many."""
         self._missed = 0 if self.heard else self._missed + 1
         self.heard = False
         return self._missed >= _MAX_MISSED
 
     def refuses(self, waiting: object) -> bool:
-        """Whether libfabric has not taken what is `waiting`, if anything is, for so long that there is no connection.
+        """Return whether libfabric has refused a message for so long that there is no connection any more.
 
-        That is true where it took something once, and has nothing to do.
+        Args:
+            waiting: the message that libfabric refuses although it is idle and accepted earlier ones, or None.
         """
         now = time.monotonic()
         if waiting is not self._refused:

@@ -1,4 +1,4 @@
-"""Listening over libfabric: an endpoint that only hears of clients, and says to each which one is for it."""
+"""Listeners over libfabric: an endpoint that receives the HELLO of clients, and answers with an endpoint for each."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from dissociated.uri import Uri
 
 _log = logging.getLogger(__name__)
 
-_RETRY_DELAY = 0.002  # seconds, while libfabric wants something to be tried again
-_LAST_TIMEOUT = 0.25  # seconds for the last word
-_MAX_KNOWN_CLIENTS = 64  # clients whose names a listener remembers
-_MAX_WAITING = 128  # clients that wait to be accepted
-_MAX_ANSWERS = 16  # that are answered at once: one that does not take its answer keeps no other waiting
-#: That have an endpoint and have not joined: each costs 16 MB and a dozen descriptors, and has proved nothing yet.
+_RETRY_DELAY = 0.002  # seconds between two attempts while libfabric accepts no operation
+_LAST_TIMEOUT = 0.25  # seconds for an answer to be sent
+_MAX_KNOWN_CLIENTS = 64  # limit of clients whose names are in the address vector
+_MAX_WAITING = 128  # limit of clients that wait to be accepted
+_MAX_ANSWERS = 16  # answers in progress, so that a client that does not receive its answer delays no other client
+#: Limit of clients that have an endpoint and have not joined yet: each costs 16 MB and a dozen descriptors.
 _MAX_JOINING = 16
-_JOIN_TIME = 1.0  # seconds that each of these may take although others wait
+_JOIN_TIME = 1.0  # seconds that such a client has to join, even if others wait
 
 
 class _Answer:
-    """What a client that said HELLO is told, and the connection that there is once it has been."""
+    """The answer to the HELLO of a client, and the connection that is returned once the answer is sent."""
 
     __slots__ = ("begun", "client", "connection", "end", "ended", "kind", "payload")
 
@@ -58,7 +58,7 @@ class _Answer:
 
 
 class FabricListener(NativeListener):
-    """An endpoint that only hears of clients; each then gets one of its own."""
+    """A listener with an endpoint that only receives the HELLO of clients. Each client gets an endpoint of its own."""
 
     def __init__(self, uri: Uri) -> None:
         self._log = LimitedLog(_log)
@@ -70,7 +70,7 @@ class FabricListener(NativeListener):
         self._hellos: deque[bytes] = deque()
         self._known: deque[int] = deque()
         self._answers: list[_Answer] = []
-        #: And since when, the oldest first. Those who accepted them own them.
+        #: Connections whose clients have not joined, and their start times, oldest first. Their acceptors own them.
         self._joining: list[tuple[float, weakref.ref[FabricConnection]]] = []
         with ExitStack() as undo:
             undo.callback(endpoint.close)
@@ -122,9 +122,10 @@ class FabricListener(NativeListener):
         self._endpoint.sleep(self._waker, _RETRY_DELAY if self._answers or self._hellos else MAX_SLEEP)
 
     def _has_place(self) -> bool:
-        """Whether one more may have an endpoint. If not, the one that has had most time to join goes, once it had some.
+        """Return whether another client may have an endpoint.
 
-        Whoever has accepted it closes it.
+        If not, interrupt the connection whose client has had the longest time to join, once it has had `_JOIN_TIME`.
+        The owner of that connection closes it.
         """
         self._joining = [(since, one) for since, one in self._joining if (joining := one()) and joining.joining]
         if len(self._joining) < _MAX_JOINING:
@@ -132,13 +133,13 @@ class FabricListener(NativeListener):
         since, oldest = self._joining[0]
         slowest = oldest()
         if slowest is not None and time.monotonic() >= since + _JOIN_TIME:
-            slowest.arrived()  # it may have come, and nobody has looked yet
+            slowest.arrived()  # handles a JOIN that has arrived and was not read yet
             if slowest.joining:
                 slowest.interrupt()
         return False
 
     def _welcome(self, hello: bytes) -> None:
-        """Begin to answer the client that says this: with a connection, unless there can be none."""
+        """Begin to answer the HELLO of a client: with a new connection, or with a rejection."""
         version, name = hello[:1], hello[1:]
         try:
             client = self._endpoint.insert(name)
@@ -152,7 +153,7 @@ class FabricListener(NativeListener):
         if version != VERSION or len(name) != len(self._endpoint.name) * lanes(self._provider):
             self._answer(client, Kind.ABORT, b"the server exchanges names in another way: install the same version")
             return
-        # Memory is registered with a domain, so that endpoints from which it is read share the listener's.
+        # Memory is registered with the listener's domain, so endpoints from which peers read it must share that domain.
         domain = self._endpoint.domain if self.exposes_memory else None
         endpoint = open_endpoint(self._provider, self._host, self.exposes_memory, domain)
         try:
@@ -168,13 +169,13 @@ class FabricListener(NativeListener):
         self._answers.append(_Answer(client, kind, self._ffi.from_buffer(payload), connection))
 
     def _given(self, answer: _Answer) -> bool:
-        """Whether an answer has been given, or is so no more: who does not take it is waited for no longer."""
+        """Return whether an answer was sent or has expired, and begin to send it if that has not begun yet."""
         try:
             if not answer.begun:
                 answer.begun = self._endpoint.send(
                     answer.client, CONTROL | answer.kind, [answer.payload], answer.ended.append
                 )
-        except TransportError as error:  # it is gone already
+        except TransportError as error:  # the client is gone
             _log.debug("%s: %s", self.uri, error)
             return True
         return bool(answer.ended) or time.monotonic() >= answer.end

@@ -1,4 +1,4 @@
-"""The operations that an endpoint of libfabric has begun, each with what must stay until it has ended."""
+"""The operations in progress of a libfabric endpoint, each with the memory that must stay until it has ended."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _CONTEXT_SIZE = 8  # pointers that a provider may keep in the context of an oper
 
 
 class Completion(NamedTuple):
-    """How an operation ended. `error` is 0 or an errno; `pointer` is where an untagged message lies.
+    """The result of an operation. `error` is 0 or an errno; `pointer` is the address of an untagged message.
 
-    `last` is false where it goes on: there is room for more untagged messages, or some are still being received.
+    `last` is false if the operation continues: its buffer has room for more untagged messages, or some are still being
+    received.
     """
 
     error: int
@@ -29,23 +30,23 @@ Done = Callable[[Completion], None]
 
 
 class Filling:
-    """How much of a buffer for untagged messages has been received.
+    """The fill state of a buffer for untagged messages.
 
-    MULTI_RECV says that nothing more is put into it. With rxm of libfabric 1.17 some messages are still on their way
-    then: large ones are fetched from the sender, small ones are there at once. With rxm they lie side by side, until
-    less than `least` bytes are left, so that one can see which are missing. Of other providers that is not known
-    (None), nor that they do this.
+    The flag MULTI_RECV means that no further message is put into the buffer. With rxm of libfabric 1.17, some messages
+    may still be in progress then, because large ones are fetched from the sender. Rxm puts messages next to each other
+    until less than `least` bytes are left, so a gap shows that a message is missing. For other providers `least` is
+    None, and the flag alone counts.
     """
 
     __slots__ = ("_address", "_end", "_full", "_least", "_received", "_size")
 
     def __init__(self, address: int, size: int, least: int | None) -> None:
         self._address, self._size, self._least = address, size, least
-        self._received = self._end = 0  # bytes of messages, and where the last ends that is known
+        self._received = self._end = 0  # bytes of received messages, and the offset at which the last of them ends
         self._full = False
 
     def take(self, address: int, length: int, flags: int) -> bool:
-        """A message has been received, or nothing but a flag. Whether the buffer is full, and nothing on its way."""
+        """Count a completion, with a message or only a flag. Return whether the buffer is full and all is received."""
         if flags & c.RECV:
             self._received += length
             self._end = max(self._end, address + length - self._address)
@@ -57,20 +58,20 @@ class Filling:
 
 
 class Operation(NamedTuple):
-    """One that was begun. `context` is what libfabric calls it."""
+    """An operation in progress. `context` identifies it in libfabric."""
 
     context: Any
     done: Done
-    keep: Any  # memory that must stay
-    filling: Filling | None  # of one that ends more than once: a buffer for untagged messages
-    registered: list[Any]  # memory, for as long as it lasts
-    fetches: bool  # whether the peer's memory is being read
+    keep: Any  # memory that must stay alive
+    filling: Filling | None  # set for a buffer of many untagged messages, whose operation completes several times
+    registered: list[Any]  # registrations of memory, which end with the operation
+    fetches: bool  # whether the operation reads memory of the peer
 
 
 class Operations:
-    """Those of one endpoint, by their contexts. Owns the memory that is registered for them."""
+    """The operations of one endpoint by their contexts. Owns the registrations of their memory."""
 
-    domain: Domain  #: with which it is registered; set before any is
+    domain: Domain  #: the domain of the registrations; set before the first operation
 
     def __init__(self, ffi: Any) -> None:
         self._ffi = ffi
@@ -78,7 +79,7 @@ class Operations:
 
     @property
     def fetching(self) -> bool:
-        """Whether memory of a peer's is being read."""
+        """Whether an operation reads memory of a peer."""
         return any(operation.fetches for operation in self._by_context.values())
 
     def begin(
@@ -90,7 +91,7 @@ class Operations:
         registered: Sequence[Any] = (),
         fetches: bool = False,
     ) -> Operation:
-        """One that is given to libfabric next. `keep` stays until it has ended, and `done` is called then."""
+        """Record an operation that is passed to libfabric next. `keep` stays alive until the operation has ended."""
         if context is None:
             context = self._ffi.new(f"void *[{_CONTEXT_SIZE}]")
         operation = Operation(context, done, keep, filling, [*registered], fetches)
@@ -98,33 +99,33 @@ class Operations:
         return operation
 
     def forget(self, operation: Operation) -> None:
-        """Libfabric did not take it, or has ended it."""
+        """Remove an operation that libfabric did not accept, or that has ended."""
         del self._by_context[self._key(operation.context)]
         self._unregister(operation)
 
     def end(self, entry: Any, error: int) -> tuple[Operation, bool] | None:
-        """The one that `entry` says has ended, and whether in whole; None for one that was cut off."""
+        """Return the operation of the completion `entry`, and whether it has ended; None if it was removed before."""
         operation = self._by_context.get(self._key(entry.op_context))
         if operation is None:
             return None
         filling = operation.filling
-        # After an error nothing tells what libfabric still writes to: that buffer stays until the endpoint is closed.
+        # After an error, libfabric may still write to the buffer, so it is kept until the endpoint is closed.
         whole = filling is None or (not error and filling.take(self._key(entry.buf), entry.len, entry.flags))
         if whole:
             self.forget(operation)
         return operation, whole
 
     def unregister_all(self) -> None:
-        """The endpoint is closed, and uses no memory any more."""
+        """Unregister the memory of all operations. The endpoint must be closed."""
         for operation in self._by_context.values():
             self._unregister(operation)
 
     def clear(self) -> None:
-        """Let go of what had to stay."""
+        """Remove all operations, and release the memory that they kept alive."""
         self._by_context.clear()
 
     def _unregister(self, operation: Operation) -> None:
-        while operation.registered:  # each once, although a signal may interrupt this: then it is called again
+        while operation.registered:  # `pop` ensures that each is unregistered once, even if a signal interrupts this
             self.domain.unregister(operation.registered.pop())
 
     def _key(self, context: Any) -> int:

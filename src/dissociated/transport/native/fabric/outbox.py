@@ -1,4 +1,4 @@
-"""Messages on their way out over libfabric, in as many pieces as that takes, and until it takes them."""
+"""Outgoing messages over libfabric: their pieces, and the queue in which they wait until libfabric accepts them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dissociated.transport.native.library import view_of
 
 _log = logging.getLogger(__name__)
 
-_JOIN_LIMIT = 1 << 13  # bytes up to which parts are copied together at once
-_SINGLY = 1 << 22  # bytes from which copying costs more than fetching in pieces
-_STAGING = 4  # pieces of memory that are kept to join messages in
+_JOIN_LIMIT = 1 << 13  # size in bytes of a message up to which its parts are joined when it is encoded
+_SINGLY = 1 << 22  # size in bytes from which copying a message costs more than fetching it in pieces
+_STAGING = 4  # buffers that are kept for joining further messages
 
 
 class Outgoing(NamedTuple):
-    """A message to be sent: at most as many pieces as libfabric takes, or more, which are joined on the way."""
+    """An encoded message. If it has more pieces than libfabric accepts, some are joined when it is sent."""
 
     tag: int | None
     size: int
@@ -30,9 +30,10 @@ class Outgoing(NamedTuple):
 
 
 def encode(ffi: Any, max_message: int, max_untagged: int, message: Message) -> Outgoing:
-    """A message as libfabric takes it: untagged beyond `max_untagged` bytes, it is tagged LARGE.
+    """Encode `message` for libfabric. An untagged message of more than `max_untagged` bytes is tagged LARGE.
 
-    Raises LocalProtocolError for what it cannot take.
+    Raises:
+        LocalProtocolError: if the tag is reserved, or the message is longer than `max_message` bytes.
     """
     tag, parts = message.tag, [part for part in message.parts if len(part)]
     size = sum(map(len, parts))
@@ -48,34 +49,34 @@ def encode(ffi: Any, max_message: int, max_untagged: int, message: Message) -> O
 
 
 class PendingSend:
-    """A message that was given to libfabric, or waits until that takes it."""
+    """A message that libfabric is sending, or that waits until libfabric accepts it."""
 
     __slots__ = ("ended", "memory", "pieces", "size", "tag")
 
     def __init__(self, tag: int | None, pieces: Sequence[Any], memory: bytearray | None = None) -> None:
         self.tag, self.pieces, self.memory = tag, pieces, memory
-        self.size = 0  # bytes, of a message that was asked for
+        self.size = 0  # bytes of a message of the protocol; 0 for a control message
         self.ended = False
 
 
 class Joiner:
-    """Joins the pieces of messages that have more than `most`."""
+    """Joins pieces of messages that have more than `most` pieces."""
 
     def __init__(self, ffi: Any, most: int) -> None:
         self._ffi, self._most = ffi, most
-        self._staging: list[bytearray] = []  # in which messages were joined, for the next ones
+        self._staging: list[bytearray] = []  # buffers that were used for joining, to be used again
 
     def fitted(self, message: Outgoing) -> PendingSend:
-        """The message in as many pieces as libfabric takes."""
+        """Return `message` with at most as many pieces as libfabric accepts."""
         tag, size, pieces = message
         return PendingSend(tag, pieces) if len(pieces) <= self._most else self._joined(tag, size, pieces)
 
     def _joined(self, tag: int | None, size: int, pieces: Sequence[Any]) -> PendingSend:
-        """A message in as many pieces as libfabric takes: those in a row are copied together that are the fewest bytes.
+        """Join the consecutive pieces with the fewest bytes, so that libfabric accepts the number of pieces.
 
-        In memory that was used before if there is some: fresh memory costs as much again.
+        A buffer of an earlier message is used again if one is large enough: fresh memory doubles the cost.
         """
-        single = self._most - 1 if size > _SINGLY else 0  # each piece is fetched by itself
+        single = self._most - 1 if size > _SINGLY else 0  # the number of pieces that are not joined
         row = len(pieces) - single
         sizes = [sum(map(len, pieces[at : at + row])) for at in range(single + 1)]
         least = min(sizes)
@@ -90,23 +91,23 @@ class Joiner:
         return PendingSend(tag, [*pieces[:first], whole, *pieces[first + row :]], memory)
 
     def release(self, sending: PendingSend) -> None:
-        """The message has been sent, or never will be: nothing that it consists of has to stay."""
+        """Release the memory of a message that has been sent, or never will be."""
         memory, sending.memory, sending.pieces = sending.memory, None, ()
         if memory is not None and len(self._staging) < _STAGING:
             self._staging.append(memory)
 
     def clear(self) -> None:
-        """Keep no memory for messages to come."""
+        """Release the buffers that are kept for further messages."""
         self._staging.clear()
 
 
-#: Told of a message that has been sent, with None; or why it was not, with libfabric's error, or 0 if there is none. It
-#: belongs to the owner of the outbox, which does not keep it.
+#: Called with None for a message that was sent; otherwise with libfabric's error, or 0 if there is no error number. The
+#: outbox does not keep it, because it refers to the outbox's owner.
 Settled: TypeAlias = Callable[[PendingSend, int | None], None]
 
 
 class Outbox:
-    """Gives messages to libfabric in order. They wait here until it takes them, and until the peer is known."""
+    """A queue of messages for libfabric, which wait until it accepts them and the peer's address is known."""
 
     def __init__(self, endpoint: ConnectionEndpoint, handshake: Handshake) -> None:
         self._endpoint, self._handshake = endpoint, handshake
@@ -116,38 +117,38 @@ class Outbox:
 
     @property
     def first(self) -> PendingSend | None:
-        """The message that waits for longest; None if none waits."""
+        """The oldest waiting message; None if none waits."""
         return self._waiting[0] if self._waiting else None
 
     def encode(self, message: Message) -> Outgoing:
-        """A message as libfabric takes it. Raises LocalProtocolError for what it cannot take."""
+        """Encode `message` for libfabric. Raise LocalProtocolError if its tag is reserved, or it is too long."""
         return encode(self._ffi, self._endpoint.max_message, self._endpoint.max_untagged, message)
 
     def send_message(self, message: Outgoing, settled: Settled) -> PendingSend:
-        """Send it after what waits, in as many pieces as libfabric takes."""
+        """Send `message` after the waiting ones, in at most as many pieces as libfabric accepts."""
         sending = self._joiner.fitted(message)
         sending.size = message.size
         return self.send(sending, settled)
 
     def send(self, sending: PendingSend, settled: Settled) -> PendingSend:
-        """Send it after what waits."""
+        """Send a message after the waiting ones."""
         if self._waiting or not self._begin(sending, settled):
             self._waiting.append(sending)
         return sending
 
     def advance(self, settled: Settled) -> None:
-        """Give libfabric what waits, as far as it takes that now."""
+        """Pass waiting messages to libfabric until it accepts no more."""
         while self._waiting and self._begin(self._waiting[0], settled):
-            if self._waiting:  # otherwise sending failed, and the owner has cleared it
+            if self._waiting:  # empty if the send failed, because the owner then clears the outbox
                 self._waiting.popleft()
 
     def clear(self) -> None:
-        """Drop the messages that wait, and the memory that is kept to join messages in."""
+        """Drop the waiting messages, and the buffers that are kept for joining."""
         self._waiting.clear()
         self._joiner.clear()
 
     def _begin(self, sending: PendingSend, settled: Settled) -> bool:
-        """Give it to libfabric. False if that has to be tried again later."""
+        """Pass a message to libfabric. Return False if that must be tried again later."""
         if self._handshake.address is None:
             return False
 

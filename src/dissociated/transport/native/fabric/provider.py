@@ -1,4 +1,4 @@
-"""Providers of libfabric: which can be used, what endpoints they need, and what a URI says of them."""
+"""Providers of libfabric: the usable ones, their endpoints, and the URI parameters that concern them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _HEARTBEAT = 2.0  # seconds
 def allows_rma(uri: Uri, provider: str) -> bool:
     """Return whether a listener lets clients fetch from memory.
 
-    Only rxm does. Memory is registered with the listener's domain, which all its connections share then. With the other
-    providers, a message that nobody has claimed yet is found by every endpoint of its domain, the listener's included.
+    Only rxm supports that. Memory is registered with the listener's domain, which all its connections then share. With
+    other providers, a peek of any endpoint of a domain, including the listener's, finds the messages of all of them.
 
     Raises:
-        UriError: if the URI asks for it with another provider. Clients would be sent addresses that they cannot read.
+        UriError: if the URI requests it with another provider. Clients would receive addresses that they cannot read.
     """
     if uri.parameters.get("rma") != "allow":
         return False
@@ -32,7 +32,7 @@ def allows_rma(uri: Uri, provider: str) -> bool:
 
 
 def provider_of(uri: Uri) -> str:
-    """The provider that a URI names. Raises UriError for those that are known to be wrong."""
+    """Return the provider in `uri`, or the default. Raise UriError for a provider that is known to be unusable."""
     name = uri.parameters.get("provider", PROVIDER)
     version = tuple(map(int, ofi().version.split(".")))
     wrong = None
@@ -54,19 +54,19 @@ def provider_of(uri: Uri) -> str:
 
 
 def lanes(provider: str) -> int:
-    """How many endpoints a connection has."""
+    """Return the number of endpoints of a connection."""
     return DualEndpoint.lanes if provider == "tcp" else FabricEndpoint.lanes
 
 
 def open_endpoint(provider: str, host: str, rma: bool, domain: Domain | None = None) -> ConnectionEndpoint:
-    """What one connection has."""
+    """Open the endpoint, or the pair of endpoints, of one connection."""
     if lanes(provider) == DualEndpoint.lanes:
         return DualEndpoint(provider, host, held_up)
     return FabricEndpoint(provider, host, None, rma, domain)
 
 
 def check_same(uri: Uri, endpoint: ConnectionEndpoint) -> None:
-    """Raise TransportError where the server says that it talks otherwise: nothing would ever arrive."""
+    """Raise TransportError if the server has an incompatible libfabric or protocol: no message would ever arrive."""
     ours = endpoint.ofi.version
     theirs = uri.parameters.get("libfabric", ours)
     protocol = uri.parameters.get("protocol", endpoint.protocol)

@@ -1,8 +1,8 @@
 """fabric://HOST:PORT[?provider=…]: libfabric, over TCP unless another provider is named.
 
-Untagged and tagged messages are libfabric's own, and carry what the protocol says. Tags have no sender, so each
-connection has an endpoint of its own, or two; what the two ends say to each other beside the protocol, from the
-exchange of their names to heartbeats, are tagged messages too: see docs/fabric-peers.md.
+Untagged and tagged messages of the protocol are untagged and tagged messages of libfabric. Tags do not name the sender,
+so each connection has one or two endpoints of its own. Control messages, from the exchange of names to heartbeats, are
+tagged messages too: see docs/fabric-peers.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dissociated.uri import Uri
 
 
 class FabricTransport(Transport):
-    """See the module."""
+    """The transport for fabric: URIs."""
 
     def connect(self, uri: Uri, timeout: float) -> Connection:
         if not uri.host or not uri.port:
@@ -54,9 +54,13 @@ class FabricTransport(Transport):
 
 
 def _probe(host: str, port: int, timeout: float, where: str) -> tuple[str, str]:
-    """The addresses of this host and of the other one, as seen from here. Raises where nobody listens.
+    """Connect to the server once by TCP, because libfabric would try to connect to a closed port for ever.
 
-    libfabric would try to connect to a closed port for ever.
+    Returns:
+        The IP addresses of this host and of the server.
+
+    Raises:
+        TransportError: if the server cannot be reached.
     """
     check_host_name(host)
     try:

@@ -1,7 +1,7 @@
-"""The binding to libucp: definitions, finding the library, and what its statuses mean. Nothing else.
+"""The binding to libucp: its definitions, how to find it, and how to read its statuses.
 
-cffi in ABI mode, so that no compiler is needed; parsing the definitions takes 70 ms, loading libucp 400. One set of
-definitions fits UCX 1.13 to 1.22, as long as every struct is zeroed: its field masks say what is set.
+It uses cffi in ABI mode, so that no compiler is needed. Parsing the definitions takes 70 ms, loading libucp 400 ms. The
+same definitions fit UCX 1.13 to 1.22 if every struct is zeroed, because field masks select the fields that UCX reads.
 """
 
 from __future__ import annotations
@@ -206,14 +206,14 @@ MEM_LOCAL_READ, MEM_REMOTE_READ = 1 << 0, 1 << 8
 OK, INPROGRESS = 0, 1
 INVALID_PARAM, BUSY, CONNECTION_RESET = -5, -15, -25
 
-#: Pointers from here on are errors.
+#: Pointers of this value or above are errors.
 _ERRORS = 2**64 - 100
-#: The first with every function above.
+#: The first version that has every function above.
 _OLDEST_UCX = (1, 13)
 
 
 class Ucp:
-    """libucp, loaded."""
+    """The loaded libucp."""
 
     def __init__(self) -> None:
         import cffi
@@ -233,40 +233,48 @@ class Ucp:
         self._address = self.ffi.typeof("uintptr_t")
 
     def address(self, pointer: Any) -> int:
-        """A pointer as a number."""
+        """Return the address in `pointer` as a number."""
         return int(self.ffi.cast(self._address, pointer))
 
     def status(self, pointer: Any) -> int:
-        """What a call that returns a pointer says: 0, INPROGRESS, or an error below 0."""
+        """Return the status in the result of a UCX call that returns a pointer: OK, INPROGRESS, or an error below 0."""
         value = self.address(pointer)
         if not value:
             return OK
         return value - 2**64 if value >= _ERRORS else INPROGRESS
 
     def point(self, where: Any, sockaddr: bytes) -> Any:
-        """Let `where` point to a socket address, which is returned: it must be kept for as long as that is used."""
+        """Let `where` point to a socket address.
+
+        Returns:
+            The memory of the address, which the caller must keep alive while UCX uses `where`.
+        """
         raw = self.ffi.from_buffer(sockaddr)
         where.addr, where.addrlen = raw, len(raw)
         return raw
 
     def raw(self, storage: Any) -> bytes:
-        """The socket address that is stored there."""
+        """Return the bytes of the socket address in `storage`."""
         return bytes(self.ffi.buffer(storage.bytes))
 
     def explain(self, status: int) -> str:
-        """A status in UCX's own words."""
+        """Return UCX's description of `status`."""
         text: bytes = self.ffi.string(self.lib.ucs_status_string(status))
         return text.decode()
 
     def check(self, status: int, action: str) -> None:
-        """Raise TransportError unless all is well."""
+        """Raise TransportError, with a message that starts with `action`, if `status` is an error."""
         if status < 0:
             raise TransportError(f"{action}: UCX {self.version}: {self.explain(status)}")
 
 
 @once
 def ucp() -> Ucp:
-    """Return the library, which is loaded on first use. Raises TransportError if there is none to be used."""
+    """Return the library, which is loaded on first use.
+
+    Raises:
+        TransportError: if libucp or cffi is missing or cannot be used.
+    """
     try:
         return Ucp()
     except ImportError:
@@ -275,9 +283,9 @@ def ucp() -> Ucp:
 
 @contextmanager
 def _tamed() -> Iterator[None]:
-    """Keep UCX, while it is loaded, from taking the program's signals, and from writing to its standard output.
+    """Keep UCX, while it is loaded, from replacing the program's signal handlers and writing to its standard output.
 
-    Errors come out as exceptions. What the user has set stays.
+    Errors are raised as exceptions instead. Environment variables that the user has set are not changed.
     """
     ours = {"UCX_DEBUG_SIGNO": "0", "UCX_HANDLE_ERRORS": "none", "UCX_LOG_LEVEL": "fatal"}
     added = {name: value for name, value in ours.items() if name not in os.environ}

@@ -1,12 +1,11 @@
-"""Connections over UCX that are closed, and that UCX is not done with.
+"""Closed UCX connections whose memory is still in use.
 
-In error mode peer what was under way ends, with an error, once no other connection sends from the same memory: UCX has
-one registration of it for all.
+In error mode "peer", operations in progress end with an error, but only when no other connection sends from the same
+memory, because UCX registers memory once for all connections.
 
-Where two processes of one host share memory (error mode none), each reads the other's bodies, and what it may fetch, by
-itself, when it comes to it, and nothing can stop it. So what a peer may still read stays until it has noticed that the
-connection is closed, or is gone. And what this process reads has to end before its worker does, or UCX aborts the
-process.
+In error mode "none", two processes of one host read each other's memory directly, at a time of their own, and nothing
+can stop them. So memory that a peer may still read is kept until the peer has noticed that the connection is closed, or
+has ended. And reads of this process must end before its worker is destroyed, or UCX aborts the process.
 """
 
 from __future__ import annotations
@@ -24,31 +23,40 @@ from dissociated.transport.native.ucx.endpoint import UcxEndpoint
 
 _log = logging.getLogger(__name__)
 
-_MAX_CLOSING = 64  # connections: each has a worker, up to 64 MB or one message, and a dataset that may be fetched from
-_INTERVAL = 0.05  # seconds between two looks
+#: Limit of closing connections. Each holds a worker, up to 64 MB or one message, and a dataset that peers may fetch.
+_MAX_CLOSING = 64
+_INTERVAL = 0.05  # seconds between two checks
 
 
 class ClosingConnection:
-    """What is left of a connection that is closed for whoever used it: its endpoint, and memory that is still in use.
-
-    Owns both.
-    """
+    """The endpoint of a connection that its user has closed, and the memory that is still in use. Owns both."""
 
     def __init__(self, peer: str, endpoint: UcxEndpoint, memory: list[object], devices: set[Device]) -> None:
-        """`devices` are those that UCX may still copy to."""
+        """Take over `endpoint` and `memory`.
+
+        Args:
+            peer: the name of the peer.
+            endpoint: the endpoint, whose close has begun.
+            memory: the objects whose memory UCX or the peer may still use.
+            devices: the devices to which UCX may still copy.
+        """
         self._peer = peer
         self._endpoint = endpoint
         self._memory = memory
         self._devices = devices
 
     def advance(self) -> bool:
-        """Let UCX work on it. Whether it is over, and everything has been given back.
+        """Let UCX work on the close of the connection.
 
-        Raises DeviceError while nobody can tell what is under way on a device.
+        Returns:
+            Whether the connection is closed and all its resources are released.
+
+        Raises:
+            DeviceError: if a device cannot tell whether copies to it have ended.
         """
         over = self._endpoint.advance_closing()
         if over:
-            for device in self._devices:  # nothing is begun any more, and this is after all that was
+            for device in self._devices:  # no copy begins any more, and the fence comes after all that have begun
                 if (after := device.fence()) is not None:
                     after.synchronize()
             self._endpoint.destroy()
@@ -60,21 +68,22 @@ class ClosingConnection:
 
 
 class ClosingConnections:
-    """Those of this process, and a thread that looks after them while there are any."""
+    """The closing connections of this process, and a thread that advances them while there are any."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # what is collected within it may be a connection, which comes here to close
+        # Reentrant: garbage collection under the lock may close a connection, which calls `add`.
+        self._lock = threading.RLock()
         self._connections: list[ClosingConnection] = []
-        self._looking = False  # whether there is the thread
+        self._looking = False  # whether the thread runs
 
     def add(self, connection: ClosingConnection) -> None:
-        """Own this connection from now on, and keep it until its peer needs it no more."""
+        """Take ownership of `connection`, and keep it until neither UCX nor its peer uses its memory."""
         with self._lock:
             self._connections.append(connection)
         self._look_after()
 
     def check_room(self) -> None:
-        """Raise TransportError where so many peers do not let go that there shall be no more."""
+        """Raise TransportError if there are too many closing connections to open another one."""
         self._look_after()
         if len(self._connections) >= _MAX_CLOSING:
             raise TransportError(
@@ -84,7 +93,7 @@ class ClosingConnections:
             )
 
     def _look_after(self) -> None:
-        """Start the thread where there is something to do. If none is to be had, the next connection tries it again."""
+        """Start the thread if it is needed. If that fails, the next connection tries again."""
         if self._connections and not self._looking:
             try:
                 start_thread(self._run, "ucx closing", "to give them back takes a thread")
@@ -93,7 +102,7 @@ class ClosingConnections:
 
     def _run(self) -> None:
         with self._lock:
-            if self._looking or not self._connections:  # two may have been started
+            if self._looking or not self._connections:  # another thread may have been started at the same time
                 return
             self._looking = True
         while True:
@@ -102,7 +111,7 @@ class ClosingConnections:
                 try:
                     over = connection.advance()
                 except Exception as error:
-                    over = False  # kept: memory is never taken away
+                    over = False  # the connection is kept, because its memory may still be in use
                     _log.info("%r: %s", connection, error)
                 if over:
                     with self._lock:
@@ -114,7 +123,7 @@ class ClosingConnections:
 
 @once
 def _closing_of(pid: int) -> ClosingConnections:
-    """Those of this process: threads do not survive a fork, and connections are the parent's."""
+    """Return the closing connections of process `pid`: after a fork, threads and connections remain the parent's."""
     return ClosingConnections()
 
 

@@ -1,6 +1,6 @@
-"""A connection over UCX.
+"""Connections over UCX.
 
-Tags carry no sender: each has a worker of its own.
+UCX tags do not name the sender, so each connection has a worker of its own.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ from dissociated.transport.native.ucx.closing import ClosingConnection, closing_
 from dissociated.transport.native.ucx.endpoint import ABORT, METADATA, UcxEndpoint, params
 from dissociated.transport.native.ucx.worker import Worker
 
-_MAX_REASON = 1 << 12  # bytes of a reason for giving up
-#: Bytes up to which a message is received although this side does something else. Larger ones wait: UCX does not say
-#: which it has to fetch. It sends up to about 300 kB unasked over tcp lanes, and 5 kB over shared memory.
+_MAX_REASON = 1 << 12  # bytes of the reason of an abort
+#: Size in bytes up to which a message is received while this side is not receiving. Larger messages wait, because UCX
+#: does not tell which of them it would have to fetch. It sends about 300 kB unasked over tcp, and 5 kB over shared
+#: memory.
 _SMALL = 1 << 13
-#: Bytes up to which a body is sent in one piece in any case: UCX writes no pieces into the receiver's own memory. To
-#: copy more at the server takes as long as the receiver's copying.
+#: Size in bytes up to which a body is always copied into one piece, because UCX writes only single pieces directly into
+#: the receiver's memory. Above it, the copy of the server takes as long as the copy of the receiver.
 _GATHER = 1 << 22
 _DEVICE_MEMORY = "DISSOCIATED_UCX_DEVICE_MEMORY"
 _ENDPOINT_CLOSE_TIMEOUT = 0.1  # seconds for an endpoint to close
-_COPY_LIMIT = 1 << 12  # bytes up to which parts are copied together
+_COPY_LIMIT = 1 << 12  # size in bytes of a message up to which its parts are joined
 
 
 class _ProbedMessage(NamedTuple):
-    """A message that UCX holds, and that is ours to receive. `tag` is None for metadata."""
+    """A message that UCX holds and that this side must receive. `tag` is None for metadata."""
 
     handle: Any
     tag: int | None
@@ -55,7 +56,10 @@ class _ProbedMessage(NamedTuple):
 
 
 class _Receiving(NamedTuple):
-    """A message on its way into `data`, or that waits for others, without a request. `tag` is None for metadata."""
+    """A message that is being received into `data`. `tag` is None for metadata.
+
+    `request` is NULL if the message is complete and only waits for the messages before it.
+    """
 
     request: Any
     tag: int | None
@@ -63,7 +67,7 @@ class _Receiving(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """A message as UCX takes it: `length` bytes at `pointer`, or so many pieces. `keep` is what lies there."""
+    """An encoded message: `length` bytes at `pointer`, or `length` pieces if `pieces`. `keep` owns that memory."""
 
     tag: int | None
     size: int
@@ -74,7 +78,7 @@ class Outgoing(NamedTuple):
 
 
 def encode(u: Ucp, message: Message) -> Outgoing:
-    """A message as UCX takes it: in its parts, unless they are small."""
+    """Encode `message` for UCX: in its parts, unless it is small enough to join them."""
     parts: list[Buffer] = [part for part in message.parts if len(part)]
     size = sum(map(len, parts))
     if len(parts) > 1 and size > _COPY_LIMIT:
@@ -90,7 +94,7 @@ def encode(u: Ucp, message: Message) -> Outgoing:
 
 
 def gather(u: Ucp, message: Outgoing) -> Outgoing:
-    """The same message in one piece, which goes straight into the receiver's memory, and pieces do not."""
+    """Copy `message` into one piece. UCX writes single pieces, and no others, directly into the receiver's memory."""
     pointer, at = u.ffi.from_buffer(pa.allocate_buffer(message.size)), 0
     for piece in message.keep:
         u.ffi.memmove(pointer + at, piece, len(piece))
@@ -99,10 +103,21 @@ def gather(u: Ucp, message: Outgoing) -> Outgoing:
 
 
 class UcxConnection(NativeConnection):
-    """One endpoint, which has a worker for itself. `open` it before anything else."""
+    """A connection with one endpoint and a worker of its own. Call `open` first."""
 
     def __init__(self, worker: Worker, peer: str, err_mode_none: bool, accepted: bool, knows_abort: bool) -> None:
-        """Owns the worker, also where this raises TransportError."""
+        """Take ownership of `worker`, which is destroyed if this raises.
+
+        Args:
+            worker: the worker of the connection.
+            peer: the name of the peer, for messages.
+            err_mode_none: whether UCX's error mode is "none", in which the two processes share memory.
+            accepted: whether this is the server's side.
+            knows_abort: whether the peer understands the active message with the reason of an abort.
+
+        Raises:
+            TransportError: if no descriptor can be opened.
+        """
         try:
             super().__init__(peer, accepted)
         except BaseException:
@@ -116,15 +131,19 @@ class UcxConnection(NativeConnection):
         self._plain, self._pieces, _, self._am, self._am_pieces = params()
         self._receiving: deque[_Receiving] = deque()
         self._receiving_bytes = 0
-        self._incomplete: list[Buffer] = []  # messages that broke off: UCX may write to them until it is done
-        self._onto: Any = None  # parameters for receiving into memory of a device
-        self._put_off: deque[_ProbedMessage] = deque()  # until they are fetched: they would hide those behind them
+        self._incomplete: list[Buffer] = []  # memory of failed receives, which UCX may still write to
+        self._onto: Any = None  # the request parameters for receiving into device memory
+        self._put_off: deque[_ProbedMessage] = deque()  # probed and not fetched: in UCX they would hide later messages
         self._info = u.ffi.new("ucp_tag_recv_info_t *")
         self._status = c.OK
         self._endpoint = UcxEndpoint(worker, err_mode_none)
 
     def open(self, description: Any) -> None:
-        """Begin to connect, as UCX's parameters for an endpoint say. Raises TransportError; this is closed then."""
+        """Begin to connect with the UCX endpoint parameters `description`.
+
+        Raises:
+            TransportError: if UCX refuses. The connection is closed then.
+        """
         try:
             self._endpoint.open(description, self, self._peer)
         except BaseException:
@@ -132,17 +151,26 @@ class UcxConnection(NativeConnection):
             raise
 
     def wait_connected(self, timeout: float) -> None:
-        """Wait until the peer accepts, `timeout` in all. Raises TransportError if it does not, DeadlineExceeded."""
+        """Wait until the peer accepts the connection.
+
+        Args:
+            timeout: the seconds to wait in total.
+
+        Raises:
+            TransportError: if the peer rejects the connection or cannot be reached.
+            DeadlineExceeded: if the peer does not answer in time.
+        """
         with self._lock:
             request = self._lib.ucp_ep_flush_nbx(self._endpoint.handle, self._plain)
             if request and self._ucp.status(request) == c.INPROGRESS:
                 self._posted(request, 0, None)
-            end = time.monotonic() + timeout  # whatever happens meanwhile
+            end = time.monotonic() + timeout  # not extended by progress
 
             def over() -> bool:
                 return not self._under_way or self._gone or time.monotonic() >= end
 
-            self._drive(lambda: self._has(over), timeout)  # it may send without end before we know that it is there
+            # `_has` enforces the limit for a peer that keeps sending before the flush ends.
+            self._drive(lambda: self._has(over), timeout)
             self._connected = not (self._under_way or self._gone)
             if self._under_way and not self._gone:
                 raise DeadlineExceeded(f"connecting to {self._peer}: no answer for {timeout:g} s")
@@ -203,8 +231,8 @@ class UcxConnection(NativeConnection):
 
     def receive_onto(self, device: Device) -> bool:
         number = self._worker.context.memory_types.get(device.type)
-        # In mode none UCX copies on one host in pieces of 8 KB, and waits for each. And in any mode it ends the process
-        # where one of its copies to a device fails, as on a lost context: so that is for users to say.
+        # In error mode none, UCX copies on one host in pieces of 8 KB and waits for each. In every mode, UCX ends the
+        # process if one of its copies to a device fails, for example after a lost context, so users have to opt in.
         if number is None or self._endpoint.err_mode_none or os.environ.get(_DEVICE_MEMORY) != "y":
             return False
         self._onto = self._ffi.new("ucp_request_param_t *")
@@ -212,7 +240,11 @@ class UcxConnection(NativeConnection):
         return True
 
     def _metadata(self, data: Any, length: int, attributes: int) -> int:
-        """Called by UCX: metadata has arrived, whole, or its announcement."""
+        """Handle metadata that has arrived as a whole, or was announced. UCX calls this.
+
+        Returns:
+            OK, or INPROGRESS if the data is still to be fetched.
+        """
         if self._closed:
             return c.OK
         if length > self._max_untagged:
@@ -223,7 +255,7 @@ class UcxConnection(NativeConnection):
         if attributes & c.AM_RECV_RNDV:
             self._put(_ProbedMessage(data, None, length))
             return c.INPROGRESS
-        # It may be kept beyond this call, or not, depending on how it came: copying is the same for both.
+        # Whether UCX lets us keep the memory after this call depends on how it arrived. Copying is right in both cases.
         self._arrive(Incoming(None, bytes(self._ucp.ffi.buffer(data, length))))
         return c.OK
 
@@ -242,7 +274,7 @@ class UcxConnection(NativeConnection):
         return self._taken()
 
     def _find(self, fetching: bool) -> _ProbedMessage | None:
-        """The next message that UCX holds. Those that have to be fetched are put off, unless `fetching`."""
+        """Return the next message that UCX holds, or None. Unless `fetching`, large messages are put off."""
         if fetching and self._put_off:
             found = self._put_off.popleft()
             self._put_off_bytes -= OVERHEAD + found.length
@@ -269,7 +301,7 @@ class UcxConnection(NativeConnection):
             try:
                 memory = self._allocate(tag, length, allocate)
             except BaseException:
-                # It is ours now and must be received, even if into nothing.
+                # UCX has handed the message to this side, which must receive it, even into no memory.
                 refused = self._lib.ucp_tag_msg_recv_nbx(worker, u.ffi.NULL, 0, handle, self._plain)
                 if u.status(refused) == c.INPROGRESS:
                     self._posted(refused, 0, None)
@@ -283,7 +315,7 @@ class UcxConnection(NativeConnection):
         self._receive_into(request, tag, memory)
 
     def _taken(self) -> bool:
-        """Hand over what has been received. Whether some is still on its way."""
+        """Pass on the messages that are complete. Return whether some are still being received."""
         while self._receiving:
             request, tag, memory = self._receiving[0]
             status = self._lib.ucp_request_check_status(request) if request else c.OK
@@ -293,13 +325,13 @@ class UcxConnection(NativeConnection):
                 self._lib.ucp_request_free(request)
             self._receiving.popleft()
             self._receiving_bytes -= len(memory)
-            # What was read from the memory of a peer that has closed meanwhile may be something else by then.
+            # If the peer has closed meanwhile, its memory may have been reused before it was read.
             self._received(c.CONNECTION_RESET if self._endpoint.err_mode_none and self._gone else status, tag, memory)
         return False
 
     def _receive_into(self, request: Any, tag: int | None, memory: Buffer) -> None:
         status = self._ucp.status(request)
-        # A run that is there at once waits for those before it: who takes it first has to take it apart.
+        # A run that is complete at once waits for the messages before it, so that the order is kept.
         if status == c.INPROGRESS or (status == c.OK and self._receiving and self._is_run(tag)):
             self._receiving.append(_Receiving(request, tag, memory))
             self._receiving_bytes += len(memory)
@@ -314,7 +346,7 @@ class UcxConnection(NativeConnection):
             self._broken = ConnectionClosed(f"{self._peer}: the peer closed the connection in the middle of a message")
             self._lose_by(status)
 
-    # One-sided
+    # One-sided reads
 
     def _read(self, span: Span, address: int, length: int, into: Any, at: int, timeout: float) -> None:
         self._check_open()
@@ -334,29 +366,29 @@ class UcxConnection(NativeConnection):
         self._worker.sleep(self._waker, seconds)
 
     def _lose_by(self, status: int) -> None:
-        """Called by UCX, and by us: the endpoint has failed."""
+        """Record that the endpoint has failed with `status`. Also called by UCX."""
         if not self._gone:
             self._status = status
             self._lose()
 
     def _failed(self, error: BaseException) -> None:
-        """A call by UCX has failed, and what it told is lost."""
+        """Record an exception in a callback from UCX, whose message is lost."""
         self._worker.failure = error
         if self._broken is None:
             self._broken = ConnectionClosed(f"this side lost what {self._peer} sent: {type(error).__name__}")
 
     def close(self) -> None:
         if not self._connected:
-            self._interrupted = True  # there is nobody to wait for, and UCX would go on with connecting
+            self._interrupted = True  # there is no peer to wait for, and UCX would continue to connect
         super().close()
 
     def _release(self) -> None:
         endpoint = self._endpoint
         if endpoint.handle is None or not self._connected:
-            endpoint.destroy()  # at once: UCX 1.22 would go on with connecting, or with its end, and crash
+            endpoint.destroy()  # at once, because UCX 1.22 would continue to connect or to disconnect, and crash
             return
         over = False
-        try:  # an error in a call by UCX shall not leave to nobody what UCX, or the peer, still reads
+        try:  # memory that UCX or the peer still reads needs an owner, even after an exception in a callback
             try:
                 if not endpoint.err_mode_none:
                     self._let_arrive()
@@ -370,7 +402,11 @@ class UcxConnection(NativeConnection):
             self._give_back(over)
 
     def _give_back(self, over: bool) -> None:
-        """Give all to UCX, or to the thread that looks after it until it may be. `over`: whether it is known to be."""
+        """Destroy the endpoint, or pass it to the thread that does so once its memory is not in use any more.
+
+        Args:
+            over: whether the close is known to be complete.
+        """
         endpoint, devices = self._endpoint, self._devices()
         if over or not (endpoint.is_busy or self._is_shared() or devices):
             endpoint.destroy()
@@ -381,8 +417,11 @@ class UcxConnection(NativeConnection):
         self._incomplete.clear()
 
     def _let_arrive(self) -> None:
-        """Give what is being received a moment. Nothing ends it later: it may come in fragments, which UCX gives up
-        without a word, or as a rendezvous, which `UcxEndpoint.begin_close` would have to wait for."""
+        """Wait for a moment until messages that are being received are complete.
+
+        They cannot be waited for after the close: UCX drops fragmented messages without notice, and
+        `UcxEndpoint.begin_close` would have to wait for a rendezvous.
+        """
         check, end = self._lib.ucp_request_check_status, time.monotonic() + _ENDPOINT_CLOSE_TIMEOUT
         requests = [one.request for one in self._receiving if one.request]
         while not self._gone and any(check(one) == c.INPROGRESS for one in requests) and time.monotonic() < end:
@@ -390,12 +429,12 @@ class UcxConnection(NativeConnection):
                 self._sleep(_ENDPOINT_CLOSE_TIMEOUT / 20)
 
     def _devices(self) -> set[Device]:
-        """Those that UCX may have begun to copy to, and has not said that it is done."""
+        """Return the devices to which UCX may still be copying."""
         check = self._lib.ucp_request_check_status
         there = [one for one in self._receiving if isinstance(one.data, DeviceBuffer)]
         return {one.data.device for one in there if check(one.request) == c.INPROGRESS}
 
     def _is_shared(self) -> bool:
-        """Whether the peer may read memory of this process, or this process reads its memory, as long as it wants."""
+        """Return whether the peer may still read memory of this process, or this process memory of the peer."""
         own = bool(self._receiving or self._retained) or any(message.size for message in self._under_way)
         return self._endpoint.err_mode_none and (self._gone or own)

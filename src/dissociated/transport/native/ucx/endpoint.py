@@ -1,4 +1,4 @@
-"""An endpoint of UCX: one end of a connection, with the worker that lets UCX work on it, and what UCX calls."""
+"""UCX endpoints, each one end of a connection with the worker that drives it, and the callbacks from UCX."""
 
 from __future__ import annotations
 
@@ -15,30 +15,36 @@ from dissociated.transport.native.ucx.worker import Worker
 
 METADATA, ABORT = 0, 1  # ids of active messages
 
-_MAX_STEPS = 1000  # that UCX may make for an endpoint that is closed, before it is another's turn
+_MAX_STEPS = 1000  # steps of progress for one closing endpoint before the next one gets its turn
 
 
 class UcxEndpoint:
-    """Owns its worker, and the keys of memory that it can fetch from. Give it back with `destroy`.
+    """One end of a connection. Owns its worker and the keys of remote memory; `destroy` releases them.
 
-    With `err_mode_none` two processes of one host read each other's memory, each by itself.
+    With `err_mode_none`, two processes of one host read each other's memory directly.
     """
 
     def __init__(self, worker: Worker, err_mode_none: bool) -> None:
         self.worker = worker
         self.err_mode_none = err_mode_none
-        self.handle: Any = None  #: UCX's own; None while there is none
+        self.handle: Any = None  #: UCX's handle of the endpoint; None before `open` and after `destroy`
         self._ucp = worker.ucp
         self._lib = worker.ucp.lib
         self._callback_argument: Any = None
         self._keys: dict[Span, Any] = {}
-        self._requests: list[Any] = []  # that have to end before this may be destroyed
+        self._requests: list[Any] = []  # requests that have to end before this may be destroyed
         self._plain, _, self._force, *_ = params()
 
     def open(self, description: Any, owner: object, peer: str) -> None:
-        """Begin to connect, as `description` says; what concerns errors is added here. UCX calls `owner` from now on.
+        """Begin to connect.
 
-        Raises TransportError.
+        Args:
+            description: the UCX parameters of the endpoint. The error handler is added here.
+            owner: the object whose methods UCX calls from now on; see `Callbacks`.
+            peer: the name of the peer, for messages.
+
+        Raises:
+            TransportError: if UCX refuses.
         """
         u = self._ucp
         called = callbacks()
@@ -55,7 +61,11 @@ class UcxEndpoint:
         self.handle = endpoint[0]
 
     def key(self, span: Span, peer: str) -> Any:
-        """What opens this span of the peer's memory. Raises TransportError where its key is none."""
+        """Return UCX's handle of the key of `span`, a span of the peer's memory.
+
+        Raises:
+            TransportError: if the key is invalid.
+        """
         if span not in self._keys:
             key = self._ucp.ffi.new("ucp_rkey_h *")
             status = self._lib.ucp_ep_rkey_unpack(self.handle, self._ucp.ffi.from_buffer(span.key), key)
@@ -64,30 +74,32 @@ class UcxEndpoint:
         return self._keys[span]
 
     def send_active(self, number: int, pointer: Any, length: int, param: Any) -> Any:
-        """Begin to send an active message of this id. What UCX returns: NULL, an error or a request."""
+        """Begin to send an active message with the id `number`. Return UCX's result: NULL, an error or a request."""
         return self._lib.ucp_am_send_nbx(self.handle, number, self._ucp.ffi.NULL, 0, pointer, length, param)
 
     def begin_close(self, requests: Iterable[Any]) -> None:
-        """Begin to tell the peer that this is closed. `advance_closing` goes on with it.
+        """Begin to close the endpoint and to notify the peer. `advance_closing` continues that.
 
-        `requests` are those that send or fetch, which end with an error. They are this object's from now on.
+        Args:
+            requests: the sends and fetches in progress, which end with an error. The endpoint owns them from now on.
         """
-        # By force where UCX knows that: a silent peer must not keep us. What counts was waited for before.
+        # Forced if the error mode allows it, so that a silent peer cannot delay the close. Messages that must arrive
+        # were waited for before.
         closing = self._lib.ucp_ep_close_nbx(self.handle, self._plain if self.err_mode_none else self._force)
         if self._ucp.status(closing) == c.INPROGRESS:
             self._requests.append(closing)
-        if not self.err_mode_none:  # where requests to a dead peer never end
-            # UCX keeps a request until no other connection sends from its memory, and tells its worker then: a worker
-            # that is destroyed before that is written to.
+        if not self.err_mode_none:  # in error mode none, requests to a dead peer never end
+            # UCX keeps a request until no other connection sends from the same memory, and then writes to its worker,
+            # which must not have been destroyed by then.
             self._requests += requests
 
     def advance_closing(self) -> bool:
-        """Let UCX work. Whether the peer knows that this is closed, and nothing is copied any more."""
+        """Let UCX work on the close. Return whether the peer was notified and all copies have ended."""
         worker = self.worker
         for _ in range(_MAX_STEPS):
             moved = worker.progress()
             worker.discard_arrived()
-            if not moved and worker.arm():  # UCX does not let us sleep while it copies
+            if not moved and worker.arm():  # UCX refuses to arm the worker while it copies
                 break
         else:
             return False
@@ -103,7 +115,7 @@ class UcxEndpoint:
         return any(check(request) == c.INPROGRESS for request in self._requests)
 
     def destroy(self) -> None:
-        """Give everything back to UCX."""
+        """Release all resources of UCX, including the worker."""
         for request in self._requests:
             self._lib.ucp_request_free(request)
         self._requests.clear()
@@ -115,10 +127,11 @@ class UcxEndpoint:
 
 
 class Callbacks:
-    """What UCX calls. Each gets the handle of the object that it concerns.
+    """The functions that UCX calls. Each gets the handle of the Python object that it concerns.
 
-    Nothing that is raised gets through UCX, and a signal is handled at the first bytecode after its wait, which is one
-    of these. So that object is told by `_failed`.
+    Exceptions cannot pass through UCX. They also arise from signals, because Python handles a signal at its first
+    bytecode after a wait in UCX, which is in one of these functions. So exceptions are passed to `_failed` of the
+    object.
     """
 
     def __init__(self, u: Ucp) -> None:
@@ -155,7 +168,12 @@ def callbacks() -> Callbacks:
 
 @once
 def params() -> tuple[Any, ...]:
-    """The parameters that calls have: contiguous, in pieces, with FORCE; the same for active messages."""
+    """Return the parameters of UCX calls.
+
+    Returns:
+        The parameters for contiguous memory, for memory in pieces, for a forced close, for an active message of
+        contiguous memory, and for one of memory in pieces.
+    """
     new = ucp().ffi.new
     plain, pieces, force, am, am_pieces = (new("ucp_request_param_t *") for _ in range(5))
     pieces.op_attr_mask, pieces.datatype = c.OP_DATATYPE, c.DATATYPE_IOV

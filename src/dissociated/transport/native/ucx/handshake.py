@@ -1,6 +1,6 @@
-"""What a client and a server over UCX know of each other before they talk: from the URI, and from a client's id.
+"""Negotiation between a client and a server over UCX by means of the URI and the client id.
 
-None of it is a message, so that any UCX peer can take part.
+It needs no messages, so that any UCX peer can take part.
 """
 
 from __future__ import annotations
@@ -12,32 +12,36 @@ from dissociated.transport.native.ucx import _ucp as c
 from dissociated.transport.native.ucx._ucp import LIBRARY, Ucp
 from dissociated.uri import Uri
 
-_NAME, _VERSION, _RUNS_VERSION = int.from_bytes(b"DISSOC"), 1, 2  # of our clients, see client_id
+_NAME, _VERSION, _RUNS_VERSION = int.from_bytes(b"DISSOC"), 1, 2  # in the id of our clients, see client_id
 SEGMENT_PARAMETER = "tcp_segment"
 
 MODES = {"peer": c.ERR_MODE_PEER, "none": c.ERR_MODE_NONE}
 
 
 class ClientAbilities(NamedTuple):
-    """What a client has said of itself."""
+    """The abilities that a client declares by its id."""
 
     knows_abort: bool
     takes_runs: bool
-    #: Bytes of the largest TCP segment that it receives; 0 where it does not say.
+    #: Size in bytes of the largest TCP segment that the client receives; 0 if it is not known.
     segment: int
 
 
 def client_id(segment: int, takes_runs: bool) -> int:
-    """What a client says before anything else: that it knows what an abort is, and which segments it receives.
+    """Return the UCX client id of a client of this library, which implies that it understands aborts.
 
-    As eight bytes: DISSOC, the logarithm to base 2 of the segment in bytes, or 0 where that is not said, and 1, or 2
-    where it takes runs, too.
+    The eight bytes of the id are "DISSOC", the binary logarithm of `segment` or 0, and a version: 2 for a client that
+    takes runs, otherwise 1.
+
+    Args:
+        segment: the size in bytes of the largest TCP segment that the client receives; 0 if it is not known.
+        takes_runs: whether the client takes runs.
     """
     return _NAME << 16 | max(segment.bit_length() - 1, 0) << 8 | (_RUNS_VERSION if takes_runs else _VERSION)
 
 
 def client_says(client_id: int) -> ClientAbilities:
-    """What the client with this id has said; nothing if it is none of ours."""
+    """Decode a client id. A client that does not use this library has no abilities."""
     version, exponent = client_id & 0xFF, client_id >> 8 & 0xFF
     if client_id >> 16 != _NAME or version not in (_VERSION, _RUNS_VERSION):
         return ClientAbilities(False, False, 0)
@@ -52,7 +56,11 @@ def error_mode(uri: Uri) -> str:
 
 
 def segment_of(uri: Uri) -> int:
-    """The bytes of the largest TCP segment that the server says it receives; 0 where it does not say."""
+    """Return the size in bytes of the largest TCP segment that the server receives; 0 if `uri` does not tell.
+
+    Raises:
+        UriError: if the parameter is not a number.
+    """
     text = uri.parameters.get(SEGMENT_PARAMETER, "0")
     if not (text.isascii() and text.isdigit() and len(text) < 20):
         raise UriError(f"{SEGMENT_PARAMETER}={text} in {uri} is not a number of bytes")
@@ -60,7 +68,7 @@ def segment_of(uri: Uri) -> int:
 
 
 def check_version(u: Ucp, uri: Uri, where: str) -> None:
-    """Raise TransportError where the server says that it has another UCX: the two would fail, or even crash."""
+    """Raise TransportError if the server's version of UCX is incompatible: the two would fail, or even crash."""
     theirs = uri.parameters.get("ucx", u.version)
     if theirs.split(".")[:2] != u.version.split(".")[:2]:
         raise LIBRARY.mismatch(where, theirs, u.version)

@@ -1,4 +1,4 @@
-"""Listening over UCX: a worker that only hears of connections."""
+"""Listeners over UCX: a worker that only accepts connections."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from dissociated.uri import Uri
 
 _log = logging.getLogger(__name__)
 
-_MAX_WAITING = 128  # connections that wait to be accepted
+_MAX_WAITING = 128  # connection requests that wait to be accepted; further ones are rejected
 
 
 class UcxListener(NativeListener):
-    """A worker that only hears of connections; each then gets its own."""
+    """A listener with a worker that only receives connection requests. Each connection gets a worker of its own."""
 
     def __init__(self, host: str, address: str, port: int, mode: str, rma: bool) -> None:
         self._place = context_key(address, rma, large=False, shared=mode == "none")
@@ -92,7 +92,7 @@ class UcxListener(NativeListener):
         client = client_says(attributes.client_id if known else 0)
         try:
             closing_connections().check_room()
-            # Memory is registered with the listener's own context, so whoever may fetch from it is served there.
+            # Memory is registered with the listener's context, so connections that may fetch from it use that context.
             worker = Worker(self._place._replace(large=client.segment >= SEGMENT and not self.exposes_memory))
             none = self._mode == "none"
             connection = UcxConnection(worker, peer, none, accepted=True, knows_abort=client.knows_abort)
@@ -101,7 +101,7 @@ class UcxListener(NativeListener):
             raise
         endpoint = u.ffi.new("ucp_ep_params_t *")
         endpoint.field_mask, endpoint.conn_request = c.EP_PARAM_CONN_REQUEST, request
-        if self._mode == "peer":  # otherwise it is the client's choice
+        if self._mode == "peer":  # otherwise the client chooses the error mode
             endpoint.field_mask |= c.EP_PARAM_ERR_MODE
             endpoint.err_mode = c.ERR_MODE_PEER
         connection.open(endpoint)
@@ -130,14 +130,14 @@ class UcxListener(NativeListener):
         return Span(address, region.size, key), withdraw
 
     def _requested(self, request: Any) -> None:
-        """Called by UCX: somebody wants to connect."""
+        """Queue the connection request of a client, or reject it if too many wait. UCX calls this."""
         if len(self._requests) >= _MAX_WAITING:
             self._ucp.lib.ucp_listener_reject(self._listener, request)
         else:
             self._requests.append(request)
 
     def _failed(self, error: BaseException) -> None:
-        """A call by UCX has failed: a client that wants to connect may be lost, and others shall not."""
+        """Record an exception in a callback from UCX. The request may be lost, but the listener continues."""
         self._worker.failure = TransportError(f"accepting: {error!r}") if isinstance(error, Exception) else error
 
     def _turn_away(self) -> None:

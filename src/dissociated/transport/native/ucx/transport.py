@@ -1,10 +1,10 @@
-"""ucx://HOST:PORT[?err_mode=none]: UCX, which picks what two hosts have in common: TCP, shared memory, RDMA.
+"""ucx://HOST:PORT[?err_mode=none]: UCX, which chooses a medium that both hosts have: TCP, shared memory or RDMA.
 
-Untagged messages are active messages of id 0, without a header; tagged messages carry the protocol's own tags. Nothing
-else is on the wire, so that any UCX peer can take part, but for a reason to give up (active message 1) and runs of
-messages (a tag of their own), which go only to peers that say by their client id that they know them.
+Untagged messages are active messages of id 0, without a header. Tagged messages carry the protocol's own tags. Any UCX
+peer can take part, because the only other messages are the reason of an abort (active message 1) and runs (a tag of
+their own), which are sent only to peers that declare by their client id that they understand them.
 
-Tags carry no sender: each connection has a worker of its own.
+UCX tags do not name the sender, so each connection has a worker of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dissociated.uri import Uri
 
 
 class UcxTransport(Transport):
-    """See the module."""
+    """The transport for ucx: URIs."""
 
     def connect(self, uri: Uri, timeout: float) -> Connection:
         if not uri.host or not uri.port:

@@ -1,4 +1,4 @@
-"""Contexts of UCX, one for each kind of place that a connection is in, and workers, which let UCX work."""
+"""UCX contexts, of which each kind of connection has one, and workers, which drive connections."""
 
 from __future__ import annotations
 
@@ -16,50 +16,57 @@ from dissociated.transport.native.ucx import _ucp as c
 from dissociated.transport.native.ucx._ucp import Ucp, ucp
 from dissociated.transport.native.ucx.handshake import client_id
 
-#: The largest TCP segment that our contexts receive, and send to peers who have said that they receive it. UCX compares
-#: nothing: what is larger than the peer's buffer is written beyond that.
+#: Size in bytes of the largest TCP segment that our contexts receive, and that they send to peers that declare to
+#: receive it. UCX does not check the size: a larger segment overruns the peer's buffer.
 SEGMENT = 1 << 18
 
-#: Where Linux shows RDMA and NVIDIA's devices. UCX knows best how to use them; without them it has TCP alone.
+#: Paths under which Linux lists RDMA and NVIDIA devices. UCX has good defaults for them; without them it has only TCP.
 _RDMA = "/sys/class/infiniband"
 _HARDWARE = (_RDMA, "/dev/nvidiactl")
 
-#: Kinds of devices, as UCX numbers their memory.
+#: UCX's numbers of the memory types of devices.
 _DEVICES = {DeviceType.CUDA: c.MEMORY_TYPE_CUDA}
-#: The first that was seen to find the context of a GPU by itself, and to be done with its copies when it says so.
+#: The first version known to find the context of a GPU, and to have ended its copies when it reports them as ended.
 _OLDEST_FOR_DEVICES = (1, 22)
 
-#: The first that was seen not to crash where it gives up what it sends, and has no cache of registered memory.
+#: The first version known not to crash when it cancels sends without a cache of registered memory.
 _OLDEST_WITHOUT_CACHE = (1, 22)
 
 
 class ContextKey(NamedTuple):
-    """What a context depends on."""
+    """The properties of a connection that determine its context."""
 
     inet6: bool
-    #: Whether the peer can only be on this host: looking at no other devices makes workers ten times as cheap.
+    #: Whether the peer must be on this host. Workers that use no other network devices cost a tenth.
     loopback: bool
     rma: bool
-    #: Whether the peer has said that it receives segments as large as ours.
+    #: Whether the peer has declared that it receives segments of size SEGMENT.
     large: bool
-    #: Whether it may share memory with the peer, which then copies from it and into it by itself (err_mode=none).
+    #: Whether the two processes may share memory, and copy from and into each other's memory (err_mode=none).
     shared: bool
     pid: int
 
 
 def context_key(address: str, rma: bool, large: bool, shared: bool) -> ContextKey:
-    """The kind of place that a connection with this address is in, with or without one-sided access to memory."""
+    """Return the key of the context for a connection.
+
+    Args:
+        address: the IP address of the server, which may have a scope.
+        rma: whether the connection allows one-sided access to memory.
+        large: whether the peer receives segments of size SEGMENT.
+        shared: whether the two processes may share memory.
+    """
     ip = ipaddress.ip_address(address.partition("%")[0])
     return ContextKey(ip.version == 6, ip.is_loopback, rma, large, shared, os.getpid())
 
 
-_inherited = False  # whether a parent of this process used UCX as this one was forked
+_inherited = False  # whether a parent of this process was using UCX when this process was forked
 
 
 class _Use(ProcessBound):
-    """As long as it lasts, UCX has one thread for all of the process.
+    """A use of UCX by this process, during which UCX runs one thread for the whole process.
 
-    In a child that is forked then, UCX takes that for its own, starts none, and never connects.
+    In a child that is forked during that time, UCX assumes that the thread exists, starts none, and never connects.
     """
 
     def __init__(self) -> None:
@@ -81,36 +88,35 @@ def _check_process() -> None:
 
 
 class Context(NamedTuple):
-    """A context, the bytes of the largest TCP segment that it receives, 0 where the user has chosen that, for which
-    kinds of devices it can write to their memory, by UCX's numbers of these, and what a forked child hears of it."""
+    """A UCX context."""
 
     handle: Any
-    segment: int
-    memory_types: dict[DeviceType, int]
-    use: _Use | None
+    segment: int  #: bytes of the largest TCP segment that it receives; 0 if the user has configured that
+    memory_types: dict[DeviceType, int]  #: UCX's numbers of the device types into whose memory it can receive
+    use: _Use | None  #: informs forked children that UCX was in use, if its thread depends on this context
 
 
 @once
 def context(where: ContextKey) -> Context:
-    """A context, which lives as long as the process."""
+    """Return the context for `where`, which is created on first use and lives as long as the process."""
     u = ucp()
     config = u.ffi.new("ucp_config_t **")
     u.check(u.lib.ucp_config_read(u.ffi.NULL, u.ffi.NULL, config), "reading the configuration of UCX")
     segment = 0 if "UCX_TCP_RX_SEG_SIZE" in os.environ else SEGMENT
-    # UCX 1.22 frees a TCP lane that it still uses where the peer dies between `connect` and the first message on it,
-    # but not where connecting does not block.
+    # If the peer dies between `connect` and the first message, UCX 1.22 frees a TCP lane that it still uses, unless it
+    # connects without blocking.
     settings = {"TCP_CONN_NB": "y"}
     if segment:
         settings["TCP_RX_SEG_SIZE"] = str(segment)
     if segment and where.large:
-        settings["TCP_TX_SEG_SIZE"] = str(segment)  # of 8k, UCX's default, bodies in many pieces go at half speed
+        settings["TCP_TX_SEG_SIZE"] = str(segment)  # UCX's default of 8k halves the speed of bodies in many pieces
     if not any(map(os.path.exists, _HARDWARE)):
         if not where.shared:
-            # Into the receiver's own memory, not by way of its segments. Never where a peer would write by itself.
+            # Writes directly into the receiver's memory. Not with shared memory, where the peer itself would write.
             settings["RNDV_SCHEME"] = "put_zcopy"
         if u.numbers >= _OLDEST_WITHOUT_CACHE:
-            # Registering costs nothing there, and memory in the cache is shared: what is under way of a connection
-            # that is closed would wait for all others that send from there. See `UcxEndpoint.begin_close`.
+            # Registering memory costs nothing for TCP, and connections share memory in the cache: sends of a closed
+            # connection would wait for all others that send from it. See `UcxEndpoint.begin_close`.
             settings["RCACHE_ENABLE"] = "n"
     if where.inet6:
         settings["TCP_AF_PRIO"] = "inet6"
@@ -128,7 +134,7 @@ def context(where: ContextKey) -> Context:
     status = u.lib.ucp_init_version(1, 12, params, config[0], handle)
     u.lib.ucp_config_release(config[0])
     u.check(status, "starting UCX")
-    # UCX listens to RDMA devices in its thread for as long as there is a context for them.
+    # While there is a context for RDMA devices, UCX's thread listens to them.
     use = _Use() if os.path.exists(_RDMA) else None
     return Context(handle[0], segment, _memory_types(u, handle[0]), use)
 
@@ -142,28 +148,28 @@ def _memory_types(u: Ucp, handle: Any) -> dict[DeviceType, int]:
     return {device: number for device, number in _DEVICES.items() if attributes.memory_types >> number & 1}
 
 
-#: Those that can connect two processes, as UCX_TLS names them.
+#: The transports in UCX_TLS that can connect two processes.
 _NETWORKS = {"all", "tcp", "ib", "rc", "rc_v", "rc_x", "ud", "ud_v", "ud_x", "dc", "dc_x", "srd"}
 
 
 def _check_choice() -> None:
-    """Raise TransportError where the environment leaves nothing to connect by: UCX would only say "unreachable"."""
+    """Raise TransportError if UCX_TLS excludes every usable transport: UCX would only report "unreachable"."""
     chosen = os.environ.get("UCX_TLS", "all").split(",")
     excluded = {chosen[0][1:], *chosen[1:]} if chosen[0].startswith("^") else set()
     if "tcp" in excluded or not (excluded or _NETWORKS.intersection(chosen)):
         raise TransportError(f"UCX_TLS={os.environ['UCX_TLS']} leaves out tcp, which connections over UCX need: add it")
 
 
-#: Descriptors that have to be left for a worker: it and its first lanes take a third of them.
+#: Number of free descriptors that a new worker requires. The worker and its first lanes take a third of them.
 _DESCRIPTORS = 32
 
 
 def _check_descriptors() -> None:
-    """Raise TransportError where few descriptors are left: UCX may end the process where it gets none."""
+    """Raise TransportError if too few descriptors are free: UCX may end the process if it gets none."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         left = most - len(os.listdir("/proc/self/fd"))
-    except OSError:  # this takes one, too
+    except OSError:  # listing the directory needs a descriptor, and none is free
         left = 0
     if left < _DESCRIPTORS:
         raise TransportError(
@@ -173,10 +179,19 @@ def _check_descriptors() -> None:
 
 
 class Worker:
-    """What makes progress, and the descriptor that tells when there is some to make."""
+    """A UCX worker, which drives connections, and the descriptor that is readable when it has work to do."""
 
     def __init__(self, where: ContextKey, takes_runs: bool = False) -> None:
-        """A client says by it whether it `takes_runs`."""
+        """Create a worker in the context for `where`.
+
+        Args:
+            where: the key of the context.
+            takes_runs: whether the client id of the worker declares that the client takes runs.
+
+        Raises:
+            TransportError: if UCX cannot be used, or too few descriptors are free.
+            ForkedError: if UCX was in use when this process was forked.
+        """
         _check_process()
         self.ucp = u = ucp()
         _check_choice()
@@ -185,7 +200,7 @@ class Worker:
         params = u.ffi.new("ucp_worker_params_t *")
         params.field_mask = c.WORKER_PARAM_THREAD_MODE | c.WORKER_PARAM_FLAGS | c.WORKER_PARAM_CLIENT_ID
         params.thread_mode = c.THREAD_MODE_SERIALIZED
-        params.flags = c.WORKER_IGNORE_REQUEST_LEAK  # what a dead peer leaves behind in error mode none
+        params.flags = c.WORKER_IGNORE_REQUEST_LEAK  # in error mode none, a dead peer leaves requests behind
         params.client_id = client_id(self.context.segment, takes_runs)
         worker = u.ffi.new("ucp_worker_h *")
         self._use = _Use()
@@ -196,11 +211,11 @@ class Worker:
         self.descriptor: int = descriptor[0]
         self._info = u.ffi.new("ucp_tag_recv_info_t *")
         self._plain = u.ffi.new("ucp_request_param_t *")
-        #: What was raised in a callback, for whoever lets this work.
+        #: An exception from a callback, which the next `progress` raises.
         self.failure: BaseException | None = None
 
     def progress(self) -> bool:
-        """Let UCX work for a moment. Whether anything happened. Raises what a callback has raised."""
+        """Let UCX work for a moment. Return whether anything happened. Raise an exception from a callback, if any."""
         moved = bool(self.ucp.lib.ucp_worker_progress(self.handle))
         if self.failure is not None:
             try:
@@ -216,11 +231,11 @@ class Worker:
         return bool(status == c.OK)
 
     def sleep(self, waker: Waker, seconds: float) -> None:
-        """Sleep until there is progress to be made, or `waker` is set, which it then is no more."""
+        """Sleep until UCX has work to do or `waker` is set, for `seconds` at most. Reset `waker`."""
         waker.sleep((self.descriptor,), seconds)
 
     def discard_arrived(self) -> None:
-        """Throw away the tagged messages that have arrived and that nobody waits for."""
+        """Discard tagged messages that have arrived and will not be received."""
         u = self.ucp
         while message := u.lib.ucp_tag_probe_nb(self.handle, 0, 0, 1, self._info):
             discarding = u.lib.ucp_tag_msg_recv_nbx(self.handle, u.ffi.NULL, 0, message, self._plain)
