@@ -215,7 +215,7 @@ class InPlace:
         region = self._address_space.find(address)
         if self._streams and self._streams[-1].region is region:
             return self._streams[-1]
-        if not region.static:  # its memory is reused, and does not hold a whole stream
+        if not region.static:  # only static regions hold whole streams
             return None
         start = first_message_at(memoryview(region.memory))
         part = _MappedStream(region, start, start + len(self._schema))

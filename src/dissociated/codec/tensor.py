@@ -1,8 +1,8 @@
-"""Tensors, dense and sparse, from and to Arrow IPC messages ("Tensor Message Format", "SparseTensor Message Format").
+"""Encoding and decoding of tensors, dense and sparse (Arrow IPC "Tensor" and "SparseTensor Message Format").
 
-libarrow offers Python no way to the messages of sparse tensors, copies dense ones on their way to a sink, and reads
-them from the start of their body whatever their offset. So flatbuffers are read and written here, and pyarrow's
-tensors are made around the bytes where they lie.
+libarrow has no Python API for messages of sparse tensors. It copies dense tensors on their way to a sink, and ignores
+the offset of a dense tensor in its body. So flatbuffers are read and written here, and pyarrow's tensors are made
+around the bytes in place.
 """
 
 from __future__ import annotations
@@ -47,26 +47,29 @@ TENSOR_FORMATS = {
 _PREFIX_SIZE = 8  # bytes before the flatbuffer
 _METADATA_VERSION = {pa.ipc.MetadataVersion.V4: 3, pa.ipc.MetadataVersion.V5: 4}  # MetadataVersion of Schema.fbs
 _MAX_EXPANDED = 1 << 28  # bytes
-_MAX_ORDERED = 8  # dimensions whose orders are tried: there are 8! = 40,320
+_MAX_ORDERED = 8  # dimensions; all orders are tried, 8! = 40,320
 
 
 @contextmanager
 def tensor_errors() -> Iterator[None]:
-    """Turn what is raised for a message that holds no tensor into FormatError."""
+    """Turn errors of a message that holds no valid tensor into FormatError."""
     try:
         yield
-    except RemoteProtocolError:  # whose words are about a peer
+    except RemoteProtocolError:  # its text is about a peer
         raise FormatError("no Arrow IPC message, or a damaged one") from None
     except pa.ArrowException as error:
         raise FormatError(f"libarrow does not take this tensor: {error}") from None
 
 
 def split_tensor(tensor: Tensor, options: WriteOptions | None = None) -> SplitMessage:
-    """The message of `tensor`, its body borrowed from it. Within a body that is aligned to 64, so is each buffer.
+    """Return the message of `tensor`, whose body is borrowed from the tensor.
 
-    The header is padded so that the body is aligned, if the encapsulated message is. Raises OptionError for a codec,
-    and FormatError where the tensor is such that it could not be read: libarrow makes and takes some whose index
-    leaves them.
+    Each buffer is aligned to 64 bytes in the body. The header is padded so that the body is aligned if the encapsulated
+    message is.
+
+    Raises:
+        OptionError: The options have a codec.
+        FormatError: The tensor could not be read back: libarrow accepts some sparse tensors with indices out of range.
     """
     options = check_options(options, WriteOptions)
     if options.codec is not None:
@@ -93,7 +96,7 @@ def split_tensor(tensor: Tensor, options: WriteOptions | None = None) -> SplitMe
 
 
 def slice_buffers(header: bytes, parsed: Header, body: Buffer) -> list[pa.Buffer]:
-    """The buffers of a message, cut out of its packed body. Raises FormatError for one that leaves it."""
+    """Return the buffers of a message from its packed body. Raises FormatError if one leaves the body."""
     whole = body if isinstance(body, pa.Buffer) else pa.py_buffer(body)
     buffers = []
     for offset, length in zip(*buffer_extents(header, parsed), strict=True):
@@ -104,9 +107,9 @@ def slice_buffers(header: bytes, parsed: Header, body: Buffer) -> list[pa.Buffer
 
 
 def join_tensor(header: bytes, buffers: Sequence[Buffer]) -> Tensor:
-    """The tensor of this flatbuffer, its arrays in these buffers, one for each `Buffer` of the message.
+    """Return the tensor of this flatbuffer, whose arrays use `buffers`, one for each `Buffer` of the message.
 
-    The index of a sparse tensor is read once, to check it: libarrow writes wherever it says. Raises FormatError.
+    The index of a sparse tensor is read and checked, because libarrow writes wherever it points. Raises FormatError.
     """
     found = parse_tensor(header)
     names = found.names if any(found.names) else None
@@ -137,7 +140,7 @@ def _coordinates(found: TensorHeader, buffer: Buffer) -> Array:
 
 
 def _levels(found: TensorHeader, buffers: Sequence[Buffer]) -> tuple[list[Array], list[Array]]:
-    """The indptr and the indices of CSR, CSC and CSF."""
+    """Return the indptr and the indices of CSR, CSC and CSF."""
     shape, types = found.shape, (found.indptr_type, found.indices_type)
     if found.format is TensorFormat.CSF:
         axes = found.axis_order
@@ -157,7 +160,7 @@ def _levels(found: TensorHeader, buffers: Sequence[Buffer]) -> tuple[list[Array]
 
 
 def _array(buffer: Buffer, type_: str, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> Array:
-    """The array in this buffer, which is long enough; a copy only where its address is not one for its type."""
+    """Return the array in this buffer, which must be long enough. A misaligned array is copied."""
     if 0 in shape:
         strides = row_major(shape, type_)
     return np.require(np.ndarray(shape, type_, buffer, 0, strides), requirements="A")
@@ -174,7 +177,7 @@ def _check_begins(begins: Array, end: int) -> None:
 
 
 def _disassemble(tensor: Tensor) -> tuple[TensorHeader, list[Array]]:
-    """All that a message says of `tensor` but for its buffers, and the arrays that these hold."""
+    """Return the description of `tensor` in its message, without buffers, and the arrays of the buffers."""
     format_ = TENSOR_FORMATS.get(type(tensor))
     if format_ is None:
         raise FormatError(
@@ -208,7 +211,7 @@ def _type(array: Array) -> str:
 
 
 def _axis_order(tensor: Tensor, values: Array, indptr: list[Array], indices: list[Array]) -> tuple[int, ...]:
-    """Which dimension each level of a CSF tensor is. pyarrow does not tell: it is found by comparing."""
+    """Find the dimension of each level of a CSF tensor by comparing values: pyarrow does not expose it."""
     shape = tensor.shape
     if len(shape) > _MAX_ORDERED:
         raise FormatError(
@@ -221,12 +224,12 @@ def _axis_order(tensor: Tensor, values: Array, indptr: list[Array], indices: lis
             return bool(other.equals(tensor))
         return bool(other.to_tensor().to_numpy().tobytes() == expanded)
 
-    nan = bool(values.dtype.kind == "f" and np.isnan(values).any())  # which equals nothing
+    nan = bool(values.dtype.kind == "f" and np.isnan(values).any())  # NaN equals no value
     if nan:
         if math.prod(shape) * values.itemsize > _MAX_EXPANDED:
             raise FormatError("a large CSF tensor with NaN among its values cannot be written: make it COO")
         expanded = tensor.to_tensor().to_numpy().tobytes()
-    dense_order = tuple(sorted(range(len(shape)), key=lambda axis: shape[axis]))  # what libarrow makes of a dense one
+    dense_order = tuple(sorted(range(len(shape)), key=lambda axis: shape[axis]))  # libarrow's order for dense tensors
     fitting_axes = [
         [axis for axis in range(len(shape)) if not len(level) or int(level.max()) < shape[axis]] for level in indices
     ]
