@@ -1,7 +1,7 @@
 """Connections over a medium that works only when it is called.
 
-Sending is asynchronous, and there is one descriptor to wait on. Two threads may use a connection: one sends and one
-receives. The thread that has to wait lets the medium work for both.
+Sending is asynchronous, and there is one descriptor to wait on. Two threads may use a connection, a sender and a
+receiver. The thread that has to wait lets the medium work for both.
 """
 
 from __future__ import annotations

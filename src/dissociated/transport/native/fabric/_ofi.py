@@ -2,7 +2,7 @@
 
 It uses cffi in ABI mode, so that no compiler is needed. Most calls of libfabric are inline functions over tables of
 operations. The tables are declared here up to the last entry that is used; further entries do not matter, because only
-libfabric creates the tables. The same definitions fit versions 1.17 to 2.x, because the API of 1.17 is requested.
+libfabric creates the tables. These definitions fit 1.17 to 2.x, because the API of 1.17 is requested.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ _MAX_ROUNDS = 16  # reads of the completion queue in one step of progress
 
 
 class FabricConnection(NativeConnection):
-    """One end of a connection over libfabric. Owns its endpoint.
+    """An end of a connection over libfabric. Owns its endpoint.
 
     Args:
         endpoint: the endpoint of this end.

@@ -1,7 +1,7 @@
 """The binding to libucp: its definitions, how to find it, and how to read its statuses.
 
 It uses cffi in ABI mode, so that no compiler is needed. Parsing the definitions takes 70 ms, loading libucp 400 ms. The
-same definitions fit UCX 1.13 to 1.22 if every struct is zeroed, because field masks select the fields that UCX reads.
+definitions fit UCX 1.13 to 1.22 if every struct is zeroed, because field masks select the fields that UCX reads.
 """
 
 from __future__ import annotations

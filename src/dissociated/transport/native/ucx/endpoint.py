@@ -19,7 +19,7 @@ _MAX_STEPS = 1000  # steps of progress for one closing endpoint before the next 
 
 
 class UcxEndpoint:
-    """One end of a connection. Owns its worker and the keys of remote memory; `destroy` releases them.
+    """An end of a connection. Owns its worker and the keys of remote memory; `destroy` releases them.
 
     With `err_mode_none`, two processes of one host read each other's memory directly.
     """
