@@ -1,0 +1,55 @@
+"""The measure of plain English: these figures find the sentences that a reader has to solve."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
+#: A sentence that opens with one of these hides its subject.
+OPENERS = {"what", "who", "whoever", "whatever", "those", "one", "ones", "where", "same", "as"}
+#: The sources in the repository, each with the ending of its files.
+PLACES = [("src", "py"), ("tests", "py"), ("benchmarks", "py"), ("examples", "py"), ("docs", "md"), (".", "md")]
+
+
+def texts(path: Path) -> Iterator[str]:
+    """Yield each docstring and comment of a Python file, or each paragraph of a page, without its code."""
+    content = path.read_text()
+    if path.suffix == ".md":
+        for block in re.sub(r"```.*?```", "", content, flags=re.DOTALL).split("\n\n"):
+            if not block.lstrip().startswith(("|", "<", "#")):
+                yield block
+        return
+    for node in ast.walk(ast.parse(content)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+    for token in tokenize.generate_tokens(io.StringIO(content).readline):
+        if token.type == tokenize.COMMENT and not token.string.startswith(("#!", "# type:", "# noqa")):
+            yield token.string.lstrip("#: ")
+
+
+def sentences(text: str) -> Iterator[list[str]]:
+    """Yield the words of each sentence in lower case, without a leading article."""
+    for sentence in re.split(r"(?<=[.!?:])\s+|\n\s*\n|\n\s*[-*]\s", re.sub(r"`[^`]*`", "X", text)):
+        words = [word.lower() for word in WORD.findall(sentence)]
+        if words and not sentence.rstrip().endswith("?"):
+            yield words[1:] if words[0] == "the" and len(words) > 1 else words
+
+
+@pytest.mark.parametrize(("place", "ending"), PLACES, ids=[place for place, _ in PLACES])
+def test_sentences_name_their_subject(place: str, ending: str) -> None:
+    found = (ROOT / place).glob(f"*.{ending}") if place == "." else (ROOT / place).rglob(f"*.{ending}")
+    paths = [path for path in found if path.name != "CHANGELOG.md"]
+    spoken = [(path, words) for path in paths for text in texts(path) for words in sentences(text)]
+    hard = [f"{path.relative_to(ROOT)}: {' '.join(words)[:80]}" for path, words in spoken if words[0] in OPENERS]
+    assert len(spoken) > 20
+    assert len(hard) <= 0.015 * len(spoken), hard
+    count = sum(len(words) for _, words in spoken)
+    assert sum(words.count("what") for _, words in spoken) <= max(1, 0.002 * count)
