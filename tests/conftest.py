@@ -5,6 +5,7 @@ import logging
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -46,6 +47,12 @@ def pytest_collection_finish() -> None:
     """Exclude the objects of the imported modules from garbage collection, which runs after many tests."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt in each test, since Spark's context installs a handler of its own for good."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_sessionfinish() -> None:
