@@ -49,12 +49,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_runtest_setup() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt in each test, since Spark's context installs a handler of its own for good."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
@@ -102,7 +96,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip tests with unmet needs before any fixture counts open resources."""
+    """Skip tests with unmet needs before any fixture counts open resources, and let Ctrl-C raise KeyboardInterrupt."""
+    if threading.current_thread() is threading.main_thread():  # Spark's context installs a handler of its own for good
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for marker in item.iter_markers("needs"):
         need(*marker.args)
 
