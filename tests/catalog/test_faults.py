@@ -12,10 +12,9 @@ import pytest
 
 import dissociated as dis
 from dissociated.catalog.database import Database
-from dissociated.errors import DissociatedError
 from helpers import PATIENCE, case
 from processes import Fork
-from store.steps import STEPS, State, after, node, served, take
+from store.steps import STEPS, State, node, served, take_all
 from support.injection import SQLiteFault, calls, child_environment
 
 FOR_GOOD = 1 << 30  # calls: until the process ends
@@ -38,17 +37,8 @@ def test_a_write_that_fails_is_told_and_changes_nothing(memory: Path, error: int
         directory = memory / str(at)
         directory.mkdir()
         with node(directory / "store", str(directory / "db")) as first, dis.connect(first.uri) as client:
-            state: State = {}
             with SQLiteFault(at, error, times) as fault, case(f"write {at}"):
-                for step in STEPS:
-                    if step[1] in ("append", "drop") and step[0] not in state:
-                        continue
-                    try:
-                        take(client, step)
-                    except DissociatedError:
-                        assert fault.came
-                    else:
-                        state = after(state, step)
+                state = take_all(client, fault)
             with case(f"write {at}"):
                 assert served(client) == state
         with case(f"write {at}, after a restart"):

@@ -10,8 +10,10 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 
 import dissociated as dis
+from dissociated.errors import DissociatedError
 from dissociated.node.node import Node
 from dissociated.store.store import Store
+from support.injection import Fault, SQLiteFault
 
 SCHEMA = pa.schema([("n", pa.int64())])
 #: A step: name of the dataset, the mode or "drop", and the numbers to write.
@@ -39,6 +41,24 @@ def take(client: dis.Client, step: Step) -> None:
         client.drop(name)
     else:
         client.put(name, pa.table([pa.array(numbers, pa.int64())], SCHEMA), mode=mode)
+
+
+def take_all(client: dis.Client, fault: Fault | SQLiteFault) -> State:
+    """Take all steps but those whose dataset is missing, and return the state that was acknowledged.
+
+    Fail if a step is refused before the fault has come.
+    """
+    state: State = {}
+    for step in STEPS:
+        if step[1] in ("append", "drop") and step[0] not in state:
+            continue  # the step before it was rejected
+        try:
+            take(client, step)
+        except DissociatedError:
+            assert fault.came
+        else:
+            state = after(state, step)
+    return state
 
 
 def take_in_store(store: Store, step: Step) -> None:

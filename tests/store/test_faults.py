@@ -17,14 +17,14 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError, StoreError
+from dissociated.errors import CatalogError, DatasetNotFound, StoreError
 from dissociated.store.eviction import Policy
 from dissociated.store.store import FORGOTTEN, Store
 from helpers import PATIENCE, case, files_below, wait_until
 from processes import Fork
 from support.injection import Fault, calls, clock_step
 
-from .steps import SCHEMA, STEPS, State, after, node, served, take
+from .steps import SCHEMA, STEPS, State, after, node, served, take, take_all
 
 FOR_GOOD = 1 << 30  # calls: until the process ends
 ROWS, LIMIT = 1 << 14, 5 << 16  # rows of 128 kB; bytes with room for two such datasets
@@ -52,17 +52,8 @@ def test_a_call_that_fails_changes_nothing_or_is_not_noticed(memory: Path, error
     for at in calls(1 if times == 1 else 4):
         directory = memory / str(at)
         with node(directory) as first, dis.connect(first.uri) as client:
-            state: State = {}
             with Fault(str(directory), at, error, times=times) as fault:
-                for step in STEPS:
-                    if step[1] in ("append", "drop") and step[0] not in state:
-                        continue  # the step before it was rejected
-                    try:
-                        take(client, step)
-                    except DissociatedError:
-                        assert fault.came
-                    else:
-                        state = after(state, step)
+                state = take_all(client, fault)
             with case(f"{fault.calls[at : at + 1]}, call {at}"):
                 assert served(client) == state
         with case(f"{fault.calls[at : at + 1]}, call {at}, after a restart"):
@@ -108,17 +99,8 @@ def test_a_call_that_fails_on_the_stage_of_a_server_changes_nothing_or_is_not_no
     for at in calls(1):
         with dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
             directory = Path(client.stage().directory)
-            state: State = {}
             with Fault(str(directory), at) as fault, case(f"call {at}"):
-                for step in STEPS:
-                    if step[1] in ("append", "drop") and step[0] not in state:
-                        continue
-                    try:
-                        take(client, step)
-                    except DissociatedError:
-                        assert fault.came
-                    else:
-                        state = after(state, step)
+                state = take_all(client, fault)
             with case(f"{fault.calls[at : at + 1]}, call {at}"):
                 assert served(client) == state
                 wait_until(partial(is_empty, directory), "nothing is left in the stage")
