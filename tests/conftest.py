@@ -122,14 +122,19 @@ def _sockets_of_the_test(_sockets_of_the_run: None) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _log_as_it_was() -> Iterator[None]:
-    """Restore the logging configuration, which commands change when a test calls them in this process."""
+def _process_as_it_was() -> Iterator[None]:
+    """Restore logging and the handling of signals, which commands change when a test calls them in this process."""
     logger = logging.getLogger("dissociated")
     handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    ending = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     logger.handlers[:], logger.propagate = handlers, propagate
     if logger.level != level:
         logger.setLevel(level)
+    if {number: signal.getsignal(number) for number in ending} != ending:
+        signal.set_wakeup_fd(-1)  # `serve` ignores them for good, and wakes by a pipe
+        for number, handler in ending.items():
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
+#: A comment after "#" or "#:", on a line of its own or after two spaces. It is quicker than a tokenizer.
+COMMENT = re.compile(r"(?:^ *|  )#:? (?!type:|noqa)(.*)$", re.MULTILINE)
 #: A sentence that opens with one of these hides its subject.
 OPENERS = {"what", "who", "whoever", "whatever", "those", "one", "ones", "where", "same", "as"}
 #: The sources in the repository, each with the ending of its files.
@@ -30,9 +30,7 @@ def texts(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(content)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield ast.get_docstring(node) or ""
-    for token in tokenize.generate_tokens(io.StringIO(content).readline):
-        if token.type == tokenize.COMMENT and not token.string.startswith(("#!", "# type:", "# noqa")):
-            yield token.string.lstrip("#: ")
+    yield from COMMENT.findall(content)
 
 
 def sentences(text: str) -> Iterator[list[str]]:

@@ -30,7 +30,7 @@ def restarted(directory: Path) -> State:
 
 
 @pytest.mark.parametrize(
-    ("error", "times", "stride"), [(errno.EIO, 1, 3), (errno.ENOSPC, FOR_GOOD, 8)], ids=["once", "for good"]
+    ("error", "times", "stride"), [(errno.EIO, 1, 7), (errno.ENOSPC, FOR_GOOD, 15)], ids=["once", "for good"]
 )
 def test_a_write_that_fails_is_told_and_changes_nothing(memory: Path, error: int, times: int, stride: int) -> None:
     for at in calls(stride):

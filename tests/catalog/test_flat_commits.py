@@ -22,7 +22,7 @@ from dissociated.node.node import Node
 from dissociated.store.store import Store
 from nodes import SCHEMA, table
 
-FEW, MORE, TRIED = 50, 600, 5  # datasets
+FEW, MORE, TRIED = 50, 200, 3  # datasets
 
 
 class Instructions:

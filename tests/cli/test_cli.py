@@ -566,7 +566,7 @@ def test_get_replaces_files_alone(catalog: str, tmp_path: Path) -> None:
         (["get", "CATALOG/nothing", "-o", "out.csv"], "no dataset 'nothing' is published here"),
         (["get", "CATALOG", "-o", "out.csv"], "names no dataset"),
         (["get", "CATALOG/planes", "-o", "out.xyz"], "none of the endings .arrow, .feather"),
-        (["cat", "planes"], "no catalog is named, and no node with the store"),
+        (["cat", "planes", "--store", "FILES/none"], "no catalog is named, and no node with the store FILES/none runs"),
         (["get", "CATALOG/planes", "-o", "no/such/out.csv"], "there is no directory no/such"),
         (["get", "CATALOG/planes", "-o", "out.csv", "--columns", "x"], "there is no column 'x'; there are n, text"),
         (["get", "CATALOG/planes", "-o", "out.csv", "--transport", "ucx"], "it is offered by"),

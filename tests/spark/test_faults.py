@@ -95,7 +95,7 @@ def in_the_jvm(uri: str) -> None:
 def test_a_write_of_spark_is_there_as_a_whole_or_not_at_all(
     memory: Path, write: Callable[[str], None], error: int, times: int
 ) -> None:
-    for at in calls(4 if times == 1 else 12):
+    for at in calls(9 if times == 1 else 25):
         store = memory / str(at)
         with Node(Store(store), ["shm:"], retain=0.0, heartbeat_interval=0.2) as node, dis.connect(node.uri) as client:
 
