@@ -120,7 +120,7 @@ def _copies(client: dis.Client, device: Device, shape: Shape, scratch: Path) -> 
 
 
 def _read(client: dis.Client, name: str, device: Device, transport: str | None = None) -> list[DeviceBatch]:
-    batches = [*client.read(name, device=device, transport=transport)]
+    batches = [*client.read_on_device(name, device, transport=transport)]
     for batch in batches:
         batch.synchronize()
     return batches

@@ -19,7 +19,7 @@ Arrays = dict[str, Any]
 def q6_on_device(client: dis.Client, columns: list[str], device: str, q6: Callable[[Arrays], int]) -> int:
     """Read these columns of lineitem onto the device, and return the sum of `q6` over all batches."""
     with step("to device") as current:
-        with client.read("lineitem", columns=columns, device=device) as reader:
+        with client.read_on_device("lineitem", columns=columns, device=device) as reader:
             batches = [*reader]
         for batch in batches:
             batch.synchronize()

@@ -21,8 +21,13 @@ from dissociated.errors import DatasetNotFound, DissociatedError
 
 if TYPE_CHECKING:
     from dissociated.client.client import Client, connect
-    from dissociated.client.open import open_stream, open_stream_async
-    from dissociated.client.tensors import open_tensors
+    from dissociated.client.open import (
+        open_stream,
+        open_stream_async,
+        open_stream_on_device,
+        open_stream_on_device_async,
+        open_tensors,
+    )
     from dissociated.codec.options import ReadOptions, WriteOptions
     from dissociated.control.locations import DatasetInfo
     from dissociated.datasets.live import Live
@@ -41,7 +46,9 @@ else:
         "connect": "client.client",
         "open_stream": "client.open",
         "open_stream_async": "client.open",
-        "open_tensors": "client.tensors",
+        "open_stream_on_device": "client.open",
+        "open_stream_on_device_async": "client.open",
+        "open_tensors": "client.open",
     }
 
     def __getattr__(name: str) -> Any:
@@ -77,5 +84,7 @@ __all__ = [
     "errors",
     "open_stream",
     "open_stream_async",
+    "open_stream_on_device",
+    "open_stream_on_device_async",
     "open_tensors",
 ]

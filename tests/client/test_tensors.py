@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.client.tensors import TensorReader
+from dissociated.client.stream import TensorReader
 from helpers import Serve, connections_left
 from memory.maps import mappings
 from tensor_cases import arrays, some

@@ -17,7 +17,7 @@ import pytest
 
 import dissociated as dis
 from certificates import Certificates
-from dissociated.client.tensors import TensorReader
+from dissociated.client.stream import TensorReader
 from helpers import connections_left, leaving_nothing
 from machine import media, missing
 

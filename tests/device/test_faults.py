@@ -43,7 +43,7 @@ READS = """
 import sys
 import dissociated as dis
 with dis.connect(sys.argv[1]) as client:
-    reader = client.read("numbers", device=sys.argv[2])
+    reader = client.read_on_device("numbers", sys.argv[2])
     batches = [reader.read_next_batch() for _ in range(8)]
     print(len(batches), flush=True)
     sys.stdin.readline()
@@ -72,20 +72,20 @@ def published(server: dis.Server, device: Device) -> DeviceDataset:
 
 
 def whole(client: dis.Client, device: Device) -> pa.Table:
-    return pa.Table.from_batches([batch.to_host() for batch in client.read("numbers", device=device)])
+    return pa.Table.from_batches([batch.to_host() for batch in client.read_on_device("numbers", device)])
 
 
 def test_a_server_that_is_killed_while_its_memory_is_open(device: Device) -> None:
     before = device.allocations
     with process(PUBLISHES, device.name) as (killed, uri), dis.connect(uri) as client:
-        reader = client.read("n", device=device)
+        reader = client.read_on_device("n", device)
         first = reader.read_next_batch()
         assert device.allocations == before + 1, "one handle was opened"
         assert client.read("n").read_next_batch()["n"].to_pylist() == [*range(100)]
         killed.send_signal(signal.SIGKILL)
         killed.wait(PATIENCE)
         with pytest.raises(dis.errors.DissociatedError):
-            client.read("n", device=device)
+            client.read_on_device("n", device)
         if isinstance(device, EmulatedDevice):  # NVIDIA gives no such promise for GPUs
             assert first.to_host()["n"].to_pylist() == [*range(100)]
         del first, reader
@@ -155,7 +155,7 @@ def test_memory_stays_while_a_copy_cannot_be_waited_for(
         server.publish(name, pa.table({"n": [value] * 10_000}))
 
     def first(name: str) -> DeviceBatch:
-        with client.read(name, device=emulated, transport="tcp") as reader:
+        with client.read_on_device(name, emulated, transport="tcp") as reader:
             batch = reader.read_next_batch()
             emulated.capturing = name == "ones"
         return batch
@@ -178,7 +178,7 @@ def test_a_servers_memory_is_given_back_when_nothing_can_read_it_any_more(
     published(server, emulated)
     device = EmulatedDevice(emulated.number)  # the device as seen by another process
     for keep in (True, False):
-        with client.read("numbers", device=device) as reader:
+        with client.read_on_device("numbers", device) as reader:
             batches = [reader.read_next_batch()] if keep else []
             device.capturing = True
         batches.clear()
@@ -226,6 +226,6 @@ def test_what_libarrow_would_look_into_is_refused(device: Device, server: dis.Se
     with pytest.raises(RemoteProtocolError, match="lies in no region"):
         whole(client, device)
     dataset.placed = [schema, first._replace(extents=odd)]
-    (batch,) = client.read("numbers", device=device)
+    (batch,) = client.read_on_device("numbers", device)
     assert batch.num_rows == 7_000, "it was copied to where libarrow takes it"
     del batch

@@ -41,9 +41,13 @@ def test_every_type_goes_to_every_client(device: Device, server: dis.Server, cli
     for transport in ("shm", "tcp", "grpc"):
         arrived = [*client.read("types", transport=transport)]
         assert arrived == ALL_TYPES
-        assert [batch.to_host() for batch in client.read("types", transport=transport, device=device)] == ALL_TYPES
+        assert [
+            batch.to_host() for batch in client.read_on_device("types", transport=transport, device=device)
+        ] == ALL_TYPES
     names = ALL_TYPES[0].schema.names[::7]
-    assert to_host(client.read("types", columns=names, device=device)) == pa.Table.from_batches(ALL_TYPES).select(names)
+    assert to_host(client.read_on_device("types", columns=names, device=device)) == pa.Table.from_batches(
+        ALL_TYPES
+    ).select(names)
     assert client.read("types", columns=names).read_all() == pa.Table.from_batches(ALL_TYPES).select(names)
     gc.collect()
     clients_end()
@@ -56,16 +60,16 @@ def test_streams_are_opened_by_uri(device: Device, server: dis.Server, client: d
     before = device.allocations
     (there,), here = client.describe("there").endpoints, server.ticket("here")
     (at,), ticket = [uri for uri in there.locations if "device=" in uri], there.ticket
-    batch = dis.open_stream(at, ticket, columns=["f"], batches=(2, 3), device=device).read_next_batch()
+    batch = dis.open_stream_on_device(at, ticket, columns=["f"], batches=(2, 3), device=device).read_next_batch()
     assert device.allocations == before, "it lies in the server's memory"
     assert batch.to_host() == [*pieces()][2].select(["f"])
     for wanted in ({"limit": 3}, {"filter": ("n", ">", 5)}):
         with pytest.raises(DeviceError, match="another location"):
-            dis.open_stream(at, ticket, device=device, **wanted)
+            dis.open_stream_on_device(at, ticket, device, **wanted)
     with pytest.raises(UriError, match="another location"):
-        dis.open_stream(at, ticket, device="test:1")
+        dis.open_stream_on_device(at, ticket, "test:1")
     for uri in server.locations("here"):
-        reader = dis.open_stream(uri, here, filter=("n", ">", 20_000), limit=9, device=device)
+        reader = dis.open_stream_on_device(uri, here, filter=("n", ">", 20_000), limit=9, device=device)
         assert reader.device is device
         assert to_host(reader) == NUMBERS.slice(20_001, 9), uri
     del batch, reader
@@ -80,7 +84,7 @@ def test_addresses_are_leased_and_nothing_is_copied(device: Device, server: dis.
     assert "remote_handle=" in uri
     before = device.allocations, device.nbytes
     expected = [*client.read("numbers", transport="tcp")][2]
-    reader = client.read("numbers", device=device)
+    reader = client.read_on_device("numbers", device)
     batches = [*reader]
     assert (device.allocations, device.nbytes) == before, "they lie in the server's memory"
     assert server.connections == 1, "which holds them"
@@ -170,7 +174,7 @@ def test_a_reader_that_stops_early_keeps_what_it_was_given(
     device: Device, server: dis.Server, client: dis.Client
 ) -> None:
     server.publish("numbers", on_device(device, [*pieces()]))
-    with client.read("numbers", device=device) as reader:
+    with client.read_on_device("numbers", device) as reader:
         first = reader.read_next_batch()
     server.drop("numbers")
     gc.collect()
@@ -186,7 +190,7 @@ def test_small_things(device: Device, server: dis.Server, client: dis.Client) ->
     for name, table in {"rows": no_columns, "none": NUMBERS.slice(0, 0), "nulls": pa.table({"n": pa.nulls(3)})}.items():
         server.publish(name, to_device(table.to_reader(), device))
         assert client.read(name).read_all() == table
-        assert sum(batch.num_rows for batch in client.read(name, device=device)) == table.num_rows
+        assert sum(batch.num_rows for batch in client.read_on_device(name, device)) == table.num_rows
     with pytest.raises(SourceError, match="cannot publish"):
         server.publish("array", pa.array([1]))
     broken = pa.RecordBatchReader.from_batches(NUMBERS.schema, map(dict.__getitem__, [{}], ["no more"]))
@@ -203,7 +207,7 @@ def test_memory_goes_back_when_streams_of_others_have_read_it(
     server.publish("numbers", on_device(device, [NUMBERS.to_batches()[0]]))
     expected = NUMBERS["n"].to_numpy()
     for name in ("host", "numbers"):  # memory of this process, and of the server
-        batch = client.read(name, device=device).read_next_batch()
+        batch = client.read_on_device(name, device).read_next_batch()
         batch.synchronize()
         taken = consumer.Taken(batch)
         stream, target = device.stream(), pa.allocate_buffer(expected.nbytes)
@@ -223,7 +227,7 @@ def test_an_address_goes_back_when_what_was_begun_there_is_done(
 ) -> None:
     server.publish("numbers", on_device(device, [*pieces()]))
     expected = next(pieces())["n"].to_numpy()
-    with client.read("numbers", device=device) as reader:
+    with client.read_on_device("numbers", device) as reader:
         batch, *others = reader  # read to the end: all batches are sent, and stay counted until they come back
     held = server.status().leases
     taken = consumer.Taken(batch)
@@ -253,9 +257,9 @@ def test_dlpack_columns_and_lists_of_batches(device: Device, server: dis.Server,
         server.publish("mixed", [_last(device), on_device(device, ALL_TYPES).read_next_batch()])
     del batches, columns, first
     gc.collect()
-    assert client.read("columns", device=device).read_next_batch().to_host() == next(pieces()).select(["n", "f"])
+    assert client.read_on_device("columns", device).read_next_batch().to_host() == next(pieces()).select(["n", "f"])
     assert client.read("list").read_all() == NUMBERS
-    assert to_host(client.read("batch", device=device)) == pa.Table.from_batches([[*pieces()][1]])
+    assert to_host(client.read_on_device("batch", device)) == pa.Table.from_batches([[*pieces()][1]])
 
 
 def _last(device: Device) -> DeviceBatch:
@@ -279,7 +283,7 @@ def test_selections_and_filters(device: Device, server: dis.Server, client: dis.
         wanted = NUMBERS.filter(pc.field("n") > 40_000).select(["f"]).slice(0, 10)
         some: dict[str, Any] = {"columns": ["f"], "filter": ("n", ">", 40_000), "limit": 10}
         assert client.read("numbers", transport=transport, **some).read_all() == wanted
-        assert to_host(client.read("numbers", transport=transport, **some, device=device)) == wanted
+        assert to_host(client.read_on_device("numbers", transport=transport, **some, device=device)) == wanted
     uri = next(one for one in client.describe("numbers").endpoints[0].locations if one.startswith("tcp:"))
     ticket = client.describe("numbers").endpoints[0].ticket
     two = dis.open_stream(uri, ticket, batches=(1, 3)).read_all()
@@ -288,13 +292,13 @@ def test_selections_and_filters(device: Device, server: dis.Server, client: dis.
 
 def test_who_cannot_use_it_gets_host_bodies(emulated: EmulatedDevice, server: dis.Server, client: dis.Client) -> None:
     server.publish("numbers", on_device(open_device("test:0"), [*pieces()]))
-    assert to_host(client.read("numbers", device=emulated)) == NUMBERS, "it lies on another device than is wanted"
+    assert to_host(client.read_on_device("numbers", emulated)) == NUMBERS, "it lies on another device than is wanted"
     (uri,) = [one for one in client.describe("numbers").endpoints[0].locations if "device=" in one]
     with pytest.raises(dis.errors.UriError, match="take another location"):
         dis.open_stream(uri, client.describe("numbers").endpoints[0].ticket, allow_rma=True)
     emulated.exports = False
     server.publish("numbers", on_device(emulated, [*pieces()]))
     assert not any("device=" in one for one in client.describe("numbers").endpoints[0].locations)
-    assert to_host(client.read("numbers", device=emulated)) == NUMBERS, "a device without handles"
+    assert to_host(client.read_on_device("numbers", emulated)) == NUMBERS, "a device without handles"
     server.drop("numbers")
     wait_until(lambda: not emulated.allocations, "nobody sends it any more")

@@ -52,7 +52,7 @@ def server() -> Iterator[dis.Server]:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 def test_every_type_arrives_on_the_device(client: dis.Client, device: Device, transport: str) -> None:
-    with client.read("types", transport=transport, device=device.name) as reader:
+    with client.read_on_device("types", transport=transport, device=device.name) as reader:
         assert reader.schema.equals(ALL_TYPES[0].schema, check_metadata=True)
         arrived = [*reader]
     assert [batch.num_rows for batch in arrived] == [batch.num_rows for batch in ALL_TYPES]
@@ -62,7 +62,7 @@ def test_every_type_arrives_on_the_device(client: dis.Client, device: Device, tr
 def test_other_libraries_take_it_where_it_lies_and_wait_for_it(client: dis.Client, device: Device) -> None:
     flat = [name for name, column in zip(NAMES, ALL_TYPES[0].columns, strict=True) if _comparable(column.type)]
     expected = client.read("types", columns=flat).read_next_batch()
-    batch = client.read("types", columns=flat, device=device).read_next_batch()
+    batch = client.read_on_device("types", columns=flat, device=device).read_next_batch()
     taken = consumer.Taken(batch)
     assert taken.schema.equals(expected.schema)
     allocations = device.allocations
@@ -94,7 +94,7 @@ def test_who_takes_a_batch_without_memory_is_told_of_no_event(device: Device) ->
 
 
 def test_a_tensor_that_was_taken_is_held_until_it_is_deleted(client: dis.Client, device: Device) -> None:
-    column = client.read("numbers", device=device).read_next_batch()["n"]
+    column = client.read_on_device("numbers", device).read_next_batch()["n"]
     left = len(cdevice._structs), len(dlpack._held)
     stream = device.stream()
     taken = consumer.TakenTensor(column, stream)
@@ -142,7 +142,7 @@ def test_others_may_give_back_what_they_hold_when_the_interpreter_ends() -> None
 
 def test_nanoarrow_takes_it(client: dis.Client, device: Device) -> None:
     nanoarrow = pytest.importorskip("nanoarrow.device", reason="nanoarrow is not installed")
-    taken = nanoarrow.c_device_array(client.read("numbers", device=device).read_next_batch())
+    taken = nanoarrow.c_device_array(client.read_on_device("numbers", device).read_next_batch())
     assert (taken.device_type_id, taken.device_id) == (device.type, device.number)
     assert (taken.array.length, taken.array.n_children) == (7_000, 3)
     gc.collect()
@@ -151,7 +151,7 @@ def test_nanoarrow_takes_it(client: dis.Client, device: Device) -> None:
 
 
 def test_what_nobody_takes_out_of_its_capsule_is_released(client: dis.Client, device: Device) -> None:
-    batch = client.read("numbers", device=device).read_next_batch()
+    batch = client.read_on_device("numbers", device).read_next_batch()
     capsules = batch.__arrow_c_device_array__(), batch["n"].__dlpack__(max_version=(1, 0)), batch["f"].__dlpack__()
     del batch
     gc.collect()
@@ -160,7 +160,7 @@ def test_what_nobody_takes_out_of_its_capsule_is_released(client: dis.Client, de
 
 
 def test_a_stream_for_other_libraries(client: dis.Client, device: Device) -> None:
-    reader = client.read("numbers", device=device)
+    reader = client.read_on_device("numbers", device)
     stream = consumer.TakenStream(reader)
     assert stream.schema().equals(NUMBERS.schema)
     for expected in client.read("numbers"):
@@ -173,7 +173,7 @@ def test_a_stream_for_other_libraries(client: dis.Client, device: Device) -> Non
 
 
 def test_a_stream_says_what_failed(client: dis.Client, emulated: EmulatedDevice) -> None:
-    stream = consumer.TakenStream(client.read("numbers", device=emulated))
+    stream = consumer.TakenStream(client.read_on_device("numbers", emulated))
     struct = stream.next()
     assert struct is not None
     struct.array.release(ctypes.addressof(struct))
@@ -199,7 +199,7 @@ def tensor_of(column: Any, **options: Any) -> tuple[int, int, tuple[int, ...]]:
 
 
 def test_flat_columns_are_arrays(client: dis.Client, device: Device) -> None:
-    batch = client.read("numbers", device=device).read_next_batch()
+    batch = client.read_on_device("numbers", device).read_next_batch()
     for options in ({}, {"max_version": (1, 0)}):
         stream = device.stream()
         address, kind, shape = tensor_of(batch["f"], stream=stream.handle or None, **options)
@@ -208,7 +208,7 @@ def test_flat_columns_are_arrays(client: dis.Client, device: Device) -> None:
         assert (there == NUMBERS["f"][:7_000].to_numpy()).all(), "and its stream waited"
     assert batch["f"].__dlpack_device__() == (device.type, device.number)
     assert hasattr(batch["f"], "__cuda_array_interface__") is device.name.startswith("cuda")
-    types = client.read("types", device=device).read_next_batch()
+    types = client.read_on_device("types", device).read_next_batch()
     _, kind, shape = tensor_of(types["decimal128 full"])
     assert (kind, shape) == (64, (19, 2)), "two integers, the lower one first"
     with pytest.raises(BufferError, match="stays on"):
@@ -238,7 +238,7 @@ def iter_messages(*messages: EncodedMessage) -> Messages:
 
 
 def test_array_interfaces_have_the_values_of_each_flat_type(client: dis.Client, device: Device) -> None:
-    batches = [*client.read("types", device=device)]
+    batches = [*client.read_on_device("types", device)]
     checked = set()
     for batch, expected in zip(batches, ALL_TYPES, strict=True):
         for name, column in zip(NAMES, expected.columns, strict=True):
@@ -291,9 +291,9 @@ def _unscaled(value: Decimal, scale: int) -> int:
 
 def test_columns_rows_and_filters_are_chosen_before(client: dis.Client, device: Device) -> None:
     wanted = NUMBERS.filter(pc.field("n") > 40_000).select(["f"]).slice(0, 100)
-    reader = client.read("numbers", columns=["f"], filter=("n", ">", 40_000), limit=100, device=device)
+    reader = client.read_on_device("numbers", columns=["f"], filter=("n", ">", 40_000), limit=100, device=device)
     assert pa.Table.from_batches([batch.to_host() for batch in reader]) == wanted
-    some = client.read("numbers", rows=range(6_990, 7_010), device=device)
+    some = client.read_on_device("numbers", rows=range(6_990, 7_010), device=device)
     assert pa.Table.from_batches([batch.to_host() for batch in some]) == NUMBERS.slice(6_990, 20)
     handle = client["numbers"]
     scanner = handle.scanner(["s", "n"], filter=pc.field("n") < 3, device=device, batch_size=2)
@@ -308,25 +308,23 @@ def test_columns_rows_and_filters_are_chosen_before(client: dis.Client, device: 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("name", ["compressed", "live"])
 def test_other_kinds_of_datasets(client: dis.Client, device: Device, name: str, transport: str) -> None:
-    reader = client.read(name, transport=transport, device=device)
+    reader = client.read_on_device(name, transport=transport, device=device)
     assert pa.Table.from_batches([batch.to_host() for batch in reader]) == NUMBERS
 
 
 def test_compressed_bodies_can_be_refused(client: dis.Client, server: dis.Server, device: Device) -> None:
     for transport in ("shm", "tcp"):
         with pytest.raises(DeviceError, match="publish the dataset without a codec"):
-            list(client.read("compressed", transport=transport, device=device, decompress=False))
+            list(client.read_on_device("compressed", transport=transport, device=device, decompress=False))
         handle = client.dataset("compressed", transport=transport)
         for size in (None, 9):
             with pytest.raises(DeviceError, match="publish the dataset without a codec"):
                 list(handle.scanner(batch_size=size, device=device, decompress=False).to_batches())
-        reader = client.read("numbers", transport=transport, device=device, decompress=False)
+        reader = client.read_on_device("numbers", transport=transport, device=device, decompress=False)
         assert pa.Table.from_batches([batch.to_host() for batch in reader]) == NUMBERS
     del reader
     with pytest.raises(OptionError, match="Flight always decompresses"):
-        client.read("numbers", transport="grpc", device=device, decompress=False)
-    with pytest.raises(OptionError, match="with a device"):
-        client.read("numbers", decompress=False)  # type: ignore[call-overload]
+        client.read_on_device("numbers", transport="grpc", device=device, decompress=False)
     with pytest.raises(OptionError, match="with a device"):
         client["numbers"].scanner(decompress=False)
     gc.collect()
@@ -337,17 +335,20 @@ def test_async_for_on_the_device(client: dis.Client, server: dis.Server, device:
     opened = server.locations("numbers")[0], server.ticket("numbers")
 
     async def test() -> None:
-        for opening in (client.read_async("numbers", device=device), dis.open_stream_async(*opened, device=device)):
+        for opening in (
+            client.read_on_device_async("numbers", device),
+            dis.open_stream_on_device_async(*opened, device=device),
+        ):
             async with await opening as reader:
                 arrived = [batch async for batch in reader]
             assert [batch.to_host() for batch in arrived] == [*pieces()]
             assert all(batch.device is device for batch in arrived)
         assert all(batch.get_total_buffer_size() >= batch.num_rows * 16 for batch in arrived), "reading ahead counts it"
-        async with await client.read_async("numbers", transport="tcp", device=device) as reader:
+        async with await client.read_on_device_async("numbers", transport="tcp", device=device) as reader:
             assert (await anext(reader.batches(readahead=1))).to_host() == next(pieces())
-        async with await client.read_async("numbers", device=device) as reader:
+        async with await client.read_on_device_async("numbers", device) as reader:
             assert await reader.to_table() == NUMBERS
-        with client.read("numbers", transport="tcp", device=device) as blocking:
+        with client.read_on_device("numbers", transport="tcp", device=device) as blocking:
             assert [batch.to_host() async for batch in async_batches(blocking, readahead=2)] == [*pieces()]
 
     asyncio.run(test())
@@ -355,9 +356,9 @@ def test_async_for_on_the_device(client: dis.Client, server: dis.Server, device:
 
 def test_a_reader_that_is_dropped_ends_its_stream(client: dis.Client, server: dis.Server, device: Device) -> None:
     for name in ("numbers", "live"):
-        client.read(name, transport="tcp", device=device)  # without reading anything
-        client.read(name, transport="tcp", device=device).read_next_batch()
-        with client.read(name, transport="tcp", device=device) as reader:
+        client.read_on_device(name, transport="tcp", device=device)  # without reading anything
+        client.read_on_device(name, transport="tcp", device=device).read_next_batch()
+        with client.read_on_device(name, transport="tcp", device=device) as reader:
             pass
         with pytest.raises(StoreError, match="closed before its end"):
             reader.read_next_batch()
@@ -396,7 +397,7 @@ def test_what_is_copied_stays_until_it_has_been(device: Device) -> None:
 
 def test_memory_goes_back_batch_by_batch(client: dis.Client, device: Device) -> None:
     most = 0
-    for batch in client.read("live", device=device):
+    for batch in client.read_on_device("live", device):
         assert batch.nbytes >= batch.num_rows * 16
         most = max(most, device.allocations)
         del batch
@@ -407,12 +408,16 @@ def test_bodies_from_a_network_come_through_a_ring_of_pinned_memory(client: dis.
     ring = device.ring
     before = ring.nbytes
     for _ in range(3):
-        assert [batch.to_host() for batch in client.read("numbers", transport="tcp", device=device)] == [*pieces()]
+        assert [batch.to_host() for batch in client.read_on_device("numbers", transport="tcp", device=device)] == [
+            *pieces()
+        ]
     assert 0 < ring.nbytes <= before + 8 * (1 << 18), "24 bodies, which take a block of 256 KiB each, share some"
     taken = [ring.allocate(1 << 26) for _ in range(5)]
     assert taken[-1] is None, "and there is a limit"
     assert (
-        pa.Table.from_batches([batch.to_host() for batch in client.read("numbers", transport="tcp", device=device)])
+        pa.Table.from_batches(
+            [batch.to_host() for batch in client.read_on_device("numbers", transport="tcp", device=device)]
+        )
         == NUMBERS
     )
     del taken
@@ -421,7 +426,7 @@ def test_bodies_from_a_network_come_through_a_ring_of_pinned_memory(client: dis.
 
 def test_a_segment_is_registered_once_and_whole(client: dis.Client, emulated: EmulatedDevice) -> None:
     before = emulated.registrations
-    with client.read("numbers", transport="shm", device=emulated) as reader:
+    with client.read_on_device("numbers", transport="shm", device=emulated) as reader:
         first = reader.read_next_batch()
         assert emulated.registered > 7 * first.nbytes
         assert sum(1 for _ in reader) == 7
@@ -431,15 +436,15 @@ def test_a_segment_is_registered_once_and_whole(client: dis.Client, emulated: Em
 def test_devices_that_cannot_take_it(client: dis.Client, emulated: EmulatedDevice) -> None:
     for wrong in ("test:9", "cuda:99", "gpu"):
         with pytest.raises(DeviceNotFound):
-            client.read("numbers", device=wrong)
-    reader = client.read("numbers", device=emulated)
+            client.read_on_device("numbers", wrong)
+    reader = client.read_on_device("numbers", emulated)
     first = reader.read_next_batch()
     emulated.limit = emulated.nbytes + 1
     with pytest.raises(DeviceFull, match="has no"):
         reader.read_next_batch()
     assert first.to_host() == next(pieces()), "what has arrived stays"
     emulated.limit = 1 << 30
-    lost = client.read("numbers", device=emulated)
+    lost = client.read_on_device("numbers", emulated)
     lost.read_next_batch()
     emulated.lose()
     for _ in range(2):  # after a failure the stream does not end as if it were complete

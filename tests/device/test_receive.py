@@ -89,7 +89,7 @@ def server() -> Iterator[dis.Server]:
 
 def read(server: dis.Server, name: str, device: Device, **options: Any) -> Any:
     (uri,) = server.locations(name)
-    return dis.open_stream(uri.replace("tcp:", "lands:"), server.ticket(name), device=device, **options)
+    return dis.open_stream_on_device(uri.replace("tcp:", "lands:"), server.ticket(name), device=device, **options)
 
 
 def on_host(reader: Any) -> pa.Table:
@@ -192,4 +192,4 @@ def test_ucx_writes_to_devices_that_it_knows(device: Device, allowed: bool, monk
         with registry.transport("ucx").connect(Uri.parse(uri), 10) as connection:
             knows = connection.receive_onto(device)
         assert knows is (allowed and device.name.startswith("cuda"))
-        assert on_host(dis.open_stream(uri, ucx.ticket("big"), device=device)) == BIG
+        assert on_host(dis.open_stream_on_device(uri, ucx.ticket("big"), device)) == BIG

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from dissociated.base.buffers import MAX_BODY, MAX_METADATA
 from dissociated.client.asynchronous import asynchronous
 from dissociated.client.calls import CatalogClient
-from dissociated.client.request import TIMEOUT, ReadRequest
+from dissociated.client.request import TIMEOUT
 from dissociated.codec.device import DeviceReader
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.tensor import Tensor
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 class Client(CatalogClient):
     """A reader of datasets by name. Use it as a context manager, or `close` it."""
 
-    @overload
     def read(
         self,
         name: str,
@@ -45,43 +44,7 @@ class Client(CatalogClient):
         options: ReadOptions | None = None,
         max_body: int = MAX_BODY,
         allow_rma: bool = False,
-        device: None = None,
-    ) -> pa.RecordBatchReader: ...
-
-    @overload
-    def read(
-        self,
-        name: str,
-        *,
-        transport: str | None = None,
-        columns: Sequence[str] | None = None,
-        version: int | None = None,
-        rows: range | None = None,
-        filter: Any = None,
-        limit: int | None = None,
-        options: ReadOptions | None = None,
-        max_body: int = MAX_BODY,
-        allow_rma: bool = False,
-        device: object,
-        decompress: bool = True,
-    ) -> DeviceReader: ...
-
-    def read(
-        self,
-        name: str,
-        *,
-        transport: str | None = None,
-        columns: Sequence[str] | None = None,
-        version: int | None = None,
-        rows: range | None = None,
-        filter: Any = None,
-        limit: int | None = None,
-        options: ReadOptions | None = None,
-        max_body: int = MAX_BODY,
-        allow_rma: bool = False,
-        device: object = None,
-        decompress: bool = True,
-    ) -> pa.RecordBatchReader | DeviceReader:
+    ) -> pa.RecordBatchReader:
         """Read the dataset `name` through `transport`, or through the nearest transport that reaches it.
 
         The result can be read once. `dataset` returns a handle that can be read repeatedly.
@@ -104,20 +67,17 @@ class Client(CatalogClient):
             max_body: Largest body that is accepted, in bytes. See `open_stream`. Over grpc, the size of a decoded batch
                 with its dictionaries is checked, after libarrow has allocated it.
             allow_rma: Allow fetching from the server's memory. See `open_stream`.
-            device: Device for the batches, such as "cuda:0". The result is then a `DeviceReader`. See docs/device.md.
-            decompress: With a `device`, bodies that come compressed are decompressed on the host. False refuses them.
 
         Returns:
             A reader of record batches.
 
         Raises:
             DatasetNotFound: There is no such dataset or version.
-            ColumnNotFound: A column does not exist.
-            DeviceNotFound, DeviceFull, DeviceError: The `device` does not exist, is full, or fails. Errors of
-                `open_stream` are raised, too.
+            ColumnNotFound: A column does not exist. Errors of `open_stream` are raised, too.
         """
         request = replace(
             self.defaults,
+            transport=transport,
             columns=columns,
             rows=rows,
             filter=filter,
@@ -125,16 +85,71 @@ class Client(CatalogClient):
             options=check_options(options, ReadOptions),
             max_body=max_body,
             allow_rma=allow_rma,
-            device=None if device is None else open_device(device),
-            decompress=decompress,
         )
-        describe = partial(self.describe, name, version)
-        if request.device is not None:
-            return self.endpoints.read_on_device(describe, transport, request, request.device)
-        return self.endpoints.read(describe, transport, request)
+        return self.endpoints.read(partial(self.describe, name, version), request)
 
     read_async = asynchronous(read)
     """Open an `AsyncStreamReader` for `async for`. Arguments and errors are those of `read`.
+
+    The call blocks a thread in place of the event loop.
+    """
+
+    def read_on_device(
+        self,
+        name: str,
+        device: object,
+        *,
+        transport: str | None = None,
+        columns: Sequence[str] | None = None,
+        version: int | None = None,
+        rows: range | None = None,
+        filter: Any = None,
+        limit: int | None = None,
+        options: ReadOptions | None = None,
+        max_body: int = MAX_BODY,
+        allow_rma: bool = False,
+        decompress: bool = True,
+    ) -> DeviceReader:
+        """Read the dataset `name` onto a device: in place if it lies there, else received or copied there.
+
+        Args:
+            name: Name of the dataset.
+            device: The device, such as "cuda:0". See docs/device.md.
+            transport: See `read`.
+            columns: See `read`.
+            version: See `read`.
+            rows: See `read`.
+            filter: See `read`.
+            limit: See `read`.
+            options: See `read`.
+            max_body: See `read`.
+            allow_rma: See `read`.
+            decompress: Decompress compressed bodies on the host. False refuses them.
+
+        Returns:
+            A reader of batches on the device.
+
+        Raises:
+            DeviceNotFound, DeviceFull, DeviceError: The device does not exist, is full, or fails. Errors of `read` are
+                raised, too.
+        """
+        request = replace(
+            self.defaults,
+            transport=transport,
+            columns=columns,
+            rows=rows,
+            filter=filter,
+            limit=limit,
+            options=check_options(options, ReadOptions),
+            max_body=max_body,
+            allow_rma=allow_rma,
+            device=open_device(device),
+            decompress=decompress,
+        )
+        return self.endpoints.read_on_device(partial(self.describe, name, version), request)
+
+    read_on_device_async = asynchronous(read_on_device)
+    """Open an `AsyncStreamReader` for `async for`. Arguments and errors are those of `read_on_device`.
 
     The call blocks a thread in place of the event loop.
     """
@@ -220,6 +235,7 @@ class Client(CatalogClient):
         """
         request = replace(
             self.defaults,
+            transport=transport,
             columns=columns,
             batches=batches,
             filter=filter,
@@ -228,13 +244,7 @@ class Client(CatalogClient):
             max_body=max_body,
             allow_rma=allow_rma,
         )
-        return self.open_endpoint(info, endpoint, transport, request)
-
-    def open_endpoint(
-        self, info: DatasetInfo, endpoint: Endpoint, transport: str | None, request: ReadRequest
-    ) -> pa.RecordBatchReader:
-        """Read the part of one endpoint that `request` selects. Errors are those of `read_endpoint`."""
-        return self.endpoints.open(info, endpoint, transport, request)
+        return self.endpoints.open(info, endpoint, request)
 
     def read_tensors(
         self,
@@ -261,8 +271,8 @@ class Client(CatalogClient):
         """
         if transport == "grpc":
             raise WrongKind("Flight has no messages for tensors: read them over shm or tcp, or name no transport")
-        request = replace(self.defaults, max_body=max_body, allow_rma=allow_rma)
-        return self.endpoints.read_tensors(partial(self.describe, name, version), transport, request)
+        request = replace(self.defaults, transport=transport, max_body=max_body, allow_rma=allow_rma)
+        return self.endpoints.read_tensors(partial(self.describe, name, version), request)
 
     def __enter__(self) -> Client:
         return self

@@ -13,7 +13,6 @@ from dissociated.errors import ConnectionClosed, RemoteProtocolError, UnsafeMemo
 from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message
 from dissociated.protocol.metadata import PREFIX_SIZE
-from dissociated.protocol.request import FILTER_PARAMETER, SELECT_PARAMETER
 from dissociated.protocol.sender import Tags
 from dissociated.transport.registry import transport
 from dissociated.transport.trace import traced
@@ -21,21 +20,6 @@ from dissociated.uri import DEVICE, Uri
 
 #: The streams that each connection carries, by the number of connections.
 _STREAMS = {1: (Streams.BOTH,), 2: (Streams.METADATA, Streams.BODIES)}
-
-
-def supports_selection(uri: Uri) -> bool:
-    """Return whether the server at `uri` can select columns."""
-    return uri.parameters.get(SELECT_PARAMETER[0]) == SELECT_PARAMETER[1]
-
-
-def supports_filter(uri: Uri) -> bool:
-    """Return whether the server at `uri` can select rows."""
-    return supports_selection(uri) and uri.parameters.get(FILTER_PARAMETER[0]) == FILTER_PARAMETER[1]
-
-
-def shares_memory(uri: Uri) -> bool:
-    """Return whether bodies from `uri` are mapped or fetched. Superfluous batches then cost nearly nothing."""
-    return transport(uri.scheme).shares_memory or uri.remote_handle is not None
 
 
 def parse_uris(uri: str | Sequence[str]) -> list[Uri]:

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
+from itertools import accumulate
 from typing import Any
-
-import pyarrow as pa
 
 from dissociated.base.buffers import MAX_BODY, MAX_METADATA
 from dissociated.codec.options import ReadOptions
 from dissociated.errors import OptionError
 from dissociated.memory.device.base import Device
 from dissociated.memory.region import AddressSpace
-from dissociated.protocol.request import RowSelection, Selection
+from dissociated.protocol.request import Selection
 from dissociated.transport.base import check_timeout
 
 #: Seconds that a server may be silent.
 TIMEOUT = 60.0
+
+
+class Filtering(Enum):
+    """How far a read leaves out rows that do not pass its filter."""
+
+    #: All such rows are left out.
+    EXACT = "exact"
+    #: The server leaves out such rows if bodies travel, and whole batches of them otherwise. This process filters none.
+    AT_SERVER = "at server"
+    #: The server leaves out batches that have no other rows, if its statistics tell so.
+    BY_STATISTICS = "by statistics"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +37,10 @@ class ReadRequest:
     """The parameters of a read. `open_stream` describes most of them.
 
     Attributes:
+        transport: Scheme of the locations to read from. None: the nearest location that can be reached.
         rows: Positions of rows, counted from the first of the `batches`. `filter` applies to these rows, and `limit` to
             the rows that pass it.
-        exact: If False, rows that do not pass the filter are left out only as far as that costs this process nothing.
-        schema: Schema of the whole dataset, if it is known.
-        rows_at_server: Selection of rows that the server is asked for.
+        filtering: How far rows that do not pass the filter are left out.
         device: Device for the batches; None for memory of this process.
         decompress: Whether compressed bodies for a device are decompressed in this process. If False, they are refused.
         keep_files: Keep mapped files open, so that they can be mapped again.
@@ -40,14 +51,13 @@ class ReadRequest:
         LocalProtocolError: The timeout is invalid.
     """
 
+    transport: str | None = None
     columns: Sequence[str] | None = None
     batches: tuple[int, int] | None = None
     rows: range | None = None
     filter: Any = None
-    exact: bool = True
+    filtering: Filtering = Filtering.EXACT
     limit: int | None = None
-    schema: pa.Schema | None = None
-    rows_at_server: RowSelection | None = None
     options: ReadOptions = field(default_factory=ReadOptions)
     timeout: float = TIMEOUT
     max_body: int = MAX_BODY
@@ -82,20 +92,29 @@ class ReadRequest:
         return self.filter is not None or self.limit is not None
 
     @property
-    def selection(self) -> Selection | None:
-        """Return the columns, batches and rows to request from a server; None for everything."""
+    def columns_selected(self) -> Selection | None:
+        """Return the selection of columns; None for all columns."""
         fields = tuple(self.options.included_fields) or None
-        if self.columns is None and fields is None and self.batches is None and self.rows_at_server is None:
-            return None
         columns = None if self.columns is None else tuple(self.columns)
-        return Selection(columns, fields, self.batches, self.rows_at_server)
+        return None if columns is None and fields is None else Selection(columns, fields)
 
     def without_columns(self) -> ReadRequest:
         """Return a request of all batches without columns. Only metadata is sent, which has the number of rows."""
         options = replace(self.options, included_fields=())
-        return replace(
-            self, columns=(), batches=None, rows=None, filter=None, limit=None, rows_at_server=None, options=options
-        )
+        return replace(self, columns=(), batches=None, rows=None, filter=None, limit=None, options=options)
+
+    def within(self, batch_rows: Sequence[int]) -> ReadRequest:
+        """Return a request of the same `rows` that is limited to the batches that have them.
+
+        Args:
+            batch_rows: Number of rows of each batch.
+        """
+        rows = self.rows
+        if rows is None or self.batches is not None:
+            return self
+        ends = [0, *accumulate(batch_rows)]
+        first, stop = bisect_right(ends, rows.start) - 1, bisect_right(ends, rows.stop - 1)
+        return replace(self, batches=(first, stop), rows=range(rows.start - ends[first], rows.stop - ends[first]))
 
 
 def check_decompress(decompress: object, device: Device | None) -> None:

@@ -82,7 +82,7 @@ class Scanner:
         chosen = [name for name in self.dataset_schema.names if self._names is None or name in self._names]
         if self._expressions is not None or self._batch_size is not None or self.projected_schema.names != chosen:
             return to_device(self._to_reader(device), device)
-        return self._version.read_on_device(self._request(self._names, device), device)
+        return self._version.read_on_device(self._request(self._names, device))
 
     def _to_reader(self, device: Device | None = None) -> pa.RecordBatchReader:
         """Return a reader in memory of this process. Its batches may go to `device` afterwards."""

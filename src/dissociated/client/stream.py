@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 
 from dissociated.base.exit import section
 from dissociated.client.device import Landing, place_on_device
 from dissociated.client.session import ClientSession, Deliveries
+from dissociated.codec.batches import RaisingAgain
 from dissociated.codec.device import DeviceMessage, DeviceReader, Mover, join_on_device
 from dissociated.codec.inplace import InPlace
 from dissociated.codec.join import Messages, join
@@ -100,12 +101,15 @@ class ClientStream:
             for delivery in deliveries:
                 yield place_on_device(delivery, self._bodies, mover)
 
-    def tensors(self) -> Generator[Tensor, None, None]:
-        """Yield the tensors.
+    def tensors(self) -> TensorReader:
+        """Return a reader of tensors, which ends the stream when it is exhausted, closed or dropped.
 
         Raises:
             WrongKind: The stream has record batches.
         """
+        return TensorReader(self._tensors())
+
+    def _tensors(self) -> Generator[Tensor, None, None]:
         with closing(self._deliveries()) as deliveries:
             for item in deliveries:
                 yield from map(self._tensor, item.expand())
@@ -145,3 +149,19 @@ class ClientStream:
         except FormatError as error:
             why = str(error)  # not the error itself, whose traceback would keep leased memory
         raise RemoteProtocolError(f"the peer sent a tensor that cannot be read: {why}")
+
+
+class TensorReader(Iterator[Tensor]):
+    """The tensors of a stream. The stream ends when the reader is exhausted, closed or dropped."""
+
+    def __init__(self, tensors: Generator[Tensor, None, None]) -> None:
+        self._next = [next(tensors)]  # start the generator, so that closing it ends the stream
+        self._rest = RaisingAgain(tensors)
+
+    def __next__(self) -> Tensor:
+        return self._next.pop() if self._next else next(self._rest)
+
+    def close(self) -> None:
+        """Stop reading. Tensors that were read stay valid."""
+        self._next.clear()
+        self._rest.close()

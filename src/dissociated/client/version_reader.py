@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pyarrow as pa
 
 from dissociated.client.calls import CatalogClient
 from dissociated.client.request import ReadRequest
 from dissociated.codec.device import DeviceReader
-from dissociated.control.locations import DatasetInfo, reachable
+from dissociated.control.locations import DatasetInfo
 from dissociated.errors import CatalogError, RemoteError, TransportError
-from dissociated.memory.device.base import Device
 
 
 class VersionReader:
@@ -25,11 +26,11 @@ class VersionReader:
 
     def read(self, request: ReadRequest) -> pa.RecordBatchReader:
         """Open a reader over the columns and rows of `request`."""
-        return self.client.endpoints.read(self._describe, self.transport, request)
+        return self.client.endpoints.read(self._describe, self._at(request))
 
-    def read_on_device(self, request: ReadRequest, device: Device) -> DeviceReader:
-        """Open a reader over the columns and rows of `request`, whose batches lie on `device`."""
-        return self.client.endpoints.read_on_device(self._describe, self.transport, request, device)
+    def read_on_device(self, request: ReadRequest) -> DeviceReader:
+        """Open a reader over the columns and rows of `request`, whose batches lie on its device."""
+        return self.client.endpoints.read_on_device(self._describe, self._at(request))
 
     def read_part(self, number: int, request: ReadRequest) -> pa.RecordBatchReader:
         """Open a reader over the columns and rows of `request` in one endpoint.
@@ -37,22 +38,24 @@ class VersionReader:
         The catalog is asked only if the endpoint cannot be read as `info` says.
         """
         info, endpoints = self.info, self.client.endpoints
+        request = self._at(request)
         try:
-            return endpoints.open(info, info.endpoints[number], self.transport, request)
+            return endpoints.open(info, info.endpoints[number], request)
         except (CatalogError, RemoteError, TransportError):
             current = self._describe()
             if current.endpoints == info.endpoints:
                 raise
         if [one.rows for one in current.endpoints] != [one.rows for one in info.endpoints]:
             raise CatalogError(f"{info.name!r} lies in other parts now than when it was looked up: look it up again")
-        return endpoints.open(current, current.endpoints[number], self.transport, request)
+        return endpoints.open(current, current.endpoints[number], request)
 
     def is_mapped(self, number: int) -> bool:
         """Return whether one endpoint would be read over shared memory."""
-        if self.transport == "grpc":
-            return False
-        routes = reachable(self.info.name, self.info.endpoints[number], self.transport, False)
-        return bool(routes) and routes[0][-1].scheme == "shm"
+        request = self._at(self.client.defaults)
+        return self.client.endpoints.routes(self.info, self.info.endpoints[number], request)[0].is_mapped
+
+    def _at(self, request: ReadRequest) -> ReadRequest:
+        return replace(request, transport=self.transport)
 
     def _describe(self) -> DatasetInfo:
         info = self.info

@@ -25,22 +25,18 @@ from pyspark.sql.types import StructType
 
 from dissociated.base.buffers import Buffer
 from dissociated.client.client import Client
-from dissociated.client.connect import supports_filter, supports_selection
-from dissociated.client.request import ReadRequest
-from dissociated.codec.filter.row_filter import RowFilter
-from dissociated.codec.filter.substrait import encode_filter
+from dissociated.client.plan import Capabilities, PartPlan, plan_part
+from dissociated.client.request import Filtering, ReadRequest
 from dissociated.codec.join import Messages, join
-from dissociated.control.locations import DatasetInfo, Endpoint, locations, reachable
+from dissociated.control.locations import DatasetInfo, Endpoint, locations
 from dissociated.errors import DatasetNotFound, DissociatedError, ReadOnce, SourceError
 from dissociated.memory.region import AddressSpace
-from dissociated.protocol.request import RowSelection
 from dissociated.spark.catalog import wait_for_catalog
 from dissociated.spark.columns import Columns, spark_schema
 from dissociated.spark.filters import exact_filters
 from dissociated.spark.partitions import EndpointPartition, Slice, slices
 from dissociated.spark.request import PlannedVersion, Request
 from dissociated.spark.types import arrow_schema
-from dissociated.uri import Uri
 
 #: Bytes of one partition, unless the option `partitions` sets the number of partitions.
 SLICE_BYTES = 64 << 20
@@ -149,7 +145,8 @@ class DatasetReader(DataSourceReader):
             return None
         with self.request.catalog.connect() as client:
             lookup, endpoint, read_request = self._request(client, partition)
-        return _direct_request(lookup.info, endpoint, self.request.transport, read_request)
+            routes = client.endpoints.routes(lookup.info, endpoint, read_request)
+            return _direct_request(plan_part(read_request, lookup.info.schema, endpoint, routes))
 
     def decoded(
         self, schema: bytes, header: bytes, body: Buffer, max_body: int, max_rows: int
@@ -197,7 +194,7 @@ class DatasetReader(DataSourceReader):
     ) -> tuple[pa.RecordBatchReader, _BatchFilter]:
         lookup, endpoint, read_request = self._request(client, partition)
         read_request = replace(read_request, keep_files=spaces is not None, spaces=spaces)
-        reader = self.request.open(client, lookup.info, endpoint, self.request.transport, read_request)
+        reader = self.request.open(client, lookup.info, endpoint, read_request)
         return reader, lookup.batch_filter
 
     def _request(self, client: Client, partition: EndpointPartition) -> tuple[_Lookup, Endpoint, ReadRequest]:
@@ -211,14 +208,14 @@ class DatasetReader(DataSourceReader):
             lookup = _Lookup(planned, info, batch_filter, conditions, time.monotonic() + _LOOKUP_TTL, {})
             self._lookup = lookup
         endpoint = partition.endpoint or lookup.info.endpoints[partition.number]
-        read_request = replace(client.defaults, columns=lookup.batch_filter.requested)
+        read_request = replace(client.defaults, transport=self.request.transport, columns=lookup.batch_filter.requested)
         if partition.slice is not None:
             read_request = partition.slice.of(read_request)
         elif endpoint.rows is None and _supports_selection(endpoint):
             # Request by number: a stream that is read once refuses this. A second attempt would get only its rest.
             read_request = replace(read_request, batches=_ALL_BATCHES)
         if lookup.conditions and partition.whole:
-            read_request = replace(read_request, rows=None, filter=lookup.conditions, exact=False)
+            read_request = replace(read_request, rows=None, filter=lookup.conditions, filtering=Filtering.AT_SERVER)
         elif lookup.conditions:
             cut = partition.number, partition.slice
             if cut not in lookup.passing:
@@ -234,12 +231,15 @@ class DatasetReader(DataSourceReader):
         True.
         """
         assert cut is not None, "what is not whole is a slice"
-        schema = lookup.info.schema
-        wanted = RowSelection(encode_filter(RowFilter.bind(lookup.conditions, schema), schema), exact=False)
-        passing = replace(cut.batches_of(client.defaults.without_columns()), rows_at_server=wanted)
+        passing = replace(
+            cut.batches_of(client.defaults.without_columns()),
+            transport=self.request.transport,
+            filter=lookup.conditions,
+            filtering=Filtering.BY_STATISTICS,
+        )
         with (
             suppress(DissociatedError),  # a server without statistics, or one that is gone: reading raises later
-            closing(self.request.open(client, lookup.info, endpoint, self.request.transport, passing)) as reader,
+            closing(self.request.open(client, lookup.info, endpoint, passing)) as reader,
         ):
             return any(batch.num_rows for batch in reader)
         return True
@@ -276,8 +276,8 @@ class DatasetReader(DataSourceReader):
             return whole
         # Batches without columns move only their metadata.
         transport = "grpc" if self.request.transport == "grpc" else None
-        counting = client.defaults.without_columns()
-        with closing(self.request.open(client, info, endpoint, transport, counting)) as reader:
+        counting = replace(client.defaults.without_columns(), transport=transport)
+        with closing(self.request.open(client, info, endpoint, counting)) as reader:
             sizes = [batch.num_rows for batch in reader]
         cut = slices(sizes, max(1, round(parts * sum(sizes) / info.rows)), whole=bool(self.conditions))
         return [(one, sum(sizes[one.first : one.stop]) == one.rows) for one in cut] or whole
@@ -285,8 +285,8 @@ class DatasetReader(DataSourceReader):
 
 def _supports_selection(endpoint: Endpoint) -> bool:
     """Return whether all locations of the endpoint support requests by batch number."""
-    uris = [uri for route in locations(endpoint) for uri in route]
-    return bool(uris) and all(map(supports_selection, uris))
+    routes = locations(endpoint)
+    return bool(routes) and all(Capabilities.of(route).selects for route in routes)
 
 
 class _Lookup(NamedTuple):
@@ -343,49 +343,31 @@ def portions(batches: Iterable[pa.RecordBatch], max_rows: int = _MAX_ROWS) -> It
             yield batch.slice(at, max_rows)
 
 
-def _direct_request(
-    info: DatasetInfo, endpoint: Endpoint, transport: str | None, request: ReadRequest
-) -> dict[str, Any] | None:
+def _direct_request(part: PartPlan) -> dict[str, Any] | None:
     """Return the request that Spark's JVM sends by itself, and its limits.
 
-    The rows may include some that do not pass `request.filter`.
+    The rows may include some that do not pass the filter of the request.
 
     Returns:
         None if the nearest location of the endpoint is not reached over tcp, or its server would send more rows.
-
-    Raises:
-        CatalogError: The endpoint cannot be reached.
     """
-    if transport == "grpc":
+    step, request = part.steps[0], part.request
+    if [uri.scheme for uri in step.route.uris] != ["tcp"]:
         return None
-    nearest = next(iter(reachable(info.name, endpoint, transport, request.allow_rma)), [])
-    if [uri.scheme for uri in nearest] != ["tcp"]:
+    rest = step.rest
+    if not replace(rest, rows=None).keeps_batches or (
+        rest.columns is not None and step.identifier == part.endpoint.ticket
+    ):
         return None
-    (uri,) = nearest
-    identifier = _identifier(uri, endpoint.ticket, replace(request, schema=info.schema))
-    if identifier is None:
-        return None
+    (uri,) = step.route.uris
     rows = request.rows
     return {
         "host": uri.host,
         "port": uri.port,
         "want_data": str(uri.require_want_data()),
-        "identifier": base64.b64encode(identifier).decode(),
+        "identifier": base64.b64encode(step.identifier).decode(),
         "timeout": request.timeout,
         "max_metadata": request.max_metadata,
         "max_body": request.max_body,
         **({"skip": 0} if rows is None else {"skip": rows.start, "rows": len(rows)}),
     }
-
-
-def _identifier(uri: Uri, ticket: bytes, request: ReadRequest) -> bytes | None:
-    """Return the identifier to request from the server; None if the server would send more than is wanted."""
-    if request.filter is not None:
-        assert request.schema is not None, "that of the dataset"
-        bound = RowFilter.bind(request.filter, request.schema)
-        encoded = encode_filter(bound, request.schema) if supports_filter(uri) else None
-        request = replace(request, filter=None, rows_at_server=RowSelection(encoded) if encoded else None)
-    if request.selection is None:
-        return ticket
-    identifier = request.selection.identifier(ticket) if supports_selection(uri) else ticket
-    return None if identifier == ticket else identifier

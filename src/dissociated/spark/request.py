@@ -106,7 +106,7 @@ class Request:
         return info
 
     def open(
-        self, client: Client, info: DatasetInfo, endpoint: Endpoint, transport: str | None, read_request: ReadRequest
+        self, client: Client, info: DatasetInfo, endpoint: Endpoint, read_request: ReadRequest
     ) -> pa.RecordBatchReader:
         """Open an endpoint for reading.
 
@@ -117,16 +117,16 @@ class Request:
             A reader, which the caller closes after use.
 
         Raises:
-            DissociatedError: The endpoint cannot be opened, as `Client.open_endpoint` describes.
+            DissociatedError: The endpoint cannot be opened, as `Client.read_endpoint` describes.
         """
         try:
-            return client.open_endpoint(info, endpoint, transport, read_request)
+            return client.endpoints.open(info, endpoint, read_request)
         except (CatalogError, TransportError):
             if host_name() not in endpoint.hosts or not restart_here(self.catalog.uri):
                 raise
             endpoints = self.describe(client, PlannedVersion(info.version, info.lineage_id)).endpoints
             (endpoint,) = [one for one in endpoints if one.ticket == endpoint.ticket] or [endpoint]
-            return client.open_endpoint(info, endpoint, transport, read_request)
+            return client.endpoints.open(info, endpoint, read_request)
 
     def check_columns(self, schema: StructType) -> None:
         """Raise OptionError if the names in `schema` contradict the option `columns`."""

@@ -1,0 +1,153 @@
+"""Opening of the planned parts of a dataset: connect, request, decode, apply the rest."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TypeAlias, TypeVar
+
+import pyarrow as pa
+
+from dissociated.client.connect import request_stream
+from dissociated.client.plan import PartPlan, Step
+from dissociated.client.request import ReadRequest
+from dissociated.client.stream import ClientStream, TensorReader
+from dissociated.codec.columns import select_columns
+from dissociated.codec.device import DeviceReader, to_device
+from dissociated.codec.reader import read_schema
+from dissociated.control.locations import Endpoint
+from dissociated.errors import (
+    DeviceError,
+    FilterRefused,
+    ForkedError,
+    OptionError,
+    RemoteProtocolError,
+    TransportError,
+    WrongKind,
+)
+from dissociated.memory.device.base import Device
+from dissociated.memory.remote import parse_spans
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Opens a part over Flight, with an identifier.
+OpenFlight: TypeAlias = Callable[[Endpoint, bytes, ReadRequest], pa.RecordBatchReader]
+
+
+def open_part(part: PartPlan, open_flight: OpenFlight | None = None) -> pa.RecordBatchReader:
+    """Open the part by the first route that works.
+
+    Args:
+        part: The plan.
+        open_flight: Opens the part over Flight if a route leads there.
+    """
+    return _first(part, partial(_open, part, open_flight))
+
+
+def open_part_on_device(part: PartPlan, device: Device, open_flight: OpenFlight | None = None) -> DeviceReader:
+    """Open the part on a device: in place if it lies there, else received there, else copied there.
+
+    Raises:
+        DeviceError: No route is left, because the part cannot be read where it lies.
+    """
+    refused: TransportError | DeviceError = DeviceError(
+        "only whole columns and batches can be read where they lie on a device: take another location"
+    )
+    for step in part.in_place:
+        try:
+            return _open_in_place(part, device, step)
+        except (TransportError, DeviceError) as error:
+            _log.info("a part cannot be read where it lies on %s, and is copied there: %s", device, error)
+            refused = error
+    if not part.steps:
+        raise refused
+    return _first(part, partial(_open_on_device, part, device, open_flight))
+
+
+def open_part_tensors(part: PartPlan) -> TensorReader:
+    """Open the tensors of a part by the first route that works."""
+
+    def open_tensors(step: Step) -> TensorReader:
+        return request_stream(step.route.uris, step.identifier, part.request).tensors()
+
+    return _first(part, open_tensors)
+
+
+def _first(part: PartPlan, open_step: Callable[[Step], T]) -> T:
+    """Open the part by the first route that works. If a server refuses a filter, request the part without it."""
+    waiting = [*part.steps]
+    while True:
+        step = waiting.pop(0)
+        try:
+            return open_step(step)
+        except FilterRefused:
+            if not step.filtered:
+                raise
+            waiting.insert(0, part.without_filter(step))
+        except (TransportError, ForkedError):
+            if not waiting:
+                raise
+
+
+def _open(part: PartPlan, open_flight: OpenFlight | None, step: Step) -> pa.RecordBatchReader:
+    if not step.route.uris:
+        return step.rest.apply(_open_over_flight(part, open_flight, step))
+    return step.rest.apply(_decode(*_request(part, step), part))
+
+
+def _open_on_device(part: PartPlan, device: Device, open_flight: OpenFlight | None, step: Step) -> DeviceReader:
+    if not step.route.uris or not step.rest.keeps_batches:
+        return to_device(_open(part, open_flight, step), device)
+    stream, fields = _request(part, step)
+    if fields is None:
+        with _closed_on_error(stream):
+            received = stream.onto_device(device, replace(part.request.options, included_fields=()))
+        if received is not None:
+            return received
+    return to_device(_decode(stream, fields, part), device)
+
+
+def _open_in_place(part: PartPlan, device: Device, step: Step) -> DeviceReader:
+    stream, fields = _request(part, step)
+    with _closed_on_error(stream):
+        if fields is not None:
+            raise DeviceError("the server has not left out the columns that are not wanted")
+        return stream.on_device(device, parse_spans(step.route.uris[-1]))
+
+
+def _open_over_flight(part: PartPlan, open_flight: OpenFlight | None, step: Step) -> pa.RecordBatchReader:
+    assert open_flight is not None, "only a catalog describes parts that are reached by Flight"
+    if not part.request.decompress:
+        raise OptionError("Flight always decompresses: with decompress=False, take another transport than grpc")
+    reader = open_flight(part.endpoint, step.identifier, part.request)
+    fields = step.rest.positions(reader.schema.names)
+    return reader if fields is None else select_columns(reader, fields)
+
+
+def _request(part: PartPlan, step: Step) -> tuple[ClientStream, list[int] | None]:
+    """Request the stream of a step. Return it, and the positions of the columns to decode; None for all."""
+    stream = request_stream(step.route.uris, step.identifier, part.request)
+    with _closed_on_error(stream):
+        if stream.is_tensors:
+            raise WrongKind("this stream holds tensors: read it with open_tensors, or by name with read_tensors")
+        return stream, step.rest.positions(read_schema(stream.header, RemoteProtocolError).names)
+
+
+def _decode(stream: ClientStream, fields: list[int] | None, part: PartPlan) -> pa.RecordBatchReader:
+    with _closed_on_error(stream):
+        reader = stream.batches(replace(part.request.options, included_fields=fields or ()))
+    return select_columns(reader, []) if fields == [] else reader  # libarrow reads all fields for an empty list
+
+
+@contextmanager
+def _closed_on_error(stream: ClientStream) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        stream.close()
+        raise

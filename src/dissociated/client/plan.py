@@ -1,0 +1,394 @@
+"""The plan of a read: by which routes each part is reached, which selection its server applies, and which the client.
+
+Planning does no I/O. `client.parts` opens the planned parts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from dissociated.client.request import Filtering, ReadRequest
+from dissociated.codec.columns import filter_batches, select_fields, slice_batches, slice_rows
+from dissociated.control.locations import DatasetInfo, Endpoint
+from dissociated.errors import CatalogError, RemoteProtocolError
+from dissociated.protocol.request import FILTER_PARAMETER, SELECT_PARAMETER, RowSelection, Selection
+from dissociated.transport.registry import transport
+from dissociated.uri import DEVICE, Uri
+
+if TYPE_CHECKING:
+    from dissociated.codec.filter.row_filter import RowFilter
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """The selections that a server applies.
+
+    Attributes:
+        selects: Whether it selects columns and batches.
+        filters: Whether it also selects rows.
+        shares_memory: Whether bodies are mapped or fetched. Superfluous batches then cost nearly nothing.
+    """
+
+    selects: bool = False
+    filters: bool = False
+    shares_memory: bool = False
+
+    @classmethod
+    def of(cls, uris: Sequence[Uri]) -> Capabilities:
+        """Return the capabilities that a server announces in the parameters of its URIs."""
+        selects = all(uri.parameters.get(SELECT_PARAMETER[0]) == SELECT_PARAMETER[1] for uri in uris)
+        return cls(
+            selects,
+            selects and all(uri.parameters.get(FILTER_PARAMETER[0]) == FILTER_PARAMETER[1] for uri in uris),
+            any(transport(uri.scheme).shares_memory or uri.remote_handle is not None for uri in uris),
+        )
+
+
+@dataclass(frozen=True)
+class Route:
+    """A way to a part: one URI, a URI for metadata and one for bodies, or none for Flight."""
+
+    uris: tuple[Uri, ...]
+    server: Capabilities
+
+    @classmethod
+    def of(cls, uris: Sequence[Uri]) -> Route:
+        """Return the route through the server at these URIs."""
+        return cls(tuple(uris), Capabilities.of(uris))
+
+    @classmethod
+    def by_flight(cls, uris: Sequence[Uri]) -> Route:
+        """Return the route by Flight to a part that can also be reached at these URIs.
+
+        A server that applies selections there does so over Flight, too.
+        """
+        servers = [Capabilities.of([uri]) for uri in uris]
+        filters = next((server.filters for server in servers if not server.shares_memory), False)
+        return cls((), Capabilities(any(server.selects for server in servers), filters))
+
+    @property
+    def on_device(self) -> bool:
+        """Return whether the server sends addresses on a device."""
+        return any(DEVICE in uri.parameters for uri in self.uris)
+
+    @property
+    def is_mapped(self) -> bool:
+        """Return whether bodies are mapped into this process."""
+        return any(uri.scheme == "shm" for uri in self.uris)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rest:
+    """The part of a request that this process applies to a stream, in the order of the attributes.
+
+    Attributes:
+        columns: The columns to decode of the stream. None: all.
+        selected: Whether the server has selected these columns already.
+        expected: The names that the columns must then have. None: any.
+        batches: See `ReadRequest`.
+        rows: See `ReadRequest`.
+        filter: See `ReadRequest`.
+        result: The columns to return of those that the filter has needed. None: all.
+        limit: See `ReadRequest`.
+    """
+
+    columns: Selection | None = None
+    selected: bool = False
+    expected: tuple[str, ...] | None = None
+    batches: tuple[int, int] | None = None
+    rows: range | None = None
+    filter: Any = None
+    result: Selection | None = None
+    limit: int | None = None
+
+    def positions(self, names: Sequence[str]) -> list[int] | None:
+        """Return the positions of the columns to decode of a stream with columns of these names. None: all.
+
+        Raises:
+            ColumnNotFound: A column does not exist.
+            OptionError: A position does not exist.
+        """
+        if self.columns is None:
+            return None
+        fields = self.columns.fields
+        if self.selected and fields is not None and len(names) == len(set(fields)):
+            return None
+        indices = self.columns.indices(names)
+        return indices if len(indices) < len(names) else None
+
+    @property
+    def keeps_batches(self) -> bool:
+        """Return whether all decoded batches are part of the result, as they are."""
+        return self == Rest(columns=self.columns, selected=self.selected)
+
+    def apply(self, reader: pa.RecordBatchReader) -> pa.RecordBatchReader:
+        """Return the rows and columns of the result. `reader` has the `columns`.
+
+        Raises:
+            RemoteProtocolError: The reader has other columns than are expected.
+            OptionError: The filter does not fit the columns.
+        """
+        if self.expected is not None and tuple(reader.schema.names) != self.expected:
+            raise RemoteProtocolError("the stream has other columns than its dataset was said to have")
+        if self.batches is not None:
+            reader = slice_batches(reader, *self.batches)
+        if self.rows is not None:
+            reader = slice_rows(reader, self.rows)
+        if self.filter is None and self.limit is None and self.expected is None:
+            return reader
+        # A server that filters sends batches without rows now and then, to be heard. These are left out here, too.
+        mask_of = None if self.filter is None else row_filter(self.filter, reader.schema).mask
+        result = (self.result or Selection()).indices(reader.schema.names)
+        return filter_batches(reader, mask_of, result, self.limit)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A route to a part with its division of labor.
+
+    Attributes:
+        route: The route.
+        identifier: The identifier to request from the server: the ticket, and the selection that the server applies.
+        rest: The part of the request that the client applies.
+        filtered: Whether the server is asked to select rows.
+    """
+
+    route: Route
+    identifier: bytes
+    rest: Rest
+    filtered: bool = False
+
+
+@dataclass(frozen=True)
+class PartPlan:
+    """The plan for one part of a dataset.
+
+    Attributes:
+        endpoint: The part.
+        request: The request, in the positions of the part.
+        steps: The routes to try, in order.
+        in_place: The routes to try first if the part is read onto a device, on which it may lie already.
+        bound: The filter of the request, if the schema of the dataset is known.
+    """
+
+    endpoint: Endpoint
+    request: ReadRequest
+    steps: tuple[Step, ...]
+    in_place: tuple[Step, ...] = ()
+    bound: BoundFilter | None = None
+
+    def without_filter(self, step: Step) -> Step:
+        """Return the step by the same route for a server that refuses to select rows."""
+        route = replace(step.route, server=replace(step.route.server, filters=False))
+        return _plan_step(self.request, self.bound, route, self.endpoint.ticket)
+
+    def counting(self) -> PartPlan | None:
+        """Return the plan that reads the number of rows of each batch, for `within`.
+
+        Returns:
+            None if that saves nothing: the request begins with the first batch, or bodies do not travel.
+        """
+        rows, routes = self.request.rows, [step.route for step in self.steps]
+        if rows is None or not rows.start or self.request.batches is not None:
+            return None
+        if any(route.is_mapped for route in routes) or not all(route.server.selects for route in routes):
+            return None
+        return _plan_part(self.request.without_columns(), None, self.endpoint, routes)
+
+    def within(self, batch_rows: Sequence[int]) -> PartPlan:
+        """Return the plan that requests only the batches that have the rows. See `ReadRequest.within`."""
+        routes = [step.route for step in self.steps]
+        return _plan_part(self.request.within(batch_rows), self.bound, self.endpoint, routes)
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """The plan for a dataset.
+
+    Attributes:
+        schema: The schema of the result if no part has any of its rows; else the parts tell it.
+        parts: The plans for the parts that have some of the rows, in order.
+        limit: The largest number of rows of all parts together.
+    """
+
+    schema: pa.Schema | None
+    parts: tuple[PartPlan, ...]
+    limit: int | None
+
+
+def plan(request: ReadRequest, info: DatasetInfo, routes_to: Callable[[Endpoint], Sequence[Route]]) -> ReadPlan:
+    """Plan the reading of a dataset.
+
+    Args:
+        request: The request.
+        info: The dataset.
+        routes_to: Returns the routes to a part, nearest first. It is called only for parts that are to be read.
+
+    Raises:
+        CatalogError: Rows are requested, and the catalog does not know which parts have them; or `routes_to` raises it.
+        OptionError: The filter does not fit the columns.
+        ColumnNotFound: A column of the filter does not exist.
+    """
+    bound = _bind(request, info.schema)
+    parts = tuple(
+        _plan_part(part_request, bound, endpoint, routes_to(endpoint))
+        for endpoint, part_request in _parts_with_rows(info, request)
+    )
+    _check_columns(request, info.schema, parts)
+    return ReadPlan(None if parts else _result_schema(request, info.schema), parts, request.limit)
+
+
+def plan_part(request: ReadRequest, schema: pa.Schema | None, endpoint: Endpoint, routes: Sequence[Route]) -> PartPlan:
+    """Plan the reading of one part, whose positions are those of `request`. Errors are those of `plan`.
+
+    If the `schema` of the dataset is not known, all columns are requested with a filter.
+    """
+    if schema is None:
+        return _plan_part(request, None, endpoint, routes)
+    part = _plan_part(request, _bind(request, schema), endpoint, routes)
+    _check_columns(request, schema, [part])
+    return part
+
+
+def _plan_part(
+    request: ReadRequest, bound: BoundFilter | None, endpoint: Endpoint, routes: Sequence[Route]
+) -> PartPlan:
+    steps = [_plan_step(request, bound, route, endpoint.ticket) for route in routes]
+    if request.device is None:
+        return PartPlan(endpoint, request, tuple(steps), (), bound)
+    in_place = (step for step in steps if step.route.on_device and step.rest.keeps_batches)
+    others = (step for step in steps if not step.route.on_device)
+    return PartPlan(endpoint, request, tuple(others), tuple(in_place), bound)
+
+
+def _plan_step(request: ReadRequest, bound: BoundFilter | None, route: Route, ticket: bytes) -> Step:
+    """Divide the request. A server gets no selection that makes its identifier too long."""
+    server = route.server
+    for able in (server, replace(server, filters=False), replace(server, filters=False, selects=False)):
+        selection, rest = _divide(request, bound, able)
+        identifier = ticket if selection is None else selection.identifier(ticket)
+        if selection is None or identifier != ticket:
+            break
+    return Step(route, identifier, rest, selection is not None and selection.rows is not None)
+
+
+def _divide(request: ReadRequest, bound: BoundFilter | None, server: Capabilities) -> tuple[Selection | None, Rest]:
+    """Return the selection that the server applies, and the rest for this process.
+
+    A server applies filters and limits to all rows of a part. So it is asked for none if the request is for some rows.
+    """
+    columns, rows = request.columns_selected, None
+    able = server.filters and request.rows is None
+    exact = able and not server.shares_memory
+    rest = Rest(limit=request.limit)
+    if request.filter is None:
+        rows = RowSelection(None, request.limit) if exact and request.limit is not None else None
+    elif bound is None:  # all columns, because those of the filter are not known
+        rest = replace(rest, filter=request.filter, result=columns)
+        columns = None
+    else:
+        encoded = bound.encoded if able else None
+        if request.filtering is not Filtering.EXACT:
+            exact = exact and request.filtering is Filtering.AT_SERVER
+            rows = None if encoded is None else RowSelection(encoded, exact=exact)
+            rest = Rest()
+        elif exact and encoded is not None:
+            rows = RowSelection(encoded, request.limit)
+            columns = bound.columns(bound.result)
+            rest = replace(rest, expected=bound.names(bound.result))
+        else:
+            rows = None if encoded is None else RowSelection(encoded, exact=False)
+            columns = bound.columns(bound.needed)
+            result = Selection(fields=tuple(map(bound.needed.index, bound.result)))
+            rest = replace(rest, expected=bound.names(bound.needed), filter=request.filter, result=result)
+    batches = None if server.selects else request.batches
+    rest = replace(rest, columns=columns, selected=server.selects, batches=batches, rows=request.rows)
+    asked = columns or Selection()
+    selection = Selection(asked.columns, asked.fields, request.batches, rows)
+    return selection if server.selects and selection != Selection() else None, rest
+
+
+class BoundFilter:
+    """The filter of a request, and the columns that it needs of a dataset with this schema.
+
+    Raises:
+        OptionError: The filter does not fit the columns.
+        ColumnNotFound: A column does not exist.
+    """
+
+    def __init__(self, request: ReadRequest, schema: pa.Schema) -> None:
+        self._schema = schema
+        self._rows = row_filter(request.filter, schema)
+        selected = request.columns_selected or Selection()
+        #: Positions of the columns of the result.
+        self.result = selected.indices(schema.names)
+        #: Positions of these columns, and of those of the filter.
+        self.needed = sorted({*self.result, *self._rows.columns})
+
+    @cached_property
+    def encoded(self) -> bytes | None:
+        """The filter as servers receive it; None if it cannot be encoded."""
+        from dissociated.codec.filter.substrait import encode_filter
+
+        return encode_filter(self._rows, self._schema)
+
+    def names(self, positions: Sequence[int]) -> tuple[str, ...]:
+        """Return the names of the columns at these positions."""
+        return tuple(self._schema.names[position] for position in positions)
+
+    def columns(self, positions: Sequence[int]) -> Selection | None:
+        """Return the selection of the columns at these positions; None if they are all columns."""
+        if len(positions) == len(self._schema):
+            return None
+        return Selection(fields=tuple(positions)) if positions else Selection(columns=())
+
+
+def _bind(request: ReadRequest, schema: pa.Schema) -> BoundFilter | None:
+    return None if request.filter is None else BoundFilter(request, schema)
+
+
+def row_filter(condition: Any, schema: pa.Schema) -> RowFilter:
+    """Return the filter for batches of this schema. Errors are those of `RowFilter.bind`."""
+    from dissociated.codec.filter.row_filter import RowFilter  # on first use: pyarrow.compute is slow to import
+
+    return RowFilter.bind(condition, schema)
+
+
+def _check_columns(request: ReadRequest, schema: pa.Schema, parts: Sequence[PartPlan]) -> None:
+    """Raise ColumnNotFound here if a column is missing that Flight servers, each in its own words, would refuse."""
+    if any(not step.route.uris for part in parts for step in part.steps):
+        _result_schema(request, schema)
+
+
+def _result_schema(request: ReadRequest, schema: pa.Schema) -> pa.Schema:
+    columns = request.columns_selected or Selection()
+    return select_fields(schema, columns.indices(schema.names))
+
+
+def _parts_with_rows(info: DatasetInfo, request: ReadRequest) -> Iterator[tuple[Endpoint, ReadRequest]]:
+    """Yield the parts that have some of the rows, each with its request, in its own positions."""
+    if request.filter is None and request.limit is not None and all(part.rows is not None for part in info.endpoints):
+        first = 0 if request.rows is None else request.rows.start
+        stop = sys.maxsize if request.rows is None else request.rows.stop
+        request = replace(request, rows=range(first, min(stop, first + request.limit)), limit=None)
+    start, rows = 0, request.rows
+    for part in info.endpoints:
+        if rows is None:
+            yield part, request
+            continue
+        if part.rows is None:
+            raise CatalogError(f"the catalog does not know how many rows the parts of {info.name!r} have")
+        first, end = max(0, rows.start - start), min(rows.stop - start, part.rows)
+        if not first and end == part.rows and end:
+            yield part, replace(request, rows=None)
+        elif first < end and (first or request.filter is not None):
+            yield part, replace(request, rows=range(first, end))
+        elif first < end:  # a limit, because servers can apply it
+            yield part, replace(request, rows=None, limit=end)
+        start += part.rows
