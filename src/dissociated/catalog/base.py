@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import secrets
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -111,7 +110,7 @@ class Catalog(ABC):
             DatasetNotFound: No dataset has this ticket.
             AccessDenied: The ticket is invalid or has expired.
         """
-        identifier = self._registry.tickets.check(parse_identifier(ticket)[0], time.time()).identifier
+        identifier = self._registry.tickets.check(parse_identifier(ticket)[0], self._registry.now()).identifier
         if self._registry.lookup(identifier) is not None:
             return self.holdings.open(ticket)
         return self._open_remote(identifier, ticket)
@@ -320,6 +319,14 @@ class Catalog(ABC):
                 self._restore(version, prepared)
             except DissociatedError as error:
                 _log.error("%s is in the store and cannot be served: %s", version.name, error)
+
+    @abstractmethod
+    def join(self) -> None:
+        """Report the versions in the store to the upstream, if there is one. Calls are answered already.
+
+        Raises:
+            AccessDenied: The upstream refuses this node.
+        """
 
     @abstractmethod
     def _restore(self, version: Version, prepared: Prepared) -> None:

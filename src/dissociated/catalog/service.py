@@ -136,8 +136,9 @@ class CatalogService(ProcessBound):
                 else UpstreamCatalog(node, holdings, security, upstream, heartbeat_interval)
             )
             self.catalog.start()
+            self._flight.set_catalog(self.catalog)
+            self.catalog.join()  # The upstream calls this node back before it registers the node.
             undo.pop_all()
-        self._flight.set_catalog(self.catalog)
         # Do not call `serve`: gRPC answers already, and `serve` would take over SIGINT and SIGTERM from the program.
         self._ticker = threading.Thread(target=self._tick, name="catalog", daemon=True)
         self._ticker.start()

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dissociated.cli import access, target, terminal, text
 from dissociated.control.locations import DatasetInfo, Endpoint
-from dissociated.errors import DatasetNotFound, OptionError
+from dissociated.errors import CatalogError, DatasetNotFound, OptionError
+
+if TYPE_CHECKING:
+    from dissociated.client.client import Client
 
 _LS = """\
 List the datasets of a catalog: all, one, or those whose names begin alike, as in "team/*"."""
@@ -34,12 +38,24 @@ def _run_ls(arguments: argparse.Namespace) -> None:
             found = [one for one in [client.describe(name)] if wanted_tags.items() <= one.tags.items()]
         else:
             found = list(client.list(name.removesuffix("*"), wanted_tags))
+        problems = [] if arguments.json else _problems(client)
     if arguments.json:
         print(json.dumps([_plain_info(info) for info in found], indent=2))
     elif found:
         _print_list(found, arguments.long)
     else:
         print("no datasets")
+    for problem in problems:
+        print(text.printable(problem), file=sys.stderr)
+
+
+def _problems(client: Client) -> list[str]:
+    """Return a sentence about each node that the catalog refused, or that has a problem."""
+    try:
+        nodes = client.nodes()
+    except CatalogError:
+        return []  # a server that is not of this library
+    return [f"node on {node['host']}: {node['problem']}" for node in nodes if node.get("problem")]
 
 
 def _print_list(found: list[DatasetInfo], long: bool) -> None:
