@@ -15,8 +15,9 @@ import dissociated as dis
 from dissociated.errors import AccessDenied, CatalogError
 from dissociated.store.segment import SegmentWriter
 from helpers import PATIENCE, wait_until
+from monitoring.test_metrics import scrape
 from nodes import SCHEMA, put, read, segments, table
-from processes import Fork, Process, Start
+from processes import Fork, Process, Start, free_port
 from support.injection import CLOCK
 
 SECRET = "a secret of more than sixteen bytes"
@@ -149,3 +150,49 @@ def test_an_error_of_the_catalog_names_one_catalog_however_many_passed_it_on(
         with pytest.raises(CatalogError, match=f"^the catalog at {node.uri} refused: .* has been aborted") as caught:
             client.commit("d", [{"node": client.stage().node, "segment": "s"}], "overwrite", SCHEMA, key="k")
     assert str(caught.value).count("refused") == 1
+
+
+def test_a_catalog_tells_prometheus_of_its_nodes_and_of_what_they_took_along(
+    memory: Path, tmp_path: Path, start: Start
+) -> None:
+    port = free_port()
+    catalog = start_catalog(start, tmp_path, "--metrics", f"127.0.0.1:{port}")
+    store = memory / "store"
+    node = start("node", "--store", store, "--catalog", catalog.uri, "--beat", "0.5", "--limit", "1MiB")
+
+    def told() -> dict[str, float]:
+        return {name: value for (name, _), value in scrape(f"http://127.0.0.1:{port}/metrics").items()}
+
+    put(catalog.uri, "d", table(1))
+    put(catalog.uri, "d", table(2), mode="append")
+    alive = told()
+    assert (alive["dissociated_node_alive"], alive["dissociated_node_registered"]) == (1, 1)
+    assert (alive["dissociated_unreadable_parts"], alive["dissociated_refused_puts_total"]) == (0, 0)
+    assert alive["dissociated_node_heartbeat_age_seconds"] < PATIENCE
+    with pytest.raises(CatalogError, match="full"):
+        put(catalog.uri, "e", table(*range(1 << 18)), transport="grpc")
+    assert told()["dissociated_refused_puts_total"] == 1
+    node.kill()
+    wait_until(lambda: told()["dissociated_node_alive"] == 0, "the catalog has noticed")
+    assert told()["dissociated_unreadable_parts"] == 2
+    assert "2 parts cannot be read" in run("status", catalog.uri).stdout
+
+
+def test_forget_removes_a_node_for_good_and_its_datasets(memory: Path, tmp_path: Path, start: Start) -> None:
+    catalog = start_catalog(start, tmp_path)
+    arguments = ("node", "--store", memory / "store", "--catalog", catalog.uri, "--beat", "0.5")
+    node = start(*arguments)
+    put(catalog.uri, "d", table(1))
+    alive = run("forget", node.uri, catalog.uri)
+    assert (alive.returncode, "is alive: stop it" in alive.stderr) == (1, True)
+    node.kill()
+    with dis.connect(catalog.uri) as client:
+        wait_until(lambda: not client.status().nodes[0].alive, "the catalog has noticed")
+        assert run("forget", "another", catalog.uri).returncode == 1
+        assert run("forget", node.uri, catalog.uri).returncode == 0
+        assert (client.status().nodes, client.nodes(), client.list()) == ((), [], [])
+        again = start(*arguments)  # like a node that was away while its dataset was dropped
+        wait_until(lambda: segments(memory / "store" / "segments") == [], "it removes what it held")
+        put(again.uri, "d", table(2))
+        assert client.describe("d").version == 2
+        assert read(catalog.uri, "d") == [2]

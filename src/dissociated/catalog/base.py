@@ -88,6 +88,17 @@ class Catalog(ABC):
         """Return every node. See `CatalogClient.nodes`."""
 
     @abstractmethod
+    def forget(self, node: str) -> None:
+        """Remove a node that will not come back, with the datasets that only this node has.
+
+        Args:
+            node: The id of the node, the name of its host, or its Flight URI.
+
+        Raises:
+            CatalogError: No node, or more than one, is called so, or the node is alive.
+        """
+
+    @abstractmethod
     def renew(self, request: bytes) -> bytes:
         """Return an endpoint with a ticket that is valid for longer.
 

@@ -102,6 +102,18 @@ class LocalCatalog(Catalog):
     def _node_to_json(self, node: NodeRecord) -> dict[str, Any]:
         return {**node_to_json(node), "alive": node.alive, "seen": node.seen}
 
+    def forget(self, node: str) -> None:
+        records = [*self._database.nodes(), *(refusal.node for refusal in self._members.refusals())]
+        found = {one.id for one in records if node in (one.id, one.host, one.flight)} - {self.node.id}
+        if len(found) != 1:
+            which = f"these have the ids {', '.join(sorted(found))}: name one of them" if found else "see the status"
+            raise CatalogError(f"{len(found) or 'no'} nodes of this catalog are called {node!r}; {which}")
+        (id,) = found
+        with self._publishing:
+            if id in {one.id for one in self._database.nodes()}:
+                self._database.forget(id)
+            self._members.forget(id)
+
     def renew(self, request: bytes) -> bytes:
         endpoint = flight.FlightEndpoint.deserialize(first_field(request))
         if not self.retain and not self._registry.tickets.fingerprint():
@@ -420,7 +432,7 @@ class LocalCatalog(Catalog):
         return nodes
 
     def status(self) -> ServerStatus:
-        status = super().status()
+        status = replace(super().status(), unreadable_parts=self._database.unreadable_parts())
         if self._backend.has_stage:
             return status
         datasets = (DatasetStatus(one.name, one.rows, one.nbytes, 0, 0, 0, 0, 0) for one in self._database.datasets())

@@ -22,6 +22,7 @@ The bodies and results of actions are JSON, except for the actions that Flight d
     drop      {name}                                 -> {}
     versions  {name}                                 -> {versions}
     nodes     {}                                     -> {nodes}
+    forget    {node}                                 -> {}
     status    {}                                     -> the result of `ServerStatus.plain`
     RenewFlightEndpoint, CancelFlightInfo            messages of Flight.proto
 Catalogs and nodes call each other with prepare, over, register, heartbeat and leave. `dissociated.base.roles` has the

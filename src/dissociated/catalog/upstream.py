@@ -75,6 +75,9 @@ class UpstreamCatalog(Catalog):
     def nodes(self) -> Sequence[dict[str, Any]]:
         return self._upstream.nodes()
 
+    def forget(self, node: str) -> None:
+        self._upstream.forget(node)
+
     def renew(self, request: bytes) -> bytes:
         return self._upstream.forward_action("RenewFlightEndpoint", request)
 

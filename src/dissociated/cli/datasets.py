@@ -1,4 +1,4 @@
-"""The commands that list, describe and drop datasets of a catalog: ls, describe, versions and drop."""
+"""The commands that list, describe and drop datasets and nodes of a catalog: ls, describe, versions, drop, forget."""
 
 from __future__ import annotations
 
@@ -231,3 +231,25 @@ def _run_drop(arguments: argparse.Namespace) -> None:
     catalog, name = target.find_dataset(arguments)
     with access.client(catalog, arguments) as client:
         client.drop(name)
+
+
+_FORGET = """\
+Remove a node that will not come back from its catalog, with the datasets that only this node has.
+
+The catalog refuses if the node is alive. A node that was forgotten may start again. It then removes those datasets from
+its store, as if they had been dropped."""
+
+
+def add_forget(parser: argparse.ArgumentParser) -> None:
+    """Add the description, the options and the function of `forget` to its parser."""
+    parser.description = _FORGET
+    parser.add_argument("node", metavar="NODE", help="the node: its host, its URI, or its id, as the status shows them")
+    target.add_arguments(parser, "URI", optional=True)
+    parser.set_defaults(run=_run_forget)
+
+
+def _run_forget(arguments: argparse.Namespace) -> None:
+    """Forget the node."""
+    catalog, _ = target.find(arguments)
+    with access.client(catalog, arguments) as client:
+        client.forget(arguments.node)

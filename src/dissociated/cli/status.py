@@ -103,6 +103,10 @@ def _render(now: ServerStatus, before: ServerStatus | None) -> list[str]:
     changed = {kind: count for kind, count in vars(now.changed).items() if count}
     if changed:
         lines.append("versions of datasets: " + ", ".join(f"{count:,} {kind}" for kind, count in changed.items()))
+    if now.unreadable_parts:
+        lines.append(f"{text.plural(now.unreadable_parts, 'part')} cannot be read: no node that holds them is alive")
+    if totals.refused_puts:
+        lines.append(f"{text.plural(totals.refused_puts, 'put')} refused")
     if now.kept:
         lines.append(f"consumers that were cut off hold {text.size(now.kept)} until they let go")
     if now.store is not None:

@@ -106,6 +106,7 @@ class Totals:
         gone: The number of ended connections with this outcome.
         refused: The number of ended connections with this outcome.
         failed: The number of ended connections with this outcome.
+        refused_puts: The number of puts, reservations of room and commits that ended with an error.
     """
 
     streams: int
@@ -116,6 +117,7 @@ class Totals:
     gone: int
     refused: int
     failed: int
+    refused_puts: int = 0
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,7 @@ class ServerStatus:
         changed: The numbers of changes to datasets.
         state: `running`; or `stopping` once the server accepts no connections and waits for streams in progress.
         waits_for: The numbers of the connections that a stopping server waits for.
+        unreadable_parts: On a catalog, the number of parts of current versions that no live node holds.
         problem: On a node, the reason why its last report to the catalog failed; empty if it succeeded.
     """
 
@@ -223,6 +226,7 @@ class ServerStatus:
     changed: ChangeCounts = field(default_factory=ChangeCounts)
     state: str = "running"
     waits_for: tuple[int, ...] = ()
+    unreadable_parts: int = 0
     problem: str = ""
 
     def plain(self) -> dict[str, Any]:
