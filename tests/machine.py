@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import cluster.hosts
 from dissociated.errors import JavaNotFound, TransportError
 from dissociated.transport.native.fabric._ofi import ofi
 from dissociated.transport.native.ucx import worker
@@ -120,6 +121,7 @@ _MISSING: dict[str, Callable[[], str | None]] = {
     "java": _java,
     "root": _root,
     "tmpfs": _tmpfs,
+    "namespaces": cache(cluster.hosts.missing),
     "SQLite's calls": _sqlite_calls,
     "golden files": _golden_files,
     "browser": _browser,

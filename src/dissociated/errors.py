@@ -68,7 +68,8 @@ def log_message(error: DissociatedError) -> str:
 
 
 def _with_reference(error: DissociatedError, text: str) -> str:
-    return text if error.reference is None else f"{text} [{error.code} {error.reference}]"
+    suffix = f" [{error.code} {error.reference}]"  # which an error that a peer reported has already
+    return text if error.reference is None or text.endswith(suffix) else f"{text}{suffix}"
 
 
 def log_level(error: DissociatedError) -> int:

@@ -59,6 +59,7 @@ ACTIONS = {
     "abort": "write",
     "drop": "write",
     "status": "admin",
+    "forget": "admin",
     "prepare": "peer",
     "over": "peer",
     "register": "peer",

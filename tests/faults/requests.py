@@ -245,6 +245,7 @@ def bodies(ticket: bytes) -> dict[str, Any]:
         "drop": {"name": "made"},
         "versions": {"name": "static"},
         "nodes": {},
+        "forget": {"node": "n"},
         "status": {},
         "prepare": commit,
         "over": {"keys": ["k"]},

@@ -35,6 +35,8 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = {
     "chmod": ("chmod", "fchmod", "utime"),
 }
 _VARIABLE = "DISSOCIATED_TEST_FAULT"
+#: The environment variable that steps the clock of a child, in seconds.
+CLOCK = "DISSOCIATED_TEST_CLOCK"
 _CREATING = os.O_CREAT | (os.O_TMPFILE & ~os.O_DIRECTORY)
 
 
@@ -152,7 +154,9 @@ def child_environment() -> dict[str, str]:
 
 
 def arm_from_environment() -> None:
-    """Arm the fault in the environment, if there is one."""
+    """Arm the fault in the environment, if there is one, and step the clock by the seconds in `CLOCK`."""
+    if (seconds := os.environ.get(CLOCK)) is not None:
+        _step_clock(float(seconds))
     if (told := os.environ.get(_VARIABLE)) is not None:
         parsed = json.loads(told)
         Fault(**{**parsed, "operations": tuple(parsed["operations"])}).arm()
@@ -161,12 +165,18 @@ def arm_from_environment() -> None:
 @contextmanager
 def clock_step(seconds: float) -> Iterator[None]:
     """Move the wall clock of this process forward or back. `time.monotonic` is not affected."""
-    before = time.time
-    time.time = lambda: before() + seconds
+    before = _step_clock(seconds)
     try:
         yield
     finally:
         time.time = before
+
+
+def _step_clock(seconds: float) -> Callable[[], float]:
+    """Move the wall clock, and return the function that read it before."""
+    before = time.time
+    time.time = lambda: before() + seconds
+    return before
 
 
 class SQLiteFault:

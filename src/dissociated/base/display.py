@@ -29,6 +29,18 @@ def plural(number: int | None, what: str) -> str:
     return f"{count(number)} {what}{'' if number == 1 else 's'}"
 
 
+def duration(seconds: float) -> str:
+    """Format seconds with at most two units: 0.5 s, 12 s, 3 min 05 s, 2 h 03 min, 4 d 01 h."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    if whole < 86_400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+    return f"{whole // 86_400} d {whole % 86_400 // 3600:02} h"
+
+
 def plain_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
     """Format a table as text. The columns whose indices are in `right` are aligned to the right."""
     lines = [list(head), *map(list, rows)]

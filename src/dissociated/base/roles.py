@@ -81,6 +81,7 @@ ACTIONS: Mapping[str, Role] = {
     "abort": Role.WRITE,
     "drop": Role.WRITE,
     "status": Role.ADMIN,
+    "forget": Role.ADMIN,
     "prepare": Role.PEER,
     "over": Role.PEER,
     "register": Role.PEER,

@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import secrets
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -89,6 +88,17 @@ class Catalog(ABC):
         """Return every node. See `CatalogClient.nodes`."""
 
     @abstractmethod
+    def forget(self, node: str) -> None:
+        """Remove a node that will not come back, with the datasets that only this node has.
+
+        Args:
+            node: The id of the node, the name of its host, or its Flight URI.
+
+        Raises:
+            CatalogError: No node, or more than one, is called so, or the node is alive.
+        """
+
+    @abstractmethod
     def renew(self, request: bytes) -> bytes:
         """Return an endpoint with a ticket that is valid for longer.
 
@@ -111,7 +121,7 @@ class Catalog(ABC):
             DatasetNotFound: No dataset has this ticket.
             AccessDenied: The ticket is invalid or has expired.
         """
-        identifier = self._registry.tickets.check(parse_identifier(ticket)[0], time.time()).identifier
+        identifier = self._registry.tickets.check(parse_identifier(ticket)[0], self._registry.now()).identifier
         if self._registry.lookup(identifier) is not None:
             return self.holdings.open(ticket)
         return self._open_remote(identifier, ticket)
@@ -320,6 +330,14 @@ class Catalog(ABC):
                 self._restore(version, prepared)
             except DissociatedError as error:
                 _log.error("%s is in the store and cannot be served: %s", version.name, error)
+
+    @abstractmethod
+    def join(self) -> None:
+        """Report the versions in the store to the upstream, if there is one. Calls are answered already.
+
+        Raises:
+            AccessDenied: The upstream refuses this node.
+        """
 
     @abstractmethod
     def _restore(self, version: Version, prepared: Prepared) -> None:

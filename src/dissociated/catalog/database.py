@@ -178,6 +178,36 @@ class Database:
         with self._transaction():
             self._tables.run("UPDATE nodes SET lives_until = 0 WHERE id = ?", (node,))
 
+    def forget(self, node: str) -> None:
+        """Delete a node, its parts, and the versions that have no other copy of one of these parts.
+
+        Raises:
+            CatalogError: The node is unknown, or alive: its next report would bring everything back.
+        """
+        with self._transaction() as versions:
+            found = self._tables.all("SELECT * FROM nodes WHERE id = ?", node)
+            if not found:
+                raise CatalogError(f"no node {node!r} has registered at this catalog")
+            record = versions.node(found[0])
+            if record.alive:
+                raise CatalogError(
+                    f"the node on {record.host} at {record.flight} is alive: stop it before you forget it"
+                )
+            for row in self._tables.all("SELECT id FROM parts WHERE node = ?", node):
+                versions.remove_missing(row["id"], record.host)
+            self._tables.run("DELETE FROM nodes WHERE id = ?", (node,))
+
+    def unreadable_parts(self) -> int:
+        """Return the number of parts of current versions that no live node holds."""
+        with self._transaction() as versions:
+            (row,) = self._tables.all(
+                "SELECT count(*) AS found FROM (SELECT 1 FROM versions JOIN version_parts ON version = versions.id"
+                " JOIN parts ON part = parts.id JOIN nodes ON node = nodes.id WHERE replaced IS NULL"
+                " GROUP BY version, version_parts.number HAVING max(lives_until) <= ?)",
+                versions.now,
+            )
+            return int(row["found"])
+
     def nodes(self) -> list[NodeRecord]:
         """Return every node that ever registered."""
         with self._transaction() as versions:

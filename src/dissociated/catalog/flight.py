@@ -105,6 +105,16 @@ def _with_flight_errors(items: Iterator[Any], log: LimitedLog, context: Any) -> 
         yield from items
 
 
+@contextmanager
+def _counting_refusals(catalog: Catalog) -> Iterator[None]:
+    """Count an error of this library in a call that publishes."""
+    try:
+        yield
+    except DissociatedError:
+        catalog.holdings.activity.refuse_put()
+        raise
+
+
 class _MessageLimit(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow has no type hints
     """Middleware that marks calls of clients that accept messages of 4 MiB at most.
 
@@ -177,7 +187,9 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
 
     def do_put(self, context: Any, descriptor: flight.FlightDescriptor, reader: Any, writer: Any) -> None:
         with flight_errors(self._log, context):
-            result = self._catalog.put(parse_put(descriptor), reader, context.is_cancelled)
+            command = parse_put(descriptor)
+            with _counting_refusals(self._catalog):
+                result = self._catalog.put(command, reader, context.is_cancelled)
             writer.write(pa.py_buffer(json.dumps(result).encode()))
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
@@ -215,13 +227,20 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
 
 
 def _actions(catalog: Catalog) -> dict[str, tuple[Callable[[_Body], Any], str]]:
+    def counted(act: Callable[[_Body], Any]) -> Callable[[_Body], Any]:
+        def call(body: _Body) -> Any:
+            with _counting_refusals(catalog):
+                return act(body)
+
+        return call
+
     return {
         "stage": (catalog.stage, "where writers put segments"),
         "reserve": (
-            lambda body: {"size": catalog.reserve(str(body["segment"]), int(body["size"]), int(body["wish"]))},
+            counted(lambda body: {"size": catalog.reserve(str(body["segment"]), int(body["size"]), int(body["wish"]))}),
             "room for a segment in the stage",
         ),
-        "commit": (catalog.commit, "publish segments under a name, whole and at once"),
+        "commit": (counted(catalog.commit), "publish segments under a name, whole and at once"),
         "discard": (
             lambda body: catalog.discard([str(one) for one in body["segments"]]),
             "remove segments that will not be committed",
@@ -236,6 +255,7 @@ def _actions(catalog: Catalog) -> dict[str, tuple[Callable[[_Body], Any], str]]:
             lambda body: {"versions": catalog.versions(_only(body, "name"))},
             "what of a dataset can still be read",
         ),
+        "forget": (lambda body: catalog.forget(_only(body, "node")), "remove a node that will not come back"),
         "nodes": (lambda body: {"nodes": catalog.nodes()}, "who holds parts of datasets"),
         "status": (lambda body: catalog.status().plain(), "what there is, who reads it, what was sent"),
         "prepare": (catalog.prepare, "between catalogs and nodes: make segments ready to be published"),

@@ -20,7 +20,7 @@ from dissociated.catalog.base import Catalog
 from dissociated.catalog.database import FOREVER, Database
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.listing import Listing, earliest_expiry
-from dissociated.catalog.members import Members
+from dissociated.catalog.members import Members, describe_clock
 from dissociated.codec.split import BatchAndMetadata
 from dissociated.control import schemas
 from dissociated.control.descriptors import first_field, parse_criteria, parse_get
@@ -89,7 +89,30 @@ class LocalCatalog(Catalog):
         ]
 
     def nodes(self) -> Sequence[dict[str, Any]]:
-        return [{**node_to_json(node), "alive": node.alive, "seen": node.seen} for node in self._database.nodes()]
+        registered = [
+            {**self._node_to_json(node), "registered": True, "problem": describe_clock(self._members.clock(node.id))}
+            for node in self._database.nodes()
+        ]
+        refused = [
+            {**self._node_to_json(replace(node, alive=False, seen=at)), "registered": False, "problem": reason}
+            for node, reason, at in self._members.refusals()
+        ]
+        return [*registered, *refused]
+
+    def _node_to_json(self, node: NodeRecord) -> dict[str, Any]:
+        return {**node_to_json(node), "alive": node.alive, "seen": node.seen}
+
+    def forget(self, node: str) -> None:
+        records = [*self._database.nodes(), *(refusal.node for refusal in self._members.refusals())]
+        found = {one.id for one in records if node in (one.id, one.host, one.flight)} - {self.node.id}
+        if len(found) != 1:
+            which = f"these have the ids {', '.join(sorted(found))}: name one of them" if found else "see the status"
+            raise CatalogError(f"{len(found) or 'no'} nodes of this catalog are called {node!r}; {which}")
+        (id,) = found
+        with self._publishing:
+            if id in {one.id for one in self._database.nodes()}:
+                self._database.forget(id)
+            self._members.forget(id)
 
     def renew(self, request: bytes) -> bytes:
         endpoint = flight.FlightEndpoint.deserialize(first_field(request))
@@ -272,6 +295,23 @@ class LocalCatalog(Catalog):
 
     def register(self, body: Mapping[str, Any]) -> dict[str, Any]:
         node = node_from_json(body["node"])
+        try:
+            self._check_admission(node, body)
+        except AccessDenied as error:
+            self._members.refuse(node, str(error))
+            raise
+        self._members.admit(node.id)
+        announced = self._parse_announced(node.id, body)
+        until = time.time() + float(body["lives"])
+        removed = {
+            str(name): Removed(int(version), bool(lost), int(used))
+            for name, (version, lost, used) in body.get("numbers", {}).items()
+        }
+        self._database.register(node, announced, str(body["digest"]), until, int(body["serial"]), removed)
+        return self._node_reply(node.id, announced)
+
+    def _check_admission(self, node: NodeRecord, body: Mapping[str, Any]) -> None:
+        """Raise AccessDenied if a node that wants to register differs from this catalog, or cannot be reached."""
         if self.security.authorize is not None and not body.get("guarded"):
             raise AccessDenied("this catalog asks for tokens, and the node does not: give it authorize, a token file")
         if body.get("signs", "") != self._registry.tickets.fingerprint():
@@ -284,18 +324,17 @@ class LocalCatalog(Catalog):
                 f"the node at {twin.flight} on {twin.host} has the same id: one store was copied from the other, and "
                 "each node would remove what the other takes: start this one with another store"
             )
-        announced = [announced_from_json(one) for one in body["parts"]]
-        until = time.time() + float(body["lives"])
-        removed = {
-            str(name): Removed(int(version), bool(lost), int(used))
-            for name, (version, lost, used) in body.get("numbers", {}).items()
-        }
-        self._database.register(node, announced, str(body["digest"]), until, int(body["serial"]), removed)
-        return self._node_reply(node.id, announced)
+        self._members.check_reachable(node)
+
+    def _parse_announced(self, node: str, body: Mapping[str, Any]) -> list[AnnouncedVersion]:
+        """Return the versions in a report. The times of prepared versions, which expire, are the catalog's."""
+        ahead = self._members.compare_clock(node, body.get("now"))
+        announced = [announced_from_json(one) for one in body.get("parts", ())]
+        return [replace(one, created=one.created - ahead) if one.prepared else one for one in announced]
 
     def heartbeat(self, body: Mapping[str, Any]) -> dict[str, Any]:
         node, digest = str(body["node"]), str(body["digest"])
-        announced = [announced_from_json(one) for one in body.get("parts", ())]
+        announced = self._parse_announced(node, body)
         known = self._database.touch_node(
             node,
             digest,
@@ -310,6 +349,7 @@ class LocalCatalog(Catalog):
         """Return the state of announced versions: the published ones, their new numbers, and the parts to delete."""
         unnumbered = [one.part.id for one in announced if not one.version]
         return {
+            "now": time.time(),
             "wanted": self._database.referenced_parts(node, [one.part.id for one in announced]),
             "numbers": self._database.versions_of(unnumbered),
             "unwanted": self._database.unreferenced_parts(node, announced),
@@ -319,6 +359,8 @@ class LocalCatalog(Catalog):
         self._database.deregister(node)
 
     # Start, reconciliation and end
+
+    def join(self) -> None: ...
 
     def start(self) -> None:
         self._database.record_removed(self._backend.removed())
@@ -377,14 +419,20 @@ class LocalCatalog(Catalog):
 
     def node_status(self) -> Sequence[NodeStatus]:
         now = time.time()
-        return [
-            NodeStatus(node.host, node.flight, node.alive, max(0.0, now - node.seen))
-            for node in self._database.nodes()
-            if node.id != self.node.id
-        ]
+        nodes = []
+        for node in self._database.nodes():
+            if node.id != self.node.id:
+                ahead = self._members.clock(node.id)
+                silence = max(0.0, now - node.seen)
+                problem = describe_clock(ahead)
+                nodes.append(NodeStatus(node.host, node.flight, node.alive, silence, node.id, ahead, problem=problem))
+        for node, reason, at in self._members.refusals():
+            silence = max(0.0, now - at)
+            nodes.append(NodeStatus(node.host, node.flight, False, silence, node.id, registered=False, problem=reason))
+        return nodes
 
     def status(self) -> ServerStatus:
-        status = super().status()
+        status = replace(super().status(), unreadable_parts=self._database.unreadable_parts())
         if self._backend.has_stage:
             return status
         datasets = (DatasetStatus(one.name, one.rows, one.nbytes, 0, 0, 0, 0, 0) for one in self._database.datasets())

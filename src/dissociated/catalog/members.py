@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 import pyarrow.flight as flight
 
 from dissociated.base.access import Security
+from dissociated.base.display import duration
 from dissociated.catalog.database import Database
 from dissociated.client.calls import CatalogClient
 from dissociated.codec.batches import BatchReader
@@ -19,12 +22,33 @@ from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.codec.validation import Validator
 from dissociated.control.flight_streams import upload
 from dissociated.control.records import NodeRecord, ReplicatedPart
-from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded, DissociatedError
+from dissociated.errors import AccessDenied, CatalogError, CatalogUnreachable, DeadlineExceeded, DissociatedError
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
+
 PEER_TIMEOUT = 60.0  # seconds in which a peer must answer
 _ANSWER_TIMEOUT = 2.0  # seconds in which a live node answers a check of its id
+_REACH_TIMEOUT = 10.0  # seconds in which a node that registers must answer the catalog
+_MAX_REFUSALS = 100  # refused nodes that are remembered
+#: The seconds by which the clocks of a node and of its catalog may differ without a warning.
+CLOCK_TOLERANCE = 2.0
+
+
+def describe_clock(ahead: float) -> str:
+    """Return a sentence about a node's clock that is `ahead` seconds ahead of the catalog's; empty if they agree."""
+    if abs(ahead) <= CLOCK_TOLERANCE:
+        return ""
+    return f"the node's clock is {duration(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} the catalog's"
+
+
+class Refusal(NamedTuple):
+    """A registration that was refused: the node, the reason, and the time in seconds since the epoch."""
+
+    node: NodeRecord
+    reason: str
+    at: float
 
 
 class Peer(CatalogClient):
@@ -67,6 +91,8 @@ class Members:
         self._database = database
         self._own = own
         self._security = security
+        self._clocks: dict[str, float] = {}  # by node: the seconds by which its clock is ahead
+        self._refusals: dict[str, Refusal] = {}  # by Flight URI, the oldest first
 
     def find(self, ids: Iterable[str]) -> dict[str, NodeRecord]:
         """Return the known nodes by id. Raise CatalogError if one of `ids` has not registered."""
@@ -75,6 +101,69 @@ class Members:
             if id not in known:
                 raise CatalogError(f"no node {id!r} has registered at this catalog")
         return known
+
+    def clock(self, node: str) -> float:
+        """Return the seconds by which the clock of a node is ahead of this host's, as of its last message."""
+        return self._clocks.get(node, 0.0)
+
+    def compare_clock(self, node: str, node_time: object) -> float:
+        """Record the time at which a node sent a message that has just arrived.
+
+        Returns:
+            The seconds by which the node's clock is ahead, less the time that the message took; 0 if the node did not
+            tell its time.
+        """
+        if not isinstance(node_time, int | float):
+            return 0.0
+        ahead = float(node_time) - time.time()
+        before = self._clocks.get(node, 0.0)
+        self._clocks[node] = ahead
+        if abs(ahead - before) > CLOCK_TOLERANCE and (sentence := describe_clock(ahead)):
+            _log.warning("a clock is wrong: node=%s %s", node, sentence)
+        return ahead
+
+    def refuse(self, node: NodeRecord, reason: str) -> None:
+        """Remember that the registration of a node was refused, for `refusals`."""
+        _log.warning("a node was refused: host=%s flight=%s reason=%s", node.host, node.flight, reason)
+        self._refusals.pop(node.flight, None)
+        self._refusals[node.flight] = Refusal(node, reason, time.time())
+        while len(self._refusals) > _MAX_REFUSALS:
+            del self._refusals[next(iter(self._refusals))]
+
+    def refusals(self) -> list[Refusal]:
+        """Return the nodes whose last registration was refused."""
+        return [*self._refusals.values()]
+
+    def forget(self, node: str) -> None:
+        """Forget the clock and the refusals of the node with this id."""
+        self._clocks.pop(node, None)
+        self.admit(node)
+
+    def admit(self, node: str) -> None:
+        """Forget the refusals of the node with this id."""
+        for refusal in self.refusals():
+            if refusal.node.id == node:
+                self._refusals.pop(refusal.node.flight, None)
+
+    def check_reachable(self, node: NodeRecord) -> None:
+        """Raise AccessDenied unless the node answers at the Flight URI that it announces.
+
+        The catalog calls nodes to commit, and to read for clients that know only Flight.
+        """
+        try:
+            with Peer(node.flight, self._security, _REACH_TIMEOUT) as peer:
+                if peer.stage().node == node.id:
+                    return
+            reason = "where another server answers the catalog"
+        except (CatalogUnreachable, DeadlineExceeded):
+            reason = "where the catalog gets no answer"
+        except DissociatedError as error:
+            reason = f"where the catalog is refused: {error}"
+        raise AccessDenied(
+            f"the node on {node.host} announces {node.flight}, {reason}. Let the Flight server of the node "
+            "listen at an address that the catalog's host reaches, such as grpc://0.0.0.0:PORT, open that port, and "
+            "advertise a name of the node's host that the catalog's host can resolve"
+        )
 
     def twin(self, node: NodeRecord) -> NodeRecord | None:
         """Return another live node that has the same id at a different address, or None.
@@ -175,7 +264,11 @@ class Members:
             try:
                 yield peer
             except (CatalogUnreachable, DeadlineExceeded) as error:
-                raise CatalogError(str(error)) from error
+                _log.warning("a node does not answer: host=%s flight=%s error=%s", node.host, node.flight, error)
+                raise CatalogError(
+                    f"the node on {node.host} does not answer the catalog at {node.flight}. Is it running, and is that "
+                    "port open?"
+                ) from error
 
     def _nearest(self, caller: Mapping[str, Any]) -> NodeRecord:
         """Return a live node, preferably on the caller's host. Raise CatalogError if there is none."""

@@ -22,6 +22,7 @@ The bodies and results of actions are JSON, except for the actions that Flight d
     drop      {name}                                 -> {}
     versions  {name}                                 -> {versions}
     nodes     {}                                     -> {nodes}
+    forget    {node}                                 -> {}
     status    {}                                     -> the result of `ServerStatus.plain`
     RenewFlightEndpoint, CancelFlightInfo            messages of Flight.proto
 Catalogs and nodes call each other with prepare, over, register, heartbeat and leave. `dissociated.base.roles` has the
@@ -136,8 +137,9 @@ class CatalogService(ProcessBound):
                 else UpstreamCatalog(node, holdings, security, upstream, heartbeat_interval)
             )
             self.catalog.start()
+            self._flight.set_catalog(self.catalog)
+            self.catalog.join()  # The upstream calls this node back before it registers the node.
             undo.pop_all()
-        self._flight.set_catalog(self.catalog)
         # Do not call `serve`: gRPC answers already, and `serve` would take over SIGINT and SIGTERM from the program.
         self._ticker = threading.Thread(target=self._tick, name="catalog", daemon=True)
         self._ticker.start()

@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -19,13 +21,13 @@ from dissociated.base.access import Security
 from dissociated.catalog.backend import Prepared
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.holdings import Holdings
-from dissociated.catalog.members import PEER_TIMEOUT, Peer
+from dissociated.catalog.members import CLOCK_TOLERANCE, PEER_TIMEOUT, Peer, describe_clock
 from dissociated.control.descriptors import parse_get
 from dissociated.control.messages import announced_to_json, node_to_json
 from dissociated.control.records import NodeRecord
 from dissociated.datasets.base import Dataset
 from dissociated.errors import CatalogError, DeadlineExceeded, DissociatedError
-from dissociated.monitoring.status import NodeStatus
+from dissociated.monitoring.status import NodeStatus, ServerStatus
 from dissociated.store.directory import Version
 
 _log = logging.getLogger(__name__)
@@ -51,6 +53,7 @@ class UpstreamCatalog(Catalog):
         self._report_lock = threading.Lock()  # keeps reports in the order of the changes
         self._digest = ""
         self._reported_changes: int | None = None  # the number of changes to the store at the last report
+        self._problem = ""  # the reason why the last report failed
         self._incarnation = secrets.token_hex(8)  # random for each process, since its count of changes starts at 0
 
     # Listing
@@ -71,6 +74,9 @@ class UpstreamCatalog(Catalog):
 
     def nodes(self) -> Sequence[dict[str, Any]]:
         return self._upstream.nodes()
+
+    def forget(self, node: str) -> None:
+        self._upstream.forget(node)
 
     def renew(self, request: bytes) -> bytes:
         return self._upstream.forward_action("RenewFlightEndpoint", request)
@@ -120,8 +126,7 @@ class UpstreamCatalog(Catalog):
 
     # Reports to the upstream
 
-    def start(self) -> None:
-        super().start()
+    def join(self) -> None:
         try:
             self._report_changes()
         except (CatalogError, DeadlineExceeded) as error:
@@ -139,8 +144,13 @@ class UpstreamCatalog(Catalog):
         with self._report_lock:
             changes = self._backend.changes  # Read the count first: changes made from now on are reported once more.
             changed_parts = self._changed_parts()
-            if changed_parts is None or not self._report(self._upstream, "heartbeat", changes, **changed_parts):
-                self._report_everything(changes)
+            try:
+                if changed_parts is None or not self._report(self._upstream, "heartbeat", changes, **changed_parts):
+                    self._report_everything(changes)
+            except DissociatedError as error:
+                self._problem = str(error)
+                raise
+            self._problem = ""
 
     def _report_everything(self, changes: int) -> None:
         """Report everything that this node holds."""
@@ -166,7 +176,11 @@ class UpstreamCatalog(Catalog):
             False if the upstream does not know the report that this one is based on.
         """
         digest = f"{self._incarnation}:{changes}"
-        reply = upstream.do_action(action, {**body, "digest": digest, "lives": 3 * self.reconcile_interval})
+        sent = time.time()
+        reply = upstream.do_action(
+            action, {**body, "digest": digest, "lives": 3 * self.reconcile_interval, "now": sent}
+        )
+        self._compare_clocks(sent, reply.get("now"))
         if not reply.get("known", True):
             return False
         self._digest, self._reported_changes = digest, changes
@@ -174,6 +188,22 @@ class UpstreamCatalog(Catalog):
         if reply["unwanted"]:
             self.holdings.delete_parts(reply["unwanted"])
         return True
+
+    def _compare_clocks(self, sent: float, upstream_time: object) -> None:
+        """Judge tickets by the time of the upstream, which signs them.
+
+        Args:
+            sent: The time of this host when the call was made.
+            upstream_time: The time in the upstream's answer to it.
+        """
+        if not isinstance(upstream_time, int | float):
+            return
+        # The upstream answered between these two moments, so only a time outside of them shows that the clocks differ.
+        offset = upstream_time - min(max(upstream_time, sent), time.time())
+        changed = abs(offset - self._registry.clock_offset) > CLOCK_TOLERANCE
+        self._registry.clock_offset = offset
+        if changed and (sentence := describe_clock(-offset)):
+            _log.warning("a clock is wrong: upstream=%s %s; its time decides", self._upstream.uri, sentence)
 
     def _changed_parts(self) -> dict[str, Any] | None:
         """Return the changes for a heartbeat, or None if everything must be reported."""
@@ -209,3 +239,6 @@ class UpstreamCatalog(Catalog):
 
     def node_status(self) -> Sequence[NodeStatus]:
         return []
+
+    def status(self) -> ServerStatus:
+        return replace(super().status(), problem=self._problem)

@@ -23,6 +23,7 @@ COMMANDS = {
     "get": ("reading", "copy a dataset into a file"),
     "put": ("put", "publish files as a dataset of a node"),
     "drop": ("datasets", "make a dataset unavailable"),
+    "forget": ("datasets", "remove a node that will not come back from a catalog"),
     "serve": ("serving", "publish Arrow IPC and Parquet files"),
     "node": ("serving", "serve a store of segments, one for each host"),
     "catalog": ("serving", "run a catalog for the nodes of many hosts"),

@@ -1,15 +1,19 @@
-"""The commands that list, describe and drop datasets of a catalog: ls, describe, versions and drop."""
+"""The commands that list, describe and drop datasets and nodes of a catalog: ls, describe, versions, drop, forget."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dissociated.cli import access, target, terminal, text
 from dissociated.control.locations import DatasetInfo, Endpoint
-from dissociated.errors import DatasetNotFound, OptionError
+from dissociated.errors import CatalogError, DatasetNotFound, OptionError
+
+if TYPE_CHECKING:
+    from dissociated.client.client import Client
 
 _LS = """\
 List the datasets of a catalog: all, one, or those whose names begin alike, as in "team/*"."""
@@ -34,12 +38,24 @@ def _run_ls(arguments: argparse.Namespace) -> None:
             found = [one for one in [client.describe(name)] if wanted_tags.items() <= one.tags.items()]
         else:
             found = list(client.list(name.removesuffix("*"), wanted_tags))
+        problems = [] if arguments.json else _problems(client)
     if arguments.json:
         print(json.dumps([_plain_info(info) for info in found], indent=2))
     elif found:
         _print_list(found, arguments.long)
     else:
         print("no datasets")
+    for problem in problems:
+        print(text.printable(problem), file=sys.stderr)
+
+
+def _problems(client: Client) -> list[str]:
+    """Return a sentence about each node that the catalog refused, or that has a problem."""
+    try:
+        nodes = client.nodes()
+    except CatalogError:
+        return []  # a server that is not of this library
+    return [f"node on {node['host']}: {node['problem']}" for node in nodes if node.get("problem")]
 
 
 def _print_list(found: list[DatasetInfo], long: bool) -> None:
@@ -215,3 +231,25 @@ def _run_drop(arguments: argparse.Namespace) -> None:
     catalog, name = target.find_dataset(arguments)
     with access.client(catalog, arguments) as client:
         client.drop(name)
+
+
+_FORGET = """\
+Remove a node that will not come back from its catalog, with the datasets that only this node has.
+
+The catalog refuses if the node is alive. A node that was forgotten may start again. It then removes those datasets from
+its store, as if they had been dropped."""
+
+
+def add_forget(parser: argparse.ArgumentParser) -> None:
+    """Add the description, the options and the function of `forget` to its parser."""
+    parser.description = _FORGET
+    parser.add_argument("node", metavar="NODE", help="the node: its host, its URI, or its id, as the status shows them")
+    target.add_arguments(parser, "URI", optional=True)
+    parser.set_defaults(run=_run_forget)
+
+
+def _run_forget(arguments: argparse.Namespace) -> None:
+    """Forget the node."""
+    catalog, _ = target.find(arguments)
+    with access.client(catalog, arguments) as client:
+        client.forget(arguments.node)

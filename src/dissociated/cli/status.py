@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from dissociated.cli import access, target, text
 from dissociated.errors import DissociatedError
-from dissociated.monitoring.status import ConsumerStatus, DatasetStatus, ServerStatus
+from dissociated.monitoring.status import ConsumerStatus, DatasetStatus, NodeStatus, ServerStatus
 
 _STATUS = """\
 Show what a server, a node or a catalog publishes, who reads it, what readers hold and how fast they are.
@@ -103,6 +103,10 @@ def _render(now: ServerStatus, before: ServerStatus | None) -> list[str]:
     changed = {kind: count for kind, count in vars(now.changed).items() if count}
     if changed:
         lines.append("versions of datasets: " + ", ".join(f"{count:,} {kind}" for kind, count in changed.items()))
+    if now.unreadable_parts:
+        lines.append(f"{text.plural(now.unreadable_parts, 'part')} cannot be read: no node that holds them is alive")
+    if totals.refused_puts:
+        lines.append(f"{text.plural(totals.refused_puts, 'put')} refused")
     if now.kept:
         lines.append(f"consumers that were cut off hold {text.size(now.kept)} until they let go")
     if now.store is not None:
@@ -112,10 +116,12 @@ def _render(now: ServerStatus, before: ServerStatus | None) -> list[str]:
     lines.append("")
     listeners = [(one.uri, f"{one.open:,}", f"{one.accepted:,}", f"{one.refused:,}") for one in now.listeners]
     lines += _table(("LISTENING AT", "OPEN", "ACCEPTED", "TURNED AWAY"), listeners, (1, 2, 3))
-    nodes = [
-        (one.host, one.catalog, "alive" if one.alive else "silent", text.duration(one.seconds)) for one in now.nodes
-    ]
+    nodes = [(one.host, one.catalog, _state(one), text.duration(one.seconds)) for one in now.nodes]
     lines += _table(("NODE", "CATALOG", "STATE", "HEARD BEFORE"), nodes, (3,))
+    problems = [f"{one.host}: {one.problem}" for one in now.nodes if one.problem]
+    if now.problem:
+        problems.append(f"the catalog of this node: {now.problem}")
+    lines += [*map(text.printable, problems), ""] if problems else []
     known = {} if before is None else {one.name: one for one in before.datasets}
     rates: dict[str | None, float] = defaultdict(float)
     for reader in now.consumers:
@@ -126,6 +132,12 @@ def _render(now: ServerStatus, before: ServerStatus | None) -> list[str]:
     consumers = [_consumer(one) for one in now.consumers]
     columns = ("#", "CONSUMER", "DATASET", "STATE", "FOR", "MESSAGES", "SENT", "RATE", "LEASES")
     return lines + _table(columns, consumers, (0, 4, 5, 6, 7, 8))
+
+
+def _state(node: NodeStatus) -> str:
+    if not node.registered:
+        return "refused"
+    return "alive" if node.alive else "silent"
 
 
 def _dataset(now: DatasetStatus, before: DatasetStatus | None, since: float, reading: float | None) -> tuple[str, ...]:

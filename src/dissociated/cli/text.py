@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from rich.cells import cell_len, set_cell_size
 
 from dissociated.base.display import count as count
+from dissociated.base.display import duration as duration
 from dissociated.base.display import plural as plural
 from dissociated.base.display import size as size
 from dissociated.control.catalog_uri import is_unix, split_unix
@@ -28,18 +29,6 @@ def parse_size(written: str) -> int:
     number, prefix, binary = found.groups()
     power = "_KMGTP".index(prefix.upper()) if prefix else 0
     return int(float(number) * (1024 if binary else 1000) ** power)
-
-
-def duration(seconds: float) -> str:
-    """Format seconds with at most two units: 0.5 s, 12 s, 3 min 05 s, 2 h 03 min, 4 d 01 h."""
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
-    if whole < 86_400:
-        return f"{whole // 3600} h {whole % 3600 // 60:02} min"
-    return f"{whole // 86_400} d {whole % 86_400 // 3600:02} h"
 
 
 def local_time(seconds: float) -> str:

@@ -156,6 +156,17 @@ class CatalogClient:
         """
         return self._ask_list("nodes", {}, NODE_FIELDS, "seen")
 
+    def forget(self, node: str) -> None:
+        """Remove a node that will not come back from the catalog, with the datasets that only this node has.
+
+        Args:
+            node: The id of the node, the name of its host, or its Flight URI.
+
+        Raises:
+            CatalogError: No node, or more than one, is called so, or the node is alive.
+        """
+        self.do_action("forget", {"node": node})
+
     def do_get(self, ticket: bytes, options: ReadOptions | None = None) -> pa.RecordBatchReader:
         """Read the dataset of `ticket` over Flight's DoGet. It is slower than any transport, and always available.
 

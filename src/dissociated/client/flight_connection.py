@@ -113,8 +113,11 @@ class CatalogConnection(ProcessBound):
         except pa.ArrowKeyError as error:
             raise DatasetNotFound(_server_message(error)) from None
         except (pa.ArrowException, ValueError, OSError) as error:  # Flight raises OSError for errors within a stream
-            message = f"the catalog at {self.uri} refused: {_server_message(error)}"
-            raise reported_error(CatalogError, message, *parse_details(getattr(error, "extra_info", None))) from None
+            reason = _server_message(error)
+            message = f"the catalog at {self.uri} refused: {reason}"
+            reported = reported_error(CatalogError, message, *parse_details(getattr(error, "extra_info", None)))
+            reported.peer_reason = reason  # A node that passes it on to its own client is no part of the story.
+            raise reported from None
 
     def _passed_on(self, error: Exception) -> str:
         return f"the catalog at {self.uri} has no answer: {_server_message(error)}"

@@ -27,12 +27,19 @@ class Registry:
 
     def __init__(self, tickets: Signer | Unsigned, chooses_rows: bool = True) -> None:
         self.tickets = tickets
+        #: The seconds to add to the clock of this host for the time that decides about tickets. On a node, that is the
+        #: time of its catalog, which signs them.
+        self.clock_offset = 0.0
         self._chooses_rows = chooses_rows
         self._lock = threading.Lock()
         self._closed = False
         self._by_name: dict[str, Dataset] = {}
         self._by_identifier: dict[bytes, Dataset] = {}
         self._by_part: dict[str, Dataset] = {}
+
+    def now(self) -> float:
+        """Return the time that decides about tickets, in seconds since the epoch."""
+        return time.time() + self.clock_offset
 
     def publish(self, new: Dataset) -> Dataset | None:
         """Serve `new` under its name.
@@ -134,7 +141,7 @@ class Registry:
             DatasetNotFound: if the dataset is not served any more.
             AccessDenied: if the ticket is foreign, altered or expired.
         """
-        identifier, columns = self.tickets.check(ticket, time.time())
+        identifier, columns = self.tickets.check(ticket, self.now())
         dataset = self.lookup(identifier)
         if dataset is None:
             raise DatasetNotFound("no dataset has this ticket: it may have been replaced or dropped; look it up again")
@@ -166,7 +173,7 @@ class Registry:
         """
         if columns is not None:
             Selection(tuple(columns)).indices(dataset.schema.names)
-        return self.tickets.sign(Grant(dataset.ticket, None if columns is None else tuple(columns)), time.time())
+        return self.tickets.sign(Grant(dataset.ticket, None if columns is None else tuple(columns)), self.now())
 
     def names(self) -> list[str]:
         """Return the names of all datasets, sorted."""

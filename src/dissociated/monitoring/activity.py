@@ -212,6 +212,7 @@ class Activity:
         self._accepted: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._flight = 0
+        self._refused_puts = 0
 
     def begin(self, listener: str, peer: str) -> ConnectionStats:
         """Register a connection that `listener` accepted. It counts as open until `end`."""
@@ -266,6 +267,11 @@ class Activity:
         with self._lock:
             self._flight += 1
 
+    def refuse_put(self) -> None:
+        """Record that a put or a commit was refused."""
+        with self._lock:
+            self._refused_puts += 1
+
     def status(
         self,
         catalog: str | None,
@@ -303,6 +309,7 @@ class Activity:
                     everything.bytes,
                     self._flight,
                     **{outcome: self._outcomes[outcome] for outcome in OUTCOMES},
+                    refused_puts=self._refused_puts,
                 ),
                 tuple(ListenerStatus(uri, at[uri], self._accepted[uri], self._refused[uri]) for uri in listeners),
                 tuple(self._dataset(versions, requested) for versions in datasets.values()),

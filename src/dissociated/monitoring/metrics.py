@@ -75,7 +75,21 @@ class _Collector:
                 ("store_set_aside", "Entries of the store that cannot be served", len(now.store.set_aside)),
             ):
                 yield family(GaugeMetricFamily, name, text, [], ([], value))
+        if now.nodes:
+            for field, name, text in (
+                ("alive", "node_alive", "Whether the heartbeats of a node are on time"),
+                ("registered", "node_registered", "Whether the catalog uses a node, or has refused it"),
+                ("seconds", "node_heartbeat_age_seconds", "Since the last heartbeat of a node"),
+                ("clock", "node_clock_ahead_seconds", "By how much the clock of a node is ahead of the catalog's"),
+            ):
+                nodes = [([one.host, one.catalog], float(getattr(one, field))) for one in now.nodes]
+                yield family(GaugeMetricFamily, name, text, ["host", "node"], *nodes)
+        text = "Parts of current versions that no live node holds"
+        yield family(GaugeMetricFamily, "unreadable_parts", text, [], ([], now.unreadable_parts))
+        text = "Whether the last report of this node to its catalog failed"
+        yield family(GaugeMetricFamily, "report_failed", text, [], ([], float(bool(now.problem))))
         for field, name, text in (
+            ("refused_puts", "refused_puts", "Puts, reservations of room and commits that ended with an error"),
             ("streams", "streams", "Streams that were asked for"),
             ("messages", "sent_messages", "Messages sent"),
             ("bytes", "sent_bytes", "Bytes of bodies sent, inline or by address"),

@@ -106,6 +106,7 @@ class Totals:
         gone: The number of ended connections with this outcome.
         refused: The number of ended connections with this outcome.
         failed: The number of ended connections with this outcome.
+        refused_puts: The number of puts, reservations of room and commits that ended with an error.
     """
 
     streams: int
@@ -116,6 +117,7 @@ class Totals:
     gone: int
     refused: int
     failed: int
+    refused_puts: int = 0
 
 
 @dataclass(frozen=True)
@@ -149,13 +151,21 @@ class NodeStatus:
         host: The name of its host.
         catalog: The URI of the node's own catalog.
         alive: Whether its heartbeats are on time.
-        seconds: The time since its last heartbeat.
+        seconds: The time since its last heartbeat, or since its registration was refused.
+        id: The id of the node, for `dissociated forget`.
+        clock: The number of seconds by which its clock is ahead of the catalog's.
+        registered: Whether the catalog uses the node. If False, its registration was refused.
+        problem: The reason of the refusal, or a sentence about the clock; empty if all is well.
     """
 
     host: str
     catalog: str
     alive: bool
     seconds: float
+    id: str = ""
+    clock: float = 0.0
+    registered: bool = True
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -196,6 +206,8 @@ class ServerStatus:
         changed: The numbers of changes to datasets.
         state: `running`; or `stopping` once the server accepts no connections and waits for streams in progress.
         waits_for: The numbers of the connections that a stopping server waits for.
+        unreadable_parts: On a catalog, the number of parts of current versions that no live node holds.
+        problem: On a node, the reason why its last report to the catalog failed; empty if it succeeded.
     """
 
     version: str
@@ -214,6 +226,8 @@ class ServerStatus:
     changed: ChangeCounts = field(default_factory=ChangeCounts)
     state: str = "running"
     waits_for: tuple[int, ...] = ()
+    unreadable_parts: int = 0
+    problem: str = ""
 
     def plain(self) -> dict[str, Any]:
         """Return the status as dicts, lists, strings and numbers, for JSON."""

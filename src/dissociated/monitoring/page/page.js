@@ -49,7 +49,7 @@ const TABLES = {
   ],
   nodes: [
     text("host", "host"), text("catalog", "catalog"), { title: "alive", field: "alive", show: (value) => (value ? "yes" : "no") },
-    number("heard of", "seconds", (value) => `${duration(value)} ago`),
+    number("heard of", "seconds", (value) => `${duration(value)} ago`), text("problem", "problem"),
   ],
   listeners: [text("listens at", "uri"), number("open", "open"), number("accepted", "accepted"), number("refused", "refused")],
 };

@@ -42,6 +42,11 @@ from dissociated.uri import Uri
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _CHECK_INTERVAL = 1.0  # seconds
+_MAX_SILENCE = 15.0  # seconds without an acknowledgement
+#: Of the kernel's `struct tcp_info`: the unanswered probes, the unacknowledged segments, and the milliseconds since the
+#: last acknowledgement.
+_tcp_info = struct.Struct("=3xB4x16xI28xI")
+_MAX_PROBES = 3  # probes of a peer that takes nothing, without an answer
 _ABORT_TIMEOUT = 1.0  # seconds; the peer may not be reading any more
 _MAX_ARRIVED = 1 << 20  # bytes of messages kept that arrived while sending
 _OVERHEAD = 256  # bytes of memory for each kept message, in addition to its own
@@ -267,6 +272,8 @@ class SocketConnection(Connection):
             waited += _CHECK_INTERVAL
             if waited >= timeout:
                 raise DeadlineExceeded(f"{self._peer} took nothing for {timeout:g} s")
+            if waited >= _MAX_SILENCE:
+                self._check_acknowledged()
             self._socket.send(b"", _SEND_FLAGS)  # raises if a Unix peer has stopped receiving, which poll does not show
         event = events[0][1]
         if event & select.POLLIN and not event & select.POLLOUT:
@@ -278,6 +285,18 @@ class SocketConnection(Connection):
             self._arrived_bytes += _OVERHEAD + len(frame.payload)
             if self._arrived_bytes > _MAX_ARRIVED + self._max_tagged:
                 raise RemoteProtocolError(f"{self._peer} sends and does not receive")
+
+    def _check_acknowledged(self) -> None:
+        """Raise ConnectionClosed if data is on its way, and the peer's host has been silent for `_MAX_SILENCE`.
+
+        The host of a peer that takes nothing acknowledges the kernel's probes. Linux before 6.15 would try for minutes.
+        """
+        if self._socket.family == socket.AF_UNIX:
+            return
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _tcp_info.size)
+        probes, unacknowledged, last = _tcp_info.unpack(info)
+        if last > _MAX_SILENCE * 1000 and (unacknowledged or probes >= _MAX_PROBES):
+            raise ConnectionClosed(f"{self._peer} is gone: its host has acknowledged nothing for {_MAX_SILENCE:g} s")
 
     def _keep(self, tag: int | None, length: int) -> Buffer:
         """Allocate memory for a message that arrives while this side sends."""

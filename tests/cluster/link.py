@@ -1,0 +1,90 @@
+"""The link between the hosts of a cluster: a process that forwards their packets after a delay.
+
+Each host gets a TUN device, `eth0`, whose other end this process reads and writes. It is started with the delay in
+seconds and, for each host, its process and its address: `link.py 0.01 123=10.87.0.1 ...`. It prints a line once all
+devices exist. It then takes a line for each change: `cut 10.87.0.1`, `mend 10.87.0.1` or `delay 0.1`, and answers each
+with the number of packets that it has forwarded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import heapq
+import os
+import select
+import struct
+import subprocess
+import sys
+import time
+
+_CLONE_NEWNET = 0x40000000
+_TUNSETIFF = 0x400454CA
+_IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
+_MTU = 16_000
+_QUEUE = 10_000  # packets that the device holds, as a window of 160 MB may be under way
+
+
+def open_device(pid: int, address: str) -> int:
+    """Return the descriptor of a TUN device with this address on the host of a process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def enter(namespace: int) -> None:
+        if libc.setns(namespace, _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+
+    with open(f"/proc/{pid}/ns/net") as theirs, open("/proc/self/ns/net") as own:
+        enter(theirs.fileno())  # a device belongs to the namespace in which its file is opened
+        descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+        fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH22x", b"eth0", _IFF_TUN | _IFF_NO_PI))
+        for command in (
+            f"ip address add {address}/24 dev eth0",
+            f"ip link set eth0 mtu {_MTU} txqueuelen {_QUEUE} up",
+        ):
+            subprocess.run(command.split(), check=True)
+        enter(own.fileno())
+    return descriptor
+
+
+def forward(delay: float, devices: dict[bytes, int]) -> None:
+    """Forward packets between `devices`, which are given by address, until the standard input ends."""
+    waiting: list[tuple[float, int, int, bytes]] = []  # when to deliver a packet, its number, and the device
+    absent: set[bytes] = set()
+    number = 0
+    poll = select.poll()
+    for descriptor in (*devices.values(), 0):
+        poll.register(descriptor, select.POLLIN)
+    while True:
+        now = time.monotonic()
+        while waiting and waiting[0][0] <= now:
+            _, _, descriptor, packet = heapq.heappop(waiting)
+            try:
+                os.write(descriptor, packet)
+            except BlockingIOError:
+                pass  # a full queue loses packets
+        for descriptor, _ in poll.poll(None if not waiting else max(0.0, waiting[0][0] - now) * 1000):
+            if descriptor == 0:
+                line = sys.stdin.readline().split()
+                if not line:
+                    return
+                if line[0] == "delay":
+                    delay = float(line[1])
+                else:
+                    address = bytes(map(int, line[1].split(".")))
+                    (absent.add if line[0] == "cut" else absent.discard)(address)
+                print(number, flush=True)
+                continue
+            packet = os.read(descriptor, 1 << 16)
+            source, target = packet[12:16], packet[16:20]
+            if packet[0] >> 4 == 4 and target in devices and not absent & {source, target}:
+                number += 1
+                heapq.heappush(waiting, (time.monotonic() + delay, number, devices[target], packet))
+
+
+if __name__ == "__main__":
+    made = {}
+    for told in sys.argv[2:]:
+        process, _, place = told.partition("=")
+        made[bytes(map(int, place.split(".")))] = open_device(int(process), place)
+    print("ready", flush=True)
+    forward(float(sys.argv[1]), made)

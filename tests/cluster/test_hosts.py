@@ -1,0 +1,104 @@
+"""A catalog, nodes and readers on hosts of their own, with links that fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from certificates import certificates
+from cluster.hosts import Cluster
+from helpers import wait_until
+
+pytestmark = pytest.mark.needs("namespaces")
+
+CATALOG = "grpc://a:8815"
+#: A reader that reads a batch, and reads on when it is told. It prints the number of rows.
+READER = """
+import sys, dissociated as dis
+with dis.connect(sys.argv[1], tls_roots=sys.argv[2]) as client:
+    reader = client.read("d", transport=sys.argv[3])
+    rows = reader.read_next_batch().num_rows
+    print("reached", flush=True)
+    sys.stdin.readline()
+    rows += sum(batch.num_rows for batch in reader)
+    print(rows, flush=True)
+    sys.stdin.readline()
+"""
+PUT = """
+import sys, pyarrow as pa, dissociated as dis
+batch = pa.record_batch({"n": pa.array(range(1 << 17), pa.int64())})
+with dis.connect(sys.argv[1], tls_roots=sys.argv[2]) as client:
+    client.put("d", pa.RecordBatchReader.from_batches(batch.schema, [batch] * 64))
+"""
+
+
+def serve_catalog(cluster: Cluster, tmp_path: Path, *options: str | Path) -> None:
+    cluster["a"].dissociated(
+        *("catalog", "--db", tmp_path / "db", "--listen", "grpc://0.0.0.0:8815", "--advertise", "a", *options)
+    )
+
+
+def test_hosts_share_nothing(tmp_path: Path) -> None:
+    with Cluster("a", "b") as cluster:
+        facts = "import os, socket; from dissociated.base.host import boot_id; print(boot_id(), os.stat('/dev/shm'))"
+        told = {cluster[name].run("-c", facts).stdout for name in "ab"}
+        assert len(told) == 2
+        before = cluster.packets()
+        reached = "import socket; print(socket.gethostname(), socket.gethostbyname('a'))"
+        assert cluster["b"].run("-c", reached).stdout == f"b {cluster.addresses['a']}\n"
+        assert cluster.packets() == before
+
+
+def test_a_node_that_announces_its_loopback_address_to_another_host_is_refused(tmp_path: Path) -> None:
+    """Another node answers at this very address of the catalog's host."""
+    with Cluster("a", "b") as cluster:
+        serve_catalog(cluster, tmp_path)
+        arguments = ("node", "--catalog", CATALOG, "--flight", "grpc://127.0.0.1:8817")
+        store = ("--store", "/dev/shm/store")
+        refused = cluster["b"].run("-m", "dissociated", *arguments, *store, check=False)
+        assert refused.returncode == 1
+        assert "the node on b announces grpc://127.0.0.1:8817, where the catalog gets no answer" in refused.stderr
+        cluster["a"].dissociated(*arguments, *store)
+        refused = cluster["b"].run("-m", "dissociated", *arguments, *store, check=False)
+        assert "announces grpc://127.0.0.1:8817, where another server answers the catalog" in refused.stderr
+        listed = cluster["b"].run("-m", "dissociated", "ls", CATALOG)
+        assert "node on b: the node on b announces" in listed.stderr
+        cluster["b"].dissociated("node", "--catalog", CATALOG, "--flight", "grpc://0.0.0.0:8817", *store)
+        assert "announces" not in cluster["b"].run("-m", "dissociated", "ls", CATALOG).stderr
+
+
+@pytest.mark.parametrize("transport", ["tcp", "tls"])
+def test_a_reader_whose_host_is_gone_is_noticed_and_one_that_only_pauses_is_kept(
+    tmp_path: Path, transport: str
+) -> None:
+    """The server notices within 15 seconds, whether it waits for room to send, or for a reader that has everything.
+
+    It used to wait for the stall timeout, which is five minutes, or for a minute. The data exceeds all socket buffers.
+    """
+    made = certificates(tmp_path, "b", "localhost")
+    with Cluster("a", "b", "c") as cluster:
+        node = ("node", "--store", "/dev/shm/store", "--listen", f"{transport}://0.0.0.0:8816")
+        secured = ("--tls-cert", made.cert, "--tls-key", made.key)
+        uri = "grpc+tls://{}:8817"
+        cluster["b"].dissociated(*node, "--flight", uri.format("0.0.0.0"), *secured)
+        cluster["b"].run("-c", PUT, uri.format("localhost"), made.roots)
+        readers = []
+        for host in "aac":  # both readers of a vanish: one that has read everything, and one that reads on later
+            readers.append(cluster[host].start("-c", READER, uri.format("b"), made.roots, transport))
+            assert readers[-1].stdout.readline() == "reached\n"
+        readers[0].stdin.write("\n")
+        readers[0].stdin.flush()
+        assert int(readers[0].stdout.readline()) == 64 << 17
+
+        def peers() -> set[str]:
+            where = (uri.format("localhost"), "--json", "--tls-roots", made.roots)
+            status = json.loads(cluster["b"].run("-m", "dissociated", "status", *where).stdout)
+            return {one["peer"].split()[-1].partition(":")[0] for one in status["consumers"]}
+
+        assert cluster.addresses["a"] in peers()
+        cluster.cut("a")
+        wait_until(lambda: peers() == {cluster.addresses["c"]}, "the readers are noticed to be gone", 45)
+        printed, _ = readers[2].communicate("\n\n", timeout=60)
+        assert int(printed) == 64 << 17

@@ -1,0 +1,198 @@
+"""The nodes of a catalog on other hosts: their clocks, their addresses, and their end."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+from dissociated.errors import AccessDenied, CatalogError
+from dissociated.store.segment import SegmentWriter
+from helpers import PATIENCE, wait_until
+from monitoring.test_metrics import scrape
+from nodes import SCHEMA, put, read, segments, table
+from processes import Fork, Process, Start, free_port
+from support.injection import CLOCK
+
+SECRET = "a secret of more than sixteen bytes"
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """Return a file with the secret of a catalog and its nodes."""
+    path = tmp_path / "secret"
+    path.write_text(SECRET)
+    path.chmod(0o600)
+    return path
+
+
+def start_catalog(start: Start, tmp_path: Path, *options: str | Path) -> Process:
+    return start("catalog", "--db", tmp_path / "db", "--listen", "grpc://127.0.0.1:0", *options)
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a `dissociated` command that ends by itself."""
+    with Fork("-m", "dissociated", *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        stdout, stderr = process.communicate(timeout=PATIENCE)
+    return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
+
+
+def problems(uri: str) -> list[str]:
+    with dis.connect(uri) as client:
+        return [node.problem for node in client.status().nodes]
+
+
+@pytest.mark.parametrize(("ahead", "problem"), [(7200, "2 h 00 min ahead of"), (-7200, "2 h 00 min behind")])
+def test_the_time_of_the_catalog_decides_on_tickets(
+    memory: Path, tmp_path: Path, start: Start, secret: Path, monkeypatch: pytest.MonkeyPatch, ahead: int, problem: str
+) -> None:
+    signed = ("--secret-file", secret, "--ticket-lifetime", "5")
+    catalog = start_catalog(start, tmp_path, *signed)
+    monkeypatch.setenv(CLOCK, str(ahead))
+    start("node", "--store", memory / "store", "--catalog", catalog.uri, "--beat", "1", *signed)
+    monkeypatch.delenv(CLOCK)
+    put(catalog.uri, "d", table(1, 2))
+    assert [read(catalog.uri, "d", transport) for transport in ("tcp", "shm", "grpc")] == [[1, 2]] * 3
+    with dis.connect(catalog.uri) as client:
+        endpoint = client.describe("d").endpoints[0]
+    (tcp,) = [uri for uri in endpoint.locations if uri.startswith("tcp:")]
+
+    def is_expired() -> bool:
+        try:
+            dis.open_stream(tcp, endpoint.ticket).close()
+        except AccessDenied:
+            return True
+        return False
+
+    wait_until(is_expired, "the ticket has expired")
+    assert problems(catalog.uri) == [f"the node's clock is {problem} the catalog's"]
+
+
+def test_a_node_whose_clock_is_behind_takes_part_in_a_commit_that_takes_a_while(
+    memory: Path, tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The part that it has prepared looks two hours old by its clock, and must not be taken for a forgotten one."""
+    catalog = start_catalog(start, tmp_path)
+    monkeypatch.setenv(CLOCK, "-7200")
+    behind = start("node", "--store", memory / "a", "--catalog", catalog.uri, "--beat", "0.1")
+    monkeypatch.delenv(CLOCK)
+    other = start("node", "--store", memory / "b", "--catalog", catalog.uri, "--beat", "1")
+    parts = []
+    for node, number in ((behind, 1), (other, 2)):
+        with dis.connect(node.uri) as client:
+            place = client.stage()
+            with SegmentWriter(f"{place.directory}/{number}", SCHEMA) as writer:
+                writer.write(pa.record_batch({"n": pa.array([number], pa.int64())}))
+        parts.append({"node": place.node, "segment": str(number)})
+
+    def commit() -> None:
+        with dis.connect(catalog.uri) as client:
+            client.commit("d", parts, "overwrite", SCHEMA, key="k")
+
+    def seen() -> float:
+        with dis.connect(catalog.uri) as client:
+            return max(float(node["seen"]) for node in client.nodes() if node["flight"] == behind.uri)
+
+    other.signal(signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        committing = pool.submit(commit)
+        wait_until(lambda: len(segments(memory / "a" / "segments")) == 1, "the first node has prepared its part")
+        before = seen()
+        wait_until(lambda: seen() > before, "a heartbeat has told of it")
+        before = seen()
+        wait_until(lambda: seen() > before, "another has the answer")
+        other.signal(signal.SIGCONT)
+        committing.result(PATIENCE)
+    assert read(catalog.uri, "d") == [1, 2]
+
+
+def test_a_node_that_the_catalog_cannot_reach_is_refused(memory: Path, tmp_path: Path, start: Start) -> None:
+    catalog = start_catalog(start, tmp_path)
+    arguments = ("node", "--store", memory / "store", "--catalog", catalog.uri, "--flight", "grpc://0.0.0.0:0")
+    refused_with = run(*arguments, "--advertise", "nowhere.invalid")
+    assert refused_with.returncode == 1
+    refusal = r"the node on \S+ announces grpc://nowhere.invalid:\d+, where the catalog gets no answer\. Let "
+    assert re.search(refusal, refused_with.stderr)
+    with dis.connect(catalog.uri) as client:
+        (refused,) = client.status().nodes
+        assert (refused.alive, refused.registered) == (False, False)
+        assert refused.problem.startswith("the node on ")
+        with pytest.raises(CatalogError, match="no node has registered"):
+            client.put("d", table(1))
+    node = start(*arguments, "--advertise", "127.0.0.1")
+    put(node.uri, "d", table(1))
+    assert problems(catalog.uri) == [""]
+
+
+def test_status_and_ls_show_a_refused_node(memory: Path, tmp_path: Path, start: Start) -> None:
+    catalog = start_catalog(start, tmp_path)
+    arguments = ("node", "--store", memory / "store", "--catalog", catalog.uri, "--flight", "grpc://0.0.0.0:0")
+    assert run(*arguments, "--advertise", "nowhere.invalid").returncode == 1
+    status = run("status", catalog.uri).stdout
+    assert " refused " in status
+    assert "announces grpc://nowhere.invalid:" in status
+    assert "announces grpc://nowhere.invalid:" in run("ls", catalog.uri).stderr
+
+
+def test_an_error_of_the_catalog_names_one_catalog_however_many_passed_it_on(
+    memory: Path, tmp_path: Path, start: Start
+) -> None:
+    catalog = start_catalog(start, tmp_path)
+    node = start("node", "--store", memory / "store", "--catalog", catalog.uri)
+    with dis.connect(node.uri) as client:
+        client.abort("k")
+        with pytest.raises(CatalogError, match=f"^the catalog at {node.uri} refused: .* has been aborted") as caught:
+            client.commit("d", [{"node": client.stage().node, "segment": "s"}], "overwrite", SCHEMA, key="k")
+    assert str(caught.value).count("refused") == 1
+
+
+def test_a_catalog_tells_prometheus_of_its_nodes_and_of_what_they_took_along(
+    memory: Path, tmp_path: Path, start: Start
+) -> None:
+    port = free_port()
+    catalog = start_catalog(start, tmp_path, "--metrics", f"127.0.0.1:{port}")
+    store = memory / "store"
+    node = start("node", "--store", store, "--catalog", catalog.uri, "--beat", "0.5", "--limit", "1MiB")
+
+    def told() -> dict[str, float]:
+        return {name: value for (name, _), value in scrape(f"http://127.0.0.1:{port}/metrics").items()}
+
+    put(catalog.uri, "d", table(1))
+    put(catalog.uri, "d", table(2), mode="append")
+    alive = told()
+    assert (alive["dissociated_node_alive"], alive["dissociated_node_registered"]) == (1, 1)
+    assert (alive["dissociated_unreadable_parts"], alive["dissociated_refused_puts_total"]) == (0, 0)
+    assert alive["dissociated_node_heartbeat_age_seconds"] < PATIENCE
+    with pytest.raises(CatalogError, match="full"):
+        put(catalog.uri, "e", table(*range(1 << 18)), transport="grpc")
+    assert told()["dissociated_refused_puts_total"] == 1
+    node.kill()
+    wait_until(lambda: told()["dissociated_node_alive"] == 0, "the catalog has noticed")
+    assert told()["dissociated_unreadable_parts"] == 2
+    assert "2 parts cannot be read" in run("status", catalog.uri).stdout
+
+
+def test_forget_removes_a_node_for_good_and_its_datasets(memory: Path, tmp_path: Path, start: Start) -> None:
+    catalog = start_catalog(start, tmp_path)
+    arguments = ("node", "--store", memory / "store", "--catalog", catalog.uri, "--beat", "0.5")
+    node = start(*arguments)
+    put(catalog.uri, "d", table(1))
+    alive = run("forget", node.uri, catalog.uri)
+    assert (alive.returncode, "is alive: stop it" in alive.stderr) == (1, True)
+    node.kill()
+    with dis.connect(catalog.uri) as client:
+        wait_until(lambda: not client.status().nodes[0].alive, "the catalog has noticed")
+        assert run("forget", "another", catalog.uri).returncode == 1
+        assert run("forget", node.uri, catalog.uri).returncode == 0
+        assert (client.status().nodes, client.nodes(), client.list()) == ((), [], [])
+        again = start(*arguments)  # like a node that was away while its dataset was dropped
+        wait_until(lambda: segments(memory / "store" / "segments") == [], "it removes what it held")
+        put(again.uri, "d", table(2))
+        assert client.describe("d").version == 2
+        assert read(catalog.uri, "d") == [2]
