@@ -190,7 +190,7 @@ def test_where_no_thread_is_to_be_had_for_what_is_under_way_the_connection_ends(
     ends.server.close()
 
 
-# Without error handling, UCX discards messages that a peer sent before it closed. That mode needs `finish`.
+# Without error handling, UCX discards messages that a peer sent before it closed. That mode needs to linger.
 @pytest.mark.parametrize("medium", media(one for one in MEDIA if one != "ucx, none"))
 def test_closing_lets_what_was_sent_arrive(ends: Ends) -> None:
     ends.server.send([Message(None, (b"one",)), Message(2, (b"two",))], PATIENCE)
@@ -202,8 +202,7 @@ def test_closing_lets_what_was_sent_arrive(ends: Ends) -> None:
 def test_an_abort_arrives_after_what_was_sent(ends: Ends) -> None:
     def server() -> None:
         ends.server.send([Message(None, (b"one",))], PATIENCE)
-        ends.server.abort("the reason, ünïcödé")
-        ends.server.close()
+        ends.server.close("the reason, ünïcödé")
 
     with ThreadPoolExecutor(1) as pool:
         aborting = pool.submit(server)
@@ -214,13 +213,14 @@ def test_an_abort_arrives_after_what_was_sent(ends: Ends) -> None:
         aborting.result(PATIENCE)
 
 
-def test_finishing_lets_everything_arrive(ends: Ends) -> None:
+def test_lingering_lets_everything_arrive(ends: Ends, medium: str) -> None:
     bodies = [Message(number, (bytes(1 << 20),)) for number in range(20)]
 
     def server() -> None:
         ends.server.send([*bodies, Message(None, (b"end",))], PATIENCE)
-        ends.server.finish(PATIENCE)
-        ends.server.close()
+        ends.server.close(linger=PATIENCE)
+        complete = ends.server.close()
+        assert complete or medium == "ucx, none"  # UCX may not report there that the last messages were received.
 
     with ThreadPoolExecutor(1) as pool:
         finishing = pool.submit(server)
@@ -279,10 +279,8 @@ def test_interrupting_ends_a_receive_in_another_thread(ends: Ends) -> None:
     with ThreadPoolExecutor(1) as pool:
         receiving = pool.submit(receive, ends.client)
         ends.client.interrupt()
-        try:
-            assert receiving.result(PATIENCE) is None
-        except ConnectionClosed:
-            pass
+        with pytest.raises(ConnectionClosed):
+            receiving.result(PATIENCE)
     ends.client.close()
     with pytest.raises(ConnectionClosed):
         receive(ends.client)
@@ -319,7 +317,7 @@ def test_one_who_sends_and_does_not_receive_is_cut_off(ends: Ends) -> None:
 def test_one_who_stops_receiving_may_go_on_sending(ends: Ends) -> None:
     ends.server.send([Message(None, (b"hello",))], PATIENCE)
     assert plain(receive(ends.client)) == (None, b"hello")
-    ends.client.stop_receiving()
+    ends.client.interrupt(sending=False)
     assert receive(ends.client) is None
     ends.client.send([Message(3, (b"still here",))], PATIENCE)
     assert plain(receive(ends.server)) == (3, b"still here")
@@ -369,9 +367,8 @@ def test_a_mapped_file_that_has_become_shorter_breaks_off(ends: Ends, tmp_path: 
             with pytest.raises(SourceError, match="become shorter"):
                 ends.server.send([Message(7, (b"before", part))], PATIENCE)
             assert ends.server.written  # A later message would be taken for the rest.
-            ends.server.send_close_reason("x" * MAX_CONTROL)
-            ends.server.flush_close_reason(PATIENCE)
-            ends.server.close()
+            ends.server.close("x" * MAX_CONTROL, linger=PATIENCE)
+            assert ends.server.close()
             with pytest.raises(ConnectionClosed):
                 received.result()
 

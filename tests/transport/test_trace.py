@@ -116,8 +116,8 @@ def test_what_cannot_be_sent_or_received_is_a_line_too(
         client.receive(PATIENCE, bytearray_of)
     with pytest.raises(DeadlineExceeded):
         client.receive(0.01, bytearray_of)
-    server.send_close_reason("it has\nfailed")
-    server.abort("it has\nfailed")
+    server.close("it has\nfailed", linger=PATIENCE)
+    server.close("it has\nfailed")
     with pytest.raises(dis.errors.RemoteError):
         client.receive(PATIENCE, bytearray_of)
     client.close()

@@ -77,7 +77,7 @@ class ClientLeases(ProcessBound):
         """Record that no more addresses will be delivered. `stopped` if the server does not know that yet."""
         try:
             if stopped:
-                self._connection.stop_receiving()
+                self._connection.interrupt(sending=False)
         finally:  # also after Ctrl-C
             self._finish()
 
@@ -128,9 +128,8 @@ class ClientLeases(ProcessBound):
             self._close_devices()
         if self._stopped.is_set() and self._connection.shares_memory:
             _open_at_exit.append(self._connection)  # kept open, so that memory that is still held does not change
-        elif held:
-            self._connection.leave()
         else:
+            self._connection.held_by_fork = held
             self._connection.close()
 
     def _is_over(self, returned: int) -> bool:
