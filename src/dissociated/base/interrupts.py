@@ -6,10 +6,12 @@ itself against an exception between two bytecodes. docs/architecture.md states w
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -40,3 +42,15 @@ def interrupts_held(wake: Callable[[], object] | None = None) -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
         if pending:
             signal.raise_signal(signal.SIGINT)
+
+
+def error_code_callback(error: int) -> Any:
+    """Return a function for ctypes callbacks with two arguments: it calls `__getitem__` of the first with the second.
+
+    It returns 0, or `error` if `__getitem__` raises an exception. Ctrl-C may come at the first bytecode of a callback
+    in Python, before any `try` or `with`. ctypes would then return an arbitrary value from the stack, and 0 means
+    success. So this is a function in C, which no signal handler interrupts.
+    """
+    answer = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.py_object)(("PyMapping_HasKey", ctypes.pythonapi))
+    answer.restype = (error, 0).__getitem__  # whether the key was found, as an error code
+    return answer

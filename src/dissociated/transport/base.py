@@ -116,7 +116,7 @@ class Connection(ProcessBound, ABC):
         self.held_by_fork = False
         self._lifecycle = Lifecycle()
         self._linger = 0.0  # seconds
-        self._peer_closed = False  # whether `close` has seen that the peer had everything and closed its end
+        self._peer_closed = False  # the result of `close`
         self._woken = threading.Event()
         self.bind_to_process()
 
@@ -255,7 +255,8 @@ class Connection(ProcessBound, ABC):
             linger: Seconds for which to wait for the peer.
 
         Returns:
-            Whether the peer is known to have everything, and to have closed its end.
+            Whether this call has waited until the peer had received everything, as far as the medium reports, and, if
+                memory can be shared, had closed its end. Only then is memory that it mapped free again.
         """
         state = self._lifecycle.state
         if reason is not None and state in (ConnectionState.OPEN, ConnectionState.SEND_ONLY):

@@ -2,11 +2,12 @@
 
     state         send    receive   what the peer receives next, after all messages sent before
     OPEN          yes     yes       messages
-    SEND_ONLY     yes     None      messages; if the medium supports it, the peer's sends fail
+    SEND_ONLY     yes     the end   messages; if the medium supports it, the peer's sends fail
     CLOSING       no      yes       the close reason, if there is one; messages that it sends still arrive
-    INTERRUPTED   no      no        the end of the connection
+    INTERRUPTED   no      no        the end of the connection, at the latest when this side is closed
     CLOSED        no      no        the close reason, or else the end of the connection
 
+In SEND_ONLY, `receive` returns None, on some media after the messages that had arrived before.
 `interrupt(sending=False)` ends receiving, `close` with a `linger` begins to close, `interrupt` and `close` end the
 connection. These are allowed in every state. `send` and `receive` raise ConnectionClosed in a state that does not allow
 them. A connection never goes back to an earlier state, so another thread may end it at any time.

@@ -99,6 +99,9 @@ class ShmConnection(SocketConnection, RemoteMemory):
             return
         if self._cut_short and not self._unsent_parts:
             return  # the rest of the interrupted message is lost, so nothing may follow it
+        if not self._preamble_sent:
+            self._preamble_sent = True
+            self._unsent_parts.append(PREAMBLE)
         self._unsent_parts.append(abort_frame(reason))
         self._flush_unsent_parts(0, 0)  # a peer that frees everything before this side receives gets it, too
 
