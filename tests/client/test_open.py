@@ -93,7 +93,7 @@ class Scripted:
         descriptor = create_memfd("scripted")
         os.write(descriptor, content)
         seal(descriptor, backing)
-        self.connection.share(descriptor, BASE, len(content), backing)
+        self.connection.memory.share(descriptor, BASE, len(content), backing)
         os.close(descriptor)
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ def test_bodies_that_are_not_aligned_are_gathered(shm: Scripted) -> None:
 
 def test_the_reason_of_an_abort_comes_out(any_server: Scripted) -> None:
     opening = any_server.open()
-    any_server.connection.abort("closed for the night")
+    any_server.connection.close("closed for the night")
     any_server.connection.close()
     with pytest.raises(dis.errors.RemoteError, match="closed for the night"):
         opening.result(PATIENCE)

@@ -242,7 +242,7 @@ def test_ctrl_c_while_a_stream_is_left_keeps_no_connection(shm: dis.Server) -> N
     for at in count():
         tensors = dis.open_tensors(shm.locations("data")[0], shm.ticket("data"))
         held = next(tensors)
-        with Interruption(framed, "stop_receiving", at=at) as interruption, suppress(KeyboardInterrupt):
+        with Interruption(framed, "_interrupt", at=at) as interruption, suppress(KeyboardInterrupt):
             tensors.close()
         assert (held.to_numpy() == np.arange(1000)).all(), f"interrupted at {at}"
         del held, tensors

@@ -237,10 +237,10 @@ def _say(connection: Connection, frames: bytes) -> None:
         assert request is not None
         for kind, message in _messages(frames):
             if kind == ABORT:
-                connection.abort(bytes(message.parts[0]).decode())
+                connection.close(bytes(message.parts[0]).decode(), linger=PATIENCE)
             else:
                 connection.send([message], PATIENCE)
-        connection.finish(PATIENCE)
+        connection.close(linger=PATIENCE)
 
 
 @pytest.mark.parametrize("medium", media(["ucx", "fabric"]))

@@ -116,8 +116,8 @@ def test_what_cannot_be_sent_or_received_is_a_line_too(
         client.receive(PATIENCE, bytearray_of)
     with pytest.raises(DeadlineExceeded):
         client.receive(0.01, bytearray_of)
-    server.send_close_reason("it has\nfailed")
-    server.abort("it has\nfailed")
+    server.close("it has\nfailed", linger=PATIENCE)
+    server.close("it has\nfailed", linger=PATIENCE)
     with pytest.raises(dis.errors.RemoteError):
         client.receive(PATIENCE, bytearray_of)
     client.close()
@@ -143,7 +143,7 @@ def test_what_cannot_be_sent_or_received_is_a_line_too(
         "received nothing: 'the peer was silent for 0.01 s'",
         "sent abort: 'it has\\nfailed'",
         "received abort: 'it has\\nfailed'",
-        "could not send want_data (metadata), 5 bytes, nor 1 more: 'the peer closed the connection'",
+        "could not send want_data (metadata), 5 bytes, nor 1 more: 'this side closed the connection'",
         "received the end",
     ]
 

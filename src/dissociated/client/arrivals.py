@@ -111,7 +111,7 @@ class ReceiveThread(ProcessBound):
         if self.is_inherited:
             return
         self.inbox.close()
-        self._connection.stop_receiving()
+        self._connection.interrupt(sending=False)
 
     def join(self) -> None:
         """Wait until the thread has ended, unless it is the current one."""

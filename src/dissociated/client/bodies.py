@@ -116,6 +116,8 @@ class Bodies:
         body_length = delivery.parsed.body_length
         wanted, lengths = extents_within(delivery.header, delivery.parsed, body_length)
         packed = self.allocate(body_length)
-        self._connection.fetch(fetch_ranges(delivery.addresses.addresses, lengths, wanted), packed, self._timeout)
+        self._connection.memory.fetch(
+            fetch_ranges(delivery.addresses.addresses, lengths, wanted), packed, self._timeout
+        )
         self._leases.free(delivery.leased)
         return packed

@@ -71,8 +71,7 @@ def _open_session(uris: Sequence[Uri], identifier: bytes, request: ReadRequest) 
         ]
         for connection, tag in zip(opened, tags, strict=True):
             connection.limit_untagged(PREFIX_SIZE + request.max_metadata)
-            if request.keep_files:
-                connection.keep_files()
+            connection.address_space.keeps_files = request.keep_files
             if request.spaces is not None:
                 request.spaces.append(connection.address_space)
             try:

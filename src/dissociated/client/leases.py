@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from dissociated.base.exit import StreamThread
 from dissociated.base.fork import ProcessBound
+from dissociated.base.interrupts import interrupts_held
 from dissociated.errors import DissociatedError, TransportError
 from dissociated.memory.device.base import Device
 from dissociated.memory.leases import RETRY_INTERVAL, STILL_HELD, FreeQueue
@@ -75,10 +76,9 @@ class ClientLeases(ProcessBound):
 
     def finish(self, stopped: bool) -> None:
         """Record that no more addresses will be delivered. `stopped` if the server does not know that yet."""
-        try:
+        with interrupts_held():  # otherwise the thread that frees leases might never end
             if stopped:
-                self._connection.stop_receiving()
-        finally:  # also after Ctrl-C
+                self._connection.interrupt(sending=False)
             self._finish()
 
     def _finish(self) -> None:
@@ -128,9 +128,8 @@ class ClientLeases(ProcessBound):
             self._close_devices()
         if self._stopped.is_set() and self._connection.shares_memory:
             _open_at_exit.append(self._connection)  # kept open, so that memory that is still held does not change
-        elif held:
-            self._connection.leave()
         else:
+            self._connection.held_by_fork = held
             self._connection.close()
 
     def _is_over(self, returned: int) -> bool:

@@ -44,7 +44,7 @@ class ClientSession(ProcessBound):
     def stop(self) -> None:
         """Make a receiving thread return. Called at the exit of the interpreter."""
         for connection in self._connections:
-            connection.stop_receiving()
+            connection.interrupt(sending=False)
 
     @section
     def deliveries(self) -> Deliveries:
@@ -135,7 +135,7 @@ class ClientSession(ProcessBound):
 
     def _discard(self, connection: Connection) -> None:
         """Stop receiving, and free the messages in transit: the server waits for them, for the sake of others."""
-        connection.stop_receiving()
+        connection.interrupt(sending=False)
         with suppress(DissociatedError):
             while (arrived := connection.receive(self._timeout, self._allocate)) is not None:
                 self._receiver.receive(arrived)

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import pyarrow as pa
 
+from dissociated.base.interrupts import error_code_callback
 from dissociated.errors import DeviceError, SourceError
 from dissociated.memory.device.base import Device, DeviceType
 
@@ -252,12 +253,9 @@ def _stream(address: int | None) -> _Exported:
     return _streams[_ArrowDeviceArrayStream.from_address(address).private_data]
 
 
-# Callbacks for consumers. Ctrl-C may come at the first bytecode of a callback, before any `try`. ctypes would then
-# return an arbitrary value from the stack, and 0 means success: without a batch, the end of the stream. So the callback
-# is a C function, which calls `__getitem__` and returns whether it raised.
+# Callbacks for consumers, to which a success without a batch would mean the end of the stream.
 
-_answer = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.py_object)(("PyMapping_HasKey", ctypes.pythonapi))
-_answer.restype = (errno.EIO, 0).__getitem__
+_answer = error_code_callback(errno.EIO)
 
 
 class _GetSchema(ctypes.c_void_p):

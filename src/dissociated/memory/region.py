@@ -114,6 +114,9 @@ class AddressSpace:
         #: Bases and regions, in order. Both are replaced, never changed, so that other threads may read them.
         self._sorted: tuple[list[int], list[Region]] = [], []
         self._max_regions = max_regions
+        #: Whether regions that are added from now on keep their files open, so that they can be mapped again. If this
+        #: process has too many descriptors, the files are closed all the same.
+        self.keeps_files = False
 
     @property
     def regions(self) -> Sequence[Region]:

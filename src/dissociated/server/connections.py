@@ -165,8 +165,7 @@ class Connections:
             complained = False
             self._admission.make_room()
             if not self._start(connection, listener):
-                connection.abort(close_reason(ServerFull("the server can serve nobody now: try again later")))
-                connection.close()
+                connection.close(close_reason(ServerFull("The server accepts no clients now. Try again later.")))
 
     def _start(self, connection: Connection, listener: Listener) -> bool:
         """Serve `connection` in a new thread. Return False if the server refuses clients or cannot start a thread."""

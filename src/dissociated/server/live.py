@@ -81,7 +81,7 @@ class _LiveSending(Sending):
         """Share `region` with the client, unless it was shared before."""
         if region.base not in self._shared:
             self._shared.add(region.base)
-            self._connection.share(region.descriptor, region.base, region.size, region.backing)
+            self._connection.memory.share(region.descriptor, region.base, region.size, region.backing)
 
     def _lease_body(self, extents: Sequence[tuple[int, int]]) -> Body:
         """Return a body of addresses. The client holds a lease of each address from now on."""

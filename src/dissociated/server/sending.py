@@ -85,10 +85,10 @@ class Sending(ABC):
         while len(self._ledger):
             incoming = self._receive(timeout)
             if incoming is None:
-                if self._connection.shares_memory and not self._half_closed and self._connection.peer_closed():
+                if self._connection.shares_memory and not self._half_closed and self._connection.arrived():
                     raise ConnectionClosed(f"the client went while it held {len(self._ledger)} addresses")
-                if not self.holds_live:  # for live memory, the caller of `end` waits, without a limit
-                    self._wait_peer_closed(timeout)
+                if self._connection.shares_memory and not self.holds_live:  # for live memory, the caller waits
+                    self._wait_disconnected(timeout)
                 return
             self._receive_free(incoming)
 
@@ -164,23 +164,23 @@ class Sending(ABC):
         Raises:
             ConnectionClosed: if the client is gone, or is assumed to be gone.
         """
-        disconnected = self._connection.peer_closed()
-        if disconnected or (disconnected is None and self.joined):
+        knows = self._connection.shares_memory  # whether a client that still receives can be told from one that is gone
+        if self._connection.arrived() or (self.joined and not knows):
             raise ConnectionClosed("the client closed the connection")
         self._half_closed = True
 
-    def _wait_peer_closed(self, timeout: float) -> None:
+    def _wait_disconnected(self, timeout: float) -> None:
         """Wait until the client has disconnected, since it can free nothing any more.
 
         Raises:
             DeadlineExceeded: if the client is still connected after `timeout` seconds.
         """
         end = time.monotonic() + timeout
-        while self._connection.peer_closed() is False:
-            left = end - time.monotonic()
-            if left <= 0:
-                raise DeadlineExceeded(f"the client held memory for {timeout:g} s without a word")
-            self._connection.wait(left)
+        while not self._connection.arrived():
+            remaining = end - time.monotonic()
+            if remaining <= 0:
+                raise DeadlineExceeded(f"the client held memory and was silent for {timeout:g} s")
+            self._connection.wait(remaining)
 
 
 class StaticSending(Sending):
@@ -207,9 +207,9 @@ class StaticSending(Sending):
             region, growing = segment.region, segment.backing is Backing.LIVE
             if connection.shares_memory:
                 self._shared.append(segment)
-                connection.share(segment.descriptor, region.base, region.size, segment.backing)
+                connection.memory.share(segment.descriptor, region.base, region.size, segment.backing)
             else:
-                connection.retain(region)
+                connection.memory.retain(region)
             self._send_messages(messages, number, segment if growing else None)
 
     def _send_messages(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from contextlib import suppress
 
 from dissociated.codec.split import Splitter
@@ -71,15 +72,14 @@ class Session:
                 self._serve_request(self._sending, published)
                 if self._sender.state is State.ENDING:
                     self._sender.drained()
-                    if not self._connection.finish(self._limits.stall_timeout):
-                        raise ConnectionClosed("the client went before it had everything")
+                    self._wait_taken()
         except ConnectionClosed:
             raise  # the client is gone, so it is told no reason
         except DissociatedError as error:
-            self._abort(close_reason(error))
+            self._close(close_reason(error))
             raise
         except Exception:
-            self._abort("the server failed for a reason that its log tells")
+            self._close("the server failed, and its log has the reason")
             raise
         finally:
             self._end()
@@ -139,30 +139,42 @@ class Session:
             if not sending.joined:
                 raise
             # Memory of a live stream is reused only once it was freed, so the client may take the time that it needs.
-            self._connection.send_close_reason(close_reason(error))
+            self._connection.close(close_reason(error), linger=self._limits.stall_timeout)
             self._sender.fail()
         sending.drain(self._limits.lease_timeout)
-        self._connection.flush_close_reason(self._limits.stall_timeout)
 
-    def _abort(self, reason: str) -> None:
+    def _wait_taken(self) -> None:
+        """Wait until the client has received everything, if closing the connection would discard the rest.
+
+        Raises:
+            ConnectionClosed: if the client disconnects before.
+        """
+        if self._connection.discards_unread:
+            self._connection.close(linger=self._limits.stall_timeout)
+            if not self._connection.close():
+                raise ConnectionClosed("the client disconnected before it had received everything")
+
+    def _close(self, reason: str) -> None:
         """End the stream with `reason`, and wait for frees of live memory until the client holds none or is gone."""
         sending = self._sending
         if sending is None or not sending.holds_live:
-            self._connection.abort(reason)
+            self._connection.close(reason)
             return
-        _log.info("%s was sent away, and still holds memory: %s", self._connection.peer, reason_text(reason))
+        _log.info("client cut off, holds memory: peer=%s reason=%r", self._connection.peer, reason_text(reason))
         sending.detach()
-        self._connection.send_close_reason(reason)
+        self._connection.close(reason, linger=math.inf)
         with suppress(DissociatedError):  # after an error of the protocol, `_end` still waits for the disconnection
             self._sender.fail()
             sending.drain(_NO_TIMEOUT)
-            self._connection.flush_close_reason(self._limits.stall_timeout)
 
     def _end(self) -> None:
         """Release everything that is held for this client. Live memory that it may still map is not reused."""
         sending = self._sending
         if sending is not None:
-            disconnected = not sending.holds_live or self._connection.linger()
+            disconnected = True
+            if sending.holds_live:
+                self._connection.close(linger=math.inf)
+                disconnected = self._connection.close()
             self._stats.kept = self._stats.outlives_server = None  # they refer to the session, and would keep it alive
             if self._stats.dataset is not None and not self._stats.dataset.stored:
                 self._admission.left(sending.mapped)

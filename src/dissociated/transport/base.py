@@ -21,11 +21,13 @@ from typing import Any, TypeAlias
 
 from dissociated.base.buffers import Buffer
 from dissociated.base.fork import ProcessBound
+from dissociated.base.interrupts import interrupts_held
 from dissociated.errors import DeadlineExceeded, LocalProtocolError, TransportError
 from dissociated.memory.device.base import Device
 from dissociated.memory.region import AddressSpace, Region
 from dissociated.memory.remote import Span
 from dissociated.protocol.message import Incoming, Message, Run
+from dissociated.transport.states import Call, ConnectionState, Lifecycle
 from dissociated.uri import Uri
 
 #: Supplies the memory for a tagged message, given its tag and its length in bytes, or for a run of messages, which has
@@ -50,8 +52,43 @@ def check_timeout(timeout: float) -> float:
     return min(timeout, _MAX_SECONDS)
 
 
+class RemoteMemory:
+    """The memory that the two sides of a connection let each other use. Media support a part of this interface."""
+
+    def share(self, descriptor: int, base: int, size: int, backing: int) -> None:
+        """Let the peer map a file or memfd, as the addresses `base` to `base + size`. The caller keeps the descriptor.
+
+        Args:
+            descriptor: A read-only descriptor.
+            base: First address.
+            size: Number of bytes.
+            backing: A `Backing`.
+        """
+        raise TransportError("the peer cannot map memory over this connection")
+
+    def retain(self, region: Region) -> None:
+        """Keep memory until the peer can no longer fetch from it, also beyond `close`."""
+
+    def fetch(self, ranges: Sequence[tuple[int, int, int]], memory: Buffer, timeout: float) -> None:
+        """Fetch ranges of the peer's memory, one-sided.
+
+        Args:
+            ranges: Address, length in bytes, and position in `memory` of each range. Positions must lie within
+                `memory`.
+            memory: The memory to write to.
+            timeout: Seconds for which the peer may be silent.
+
+        Raises:
+            RemoteProtocolError: An address lies outside the memory that the peer's URI names. Nothing was fetched.
+        """
+        raise TransportError("the peer's memory cannot be fetched over this connection")
+
+
 class Connection(ProcessBound, ABC):
-    """A connection to one peer. At most two threads use it at a time: a sender and a receiver."""
+    """A connection to one peer. At most two threads use it at a time: a sender and a receiver.
+
+    `transport/states.py` has the table of its states: the calls that are allowed in each, and what each side sees.
+    """
 
     #: Whether regions of memory can be shared over this connection.
     shares_memory: bool = False
@@ -61,6 +98,8 @@ class Connection(ProcessBound, ABC):
     takes_runs: bool = False
     #: Least number of messages for which a run costs less than single messages.
     min_run: int = 1
+    #: Whether closing discards messages that the peer has not received yet, unless `close` lingers.
+    discards_unread: bool = False
     #: Whether the peer can fetch from memory that the listener has exposed.
     exposes_memory: bool = False
     #: Whether this side can fetch from the memory that the peer's URI names.
@@ -73,8 +112,22 @@ class Connection(ProcessBound, ABC):
         self.request_deadline: float | None = None
         #: Bytes that the medium has taken so far, framing included, if it reports them while it sends.
         self.written = 0
+        #: Whether forked processes hold memory of this connection. It then stays open in them after `close`.
+        self.held_by_fork = False
+        self._lifecycle = Lifecycle()
+        self._linger = 0.0  # seconds
+        self._peer_closed = False  # the result of `close`
         self._woken = threading.Event()
         self.bind_to_process()
+
+    @property
+    def memory(self) -> RemoteMemory:
+        """Return the interface for memory that the two sides use together.
+
+        Raises:
+            TransportError: The medium has none.
+        """
+        raise TransportError(f"memory can neither be mapped nor fetched over a connection to {self.peer}")
 
     @property
     def backlog(self) -> int:
@@ -108,12 +161,6 @@ class Connection(ProcessBound, ABC):
         Media that do not allocate memory for them may ignore this.
         """
 
-    def keep_files(self) -> None:
-        """From now on, keep the files of mapped regions open, on media that share files.
-
-        If this process has too many descriptors, files are closed all the same.
-        """
-
     def receive_onto(self, device: Device) -> bool:
         """Return whether this connection can also receive into memory of `device`, if `allocate` supplies it.
 
@@ -130,11 +177,11 @@ class Connection(ProcessBound, ABC):
         """
         if self.request_deadline is None:
             return timeout
-        left = self.request_deadline - time.monotonic()
-        if left <= 0:
+        remaining = self.request_deadline - time.monotonic()
+        if remaining <= 0:
             self.request_deadline = None  # the peer must still get the reason
-            raise DeadlineExceeded(f"{self.peer} took too long to say what it wants")
-        return min(left, timeout)
+            raise DeadlineExceeded(f"{self.peer} sent no complete request in time")
+        return min(remaining, timeout)
 
     @abstractmethod
     def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
@@ -167,24 +214,19 @@ class Connection(ProcessBound, ABC):
             allocate: Supplies the memory of tagged messages. Small messages may come in the transport's own memory.
 
         Returns:
-            The message or run, or None if the peer closed the connection between two messages.
+            The message or run, or None if the peer sends no more. It may only have stopped sending: `arrived` returns
+                True from then on if it is known to be gone.
 
         Raises:
-            RemoteError: The peer aborted. The error has the peer's reason.
+            RemoteError: The peer closed the connection for a reason, which the error has.
         """
 
     @abstractmethod
     def arrived(self) -> bool:
-        """Return whether `receive` would find the beginning of a message, or the end of the connection."""
+        """Return whether `receive` would find the beginning of a message, or the end of the connection.
 
-    def peer_closed(self) -> bool | None:
-        """Return whether the peer is gone, after `receive` has returned None. The peer may only have stopped sending.
-
-        Returns:
-            True or False, or None if the medium cannot tell before this side sends. From then on, `arrived` returns
-                True when the peer is gone.
+        After `receive` has returned None, return whether the peer is known to be gone.
         """
-        return True
 
     def wait(self, timeout: float) -> None:
         """Wait until a message has `arrived`, `wake` is called, or `timeout` seconds have passed.
@@ -200,95 +242,76 @@ class Connection(ProcessBound, ABC):
         """Make `wait` return, also from another thread. Never raises."""
         self._woken.set()
 
-    @abstractmethod
-    def abort(self, reason: str) -> None:
-        """Send the peer the reason why this side gives up, if it still listens. `close` must follow. Never raises."""
+    def close(self, reason: str | None = None, linger: float = 0) -> bool:
+        """Close the connection, from any state. Never raises.
 
-    def send_close_reason(self, reason: str) -> None:
-        """Send the peer a reason like `abort`, even if the peer does not listen now.
+        Messages that were sent still arrive, unless the connection `discards_unread`.
 
-        The peer gets the reason later, while this side receives.
-        """
-        self.abort(reason)
+        With `linger`, this only begins to close: this side sends nothing more, but still receives. The next call, or
+        the end of the `with` block, waits until the peer has closed its end, too, and then closes.
 
-    def flush_close_reason(self, timeout: float) -> None:
-        """Wait until the peer has taken the reason of `send_close_reason`, or for `timeout` seconds. Never raises."""
-
-    def linger(self) -> bool:
-        """Wait without a limit until the peer has closed the connection, and so has released the memory that it mapped.
-
-        Media that share no memory do not wait.
+        Args:
+            reason: Tells the peer why, if the peer still listens. Of several reasons, only the first is told.
+            linger: Seconds for which to wait for the peer.
 
         Returns:
-            False if this side was interrupted first.
+            Whether this call has waited until the peer had received everything, as far as the medium reports, and, if
+                memory can be shared, had closed its end. Only then is memory that it mapped free again.
         """
-        return True
+        state = self._lifecycle.state
+        if reason is not None and state in (ConnectionState.OPEN, ConnectionState.SEND_ONLY):
+            self._tell(reason, linger > 0)
+        if linger > 0:
+            self._linger = min(linger, _MAX_SECONDS)
+            self._lifecycle.take(Call.LINGER)
+            return self._peer_closed
+        if self._lifecycle.state is ConnectionState.CLOSING:
+            closed = self._wait_peer(self._linger)
+            self._peer_closed = closed and self._lifecycle.state is ConnectionState.CLOSING
+        with interrupts_held():
+            self._release(self._lifecycle.take(Call.CLOSE))
+        return self._peer_closed
 
-    @abstractmethod
-    def interrupt(self) -> None:
-        """Make calls in other threads return with ConnectionClosed. Never raises."""
-
-    @abstractmethod
-    def stop_receiving(self) -> None:
-        """Make `receive` return None from now on, also in another thread. This side may continue to send.
-
-        If the medium supports it, the peer's sends fail with ConnectionClosed. Never raises.
-        """
-
-    def finish(self, timeout: float) -> bool:
-        """Wait until the peer has taken all messages and closed the connection, if an earlier close would lose some.
-
-        Media on which `close` lets every message arrive do not wait. Never raises.
+    def interrupt(self, sending: bool = True) -> None:
+        """Make calls in other threads return with ConnectionClosed. Never raises.
 
         Args:
-            timeout: Seconds of the peer's silence after which to return in any case.
+            sending: Whether to end `send`, too. If not, this side may continue to send; `receive` returns None from now
+                on, and, if the medium supports it, the peer's sends fail with ConnectionClosed.
+        """
+        self._lifecycle.take(Call.INTERRUPT if sending else Call.STOP_RECEIVING)
+        self._interrupt(sending)
+
+    # Implemented by each medium
+
+    @abstractmethod
+    def _tell(self, reason: str, later: bool) -> None:
+        """Send the peer the reason why this side closes. Never raises.
+
+        Args:
+            reason: The reason.
+            later: Whether this side still receives. If the peer does not listen now, the reason may be sent then.
+        """
+
+    @abstractmethod
+    def _wait_peer(self, seconds: float) -> bool:
+        """Wait until the peer has closed its end, for `seconds` at most. Never raises.
 
         Returns:
-            False if the medium knows of a message that the peer has not taken.
+            Whether it has, and had received everything.
         """
-        return True
 
     @abstractmethod
-    def close(self) -> None:
-        """Close the connection. Messages that were sent still arrive. Never raises."""
+    def _interrupt(self, sending: bool) -> None:
+        """Wake other threads after the state was changed. Never raises."""
 
-    def leave(self) -> None:
-        """Close the connection in this process alone. Never raises.
-
-        The peer sees the connection open while a forked process has it.
-        """
-        self.close()
-
-    def share(self, descriptor: int, base: int, size: int, backing: int) -> None:
-        """Let the peer map a file or memfd, as the addresses `base` to `base + size`. The caller keeps the descriptor.
+    @abstractmethod
+    def _release(self, state: ConnectionState) -> None:
+        """Release all resources, unless that was done. Never raises. Ctrl-C is held back.
 
         Args:
-            descriptor: A read-only descriptor.
-            base: First address.
-            size: Number of bytes.
-            backing: A `Backing`.
+            state: The state in which the connection was closed.
         """
-        raise TransportError(f"{type(self).__name__} cannot share memory")
-
-    def retain(self, region: Region) -> None:
-        """Keep memory until the peer can no longer fetch from it, also beyond `close`.
-
-        Media whose peers cannot fetch do nothing.
-        """
-
-    def fetch(self, wanted: Sequence[tuple[int, int, int]], memory: Buffer, timeout: float) -> None:
-        """Fetch ranges of the peer's memory, one-sided.
-
-        Args:
-            wanted: Address, length in bytes, and position in `memory` of each range. Positions must lie within
-                `memory`.
-            memory: The memory to write to.
-            timeout: Seconds for which the peer may be silent.
-
-        Raises:
-            RemoteProtocolError: An address lies outside the memory that the peer's URI names. Nothing was fetched.
-        """
-        raise TransportError(f"{type(self).__name__} cannot fetch")
 
     def __enter__(self) -> Connection:
         return self

@@ -16,6 +16,7 @@ from dissociated.protocol.close_reason import reason_error
 from dissociated.protocol.message import Incoming, Message
 from dissociated.transport.base import Allocate, Connection, Listener, Transport
 from dissociated.transport.mailbox import Mailbox
+from dissociated.transport.states import Call, ConnectionState
 from dissociated.uri import Uri
 
 _MAX_IN_FLIGHT = 1 << 26  # bytes, in one direction
@@ -37,28 +38,31 @@ class InprocConnection(Connection):
         return "this process"
 
     def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
+        self._lifecycle.take(Call.SEND)
         for tag, parts in messages:
             data = _joined(parts)
             self._outbox.put(Incoming(tag, bytes(data) if tag is None else data), len(data), timeout)
 
     def receive(self, timeout: float, allocate: Allocate) -> Incoming | None:
+        self._lifecycle.take(Call.RECEIVE)
         return self._inbox.get(timeout)
 
     def arrived(self) -> bool:
         return self._inbox.ready
 
-    def abort(self, reason: str) -> None:
+    def _tell(self, reason: str, later: bool) -> None:
         self._outbox.close(reason_error(reason, self.peer))
 
-    def interrupt(self) -> None:
-        error = ConnectionClosed("this side closed the connection")
+    def _wait_peer(self, seconds: float) -> bool:
+        return self._inbox.wait_closed(seconds)
+
+    def _interrupt(self, sending: bool) -> None:
+        error = ConnectionClosed("this side closed the connection") if sending else None
         self._inbox.close(error)
-        self._outbox.close(error)
+        if sending:
+            self._outbox.close(error)
 
-    def stop_receiving(self) -> None:
-        self._inbox.close()
-
-    def close(self) -> None:
+    def _release(self, state: ConnectionState) -> None:
         self._outbox.close()
         self._inbox.close()
 

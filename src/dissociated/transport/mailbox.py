@@ -72,6 +72,11 @@ class Mailbox(Generic[T]):
         """Return whether `get` would return, or raise, at once."""
         return bool(self._items) or self._closed
 
+    def wait_closed(self, timeout: float) -> bool:
+        """Wait until the mailbox is closed, for `timeout` seconds at most. Return whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._closed, timeout)
+
     def close(self, error: DissociatedError | None = None) -> None:
         """Accept no more items. The remaining items can still be taken; after them, `get` raises `error`, if any."""
         with self._changed:

@@ -23,7 +23,7 @@ from dissociated.protocol.message import Incoming, Message, Run
 from dissociated.protocol.metadata import MetadataKind, parse_metadata
 from dissociated.protocol.sender import Tags
 from dissociated.protocol.tags import BodyKind, parse_body_tag
-from dissociated.transport.base import Allocate, Connection
+from dissociated.transport.base import Allocate, Connection, RemoteMemory
 from dissociated.transport.runs import Alike, find_runs
 
 _log = logging.getLogger(__name__)
@@ -175,21 +175,40 @@ class _TracedConnection:
         self._trace.line(f"received {'the end' if arrived is None else self._trace.incoming(arrived)}")
         return arrived
 
+    @property
+    def held_by_fork(self) -> bool:
+        return self._connection.held_by_fork
+
+    @held_by_fork.setter
+    def held_by_fork(self, held: bool) -> None:
+        self._connection.held_by_fork = held
+
+    @property
+    def memory(self) -> RemoteMemory:
+        return _TracedMemory(self._connection.memory, self._trace)
+
+    def close(self, reason: str | None = None, linger: float = 0) -> bool:
+        closed = self._connection.close(reason, linger)
+        if reason is not None:
+            self._trace.aborted(reason)
+        return closed
+
+
+class _TracedMemory(RemoteMemory):
+    def __init__(self, memory: RemoteMemory, trace: _Trace) -> None:
+        self._memory = memory
+        self._trace = trace
+
     def share(self, descriptor: int, base: int, size: int, backing: int) -> None:
-        self._connection.share(descriptor, base, size, backing)
+        self._memory.share(descriptor, base, size, backing)
         self._trace.line(f"sent a region of {size:,} bytes ({Backing(backing).name.lower()})")
 
-    def fetch(self, wanted: Sequence[tuple[int, int, int]], memory: Buffer, timeout: float) -> None:
-        self._connection.fetch(wanted, memory, timeout)
-        self._trace.line(f"fetched {sum(length for _, length, _ in wanted):,} bytes from {len(wanted):,} addresses")
+    def retain(self, region: Region) -> None:
+        self._memory.retain(region)
 
-    def abort(self, reason: str) -> None:
-        self._connection.abort(reason)
-        self._trace.aborted(reason)
-
-    def send_close_reason(self, reason: str) -> None:
-        self._connection.send_close_reason(reason)
-        self._trace.aborted(reason)
+    def fetch(self, ranges: Sequence[tuple[int, int, int]], memory: Buffer, timeout: float) -> None:
+        self._memory.fetch(ranges, memory, timeout)
+        self._trace.line(f"fetched {sum(length for _, length, _ in ranges):,} bytes from {len(ranges):,} addresses")
 
 
 def _metadata(parts: Sequence[Buffer]) -> str:

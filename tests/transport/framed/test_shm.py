@@ -212,7 +212,7 @@ def mapped(client: Connection, server: Connection) -> None:
 
 def test_a_region_arrives_with_its_addresses(ends: tuple[Connection, Connection], memfd: int) -> None:
     client, server = ends
-    server.share(memfd, 0x10000, 2 * PAGE, Backing.SEALED)
+    server.memory.share(memfd, 0x10000, 2 * PAGE, Backing.SEALED)
     mapped(client, server)
     region = client.address_space.find(0x10000 + PAGE)
     assert (region.base, region.size, region.static) == (0x10000, 2 * PAGE, True)
@@ -226,7 +226,7 @@ def test_part_of_a_file_can_be_shared(ends: tuple[Connection, Connection], tmp_p
     client, server = ends
     (tmp_path / "file").write_bytes(b"content")
     with (tmp_path / "file").open("rb") as file:
-        server.share(file.fileno(), PAGE, 4, Backing.FILE)
+        server.memory.share(file.fileno(), PAGE, 4, Backing.FILE)
     mapped(client, server)
     assert client.address_space.find(PAGE).memory.to_pybytes() == b"cont"
 
@@ -235,7 +235,7 @@ def test_an_empty_region_needs_no_mapping(ends: tuple[Connection, Connection]) -
     client, server = ends
     descriptor = create_memfd("empty")
     seal(descriptor, Backing.SEALED)
-    server.share(descriptor, PAGE, 0, Backing.SEALED)
+    server.memory.share(descriptor, PAGE, 0, Backing.SEALED)
     os.close(descriptor)
     mapped(client, server)
     with pytest.raises(RemoteProtocolError, match="no region"):
@@ -248,7 +248,7 @@ def test_many_regions_arrive_each_with_its_own_memory(ends: tuple[Connection, Co
         descriptor = create_memfd(str(number))
         os.write(descriptor, bytes([number]) * 10)
         seal(descriptor, Backing.SEALED)
-        server.share(descriptor, PAGE * (number + 1), 10, Backing.SEALED)
+        server.memory.share(descriptor, PAGE * (number + 1), 10, Backing.SEALED)
         os.close(descriptor)
     mapped(client, server)
     for number in range(100):
@@ -257,7 +257,7 @@ def test_many_regions_arrive_each_with_its_own_memory(ends: tuple[Connection, Co
 
 def test_what_is_mapped_outlives_the_connection(ends: tuple[Connection, Connection], memfd: int) -> None:
     client, server = ends
-    server.share(memfd, PAGE, 2 * PAGE, Backing.SEALED)
+    server.memory.share(memfd, PAGE, 2 * PAGE, Backing.SEALED)
     mapped(client, server)
     memory = client.address_space.find(PAGE).memory
     client.close()
@@ -267,7 +267,7 @@ def test_what_is_mapped_outlives_the_connection(ends: tuple[Connection, Connecti
 
 def test_what_is_mapped_cannot_be_written(ends: tuple[Connection, Connection], memfd: int) -> None:
     client, server = ends
-    server.share(memfd, PAGE, 2 * PAGE, Backing.SEALED)
+    server.memory.share(memfd, PAGE, 2 * PAGE, Backing.SEALED)
     mapped(client, server)
     memory = client.address_space.find(PAGE).memory
     assert not memory.is_mutable
@@ -292,7 +292,7 @@ def test_a_memfd_that_could_change_under_its_reader_is_refused(
     descriptor = create_memfd("unsealed")
     os.ftruncate(descriptor, PAGE)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-    server.share(descriptor, PAGE, PAGE, backing)
+    server.memory.share(descriptor, PAGE, PAGE, backing)
     os.close(descriptor)
     with pytest.raises(RemoteProtocolError, match="without the seals"):
         client.receive(PATIENCE, allocate)
@@ -300,7 +300,7 @@ def test_a_memfd_that_could_change_under_its_reader_is_refused(
 
 def test_a_region_larger_than_its_file_is_refused(ends: tuple[Connection, Connection], memfd: int) -> None:
     client, server = ends
-    server.share(memfd, PAGE, 2 * PAGE + 1, Backing.SEALED)
+    server.memory.share(memfd, PAGE, 2 * PAGE + 1, Backing.SEALED)
     with pytest.raises(RemoteProtocolError, match="announced a region of 8193 bytes and shared one of 8192"):
         client.receive(PATIENCE, allocate)
 
@@ -308,7 +308,7 @@ def test_a_region_larger_than_its_file_is_refused(ends: tuple[Connection, Connec
 def test_a_descriptor_that_is_no_file_is_refused(ends: tuple[Connection, Connection]) -> None:
     client, server = ends
     read, write = os.pipe()
-    server.share(read, PAGE, 0, Backing.FILE)
+    server.memory.share(read, PAGE, 0, Backing.FILE)
     os.close(read)
     os.close(write)
     with pytest.raises(RemoteProtocolError, match="neither a file nor a memfd"):
@@ -318,10 +318,10 @@ def test_a_descriptor_that_is_no_file_is_refused(ends: tuple[Connection, Connect
 @pytest.mark.parametrize("base", [0x10000, 0x10000 - PAGE, 0x10000 + PAGE, 0x10000 + 2 * PAGE - 1])
 def test_regions_that_overlap_are_refused(ends: tuple[Connection, Connection], memfd: int, base: int) -> None:
     client, server = ends
-    server.share(memfd, 0x10000, 2 * PAGE, Backing.SEALED)
+    server.memory.share(memfd, 0x10000, 2 * PAGE, Backing.SEALED)
     mapped(client, server)
     before = descriptors()
-    server.share(memfd, base, 2 * PAGE, Backing.SEALED)
+    server.memory.share(memfd, base, 2 * PAGE, Backing.SEALED)
     with pytest.raises(RemoteProtocolError, match="overlaps"):
         client.receive(PATIENCE, allocate)
     assert descriptors() == before

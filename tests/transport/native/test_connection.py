@@ -18,7 +18,6 @@ from dissociated.protocol.message import Message
 from dissociated.transport.base import Allocate, Connection, Listener
 from dissociated.transport.native import connection as connecting
 from dissociated.transport.native import listener as listening
-from dissociated.transport.native import progress
 from dissociated.transport.native.connection import NativeConnection
 from dissociated.transport.native.listener import NativeListener
 from helpers import PATIENCE, Interruption, case, leaving_nothing, wait_until
@@ -69,7 +68,7 @@ class Quiet(NativeConnection):
     def _send_abort(self, reason: str) -> bool:
         return False
 
-    def _release(self) -> None:
+    def _release_medium(self) -> None:
         self.released += 1
 
 
@@ -98,8 +97,7 @@ def test_ending_takes_no_longer_than_it_may_whatever_the_peer_does() -> None:
     connection = Endless(accepted=True)
     connection.send([Message(1, (b"body",))], 0.05)
     before = time.monotonic()
-    connection.abort("because")
-    connection.close()
+    connection.close("because")
     assert time.monotonic() - before < 3
     assert connection.released == 1
 
@@ -115,8 +113,7 @@ def test_a_medium_that_fails_is_given_back_all_the_same() -> None:
     connection = Failing()
     with pytest.raises(TransportError, match="out of order"):
         connection.send([Message(1, (b"body",))], 0.05)
-    connection.finish(0.05)
-    connection.abort("because")
+    connection.close("because", linger=0.05)
     connection.close()
     assert connection.released == 1
 
@@ -130,7 +127,7 @@ class Slow(Quiet):
 
 
 def test_ctrl_c_at_any_line_of_what_closing_waits_for_gives_everything_back() -> None:
-    for module, functions in ((connecting, ("_end", "_release_once")), (progress, ("_drive", "_wait", "_wake_up"))):
+    for module, functions in ((connecting, ("_end", "_release_once")), (connecting, ("_drive", "_wait"))):
         at, interrupted = 0, True
         while interrupted:
             with case((functions, at)), leaving_nothing():
@@ -294,8 +291,8 @@ def test_ctrl_c_at_any_line_of_waiting_is_no_other_error_and_keeps_nobody_from_c
         listener.accept()
 
     for wait, module, functions in (
-        (receive, progress, ("_wait", "_wake_up")),
-        (accept, listening, ("accept", "_wake_up")),
+        (receive, connecting, ("_wait",)),
+        (accept, listening, ("accept", "_sleep_unlocked")),
     ):
         at, interrupted = 0, True
         while interrupted:

@@ -269,7 +269,7 @@ def test_memory_that_is_read_into_stays_until_that_has_ended() -> None:
             assert kept() is None
             client.interrupt()
             with pytest.raises(ConnectionClosed):
-                client.fetch([(span.base, source.size, 0)], bytearray(source.size), PATIENCE)
+                client.memory.fetch([(span.base, source.size, 0)], bytearray(source.size), PATIENCE)
             assert not endpoint._operations.fetching
         del region
 

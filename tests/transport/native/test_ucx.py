@@ -172,14 +172,14 @@ def test_heap_and_mapped_memory_can_be_fetched_but_nothing_beside_it(mode: str) 
         with attended(listener, with_spans(listener.uri, spans)) as client:
             assert client.supports_rma
             into = bytearray(1 << 20)
-            client.fetch([(heap.address, 1000, 0), (heap.address + 256, 999_000, 1000)], into, PATIENCE)
-            client.fetch([(other.address + 1, 15, 1_000_001)], into, PATIENCE)
+            client.memory.fetch([(heap.address, 1000, 0), (heap.address + 256, 999_000, 1000)], into, PATIENCE)
+            client.memory.fetch([(other.address + 1, 15, 1_000_001)], into, PATIENCE)
             assert into[:1000] == bytes(heap)[:1000]
             assert into[1000:1_000_000] == bytes(heap)[256 : 256 + 999_000]
             assert into[1_000_001:1_000_016] == b"123456789abcdef"
             for address, length in ((heap.address - 1, 8), (heap.address + (1 << 20) - 7, 8), (0, 1)):
                 with pytest.raises(RemoteProtocolError, match="lies in no memory that its URI names"):
-                    client.fetch([(address, length, 0)], into, PATIENCE)
+                    client.memory.fetch([(address, length, 0)], into, PATIENCE)
         del regions
 
 
@@ -195,13 +195,13 @@ def test_a_remote_handle_that_is_none_is_refused() -> None:
     with closing(UCX.listen(Uri.parse("ucx:?rma=allow"))) as listener:
         uri = with_spans(listener.uri, [Span(4096, 8, b"\xff")])
         with attended(listener, uri) as client, pytest.raises(TransportError):
-            client.fetch([(4096, 8, 0)], bytearray(8), PATIENCE)
+            client.memory.fetch([(4096, 8, 0)], bytearray(8), PATIENCE)
 
 
 def test_an_interruption_while_ucx_calls_reaches_the_caller_who_is_told_that_something_was_lost() -> None:
     told: dict[str, Callable[[Connection], object]] = {
-        "metadata": lambda peer: (peer.send([Message(None, (b"metadata",))], PATIENCE), peer.finish(PATIENCE)),
-        "abort": lambda peer: peer.abort("because"),
+        "metadata": lambda peer: (peer.send([Message(None, (b"metadata",))], PATIENCE), peer.close(linger=PATIENCE)),
+        "abort": lambda peer: peer.close("because"),
         "lost": lambda peer: peer.close(),
     }
     for callback, tell in told.items():

@@ -37,6 +37,7 @@ from dissociated.transport.framed.framing import (
     encode_frames_with_runs,
 )
 from dissociated.transport.runs import MIN_RUN, parse_run
+from dissociated.transport.states import Call, ConnectionState
 from dissociated.uri import Uri
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
@@ -102,11 +103,10 @@ class SocketConnection(Connection):
         self._preamble_sent = False
         self._cut_short = False  # whether a send broke off, after which only `_unsent_parts` may be sent
         self._unsent_parts: list[Any] = []
-        self._interrupted = False
         self._arrived: deque[Frame] = deque()
         self._arrived_bytes = 0
         self._max_tagged = 0  # bytes of a tagged message that may arrive while this side sends
-        self._ended = False  # whether the peer will send no more
+        self._peer_stopped = False  # whether the peer will send no more
         self._end_received = False  # whether `receive` has returned None for that
         self._wake_descriptor: int | None = None  # an eventfd, made by the first `wait`
         self._accepted = accepted
@@ -129,6 +129,7 @@ class SocketConnection(Connection):
         return EncodedFrames(encode_frames_with_runs(messages))
 
     def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
+        self._lifecycle.take(Call.SEND)
         parts = messages if isinstance(messages, EncodedFrames) else encode_frames(messages)
         try:
             self._write(parts, timeout)
@@ -137,6 +138,7 @@ class SocketConnection(Connection):
 
     def receive(self, timeout: float, allocate: Allocate) -> Incoming | Run | None:
         while True:
+            self._lifecycle.take(Call.RECEIVE)
             if self._arrived:
                 frame: Frame | None = self._arrived.popleft()
                 assert frame is not None
@@ -147,7 +149,8 @@ class SocketConnection(Connection):
                 except OSError as error:
                     raise socket_error(error, f"receiving from {self._peer}") from None
             if frame is None:
-                self._ended = self._end_received = True
+                self._lifecycle.take(Call.RECEIVE)  # raises if this side was interrupted meanwhile
+                self._peer_stopped = self._end_received = True
                 return None
             if frame.kind == FrameKind.TAGGED:
                 return Incoming(frame.tag, frame.payload)
@@ -161,17 +164,12 @@ class SocketConnection(Connection):
 
     def arrived(self) -> bool:
         if self._end_received:
-            return bool(self.peer_closed())
+            return self._hung_up(0, 0)
         if self._arrived or self._reader.buffered:
             return True
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
-
-    def peer_closed(self) -> bool | None:
-        poll = select.poll()
-        poll.register(self._socket, 0)
-        return bool(poll.poll(0)) or None
 
     def wait(self, timeout: float) -> None:
         if self._wake_descriptor is None:
@@ -191,7 +189,7 @@ class SocketConnection(Connection):
             with suppress(BlockingIOError):
                 os.eventfd_write(self._wake_descriptor, 1)
 
-    def abort(self, reason: str) -> None:
+    def _tell(self, reason: str, later: bool) -> None:
         if self._cut_short:
             return  # the peer would read it as the rest of the interrupted message
         try:
@@ -199,24 +197,30 @@ class SocketConnection(Connection):
         except (OSError, TransportError, DeadlineExceeded, RemoteProtocolError):
             pass  # the peer does not listen any more
 
-    def interrupt(self) -> None:
-        self._interrupted = True
+    def _wait_peer(self, seconds: float) -> bool:
+        return self._hung_up(select.POLLRDHUP, seconds)
+
+    def _hung_up(self, events: int, seconds: float) -> bool:
+        """Wait until both directions have ended, or one of these events of `select.poll` occurs. Return whether so."""
+        poll = select.poll()
         try:
-            self._socket.shutdown(socket.SHUT_RDWR)
+            poll.register(self._socket, events)  # poll always reports the end of both directions
+        except ValueError:
+            return True  # closed
+        return bool(poll.poll(seconds * 1000))
+
+    def _interrupt(self, sending: bool) -> None:
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR if sending else socket.SHUT_RD)
         except OSError:
             pass  # not connected any more
 
-    def stop_receiving(self) -> None:
-        try:
-            self._socket.shutdown(socket.SHUT_RD)
-        except OSError:
-            pass  # not connected any more
+    def _release(self, state: ConnectionState) -> None:
+        if not self.held_by_fork:
+            self._interrupt(sending=True)
+        self._close_descriptors()
 
-    def close(self) -> None:
-        self.interrupt()
-        self.leave()
-
-    def leave(self) -> None:
+    def _close_descriptors(self) -> None:
         self._socket.close()
         if self._wake_descriptor is not None:
             os.close(self._wake_descriptor)
@@ -224,7 +228,7 @@ class SocketConnection(Connection):
         self._reader.detach()  # breaks a reference cycle, so that regions are released without the garbage collector
 
     def after_fork_in_child(self) -> None:
-        self.leave()
+        self._close_descriptors()
         super().after_fork_in_child()
 
     def _region_shared(self, payload: bytes) -> None:
@@ -265,7 +269,7 @@ class SocketConnection(Connection):
     def _wait_writable(self, timeout: float) -> None:
         """Wait for room. Meanwhile, read the peer's messages, unless another thread does."""
         poll = select.poll()
-        takes_in = select.POLLIN if self._accepted and not self._ended else 0
+        takes_in = select.POLLIN if self._accepted and not self._peer_stopped else 0
         poll.register(self._socket, select.POLLOUT | takes_in)
         waited = 0.0
         while not (events := poll.poll(min(timeout - waited, _CHECK_INTERVAL) * 1000)):
@@ -279,7 +283,7 @@ class SocketConnection(Connection):
         if event & select.POLLIN and not event & select.POLLOUT:
             frame = self._reader.read(timeout, self._keep)
             if frame is None:
-                self._ended = True  # the peer sends no more; only a send shows whether it still receives
+                self._peer_stopped = True  # only a send shows whether it still receives
                 return
             self._arrived.append(frame)
             self._arrived_bytes += _OVERHEAD + len(frame.payload)

@@ -44,9 +44,10 @@ from dissociated.memory.private import keep_open
 from dissociated.memory.region import Region
 from dissociated.memory.shared import Backing, is_sealed, map_received
 from dissociated.protocol.close_reason import close_reason
-from dissociated.transport.base import Connection, Listener, Transport
+from dissociated.transport.base import Connection, Listener, RemoteMemory, Transport
 from dissociated.transport.framed.connection import SocketConnection, SocketListener, abort_frame, socket_error
 from dissociated.transport.framed.framing import PREAMBLE, FrameKind, encode_frame
+from dissociated.transport.states import Call
 from dissociated.uri import Uri
 
 _log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ _SHARE_TIMEOUT = 60.0  # seconds
 _CONNECT_RETRY_DELAY = 0.005  # seconds, before the next try to connect
 
 
-class ShmConnection(SocketConnection):
+class ShmConnection(SocketConnection, RemoteMemory):
     """A connection that sends framed messages over a Unix socket, and can share regions of memory."""
 
     shares_memory = True
@@ -68,10 +69,14 @@ class ShmConnection(SocketConnection):
     def __init__(self, sock: socket.socket, peer: str, accepted: bool, maps_files: bool = True) -> None:
         super().__init__(sock, peer, accepted)
         self._maps_files = maps_files
-        self._keeps_files = False
         self._descriptors: deque[int] = deque()  # received, not yet claimed by a REGION frame
 
+    @property
+    def memory(self) -> RemoteMemory:
+        return self
+
     def share(self, descriptor: int, base: int, size: int, backing: int) -> None:
+        self._lifecycle.take(Call.SEND)
         frame = encode_frame(FrameKind.REGION, 0, _region.pack(base, size, backing))
         if not self._preamble_sent:
             self._preamble_sent = True
@@ -88,30 +93,26 @@ class ShmConnection(SocketConnection):
         except OSError as error:
             raise socket_error(error, f"sharing memory with {self._peer}") from None
 
-    def keep_files(self) -> None:
-        self._keeps_files = True
-
-    def peer_closed(self) -> bool:
-        return bool(super().peer_closed())  # a Unix socket says at once that its peer is closed
-
-    def send_close_reason(self, reason: str) -> None:
+    def _tell(self, reason: str, later: bool) -> None:
+        if not later:
+            super()._tell(reason, later)
+            return
         if self._cut_short and not self._unsent_parts:
-            return  # see `abort`: the rest of the interrupted message is lost, so nothing may follow it
+            return  # the rest of the interrupted message is lost, so nothing may follow it
+        if not self._preamble_sent:
+            self._preamble_sent = True
+            self._unsent_parts.append(PREAMBLE)
         self._unsent_parts.append(abort_frame(reason))
-        self._flush_unsent_parts(0, 0)  # so that a peer that frees everything before this side receives gets it, too
+        self._flush_unsent_parts(0, 0)  # a peer that frees everything before this side receives gets it, too
 
-    def flush_close_reason(self, timeout: float) -> None:
-        self._flush_unsent_parts(0, timeout)
+    def _wait_peer(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        self._flush_unsent_parts(0, seconds)
+        # A peer that has only stopped sending may still have memory mapped. A Unix socket tells when it is closed.
+        return self._hung_up(0, max(0.0, end - time.monotonic()))
 
-    def linger(self) -> bool:
-        self._flush_unsent_parts(0, None)
-        poll = select.poll()
-        poll.register(self._socket, 0)  # poll always reports the end of both directions
-        poll.poll()
-        return not self._interrupted
-
-    def leave(self) -> None:
-        super().leave()
+    def _close_descriptors(self) -> None:
+        super()._close_descriptors()
         while self._descriptors:
             os.close(self._descriptors.popleft())
 
@@ -126,17 +127,17 @@ class ShmConnection(SocketConnection):
             self._flush_unsent_parts(select.POLLIN, timeout)
         return super()._read_into(memory, timeout)
 
-    def _flush_unsent_parts(self, events: int, timeout: float | None) -> None:
+    def _flush_unsent_parts(self, events: int, timeout: float) -> None:
         """Send `_unsent_parts` until all are sent, one of the poll `events` occurs, or the peer ends.
 
         Args:
             events: Events of `select.poll`.
-            timeout: Seconds for which the peer may take nothing; None for no limit.
+            timeout: Seconds for which the peer may take nothing.
         """
         poll = select.poll()
         poll.register(self._socket, events | select.POLLOUT)
         while self._unsent_parts:
-            happened = poll.poll(None if timeout is None else timeout * 1000)
+            happened = poll.poll(timeout * 1000)
             if not happened or not happened[0][1] & select.POLLOUT:
                 return
             try:
@@ -183,7 +184,7 @@ class ShmConnection(SocketConnection):
                     "process: read it over another transport or with packed bodies, or say trusted_files=True"
                 )
             memory = map_received(descriptor, size, backing)
-            file = keep_open(descriptor) if self._keeps_files else None
+            file = keep_open(descriptor) if self.address_space.keeps_files else None
         except (OSError, ValueError) as error:
             raise TransportError(f"cannot map the {size} bytes that {self._peer} shared: {error}") from error
         finally:
@@ -232,8 +233,7 @@ class _ShmListener(SocketListener):
             peer=connection.peer,
         )
         denied = AccessDenied(f"this server does not serve user {uid}: its owner can allow that")
-        connection.abort(close_reason(denied))
-        connection.close()
+        connection.close(close_reason(denied))
         return None
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ from dissociated.errors import AccessDenied, ConnectionClosed, DeadlineExceeded,
 from dissociated.transport.base import Connection, Listener, Transport
 from dissociated.transport.framed.connection import SocketConnection, SocketListener, socket_error
 from dissociated.transport.framed.tcp import configure_socket, connect_socket, listen_socket
+from dissociated.transport.states import ConnectionState
 from dissociated.uri import Uri
 
 _CHUNK = 1 << 18  # bytes that are encrypted, or read from the socket, at once
@@ -82,9 +83,9 @@ class TlsConnection(SocketConnection):
             self._send_encrypted()  # also sends the alert for an error
         return self._agreed
 
-    def abort(self, reason: str) -> None:
+    def _tell(self, reason: str, later: bool) -> None:
         if self._agreed:
-            super().abort(reason)
+            super()._tell(reason, later)
 
     def arrived(self) -> bool:
         return self._pending() or super().arrived()
@@ -98,12 +99,10 @@ class TlsConnection(SocketConnection):
         with self._using:
             return bool(self._incoming.pending or self._tls.pending())
 
-    def close(self) -> None:
-        try:
-            if self._agreed and not self._cut_short:
-                self._say_goodbye()
-        finally:  # close also if a signal handler raises
-            super().close()
+    def _release(self, state: ConnectionState) -> None:
+        if self._agreed and not self._cut_short:
+            self._say_goodbye()
+        super()._release(state)
 
     def _say_goodbye(self) -> None:
         try:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pyarrow as pa
 
 from dissociated.base.buffers import Buffer
+from dissociated.base.interrupts import interrupts_held
 from dissociated.errors import (
     ConnectionClosed,
     DeadlineExceeded,
@@ -23,13 +25,12 @@ from dissociated.memory.region import Region
 from dissociated.memory.remote import RemoteAddressSpace, Span
 from dissociated.protocol.close_reason import reason_error
 from dissociated.protocol.message import Incoming, Message, Run
-from dissociated.transport.base import Allocate
+from dissociated.transport.base import Allocate, Connection, RemoteMemory
 from dissociated.transport.framed.framing import MAX_CONTROL, MAX_UNTAGGED
-from dissociated.transport.native.interrupts import interrupts_held
-from dissociated.transport.native.progress import ProgressConnection
 from dissociated.transport.native.runs import RUN, with_runs
-from dissociated.transport.native.threads import MAX_SLEEP, start_thread
+from dissociated.transport.native.threads import MAX_SLEEP, Waker, start_thread
 from dissociated.transport.runs import MAX_RUN, MIN_RUN, parse_run
+from dissociated.transport.states import Call, ConnectionState
 
 #: Limit of bytes in flight in one direction. It bounds the memory that a peer which receives nothing can tie up, except
 #: that a single message may be larger.
@@ -43,6 +44,7 @@ OVERHEAD = 256
 _ABORT_TIMEOUT = 1.0  # seconds to send the reason for an abort, and again for the peer to close
 _CLOSE_TIMEOUT = 0.25  # seconds for the last messages to be sent
 _DRAIN_TIMEOUT = 0.25  # seconds for messages to arrive that were in flight when the peer ended
+_NO_WAKE = 0.005  # seconds between two polls once the peer is gone, since the medium may wake no thread any more
 _TURN = 0.05  # seconds for which the background thread may hold the connection at a time
 _YIELD_TIME = 0.001  # seconds for which the background thread then lets other threads use the connection
 #: Bytes that are received ahead, plus one message: about as many as a TCP connection has in flight. A larger value
@@ -54,14 +56,38 @@ class EncodedMessages(list[Any]):
     """Messages that `prepare` has encoded for a medium."""
 
 
-class NativeConnection(ProgressConnection):
-    """A connection over a medium with messages of its own. Its creator sets `takes_runs` before anything is sent."""
+class UnderWay(NamedTuple):
+    """A message that is being sent: the medium's request, its size in bytes, and the memory that must stay alive."""
+
+    request: Any
+    size: int
+    keep: Any
+
+
+class NativeConnection(Connection, RemoteMemory):
+    """A connection over a medium with messages of its own, which works only when it is called.
+
+    Sending is asynchronous, and there is one descriptor to wait on. Two threads may use a connection, a sender and a
+    receiver. The thread that has to wait lets the medium work for both. The methods of a subclass are called with the
+    lock held, except `_sleep`. The creator of a connection sets `takes_runs` before anything is sent.
+    """
 
     min_run = MIN_RUN
+    discards_unread = True
     _ffi: Any  #: the cffi interface of the medium's library
 
     def __init__(self, peer: str, accepted: bool) -> None:
-        super().__init__(peer)
+        super().__init__()
+        self._peer = peer
+        self._lock = threading.Condition()  # its RLock is never held twice, but tells whether this thread holds it
+        self._asleep = False  # whether a thread sleeps on the medium; it wakes the other thread afterwards
+        self._waker = Waker()
+        self._under_way: deque[UnderWay] = deque()
+        self._in_flight = 0  # bytes
+        self._broken: DissociatedError | None = None  # an error of the peer, to be raised by the next call
+        self._reason: str | None = None  # the reason of the peer's abort
+        self._gone = False  # whether the peer, or the path to it, is lost
+        self._ended_at = 0.0  # the time at which the loss was noticed, or the reason arrived
         self._accepted = accepted
         self._max_untagged = MAX_CONTROL if accepted else MAX_UNTAGGED
         self._moving = False  # whether a background thread drives sends that no other thread waits for
@@ -70,7 +96,7 @@ class NativeConnection(ProgressConnection):
         self._arrived_bytes = 0
         self._put_off_bytes = 0  # bytes of messages that were announced and are not fetched yet
         self._max_unread = _MAX_FROM_CLIENT if accepted else _MAX_FROM_SERVER
-        self._stopped = False
+        self._closed = False  # whether the medium is released, or about to be
         self._released = False
         self._remote: RemoteAddressSpace | None = None
         self._retained: list[Region] = []  # regions from which the peer may fetch
@@ -82,7 +108,30 @@ class NativeConnection(ProgressConnection):
         if self._accepted:
             self._max_unread = _MAX_FROM_CLIENT + length
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} with {self._peer}>"
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
     # Implemented by each medium
+
+    @abstractmethod
+    def _progress(self) -> bool:
+        """Let the medium work for a moment. Return whether anything happened."""
+
+    @abstractmethod
+    def _arm(self) -> bool:
+        """Prepare to sleep. Return False if the medium has work to do first."""
+
+    @abstractmethod
+    def _sleep(self, seconds: float) -> None:
+        """Sleep until the medium has work to do or `_waker` is set, for `seconds` at most."""
+
+    @abstractmethod
+    def _complete(self, request: Any) -> bool | None:
+        """Return whether the message of `request` was sent, and release `request`; None if it is still in progress."""
 
     @abstractmethod
     def _encode(self, message: Message) -> Any:
@@ -117,7 +166,7 @@ class NativeConnection(ProgressConnection):
         """Begin to read `length` bytes at `address` of the peer's memory, in `span`, into `into` at offset `at`."""
 
     @abstractmethod
-    def _release(self) -> None:
+    def _release_medium(self) -> None:
         """Give all resources back to the medium, without waiting for long.
 
         Operations that are in progress may be dropped after that. The caller holds Ctrl-C back.
@@ -130,6 +179,7 @@ class NativeConnection(ProgressConnection):
         return EncodedMessages(map(self._encode, single))
 
     def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
+        self._lifecycle.take(Call.SEND)
         encoded = messages if isinstance(messages, EncodedMessages) else [*map(self._encode, messages)]
         with self._lock:
             for message in encoded:
@@ -150,6 +200,7 @@ class NativeConnection(ProgressConnection):
                 self._keep_moving()
 
     def receive(self, timeout: float, allocate: Allocate) -> Incoming | Run | None:
+        self._lifecycle.take(Call.RECEIVE)
         with self._lock:
             on_its_way = False
 
@@ -157,16 +208,15 @@ class NativeConnection(ProgressConnection):
                 nonlocal on_its_way
                 if not self._arrived:
                     on_its_way = self._take(allocate, _AHEAD)
-                if self._arrived or self._stopped or self._interrupted or self._broken:
+                if self._arrived or self._broken or self._stops_receiving:
                     return True
                 return self._ended and not (on_its_way and time.monotonic() < self._ended_at + _DRAIN_TIMEOUT)
 
             if not self._drive(ready, timeout):
                 raise DeadlineExceeded(f"{self._peer} was silent for {timeout:g} s")
-            if self._stopped:
+            self._lifecycle.take(Call.RECEIVE)
+            if self._stops_receiving:
                 return None
-            if self._interrupted:
-                raise ConnectionClosed("this side closed the connection")
             if self._arrived:
                 incoming = self._arrived.popleft()
                 self._arrived_bytes -= OVERHEAD + len(incoming.data)
@@ -184,18 +234,22 @@ class NativeConnection(ProgressConnection):
         """Allow `fetch` to read from `spans` of the peer's memory."""
         self._remote, self.supports_rma = RemoteAddressSpace(spans), True
 
-    def fetch(self, wanted: Sequence[tuple[int, int, int]], memory: Buffer, timeout: float) -> None:
-        if self._remote is None:
-            raise RemoteProtocolError(f"{self._peer} sent addresses, and its URI had no remote_handle")
-        spans = [self._remote.find(address, length) for address, length, _ in wanted]
-        view = self._ffi.from_buffer(memory, require_writable=True)
-        with self._lock:
-            for (address, length, at), span in zip(wanted, spans, strict=True):
-                self._read(span, address, length, view, at, timeout)
-            self._settle_until(lambda: not self._under_way, timeout)
+    @property
+    def memory(self) -> RemoteMemory:
+        return self
 
     def retain(self, region: Region) -> None:
         self._retained.append(region)
+
+    def fetch(self, ranges: Sequence[tuple[int, int, int]], memory: Buffer, timeout: float) -> None:
+        if self._remote is None:
+            raise RemoteProtocolError(f"{self._peer} sent addresses, and its URI had no remote_handle")
+        spans = [self._remote.find(address, length) for address, length, _ in ranges]
+        view = self._ffi.from_buffer(memory, require_writable=True)
+        with self._lock:
+            for (address, length, at), span in zip(ranges, spans, strict=True):
+                self._read(span, address, length, view, at, timeout)
+            self._settle_until(lambda: not self._under_way, timeout)
 
     def arrived(self) -> bool:
         with self._lock:
@@ -203,12 +257,11 @@ class NativeConnection(ProgressConnection):
                 return True
             if not self._arrived:
                 self._progress()
-            return bool(self._arrived) or self._ended or self._over or self._stopped or self._waiting()
+            return bool(self._arrived) or self._ended or self._over or self._stops_receiving or self._waiting()
 
-    def finish(self, timeout: float) -> bool:
-        # Closing now would lose messages that are still in the network or in the peer's queue.
+    def _wait_peer(self, seconds: float) -> bool:
         with self._lock, suppress(DissociatedError):
-            self._drive(lambda: self._has(lambda: self._over), timeout)
+            self._drive(lambda: self._has(lambda: self._over), seconds)
         with self._lock:
             return self._taken_all()
 
@@ -216,33 +269,28 @@ class NativeConnection(ProgressConnection):
         """Return whether the peer has received all messages, as far as the medium reports."""
         return not self.backlog
 
-    def abort(self, reason: str) -> None:
+    def _tell(self, reason: str, later: bool) -> None:
         with self._lock:
             if self._closed:
                 return
-            self._end(lambda: not self._under_way or self._gone or self._interrupted, _ABORT_TIMEOUT)
-            if not (self._gone or self._interrupted) and self._send_abort(reason):
-                self._end(lambda: self._gone or self._interrupted, _ABORT_TIMEOUT)
+            self._end(lambda: not self._under_way or self._gone or self._lifecycle.is_over, _ABORT_TIMEOUT)
+            if not (self._gone or self._lifecycle.is_over) and self._send_abort(reason) and not later:
+                self._end(lambda: self._gone or self._lifecycle.is_over, _ABORT_TIMEOUT)
 
-    def interrupt(self) -> None:
-        self._interrupted = True
+    def _interrupt(self, sending: bool) -> None:
         self._waker.set()
 
-    def stop_receiving(self) -> None:
-        self._stopped = True
-        self._waker.set()
-
-    def close(self) -> None:
-        with interrupts_held(), self._lock:
+    def _release(self, state: ConnectionState) -> None:
+        with self._lock:
             try:
-                if not self._interrupted:
+                if state is not ConnectionState.INTERRUPTED:
                     self._end(lambda: not self._under_way or self._gone, _CLOSE_TIMEOUT)
-            finally:
+            finally:  # also if a callback from the medium has failed
                 self._release_once()
 
     def _release_once(self) -> None:
         """Release all resources after the last thread has left the medium. Later calls do nothing."""
-        self._closed = self._interrupted = True
+        self._closed = True
         while self._asleep or self._moving:
             self._waker.set()
             self._lock.notify_all()
@@ -251,7 +299,7 @@ class NativeConnection(ProgressConnection):
             return
         self._released = True
         try:
-            self._release()
+            self._release_medium()
         finally:
             self._under_way.clear()
             self._retained.clear()
@@ -375,3 +423,86 @@ class NativeConnection(ProgressConnection):
         self._arrived_bytes += OVERHEAD + len(incoming.data)
         if self._asleep:
             self._waker.set()  # the sleeping thread may be waiting for this message, which another thread received
+
+    @property
+    def _ended(self) -> bool:
+        return self._gone or self._reason is not None
+
+    @property
+    def _over(self) -> bool:
+        """Whether further sends are pointless: the peer is gone, or this side is interrupted or has failed."""
+        return self._gone or self._lifecycle.is_over or self._broken is not None
+
+    @property
+    def _stops_receiving(self) -> bool:
+        """Whether `receive` must return at once, because of a call of this side."""
+        return self._lifecycle.state is ConnectionState.SEND_ONLY or self._lifecycle.is_over
+
+    def _check_open(self) -> None:
+        if self._lifecycle.is_over:
+            raise ConnectionClosed("this side closed the connection")
+        if self._broken is not None:
+            raise self._broken
+        if self._gone:
+            raise ConnectionClosed(f"sending to {self._peer}: the peer closed the connection")
+
+    def _drive(self, done: Callable[[], bool], timeout: float) -> bool:
+        """Let the medium work until `done` returns true. Return False if nothing happened for `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            if self._closed:  # checked first, because `done` may use the medium, which is released by now
+                raise ConnectionClosed("this side closed the connection")
+            if done():
+                return True
+            if self._advance():
+                deadline = time.monotonic() + self._time_left(timeout)
+                continue
+            remaining = self._time_left(deadline - time.monotonic())
+            if remaining <= 0:
+                return False
+            self._wait(min(remaining, _NO_WAKE if self._ended else MAX_SLEEP))
+
+    def _wait(self, seconds: float) -> None:
+        if self._asleep:
+            self._lock.wait(seconds)
+            return
+        if not self._arm():
+            return
+        with interrupts_held(self._waker.set):
+            self._asleep = True
+            self._lock.release()
+            try:
+                self._sleep(seconds)
+            finally:
+                self._lock.acquire()
+                self._asleep = False
+                self._lock.notify_all()
+
+    def _advance(self) -> bool:
+        """Let the medium work, and remove messages that have been sent. Return whether anything happened.
+
+        Only the oldest message is checked, since nearly all messages complete in order. It may turn out to be complete
+        although the medium did nothing in this call.
+        """
+        moved = self._progress()
+        while self._under_way and (sent := self._complete(self._under_way[0].request)) is not None:
+            size = self._under_way.popleft().size
+            self._in_flight -= size
+            self.written += size if sent else 0
+            moved = True
+        if moved and self._asleep:
+            self._waker.set()
+        return moved
+
+    def _posted(self, request: Any, size: int, keep: Any) -> None:
+        """Record a message that is being sent. `keep` is kept alive, and must not change, until it has been sent."""
+        self._under_way.append(UnderWay(request, size, keep))
+        self._in_flight += size
+
+    def _lose(self) -> None:
+        """Record that the peer is gone."""
+        self._gone, self._ended_at = True, time.monotonic()
+
+    def _give_up(self, reason: str) -> None:
+        """Record the reason of the peer's abort."""
+        self._reason, self._ended_at = reason, time.monotonic()

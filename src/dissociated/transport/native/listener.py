@@ -13,11 +13,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, TypeAlias
 
+from dissociated.base.interrupts import interrupts_held
 from dissociated.errors import ConnectionClosed, TransportError
 from dissociated.memory.region import Region
 from dissociated.memory.remote import Span
 from dissociated.transport.base import Connection, Listener
-from dissociated.transport.native.interrupts import interrupts_held
 from dissociated.transport.native.threads import Waker
 
 #: Withdraws memory from which peers can fetch, when it is called or when the region is garbage-collected.
@@ -88,27 +88,26 @@ class NativeListener(Listener):
 
     def accept(self) -> Connection | None:
         while True:
-            try:
-                try:
-                    with self._lock:
-                        self._progress()
-                        if self._closed:
-                            return None
-                        connection = self._next()
-                        if connection is not None:
-                            return connection
-                        self._asleep = self._arm()
-                    if self._asleep:
-                        self._sleep()
-                finally:
-                    self._wake_up()
-            finally:
-                self._wake_up()  # repeated, because a signal may have interrupted the first call
+            with self._lock:
+                self._progress()
+                if self._closed:
+                    return None
+                connection = self._next()
+                if connection is not None:
+                    return connection
+                if self._arm():
+                    self._sleep_unlocked()
 
-    def _wake_up(self) -> None:
-        with self._lock:
-            self._asleep = False
-            self._lock.notify_all()
+    def _sleep_unlocked(self) -> None:
+        with interrupts_held(self._waker.set):
+            self._asleep = True
+            self._lock.release()
+            try:
+                self._sleep()
+            finally:
+                self._lock.acquire()
+                self._asleep = False
+                self._lock.notify_all()
 
     def expose(self, region: Region) -> Span:
         if not self.exposes_memory:

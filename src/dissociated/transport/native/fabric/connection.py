@@ -46,7 +46,7 @@ from dissociated.transport.native.fabric.endpoint import MAX_SMALL_UNTAGGED, Con
 from dissociated.transport.native.fabric.heartbeat import Liveness, heartbeat_of
 from dissociated.transport.native.fabric.operations import Completion, Done
 from dissociated.transport.native.fabric.outbox import Outbox, Outgoing, PendingSend
-from dissociated.transport.native.interrupts import interrupts_held
+from dissociated.transport.states import ConnectionState
 
 _log = logging.getLogger(__name__)
 
@@ -457,12 +457,11 @@ class FabricConnection(NativeConnection):
         self._outbox.clear()
         super()._lose()
 
-    def close(self) -> None:
-        with interrupts_held():
-            heartbeat_of(os.getpid()).remove(self._send_heartbeat)
-            super().close()
+    def _release(self, state: ConnectionState) -> None:
+        heartbeat_of(os.getpid()).remove(self._send_heartbeat)
+        super()._release(state)
 
-    def _release(self) -> None:
+    def _release_medium(self) -> None:
         try:
             if self._handshake.address is not None and not self._gone and self._broken is None:
                 self._say_goodbye()

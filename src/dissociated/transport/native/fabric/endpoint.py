@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
+from dissociated.base.interrupts import interrupts_held
 from dissociated.base.once import once
 from dissociated.errors import TransportError
 from dissociated.transport.native.addresses import host_and_port
@@ -24,7 +25,6 @@ from dissociated.transport.native.fabric import _ofi as c
 from dissociated.transport.native.fabric._ofi import ofi
 from dissociated.transport.native.fabric.domain import QUEUE, Domain, close_object, find_info
 from dissociated.transport.native.fabric.operations import Completion, Done, Filling, Operation, Operations
-from dissociated.transport.native.interrupts import interrupts_held
 from dissociated.transport.native.threads import Waker
 from dissociated.uri import ANY_INTERFACE
 

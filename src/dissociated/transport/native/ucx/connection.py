@@ -33,6 +33,7 @@ from dissociated.transport.native.ucx._ucp import Ucp
 from dissociated.transport.native.ucx.closing import ClosingConnection, closing_connections
 from dissociated.transport.native.ucx.endpoint import ABORT, METADATA, UcxEndpoint, params
 from dissociated.transport.native.ucx.worker import Worker
+from dissociated.transport.states import ConnectionState
 
 _MAX_REASON = 1 << 12  # bytes of the reason of an abort
 #: Size in bytes up to which a message is received while this side is not receiving. Larger messages wait, because UCX
@@ -377,12 +378,11 @@ class UcxConnection(NativeConnection):
         if self._broken is None:
             self._broken = ConnectionClosed(f"this side lost what {self._peer} sent: {type(error).__name__}")
 
-    def close(self) -> None:
-        if not self._connected:
-            self._interrupted = True  # there is no peer to wait for, and UCX would continue to connect
-        super().close()
+    def _release(self, state: ConnectionState) -> None:
+        # Without a connection, there is no peer to wait for, and UCX would continue to connect.
+        super()._release(state if self._connected else ConnectionState.INTERRUPTED)
 
-    def _release(self) -> None:
+    def _release_medium(self) -> None:
         endpoint = self._endpoint
         if endpoint.handle is None or not self._connected:
             endpoint.destroy()  # at once, because UCX 1.22 would continue to connect or to disconnect, and crash
