@@ -15,7 +15,7 @@ flights: .venv/demo.stamp
 # Where an environment forbids bytecode, each of the many interpreters that tests start would compile the library anew.
 test: export PYTHONDONTWRITEBYTECODE =
 test: lint .venv/spark.jsa
-	$(BIN)/python -m pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .

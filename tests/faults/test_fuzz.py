@@ -15,7 +15,7 @@ import pytest
 from .conftest import Spawn
 from .requests import ROLES
 
-COUNT, SEED = (os.environ.get("DISSOCIATED_FUZZ", "600,1") + ",1").split(",")[:2]
+COUNT, SEED = (os.environ.get("DISSOCIATED_FUZZ", "300,1") + ",1").split(",")[:2]
 PATIENCE = 60 + int(COUNT) / 50  # seconds
 
 

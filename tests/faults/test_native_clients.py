@@ -84,7 +84,7 @@ def test_one_who_breaks_the_protocol_is_told_and_harms_nobody(serve: Serve, medi
             with suppress(ConnectionClosed):
                 connection.send(lie(good, Tags(uri.want_data, uri.free_data or 0)), PATIENCE)
             assert re.search(phrase, last_word(connection))
-        good.check()
+    good.check()
     wait_until(good.alone, "all have gone")
 
 
@@ -147,7 +147,7 @@ def test_one_who_lies_beside_the_protocol_goes_and_harms_nobody(serve: Serve) ->
                     )
                 connection.arrived()
             wait_until(lambda: not good.server.connections, "the server has let go of it")
-        good.check()
+    good.check()
 
 
 @contextmanager

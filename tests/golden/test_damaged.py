@@ -39,7 +39,7 @@ GROUPS = [
     for _, ways in groupby(OURS, lambda way: (MORE_MEMORY.get(way, way.split("-")[0]), slow(way) and medium(way)))
 ]
 TOGETHER = [pytest.param(ways, id="+".join(ways), marks=needs(medium(ways[0]))) for ways in GROUPS]
-SLOW = 16  # ways that take long read only every 16th file
+SLOW = 24  # ways that take long read only every 24th file
 #: Kinds of ways that share the mutations: most of the damage is rejected before it reaches a medium.
 SHARED = ("published", "live", "apart")
 IN_PLACE = "published-shm-any"  # reads all mutations, in place
