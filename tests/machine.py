@@ -25,7 +25,7 @@ from support.injection import sqlite_calls_can_fail
 #: Arrow's golden files: the directory `data` of apache/arrow-testing.
 ARROW_TEST_DATA = Path(os.environ["ARROW_TEST_DATA"]) if os.environ.get("ARROW_TEST_DATA") else None
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-#: Bytes of /dev/shm that are enough for a run. The test files measured use at most 230 MB each, and five workers run
+#: Bytes of /dev/shm that are enough for a run. The test files measured use at most 230 MB each, and four workers run
 #: one file each.
 DEV_SHM = 2 << 30
 #: A command prefix that allows mounting file systems in a private namespace.
