@@ -1,4 +1,4 @@
-"""The parts of the TPC-H demo that need no Spark. DuckDB publishes the datasets instead of Spark."""
+"""The TPC-H demo, and one of its consumers without Spark. DuckDB publishes its datasets instead of Spark."""
 
 from __future__ import annotations
 
