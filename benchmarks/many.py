@@ -28,6 +28,7 @@ import dissociated as dis
 from dissociated.client.client import Client
 from dissociated.client.request import TIMEOUT
 from dissociated.memory.shared import Backing, create_memfd, seal
+from dissociated.store.commit import StagedSegment
 from dissociated.store.directory import MANIFEST
 from dissociated.store.handover import hand_over
 from dissociated.store.store import Store
@@ -107,7 +108,7 @@ def _fill(directory: Path, datasets: int) -> None:
     with Store(directory) as store:
         with store.writer("one", _TABLE.schema) as writer:
             writer.write_batch(_TABLE.to_batches()[0])
-        first = store.commit("one", ["one"], key="one")
+        first = store.commit(dis.Commit("one", [StagedSegment("one")], key="one"))
         (segment,) = store.directory.glob("segments/*/*.arrows")
         plain = json.loads((segment.parent / MANIFEST).read_text())
         for number in range(datasets):
@@ -157,7 +158,7 @@ def _handed_over(client: Client) -> Callable[[str], object]:
             segment = hand_over(place.handover, descriptor, TIMEOUT)
         finally:
             os.close(descriptor)
-        client.commit(name, [{"node": place.node, "segment": segment}], "overwrite", _TABLE.schema)
+        client.commit(dis.Commit(name, [StagedSegment(segment, place.node)], _TABLE.schema))
 
     return put
 

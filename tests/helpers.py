@@ -22,6 +22,7 @@ from urllib.parse import quote
 import pyarrow as pa
 
 import dissociated as dis
+from dissociated.store.commit import StagedSegment
 
 #: Deadline, in seconds, of everything that a test waits for. Only failing tests wait this long.
 PATIENCE = 20.0
@@ -39,6 +40,14 @@ def location(server: dis.Server, name: str, scheme: str, **options: Any) -> str:
 def open_live(server: dis.Server, scheme: str, **options: Any) -> pa.RecordBatchReader:
     """Read the dataset named "live"."""
     return dis.open_stream(location(server, "live", scheme), server.ticket("live"), timeout=PATIENCE, **options)
+
+
+def commit_of(
+    name: str, segments: Iterable[str | StagedSegment], schema: pa.Schema | None = None, **options: Any
+) -> dis.Commit:
+    """Return the commit of staged segments, which may be names in the stage of the catalog's own node."""
+    staged = [StagedSegment(segment) if isinstance(segment, str) else segment for segment in segments]
+    return dis.Commit(name, staged, schema, **options)
 
 
 def serving(server: dis.Server) -> set[threading.Thread]:

@@ -33,10 +33,12 @@ if TYPE_CHECKING:
     from dissociated.datasets.live import Live
     from dissociated.server.options import ServerOptions
     from dissociated.server.server import Server
+    from dissociated.store.commit import Commit
 else:
     #: The module of each public name. It is imported on first use, because importing all takes half a second (pyarrow).
     _PLACES = {
         "Client": "client.client",
+        "Commit": "store.commit",
         "DatasetInfo": "control.locations",
         "Live": "datasets.live",
         "ReadOptions": "codec.options",
@@ -72,6 +74,7 @@ else:
 
 __all__ = [
     "Client",
+    "Commit",
     "DatasetInfo",
     "DatasetNotFound",
     "DissociatedError",

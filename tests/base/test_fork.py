@@ -169,7 +169,8 @@ NODE = """
 
     def child():
         signal.alarm(20)
-        for call in (store.versions, store.sweep, lambda: store.commit("stolen", [], key="k"), lambda: node.drain(0)):
+        stolen = dis.Commit("stolen", key="k")
+        for call in (store.versions, store.sweep, lambda: store.commit(stolen), lambda: node.drain(0)):
             try:
                 call()
             except dis.errors.ForkedError:

@@ -16,7 +16,9 @@ import dissociated as dis
 from arrow_cases import stream_of
 from dissociated.catalog.database import FOREVER, Database
 from dissociated.catalog.service import CatalogService
-from dissociated.control.records import NodeRecord, Part
+from dissociated.store.commit import StagedSegment
+from dissociated.store.version import NodeRecord, Part
+from helpers import commit_of
 from processes import Start
 
 GOOD = pa.table({"n": [1, 2, 3]})
@@ -62,8 +64,8 @@ def commit(uri: str, name: str, content: bytes) -> None:
     with dis.connect(uri) as client:
         place = client.stage()
         (Path(place.directory) / f"{name}.arrows").write_bytes(content)
-        segment = {"node": place.node, "segment": f"{name}.arrows"}
-        client.commit(name, [segment], "overwrite", pa.ipc.open_stream(content).schema)
+        segment = StagedSegment(f"{name}.arrows", place.node)
+        client.commit(commit_of(name, [segment], pa.ipc.open_stream(content).schema))
 
 
 def refused_by(uri: str) -> None:
@@ -107,7 +109,7 @@ def test_a_catalog_does_not_believe_what_a_node_sends() -> None:
         database.register(liars, [], "", FOREVER, serial=-1)
         for name in names:
             schema = pa.ipc.open_stream(DAMAGED[name]).schema.serialize().to_pybytes()
-            database.publish(name, name, schema, [Part(name, "liar", name.encode(), 2, 9)])
+            database.publish(dis.Commit(name, key=name), schema, [Part(name, "liar", name.encode(), 2, 9)])
         with closing(CatalogService("grpc://127.0.0.1:0", database=database)) as catalog:
             client = flight.FlightClient(catalog.uri)
             for name in names:
@@ -135,6 +137,7 @@ from pathlib import Path
 import pyarrow as pa, pyarrow.flight as flight
 import dissociated as dis
 from dissociated.node.node import Node
+from dissociated.store.commit import StagedSegment
 from dissociated.store.store import Store
 
 random.seed(int(sys.argv[2]))
@@ -181,7 +184,7 @@ with Node(Store(sys.argv[1])) as node, dis.connect(node.uri) as client, flight.F
             writer.write_batch(batch)
         (stage / f"{number}.arrows").write_bytes(damaged(sink.getvalue()))
         try:
-            client.commit("d", [f"{number}.arrows"], "overwrite", batch.schema)
+            client.commit(dis.Commit("d", [StagedSegment(f"{number}.arrows")], batch.schema))
         except dis.errors.DissociatedError:
             never += 1
             continue

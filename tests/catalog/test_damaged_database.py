@@ -15,10 +15,11 @@ import pytest
 import dissociated as dis
 from dissociated.catalog.database import FOREVER, Database
 from dissociated.catalog.service import CatalogService
-from dissociated.control.records import AnnouncedVersion, NodeRecord, Part
 from dissociated.errors import CatalogDamaged, CatalogError
 from dissociated.node.node import Node
+from dissociated.store.commit import Commit
 from dissociated.store.store import Store
+from dissociated.store.version import NodeRecord, Part, Version
 from helpers import leaving_nothing
 from nodes import put, read, table
 from processes import free_port
@@ -32,7 +33,7 @@ def part(name: str, node: str = "a") -> Part:
     return Part(name, node, f"ticket {name}".encode(), 1, 8)
 
 
-def fill(path: Path) -> list[AnnouncedVersion]:
+def fill(path: Path) -> list[Version]:
     """Create a database of datasets, and return the announcements of its nodes, which hold the same facts."""
     with closing(Database(str(path), clock=lambda: 1000.0)) as database:
         for node in NODES:
@@ -41,11 +42,11 @@ def fill(path: Path) -> list[AnnouncedVersion]:
         for number in range(12):
             name, key = f"dataset {number % 5}", f"key {number}"
             one = part(f"part {number}", "ab"[number % 2])
-            version = database.publish(name, key, SCHEMA, [one], tags={"number": str(number)})
-            announced.append(AnnouncedVersion(one, name, key, SCHEMA, 1000.0, tags={"number": str(number)}))
-            announced[-1] = AnnouncedVersion(**{**vars(announced[-1]), "version": version})
+            version = database.publish(Commit(name, key=key, tags={"number": str(number)}), SCHEMA, [one])
+            tags = {"number": str(number)}
+            announced.append(Version(name, key, SCHEMA, 1000.0, (one,), tags=tags, number=version))
             database.find(name, retain=60.0)
-        database.publish("dropped", "dropped", SCHEMA, [part("dropped")])
+        database.publish(Commit("dropped", key="dropped"), SCHEMA, [part("dropped")])
         database.drop("dropped")
         database.abort("aborted")
     return announced
@@ -67,7 +68,7 @@ def answers(database: Database) -> object:
 
 
 def datasets(database: Database) -> list[tuple[str, int]]:
-    return [(record.name, record.version) for record in database.datasets()]
+    return [(record.name, record.number) for record in database.datasets()]
 
 
 def test_whatever_byte_is_damaged_an_answer_is_right_or_none(memory: Path) -> None:
@@ -125,7 +126,9 @@ def test_damage_that_comes_while_a_catalog_runs_is_told(memory: Path) -> None:
     with closing(Database(str(path))) as database:
         database.register(NODES[0], [], "", FOREVER)
         for number in range(60):  # more than SQLite keeps in memory
-            database.publish(f"d{number}", f"{number}", SCHEMA, [part(f"{number}")], tags={"x": "y" * 100_000})
+            database.publish(
+                Commit(f"d{number}", key=f"{number}", tags={"x": "y" * 100_000}), SCHEMA, [part(f"{number}")]
+            )
     with closing(Database(str(path))) as database:
         path.write_bytes(path.read_bytes().replace(b"y" * 1000, b"z" * 1000))
         with pytest.raises(CatalogDamaged, match=r"catalog\.db is damaged .* sets it aside"):
@@ -164,7 +167,7 @@ def test_a_file_of_somebody_else_stays_as_it_is(memory: Path) -> None:
         connection.execute("CREATE TABLE versions (precious)")
         connection.commit()
     before = path.read_bytes()
-    with leaving_nothing(), pytest.raises(CatalogError, match="has the tables of something else"):
+    with leaving_nothing(), pytest.raises(CatalogError, match="has the tables of another program"):
         Database(str(path))
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("versions",)]
@@ -218,9 +221,11 @@ def test_a_database_of_an_older_library_keeps_its_numbers(memory: Path) -> None:
         connection.executescript(OLD)
     for number in range(2):  # the second time the file is already one of this library
         with closing(Database(str(path), clock=lambda: 10.0)) as database:
-            assert [record.version for record in database.versions("d")][:2] == [7, 9]
+            assert [record.number for record in database.versions("d")][:2] == [7, 9]
             assert (database.committed("k9"), database.resolved_commits(["k8"])) == (9, ["k8"])
             assert database.find("d", 9).tags == {"a": "b"}
             database.find("d", retain=60.0)
-            published = database.publish("d", f"new {number}", b"\0", [Part(f"n{number}", "a", b"n%d" % number)])
+            published = database.publish(
+                Commit("d", key=f"new {number}"), b"\0", [Part(f"n{number}", "a", b"n%d" % number)]
+            )
             assert published == 10 + number

@@ -18,9 +18,10 @@ import pytest
 
 from dissociated.catalog.database import FOREVER, PREPARE_TIMEOUT, Database
 from dissociated.catalog.tables import Tables
-from dissociated.control.records import AnnouncedVersion, NodeRecord, Part
 from dissociated.errors import CatalogError, DatasetNotFound
+from dissociated.store.commit import Commit
 from dissociated.store.numbers import Removed
+from dissociated.store.version import NodeRecord, Part, Version
 from helpers import case, leaving_nothing, rest_of
 
 A = NodeRecord("a", "host-a", "boot-a", "grpc://a:1", ("shm:///a?want_data=1",))
@@ -53,10 +54,8 @@ def part(name: str, node: str = "a", number: int = 0, rows: int | None = 1, seri
     return Part(name, node, f"ticket {name}".encode(), rows, 8, number, serial)
 
 
-def announced(
-    name: str, dataset: str, *, prepared: bool = False, created: float = 1.0, node: str = "a"
-) -> AnnouncedVersion:
-    return AnnouncedVersion(part(name, node), dataset, f"key {name}", SCHEMA, created, prepared)
+def announced(name: str, dataset: str, *, prepared: bool = False, created: float = 1.0, node: str = "a") -> Version:
+    return Version(dataset, f"key {name}", SCHEMA, created, (part(name, node),), prepared=prepared)
 
 
 def tickets(database: Database, name: str) -> list[bytes]:
@@ -64,7 +63,7 @@ def tickets(database: Database, name: str) -> list[bytes]:
 
 
 def test_a_dataset_is_its_parts_in_order(database: Database) -> None:
-    database.publish("d", "k", SCHEMA, [part("2", "b", 1), part("1", "a", 0)], tags={"x": "y"})
+    database.publish(Commit("d", key="k", tags={"x": "y"}), SCHEMA, [part("2", "b", 1), part("1", "a", 0)])
     found = database.find("d")
     assert (found.name, found.schema, found.rows, found.nbytes, found.tags) == ("d", SCHEMA, 2, 16, {"x": "y"})
     assert [(held.ticket, [node.id for node in held.nodes]) for held in found.parts] == [
@@ -75,7 +74,7 @@ def test_a_dataset_is_its_parts_in_order(database: Database) -> None:
 
 def test_copies_of_a_part_are_one_part(database: Database) -> None:
     copies = [Part("1", "a", b"t"), Part("2", "b", b"t")]
-    database.publish("d", "k", SCHEMA, copies)
+    database.publish(Commit("d", key="k"), SCHEMA, copies)
     (held,) = database.find("d").parts
     assert [node.id for node in held.nodes] == ["a", "b"]
     database.delete_parts(["1"])
@@ -87,9 +86,9 @@ def test_copies_of_a_part_are_one_part(database: Database) -> None:
 
 
 def test_replacing_is_at_once_and_a_repeated_commit_does_nothing(database: Database) -> None:
-    first = database.publish("d", "1", SCHEMA, [part("1")])
-    second = database.publish("d", "2", SCHEMA, [part("2")])
-    assert database.publish("d", "1", SCHEMA, [part("1")]) == first
+    first = database.publish(Commit("d", key="1"), SCHEMA, [part("1")])
+    second = database.publish(Commit("d", key="2"), SCHEMA, [part("2")])
+    assert database.publish(Commit("d", key="1"), SCHEMA, [part("1")]) == first
     assert tickets(database, "d") == [b"ticket 2"]
     assert second > first
     assert database.unreferenced_parts("a") == ["1"]
@@ -98,34 +97,34 @@ def test_replacing_is_at_once_and_a_repeated_commit_does_nothing(database: Datab
 
 
 def test_append_keeps_the_parts_and_wants_the_schema(database: Database) -> None:
-    database.publish("d", "1", SCHEMA, [part("1")], append=True)
-    database.publish("d", "2", SCHEMA, [part("2")], append=True)
+    database.publish(Commit("d", key="1", mode="append"), SCHEMA, [part("1")])
+    database.publish(Commit("d", key="2", mode="append"), SCHEMA, [part("2")])
     assert tickets(database, "d") == [b"ticket 1", b"ticket 2"]
     assert database.find("d").rows == 2
     assert database.unreferenced_parts("a") == []
-    with pytest.raises(CatalogError, match="must have one schema, and in what is added"):
-        database.publish("d", "3", OTHER_SCHEMA, [part("3")], append=True)
+    with pytest.raises(CatalogError, match="must have one schema, and in the new rows"):
+        database.publish(Commit("d", key="3", mode="append"), OTHER_SCHEMA, [part("3")])
     assert tickets(database, "d") == [b"ticket 1", b"ticket 2"]
 
 
 def test_a_commit_of_unknown_nodes_changes_nothing(database: Database) -> None:
-    database.publish("d", "1", SCHEMA, [part("1")])
+    database.publish(Commit("d", key="1"), SCHEMA, [part("1")])
     with pytest.raises(CatalogError, match="no node 'z' has registered"):
-        database.publish("d", "2", SCHEMA, [part("2"), part("3", "z", 1)])
+        database.publish(Commit("d", key="2"), SCHEMA, [part("2"), part("3", "z", 1)])
     assert tickets(database, "d") == [b"ticket 1"]
-    assert database.publish("d", "2", SCHEMA, [part("2")])  # the key was not used up
+    assert database.publish(Commit("d", key="2"), SCHEMA, [part("2")])  # the key was not used up
 
 
 def test_a_replaced_version_is_there_for_as_long_as_was_promised(database: Database, clock: Clock) -> None:
-    database.publish("d", "1", SCHEMA, [part("1")])
-    old = database.find("d", retain=60).version
-    database.publish("d", "2", SCHEMA, [part("2")])
+    database.publish(Commit("d", key="1"), SCHEMA, [part("1")])
+    old = database.find("d", retain=60).number
+    database.publish(Commit("d", key="2"), SCHEMA, [part("2")])
     clock.now += 59
     assert database.find("d", old).current is False
-    assert database.find_by_ticket(b"ticket 1", retain=60)[0].version == old  # renewed
+    assert database.find_by_ticket(b"ticket 1", retain=60)[0].number == old  # renewed
     assert database.unreferenced_parts("a") == []
     clock.now += 59
-    assert [record.version == old for record in database.versions("d")] == [True, False]
+    assert [record.number == old for record in database.versions("d")] == [True, False]
     clock.now += 20
     with pytest.raises(DatasetNotFound, match=f"no version {old} of the dataset 'd'"):
         database.find("d", old)
@@ -135,9 +134,9 @@ def test_a_replaced_version_is_there_for_as_long_as_was_promised(database: Datab
 
 
 def test_a_time_to_live(database: Database, clock: Clock) -> None:
-    database.publish("d", "0", SCHEMA, [part("0")])
+    database.publish(Commit("d", key="0"), SCHEMA, [part("0")])
     database.find("d", retain=60)
-    database.publish("d", "1", SCHEMA, [part("1")], ttl=10)
+    database.publish(Commit("d", key="1", ttl=10), SCHEMA, [part("1")])
     clock.now += 9.9
     assert database.find("d", retain=60).expires == 1010.0
     clock.now += 0.2
@@ -146,9 +145,9 @@ def test_a_time_to_live(database: Database, clock: Clock) -> None:
 
 
 def test_drop(database: Database) -> None:
-    database.publish("d", "1", SCHEMA, [part("1")])
+    database.publish(Commit("d", key="1"), SCHEMA, [part("1")])
     database.find("d", retain=60)
-    database.publish("d", "2", SCHEMA, [part("2")])
+    database.publish(Commit("d", key="2"), SCHEMA, [part("2")])
     database.drop("d")
     assert database.unreferenced_parts("a") == ["1", "2"]
     with pytest.raises(DatasetNotFound, match="no dataset 'd'"):
@@ -157,7 +156,7 @@ def test_drop(database: Database) -> None:
 
 def test_listing_by_prefix_and_tags(database: Database) -> None:
     for name, tags in (("a%/1", {"x": "1"}), ("a%/2", {"x": "2", "y": "3"}), ("ab", {})):
-        database.publish(name, name, SCHEMA, [part(name)], tags=tags)
+        database.publish(Commit(name, key=name, tags=tags), SCHEMA, [part(name)])
 
     def names(*arguments: object) -> list[str]:
         return [record.name for record in database.datasets(*arguments)]  # type: ignore[arg-type]
@@ -185,7 +184,7 @@ def test_nodes_come_and_go(database: Database, clock: Clock) -> None:
 
 
 def test_what_a_node_published_itself_becomes_known_when_it_registers(database: Database) -> None:
-    database.publish("newer", "k", SCHEMA, [part("n", "b")])
+    database.publish(Commit("newer", key="k"), SCHEMA, [part("n", "b")])
     mine = [announced("1", "d"), announced("2", "d", created=2.0), announced("o", "newer")]
     database.register(A, mine, "", FOREVER, serial=9)
     assert tickets(database, "d") == [b"ticket 2"]
@@ -194,28 +193,30 @@ def test_what_a_node_published_itself_becomes_known_when_it_registers(database: 
 
 
 def test_a_version_that_a_node_tells_of_is_shown_unless_a_later_one_was_published(database: Database) -> None:
-    def told(name: str, number: int, **options: bool) -> AnnouncedVersion:
-        return replace(announced(name, "d", node="b", **options), version=number, part=part(name, "b", serial=number))
+    def told(name: str, number: int, **options: bool) -> Version:
+        return replace(
+            announced(name, "d", node="b", **options), number=number, parts=(part(name, "b", serial=number),)
+        )
 
-    database.register(A, [replace(told("8", 8, prepared=True), part=part("8"))], "", FOREVER, serial=9)
+    database.register(A, [replace(told("8", 8, prepared=True), parts=(part("8"),))], "", FOREVER, serial=9)
     database.register(B, [told("7", 7), told("6", 6)], "", FOREVER, serial=9)
-    assert (tickets(database, "d"), database.find("d").version) == ([b"ticket 7"], 7)
+    assert (tickets(database, "d"), database.find("d").number) == ([b"ticket 7"], 7)
     database.register(B, [told("7", 7)], "", FOREVER, serial=9, removed={"d": Removed(9, True, 10)})
-    assert database.find("d").version == 7  # only the node of the dataset may report that it was removed
+    assert database.find("d").number == 7  # only the node of the dataset may report that it was removed
     database.register(B, [], "", FOREVER, serial=9)
     with pytest.raises(CatalogError, match="'d' cannot be appended to: version 9 was evicted"):
         database.next_version("d", append=True)
-    database.register(A, [replace(told("8", 8), part=part("8"))], "", FOREVER, serial=9)
+    database.register(A, [replace(told("8", 8), parts=(part("8"),))], "", FOREVER, serial=9)
     assert database.datasets() == []
-    assert database.publish("d", "new", SCHEMA, [part("new")]) == 11
+    assert database.publish(Commit("d", key="new"), SCHEMA, [part("new")]) == 11
     database.register(B, [told("12", 12)], "", FOREVER, serial=99)
     assert (tickets(database, "d"), database.next_version("d")) == ([b"ticket new"], 13)
 
 
 def test_what_a_node_has_lost_is_gone_but_not_what_it_made_since(database: Database) -> None:
-    database.publish("old", "1", SCHEMA, [part("1", serial=5)])
-    database.publish("two", "2", SCHEMA, [part("2", serial=6), part("3", "b", 1)])
-    database.publish("new", "4", SCHEMA, [part("4", serial=8)])
+    database.publish(Commit("old", key="1"), SCHEMA, [part("1", serial=5)])
+    database.publish(Commit("two", key="2"), SCHEMA, [part("2", serial=6), part("3", "b", 1)])
+    database.publish(Commit("new", key="4"), SCHEMA, [part("4", serial=8)])
     database.register(A, [], "", FOREVER, serial=7)
     assert [record.name for record in database.datasets()] == ["new"]
     assert database.unreferenced_parts("b") == ["3"]  # a dataset that lacks a part is not listed
@@ -231,25 +232,25 @@ def test_parts_prepared_for_a_commit_that_never_came_are_released_after_a_while(
     clock.now += PREPARE_TIMEOUT + 1
     assert database.unreferenced_parts("a", mine) == ["1"]
     # Its node may have removed the part by now.
-    with pytest.raises(CatalogError, match="has been aborted: write it again"):
-        database.publish("d", "key 1", SCHEMA, [mine[0].part])
+    with pytest.raises(CatalogError, match="was aborted: write its segments again"):
+        database.publish(Commit("d", key="key 1"), SCHEMA, [mine[0].part])
     assert database.unreferenced_parts("a", mine) == ["1"]
 
 
 def test_a_node_is_told_what_is_published_and_whether_that_is_all(database: Database) -> None:
-    database.publish("d", "one", SCHEMA, [part("1")])
+    database.publish(Commit("d", key="one"), SCHEMA, [part("1")])
     assert database.referenced_parts("a", ["1", "unknown"]) == {"1": True}
     assert database.referenced_parts("a", []) == {}
-    database.publish("d", "more", SCHEMA, [part("2", "b")], append=True)
+    database.publish(Commit("d", key="more", mode="append"), SCHEMA, [part("2", "b")])
     assert database.referenced_parts("b", ["2"]) == {"2": False}
     for _ in range(2):  # repeated until the node confirms
         assert database.referenced_parts("a", []) == {"1": False}
     assert database.touch_node("a", "then", FOREVER, since="", announced=[replace(announced("1", "d"), whole=False)])
     assert database.referenced_parts("a", []) == {}
-    database.publish("d", "yet more", SCHEMA, [part("3", "b")], append=True)
+    database.publish(Commit("d", key="yet more", mode="append"), SCHEMA, [part("3", "b")])
     assert (database.referenced_parts("a", []), database.referenced_parts("b", [])) == ({}, {})
-    database.publish("e", "other", SCHEMA, [part("4")])
-    database.publish("e", "more of it", SCHEMA, [part("5", "b")], append=True)
+    database.publish(Commit("e", key="other"), SCHEMA, [part("4")])
+    database.publish(Commit("e", key="more of it", mode="append"), SCHEMA, [part("5", "b")])
     database.touch_node("a", "later", FOREVER, since="then", gone=["4"])
     assert database.referenced_parts("a", []) == {}
 
@@ -273,14 +274,14 @@ def test_a_node_tells_what_has_changed_to_a_catalog_that_knows_the_rest(database
 def test_commits_are_over_when_they_were_done_or_aborted_for_as_long_as_is_remembered(
     database: Database, clock: Clock
 ) -> None:
-    database.publish("d", "done", SCHEMA, [part("1")])
+    database.publish(Commit("d", key="done"), SCHEMA, [part("1")])
     for key in ("done", "aborted", "aborted"):
         database.abort(key)
     assert database.resolved_commits(["done", "aborted", "to come"]) == ["done", "aborted"]
     assert database.committed("aborted") is None
     assert tickets(database, "d") == [b"ticket 1"]
     clock.now += 31 * 86_400
-    database.publish("d", "another", SCHEMA, [part("2")])
+    database.publish(Commit("d", key="another"), SCHEMA, [part("2")])
     assert database.resolved_commits(["done", "aborted", "another"]) == ["another"]
 
 
@@ -296,13 +297,13 @@ def test_what_was_committed_is_in_the_file(tmp_path: Path) -> None:
     with leaving_nothing():
         database = Database(path)
         database.register(A, [], "", FOREVER)
-        database.publish("d", "k", SCHEMA, [part("1")])
+        database.publish(Commit("d", key="k"), SCHEMA, [part("1")])
         with pytest.raises(CatalogError, match="is another catalog using it"):
             Database(path)
         database.close()
         database = Database(path)
         assert tickets(database, "d") == [b"ticket 1"]
-        database.publish("d", "k", SCHEMA, [part("1")])
+        database.publish(Commit("d", key="k"), SCHEMA, [part("1")])
         assert len(database.versions("d")) == 1
         database.close()
 
@@ -361,12 +362,13 @@ def test_a_database_that_others_could_write_is_refused(tmp_path: Path) -> None:
 COMMITTER = """
 import itertools, sys
 from dissociated.catalog.database import FOREVER, Database
-from dissociated.control.records import NodeRecord, Part
+from dissociated.store.commit import Commit
+from dissociated.store.version import NodeRecord, Part
 database = Database(sys.argv[1])
 database.register(NodeRecord("a", "h", "b", "f", ()), [], "", FOREVER, serial=-1)
 for n in itertools.count(int(sys.argv[2])):
     parts = [Part(f"{n}-{k}", "a", f"{n}-{k}".encode(), 1, 1, k) for k in range(3)]
-    database.publish("log", str(n), b"s", parts, append=True)
+    database.publish(Commit("log", key=str(n), mode="append"), b"s", parts)
     print(n, flush=True)
 """
 
@@ -410,7 +412,7 @@ def test_ctrl_c_between_any_two_lines_of_a_transaction_ends_that_one_alone(datab
 
         sys.settrace(interrupt)
         try:
-            database.publish(f"d{number}", f"k{number}", SCHEMA, [part(f"p{number}")])
+            database.publish(Commit(f"d{number}", key=f"k{number}"), SCHEMA, [part(f"p{number}")])
         except KeyboardInterrupt:
             pass
         else:
@@ -418,6 +420,6 @@ def test_ctrl_c_between_any_two_lines_of_a_transaction_ends_that_one_alone(datab
         finally:
             sys.settrace(tracing)
         assert len(database.datasets()) in (number, number + 1)
-        database.publish(f"d{number}", f"k{number}", SCHEMA, [part(f"p{number}")])
+        database.publish(Commit(f"d{number}", key=f"k{number}"), SCHEMA, [part(f"p{number}")])
     assert number > 3
     assert len(database.datasets()) == number + 1

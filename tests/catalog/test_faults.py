@@ -51,7 +51,8 @@ def test_a_write_that_fails_is_told_and_changes_nothing(memory: Path, error: int
 CHILD = """
 import sys
 from dissociated.catalog.database import FOREVER, Database
-from dissociated.control.records import NodeRecord, Part
+from dissociated.store.commit import Commit
+from dissociated.store.version import NodeRecord, Part
 from store.steps import SCHEMA, STEPS
 from support.injection import SQLiteFault
 database = Database(sys.argv[1])
@@ -63,7 +64,8 @@ with SQLiteFault(int(sys.argv[2]), None):
             database.drop(name)
         else:
             part = Part(str(number), "node", f"ticket {number}".encode(), 1, 1)
-            database.publish(name, f"key {number}", SCHEMA.serialize().to_pybytes(), [part], append=mode == "append")
+            commit = Commit(name, key=f"key {number}", mode=mode)
+            database.publish(commit, SCHEMA.serialize().to_pybytes(), [part])
         print(number, flush=True)
 """
 

@@ -17,8 +17,8 @@ import pytest
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.local import LocalCatalog
 from dissociated.catalog.service import CatalogService
-from dissociated.control import schemas
 from dissociated.node.node import Node
+from dissociated.store.commit import Commit, StagedSegment
 from dissociated.store.store import Store
 from nodes import SCHEMA, table
 
@@ -76,13 +76,11 @@ class Changing:
         self._catalog, self._node = catalog.catalog, node
         self._tables = catalog.catalog._database._tables
 
-    def _staged(self, number: int, key: str) -> dict[str, Any]:
+    def _staged(self, number: int, key: str) -> Commit:
         name = f"{key} of {number}"
         with self._node.store.writer(name, SCHEMA) as writer:
             writer.write_batch(table(1).to_batches()[0])
-        segment = {"node": self._node.store.id, "segment": name}
-        schema = schemas.to_base64(SCHEMA)
-        return {"name": f"d{number}", "key": name, "segments": [segment], "append": False, "schema": schema}
+        return Commit(f"d{number}", [StagedSegment(name, self._node.store.id)], SCHEMA, key=name)
 
     def commit(self, numbers: Iterable[int]) -> None:
         for number in numbers:

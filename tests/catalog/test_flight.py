@@ -25,8 +25,9 @@ from dissociated.control.flight_streams import checked, generate_get
 from dissociated.errors import SourceError
 from dissociated.format.encapsulated import encapsulate
 from dissociated.node.node import Node
+from dissociated.store.commit import StagedSegment
 from dissociated.store.store import Store
-from helpers import case, clients_end, descriptors, wait_until
+from helpers import case, clients_end, commit_of, descriptors, wait_until
 
 TABLE = pa.table({"n": pa.array([1, 2, 3], pa.int64())})
 RETAIN = 60.0
@@ -213,7 +214,7 @@ def test_endpoints_are_renewed_as_flight_defines_it(plain: flight.FlightClient) 
     with pytest.raises(KeyError, match="no dataset has this ticket"):
         act(plain, "RenewFlightEndpoint", request(endpoint.serialize()))
     for body in (b"", b"\x0a", b"\x0a\x05abc", b"\x12\x00", b"\x0a\xff\xff\xff\xff\xff\xff"):
-        with pytest.raises(flight.FlightServerError, match="is not what it takes"):
+        with pytest.raises(flight.FlightServerError, match="is invalid"):
             act(plain, "RenewFlightEndpoint", body)
 
 
@@ -263,7 +264,7 @@ def test_a_server_that_retains_nothing_promises_nothing() -> None:
         server.publish("d", TABLE)
         (endpoint,) = plain.get_flight_info(path("d")).endpoints
         assert endpoint.expiration_time is None
-        with pytest.raises(flight.FlightServerError, match="promises nothing"):
+        with pytest.raises(flight.FlightServerError, match="guarantees no lifetime of tickets"):
             act(plain, "RenewFlightEndpoint", request(endpoint.serialize()))
 
 
@@ -286,7 +287,7 @@ def test_a_time_to_live(plain: flight.FlightClient) -> None:
     [
         (command(name="d", mode="sideways"), "neither overwrite nor append"),
         (command(mode="append"), "or JSON with its name"),
-        (command(name="d", mod="append"), "nothing is known here of 'mod': there are name, mode, tags, ttl"),
+        (command(name="d", mod="append"), "the key 'mod' is unknown: the keys are name, mode, tags, ttl"),
         (flight.FlightDescriptor.for_path("a", "b"), "a path of one part"),
         (flight.FlightDescriptor.for_command("{nonsense"), "a command is a name, or JSON"),
     ],
@@ -374,29 +375,29 @@ def test_a_catalog_alone_forwards_what_is_put_and_read(cluster: tuple[CatalogSer
         assert list(plain.list_flights()) == []
 
 
-def write(node: Node, name: str, *numbers: int) -> dict[str, str]:
+def write(node: Node, name: str, *numbers: int) -> StagedSegment:
     with node.store.writer(name, TABLE.schema) as writer:
         writer.write(pa.record_batch({"n": pa.array(numbers, pa.int64())}))
-    return {"node": node.store.id, "segment": name}
+    return StagedSegment(name, node.store.id)
 
 
 def test_a_dataset_of_parts_on_several_nodes_is_one(cluster: tuple[CatalogService, list[Node]]) -> None:
     catalog, (a, b) = cluster
     with flight.FlightClient(catalog.uri) as plain, dis.connect(catalog.uri) as ours:
-        ours.commit("d", [write(a, "1", 1, 2), write(b, "2", 3)], "overwrite", TABLE.schema)
+        ours.commit(commit_of("d", [write(a, "1", 1, 2), write(b, "2", 3)], TABLE.schema))
         assert read(plain, path("d")) == [1, 2, 3]
         assert ours.read("d").read_all()["n"].to_pylist() == [1, 2, 3]
-        ours.commit("d", [write(b, "3", 4)], "append", TABLE.schema)
+        ours.commit(commit_of("d", [write(b, "3", 4)], TABLE.schema, mode="append"))
         assert ours.describe("d").rows == 4
         assert ours.read("d", transport="tcp").read_all()["n"].to_pylist() == [1, 2, 3, 4]
         with pytest.raises(dis.errors.CatalogError, match="no node 'z' has registered"):
-            ours.commit("d", [{"node": "z", "segment": "s"}], "append", TABLE.schema)
+            ours.commit(commit_of("d", [StagedSegment("s", "z")], TABLE.schema, mode="append"))
 
 
 def test_locations_are_ordered_for_who_asks(cluster: tuple[CatalogService, list[Node]]) -> None:
     catalog, (a, _) = cluster
     with flight.FlightClient(catalog.uri) as plain, dis.connect(catalog.uri) as ours:
-        ours.commit("d", [write(a, "1", 1)], "overwrite", TABLE.schema)
+        ours.commit(commit_of("d", [write(a, "1", 1)], TABLE.schema))
 
         def schemes(**asking: str) -> list[str]:
             (endpoint,) = plain.get_flight_info(command(name="d", **asking)).endpoints
@@ -411,14 +412,14 @@ def test_locations_are_ordered_for_who_asks(cluster: tuple[CatalogService, list[
 def test_the_endpoints_of_a_node_that_left_are_marked(cluster: tuple[CatalogService, list[Node]]) -> None:
     catalog, (a, b) = cluster
     with flight.FlightClient(catalog.uri) as plain, dis.connect(catalog.uri) as ours:
-        ours.commit("d", [write(a, "1", 1), write(b, "2", 2)], "overwrite", TABLE.schema)
+        ours.commit(commit_of("d", [write(a, "1", 1), write(b, "2", 2)], TABLE.schema))
         b.close()
         first, second = plain.get_flight_info(path("d")).endpoints
         assert first.locations
         assert list(second.locations) == []
         assert [one["alive"] for one in json.loads(second.app_metadata)["nodes"]] == [False]
-        with pytest.raises(flight.FlightServerError, match="says nothing any more"):
+        with pytest.raises(flight.FlightServerError, match="no node there is alive"):
             plain.do_get(second.ticket).read_all()
-        with pytest.raises(dis.errors.CatalogError, match="whose node says nothing any more"):
+        with pytest.raises(dis.errors.CatalogError, match="and no node there is alive"):
             ours.read("d")
         assert [node["alive"] for node in ours.nodes() if node["id"] in (a.store.id, b.store.id)].count(False) == 1

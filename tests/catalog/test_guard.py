@@ -16,7 +16,7 @@ import pytest
 import dissociated as dis
 from certificates import Certificates, certificates
 from dissociated.errors import AccessDenied, CatalogError, OptionError, UriError
-from helpers import location
+from helpers import commit_of, location
 
 TABLE = pa.table({"n": [1, 2, 3]})
 TLS = "grpc+tls://127.0.0.1:0"
@@ -41,7 +41,7 @@ CALLS: dict[str, Callable[[dis.Client], Any]] = {
     "describe": lambda client: client.describe("data"),
     "read": lambda client: client.read("data"),
     "stage": lambda client: client.stage(),
-    "commit": lambda client: client.commit("mine", [], "overwrite", TABLE.schema),
+    "commit": lambda client: client.commit(commit_of("mine", [], TABLE.schema)),
     "discard": lambda client: client.discard([]),
     "drop": lambda client: client.drop("data"),
 }

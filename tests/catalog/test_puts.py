@@ -157,7 +157,7 @@ def test_a_plain_writer_that_says_the_end_publishes_what_it_wrote(place: tuple[s
                 writer.write_metadata(json.dumps({"dissociated.end": end}).encode())
 
     for wrong in ({"batches": 2, "rows": 100}, {"batches": 1, "rows": 99}, {}):
-        with pytest.raises(flight.FlightServerError, match="broke off after 100 rows: nothing is published"):
+        with pytest.raises(flight.FlightServerError, match="broke off after 100 rows: nothing was published"):
             put(wrong)
         nothing_has_changed(*place)
     put({"batches": 1, "rows": 100})
@@ -374,23 +374,23 @@ def test_whatever_a_server_publishes_can_be_put(place: tuple[str, Path], tmp_pat
 
 def test_what_makes_no_sense_is_refused_before_anything_moves(place: tuple[str, Path]) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"ttl": -1}, "ttl is a positive number of seconds"),
-        ({"ttl": 0}, "ttl is a positive"),
-        ({"ttl": float("nan")}, "ttl is a positive"),
-        ({"ttl": float("inf")}, "ttl is a positive"),
-        ({"ttl": "7"}, "ttl is a positive"),
-        ({"ttl": 1e300}, "ttl is a positive number of seconds, 10000000000 at most"),
-        ({"ttl": 10**400}, "ttl is a positive"),
+        ({"ttl": -1}, "the ttl -1 is not a positive number of seconds"),
+        ({"ttl": 0}, "is not a positive number of seconds"),
+        ({"ttl": float("nan")}, "is not a positive number of seconds"),
+        ({"ttl": float("inf")}, "is not a positive number of seconds"),
+        ({"ttl": "7"}, "is not a positive number of seconds"),
+        ({"ttl": 1e300}, "is not a positive number of seconds up to 10000000000"),
+        ({"ttl": 10**400}, "is not a positive number of seconds"),
         ({"mode": "sideways"}, "neither overwrite nor append"),
-        ({"tags": {"": "x"}}, "tags are texts"),
-        ({"tags": {"team": 7}}, "tags are texts"),
-        ({"tags": ["team"]}, "tags are texts"),
-        ({"tags": {"team": "\udcff"}}, "tags are texts that any program could write"),
-        ({"tags": {"\ud800": "x"}}, "tags are texts"),
-        ({"tags": {"team": "a\0b"}}, "tags are texts"),
-        ({"name": ""}, "the name of a dataset"),
-        ({"name": 7}, "the name of a dataset"),
-        ({"name": "\ud800"}, "cannot be the name"),
+        ({"tags": {"": "x"}}, "are not plain texts by name"),
+        ({"tags": {"team": 7}}, "are not plain texts by name"),
+        ({"tags": ["team"]}, "are not plain texts by name"),
+        ({"tags": {"team": "\udcff"}}, "are not plain texts by name"),
+        ({"tags": {"\ud800": "x"}}, "are not plain texts by name"),
+        ({"tags": {"team": "a\0b"}}, "are not plain texts by name"),
+        ({"name": ""}, "is not a non-empty text"),
+        ({"name": 7}, "is not a non-empty text"),
+        ({"name": "\ud800"}, "has characters that other programs cannot write"),
     ]
     with dis.connect(place[0]) as client, flight.FlightClient(place[0]) as plain:
         for options, why in wrong:
@@ -398,7 +398,7 @@ def test_what_makes_no_sense_is_refused_before_anything_moves(place: tuple[str, 
             with pytest.raises(OptionError, match=why):
                 client.put(source=unreadable, **asked)
             with pytest.raises(OptionError, match=why):
-                client.commit(segments=[], schema=OLD.schema, **{"mode": "overwrite", **asked})
+                dis.Commit(schema=OLD.schema, **asked)
             if isinstance(asked["name"], str):
                 writer, _ = plain.do_put(flight.FlightDescriptor.for_command(json.dumps(asked)), BATCH.schema)
                 not_json = "a command is a name, or JSON"  # NaN, infinity and 10**400 are known to Python's JSON
@@ -416,11 +416,11 @@ def test_the_command_put_refuses_what_makes_no_sense_before_it_looks_for_a_catal
     file = tmp_path / "some.parquet"
     pq.write_table(OLD, file)
     for arguments, why in (
-        (["--ttl", "-1"], "ttl is a positive"),
-        (["--ttl", "nan"], "ttl is a positive"),
+        (["--ttl", "-1"], "is not a positive number of seconds"),
+        (["--ttl", "nan"], "is not a positive number of seconds"),
         (["--tag", "team"], "--tag team gives it no value: KEY=VALUE"),
-        (["--tag", "=x"], "tags are texts"),
-        (["--tag", "team=\udcff"], "tags are texts"),  # Python's form of a byte that is not text
+        (["--tag", "=x"], "are not plain texts by name"),
+        (["--tag", "team=\udcff"], "are not plain texts by name"),  # Python's form of a byte that is not text
     ):
         for place in ("grpc://127.0.0.1:1/d", "d"):
             assert main(["put", str(file), place, "--store", str(tmp_path / "store"), *arguments]) == 1
@@ -435,9 +435,9 @@ def unreadable() -> pa.Table:
 
 def test_a_server_takes_no_name_that_is_none() -> None:
     with dis.Server(["shm:"], catalog=None) as server:
-        with pytest.raises(OptionError, match="the name of a dataset"):
+        with pytest.raises(OptionError, match="is not a non-empty text"):
             server.publish("", OLD)
-        with pytest.raises(OptionError, match="the name of a dataset"):
+        with pytest.raises(OptionError, match="is not a non-empty text"):
             server.writer("", OLD.schema)
         assert server.names() == []
 

@@ -16,9 +16,10 @@ import pytest
 import dissociated as dis
 from dissociated.errors import CatalogError, OptionError, RemoteProtocolError, TransportError
 from dissociated.node.node import Node
+from dissociated.store.commit import StagedSegment
 from dissociated.store.store import Store
 from dissociated.uri import Uri
-from helpers import PATIENCE, connections_left
+from helpers import PATIENCE, commit_of, connections_left
 
 TABLE = pa.table({"n": range(1000)})
 
@@ -125,11 +126,11 @@ def test_parts_without_any_of_the_rows_are_not_opened(tmp_path: Path) -> None:
         for node, numbers in ((a, [1, 2]), (b, [3, 4])):
             with node.store.writer("x", (table := pa.table({"n": numbers})).schema) as writer:
                 writer.write(table)
-            client.commit("data", [{"node": node.store.id, "segment": "x"}], "append", table.schema)
+            client.commit(commit_of("data", [StagedSegment("x", node.store.id)], table.schema, mode="append"))
         assert client.read("data", rows=range(1, 3)).read_all()["n"].to_pylist() == [2, 3]
         b.server.close()
         assert client.read("data", rows=range(2)).read_all()["n"].to_pylist() == [1, 2]
-        with pytest.raises(CatalogError, match="says nothing any more"):
+        with pytest.raises(CatalogError, match="no node there is alive"):
             client.read("data", rows=range(1, 3))
 
 

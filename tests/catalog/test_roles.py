@@ -26,7 +26,7 @@ from dissociated.catalog.service import CatalogService
 from dissociated.errors import AccessDenied
 from dissociated.node.node import Node
 from dissociated.store.store import Store
-from helpers import PATIENCE, case
+from helpers import PATIENCE, case, commit_of
 from pages import ROOT
 
 TABLE = pa.table({"n": [1, 2, 3]})
@@ -213,7 +213,7 @@ def test_a_reader_reads_and_changes_nothing(place: dict[str, Any], where: str) -
                 "put by shm": lambda: client.put("d", TABLE, transport="shm"),
                 "put by grpc": lambda: client.put("d", TABLE.slice(1), transport="grpc"),
                 "drop": lambda: client.drop("d"),
-                "commit": lambda: client.commit("d", [], "overwrite", TABLE.schema),
+                "commit": lambda: client.commit(commit_of("d", [], TABLE.schema)),
                 "reserve": lambda: client.reserve("x", 1, 1),
                 "discard": lambda: client.discard(["x"]),
                 "abort": lambda: client.abort("x"),
@@ -242,7 +242,7 @@ def test_a_writer_writes_and_an_admin_sees_who_reads(place: dict[str, Any]) -> N
             assert [one.name for one in client.status().datasets] == ["d"]
             client.put("e", TABLE)
             client.drop("e")
-            with pytest.raises(AccessDenied, match="only catalogs and nodes call this"):
+            with pytest.raises(AccessDenied, match="only catalogs and nodes with the same secret may call this"):
                 client.do_action("register", {})
 
 

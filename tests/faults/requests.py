@@ -93,7 +93,7 @@ def told(outcomes: Outcomes, number: int, call: Callable[[], object]) -> None:
         except (flight.FlightError, pa.ArrowException, KeyError, NotImplementedError, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # libarrow's errors have no number
-            leak = "Traceback" in str(error) or "a reason that its log tells" in str(error)
+            leak = "Traceback" in str(error) or "the catalog failed: see its log" in str(error)
             outcomes.add(f"{'leaked' if leak else 'told'}: {type(error).__name__}", f"{number}: {error}")
 
     outcomes.attempt(number, attempt)

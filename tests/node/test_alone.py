@@ -220,15 +220,15 @@ def test_places_that_a_catalog_does_not_take(tmp_path: Path, memory: Path) -> No
     (memory / "link").symlink_to(private)
     with closing(CatalogService(f"grpc+unix://{private}/taken.sock")) as living:
         for uri, error, sentence in (
-            ("grpc+unix:relative.sock", UriError, "its socket is absolute"),
-            (f"grpc+unix://{private}/catalog", UriError, r"ends in \.sock"),
+            ("grpc+unix:relative.sock", UriError, "its path must be absolute"),
+            (f"grpc+unix://{private}/catalog", UriError, r"end in \.sock"),
             (f"grpc+unix://{private}/a%2523.sock", UriError, "none of them % # ?"),
             (f"grpc+unix://{private}/{'x' * 107}.sock", UriError, "at most 107 bytes"),
             (f"grpc+unix://{private}/dir.sock/x.sock", UriError, "no directory on it has"),
             (f"grpc+unix://{private}/missing/x.sock", TransportError, "No such file or directory"),
             (f"grpc+unix://{public}/x.sock", TransportError, "is open to other users .*chmod 700"),
             (f"grpc+unix://{memory}/link/x.sock", TransportError, "is a symbolic link"),
-            (f"grpc+unix://{private}/file.sock", TransportError, "there is a file that is no socket"),
+            (f"grpc+unix://{private}/file.sock", TransportError, "a file that is not a socket is there"),
             (living.uri, TransportError, "another server answers there"),
         ):
             with case(uri), pytest.raises(error, match=sentence):

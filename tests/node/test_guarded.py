@@ -132,9 +132,9 @@ def test_only_peers_make_the_calls_between_catalogs_and_nodes(
         for token in ("", "wrong", other):
             with pytest.raises(flight.FlightUnauthenticatedError):
                 list(bare.do_action(flight.Action(action, b"{}"), bearing(token)))
-        with pytest.raises(flight.FlightUnauthorizedError, match="only catalogs and nodes call this"):
+        with pytest.raises(flight.FlightUnauthorizedError, match="only catalogs and nodes with the same secret"):
             list(bare.do_action(flight.Action(action, b"{}"), bearing("sesame")))
-        with pytest.raises(flight.FlightServerError, match=r"is not what it takes|no stage of its own|register there"):
+        with pytest.raises(flight.FlightServerError, match=r"is invalid|no stage of its own|register there"):
             # Authorized, but without arguments.
             list(bare.do_action(flight.Action(action, b"{}"), bearing(guarded.peer)))
 
@@ -175,7 +175,7 @@ def test_a_secret_alone_keeps_strangers_from_registering(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"authorize": None}, "asks for tokens, and the node does not"),
+        ({"authorize": None}, "requires tokens, and the node does not"),
         ({"ticket_lifetime": None}, "do not make the same tickets"),
         ({"secret": None}, "asks for a token"),
         ({"secret": SECRET[::-1]}, "does not accept this token"),

@@ -13,6 +13,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import AccessDenied, CatalogError
+from dissociated.store.commit import StagedSegment
 from dissociated.store.segment import SegmentWriter
 from helpers import PATIENCE, wait_until
 from monitoring.test_metrics import scrape
@@ -89,11 +90,11 @@ def test_a_node_whose_clock_is_behind_takes_part_in_a_commit_that_takes_a_while(
             place = client.stage()
             with SegmentWriter(f"{place.directory}/{number}", SCHEMA) as writer:
                 writer.write(pa.record_batch({"n": pa.array([number], pa.int64())}))
-        parts.append({"node": place.node, "segment": str(number)})
+        parts.append(StagedSegment(str(number), place.node))
 
     def commit() -> None:
         with dis.connect(catalog.uri) as client:
-            client.commit("d", parts, "overwrite", SCHEMA, key="k")
+            client.commit(dis.Commit("d", parts, SCHEMA, key="k"))
 
     def seen() -> float:
         with dis.connect(catalog.uri) as client:
@@ -147,8 +148,8 @@ def test_an_error_of_the_catalog_names_one_catalog_however_many_passed_it_on(
     node = start("node", "--store", memory / "store", "--catalog", catalog.uri)
     with dis.connect(node.uri) as client:
         client.abort("k")
-        with pytest.raises(CatalogError, match=f"^the catalog at {node.uri} refused: .* has been aborted") as caught:
-            client.commit("d", [{"node": client.stage().node, "segment": "s"}], "overwrite", SCHEMA, key="k")
+        with pytest.raises(CatalogError, match=f"^the catalog at {node.uri} refused: .* was aborted") as caught:
+            client.commit(dis.Commit("d", [StagedSegment("s", client.stage().node)], SCHEMA, key="k"))
     assert str(caught.value).count("refused") == 1
 
 

@@ -22,9 +22,10 @@ import dissociated as dis
 from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError, StoreError
 from dissociated.node.launch import ensure, running
 from dissociated.node.node import Node
+from dissociated.store.commit import StagedSegment
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
-from helpers import PATIENCE, wait_until
+from helpers import PATIENCE, commit_of, wait_until
 from memory.maps import origins
 from nodes import (
     MIB,
@@ -83,7 +84,7 @@ def test_a_node_killed_while_it_serves_has_everything_again_under_the_same_ticke
 def test_a_node_that_was_killed_knows_every_commit_that_is_in_its_datasets(memory: Path, start: Start) -> None:
     def commit(uri: str, key: str, number: int, mode: str) -> None:
         with dis.connect(uri) as client:
-            client.commit("d", [write(uri, f"{key}-1", number)], mode, SCHEMA, key=key)
+            client.commit(commit_of("d", [write(uri, f"{key}-1", number)], SCHEMA, mode=mode, key=key))
 
     node = start("node", "--store", memory / "store", "--retain", "0.001")
     commit(node.uri, "first", 1, "overwrite")
@@ -108,9 +109,9 @@ def test_a_commit_without_segments_may_come_again(memory: Path, start: Start) ->
     """A Spark job with empty partitions sends such commits, on the host of the node."""
     node = start("node", "--store", memory / "store")
     with dis.connect(node.uri) as client:
-        nothing = [{"node": client.stage().node, "segment": ""}]
+        nothing = [StagedSegment("", client.stage().node)]
         for _ in range(2):
-            client.commit("d", nothing, "overwrite", SCHEMA, key="k")
+            client.commit(commit_of("d", nothing, SCHEMA, key="k"))
         assert client.describe("d").version == 1
     assert read(node.uri, "d") == []
 
@@ -129,8 +130,8 @@ def test_a_writer_killed_before_the_commit_publishes_nothing(memory: Path, start
     assert len(segments(store)) == 1
     if how == "whole":
         with dis.connect(again.uri) as client:
-            client.commit("d", ["w"], "append", SCHEMA)
-            client.commit("d", ["w"], "append", SCHEMA)
+            client.commit(commit_of("d", ["w"], SCHEMA, mode="append"))
+            client.commit(commit_of("d", ["w"], SCHEMA, mode="append"))
         assert read(again.uri, "d") == [1, 5]
         assert staged(store) == []
     nothing_is_left_of(again, store)
@@ -230,7 +231,7 @@ def test_an_ipc_file_that_any_tool_wrote_is_committed_and_served_where_it_lies(m
         place = client.stage()
         with pa.ipc.new_file(f"{place.directory}/mine", SCHEMA) as writer:
             writer.write_table(table(1, 2))
-        client.commit("d", ["mine"], "overwrite", SCHEMA)
+        client.commit(commit_of("d", ["mine"], SCHEMA))
         for transport in ("shm", "tcp", "grpc"):
             assert read(node.uri, "d", transport) == [1, 2]
         arrived = client.read("d", transport="shm").read_all()
@@ -344,12 +345,12 @@ def test_a_node_that_cannot_start_says_why(memory: Path) -> None:
 # A catalog and its nodes
 
 
-def write(uri: str, name: str, *numbers: int) -> dict[str, str]:
+def write(uri: str, name: str, *numbers: int) -> StagedSegment:
     with dis.connect(uri) as client:
         place = client.stage()
         with SegmentWriter(f"{place.directory}/{name}", SCHEMA, reserve=client.reserve) as writer:
             writer.write(pa.record_batch({"n": pa.array(numbers, pa.int64())}))
-    return {"node": place.node, "segment": name}
+    return StagedSegment(name, place.node)
 
 
 def read_at_last(uri: str, name: str) -> list[int]:
@@ -360,7 +361,7 @@ def read_at_last(uri: str, name: str) -> list[int]:
         try:
             found.extend(read(uri, name))
         except CatalogError as error:
-            if "says nothing any more" not in str(error):
+            if "no node there is alive" not in str(error):
                 raise
             return False
         return True
@@ -389,12 +390,12 @@ def test_a_catalog_killed_during_a_commit_has_it_whole_or_not_at_all(
     catalog = start(*catalog_arguments)
     a, b = (start("node", "--store", memory / n, "--catalog", listen, "--beat", "1") for n in "ab")
     with dis.connect(listen) as client:
-        client.commit("d", [write(a.uri, "old", 0)], "overwrite", SCHEMA, key="old")
+        client.commit(commit_of("d", [write(a.uri, "old", 0)], SCHEMA, key="old"))
     parts = [write(a.uri, "1", 1), write(b.uri, "2", 2)]
 
     def commit() -> None:
         with dis.connect(listen) as client:
-            client.commit("d", parts, "overwrite", SCHEMA, key="k")
+            client.commit(commit_of("d", parts, SCHEMA, key="k"))
 
     kill_half_way(catalog, b, commit, lambda: len(segments(memory / "a" / "segments")) == 2)
     start(*catalog_arguments)
@@ -420,9 +421,9 @@ def test_a_commit_that_stood_half_way_can_come_again_with_other_segments(
     catalog = start(*catalog_arguments)
     a, b = (start("node", "--store", memory / n, "--catalog", listen, "--beat", "1") for n in "ab")
 
-    def commit(parts: list[dict[str, str]]) -> None:
+    def commit(parts: list[StagedSegment]) -> None:
         with dis.connect(listen) as client:
-            client.commit("d", parts, "append", SCHEMA, key="k")
+            client.commit(commit_of("d", parts, SCHEMA, mode="append", key="k"))
 
     parts = [write(a.uri, "1", 1), write(b.uri, "2", 2)]
     kill_half_way(catalog, b, lambda: commit(parts), lambda: len(segments(memory / "a" / "segments")) == 1)
@@ -445,7 +446,7 @@ def test_nodes_that_are_killed_are_marked_and_come_back(memory: Path, tmp_path: 
     node.kill()
     with dis.connect(catalog.uri) as client:
         wait_until(lambda: not client.describe("d").endpoints[0].locations, "the catalog has noticed")
-        with pytest.raises(CatalogError, match="whose node says nothing any more"):
+        with pytest.raises(CatalogError, match="and no node there is alive"):
             client.read("d")
         start(*arguments)
         wait_until(lambda: client.describe("d").endpoints[0].locations, "it is back")

@@ -20,6 +20,7 @@ from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
 from dissociated.training import Batches
+from helpers import commit_of
 from nodes import MIB, put, read, table
 from processes import Process, Start, free_port
 from store.test_memfds import memfd
@@ -153,10 +154,10 @@ def test_memory_that_was_handed_over_leaves_its_number_behind(memory: Path) -> N
             with pytest.raises(DatasetNotFound):
                 client.describe("d")
             if number > 1:
-                with pytest.raises(CatalogError, match=f"version {number - 1} was evicted, or its memory went"):
+                with pytest.raises(CatalogError, match=f"version {number - 1} was evicted, or lost with its node"):
                     client.put("d", table(1), mode="append")
             with memfd(table(number)) as descriptor:
-                client.commit("d", [client.hand_over(descriptor)], "overwrite", table().schema)
+                client.commit(commit_of("d", [client.hand_over(descriptor)], table().schema))
             assert client.describe("d").version >= number
             assert version(node.uri, "d")[2] == [number]
 

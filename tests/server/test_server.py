@@ -342,7 +342,7 @@ def test_a_dataset_with_a_time_to_live_goes(live: dis.Live | None) -> None:
 
 @pytest.mark.parametrize("ttl", [0, -1, float("nan"), 1e11, "soon", True])
 def test_times_to_live_that_make_no_sense(ttl: Any) -> None:
-    with dis.Server([]) as server, pytest.raises(OptionError, match="ttl is a positive number of seconds"):
+    with dis.Server([]) as server, pytest.raises(OptionError, match="is not a positive number of seconds"):
         server.publish("data", TABLE, ttl=ttl)
 
 

@@ -16,13 +16,13 @@ from pyspark import TaskContext
 from pyspark.sql.types import LongType, StructField, StructType
 
 import dissociated as dis
-from dissociated.control.commit import Publication
 from dissociated.errors import DissociatedError
 from dissociated.node.node import Node
 from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.staging import Writes
 from dissociated.spark.target import WriteTarget
 from dissociated.spark.writer import DatasetWriter, Written
+from dissociated.store.commit import Commit
 from dissociated.store.store import Store
 from helpers import case, files_below, wait_until
 from support.injection import Fault, calls
@@ -46,7 +46,7 @@ def batch(numbers: list[int]) -> pa.RecordBatch:
 
 def in_python(uri: str) -> None:
     """Write like Spark with the Python data source."""
-    writer = DatasetWriter(WriteTarget(CatalogConfig(uri), Publication("x", "overwrite")), SCHEMA)
+    writer = DatasetWriter(WriteTarget(CatalogConfig(uri), Commit("x")), SCHEMA)
     written: list[Written] = []
     try:
         with pytest.MonkeyPatch.context() as patch:

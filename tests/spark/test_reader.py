@@ -28,8 +28,9 @@ from dissociated.spark.partitions import slices
 from dissociated.spark.reader import DatasetReader
 from dissociated.spark.request import Request
 from dissociated.spark.types import arrow_schema
+from dissociated.store.commit import StagedSegment
 from dissociated.store.store import Store
-from helpers import connections_left, wait_until
+from helpers import commit_of, connections_left, wait_until
 from processes import free_port
 from secret_sources import ERRORS, REFERENCE, SECRETS, SOURCES
 
@@ -430,14 +431,14 @@ def test_a_dataset_of_parts_on_two_nodes_has_a_partition_for_each(spark: SparkSe
                 with node.store.writer("part", TABLE.schema) as writer:
                     for batch in some.to_batches():
                         writer.write(batch)
-                parts.append({"node": node.store.id, "segment": "part"})
-            client.commit("data", parts, "overwrite", TABLE.schema)
+                parts.append(StagedSegment("part", node.store.id))
+            client.commit(commit_of("data", parts, TABLE.schema))
             for partitions, found in ((1, 2), (4, 4)):
                 df = read(spark, "data", catalog.uri, partitions=partitions)
                 assert df.rdd.getNumPartitions() == found
                 assert df.toArrow() == TABLE
             b.close()
-            with pytest.raises(PySparkException, match="whose node says nothing any more"):
+            with pytest.raises(PySparkException, match="and no node there is alive"):
                 df.collect()
     finally:
         catalog.close()

@@ -21,7 +21,6 @@ from pyspark import TaskContext
 import dissociated as dis
 from certificates import Certificates
 from dissociated.catalog.local import LocalCatalog
-from dissociated.control.commit import Publication
 from dissociated.errors import CatalogError, CatalogUnreachable, StoreError
 from dissociated.node.launch import running
 from dissociated.node.node import Node
@@ -30,6 +29,7 @@ from dissociated.spark.reader import DatasetReader
 from dissociated.spark.request import Request
 from dissociated.spark.target import WriteTarget
 from dissociated.spark.writer import DatasetWriter, Written
+from dissociated.store.commit import Commit
 from dissociated.store.store import Store
 from helpers import PATIENCE, wait_until
 from processes import Start, free_port
@@ -53,7 +53,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def writing(uri: str, mode: str = "overwrite") -> DatasetWriter:
-    return DatasetWriter(WriteTarget(CatalogConfig(uri), Publication("x", mode)), SCHEMA)
+    return DatasetWriter(WriteTarget(CatalogConfig(uri), Commit("x", mode=mode)), SCHEMA)
 
 
 def staged(stage: Path) -> list[str]:
@@ -161,7 +161,7 @@ def test_a_commit_after_the_abort_is_refused(catalog: str, run: Run) -> None:
     writer = writing(catalog)
     message = run(writer)
     writer.abort([])
-    with pytest.raises(CatalogError, match=r"'x' has been aborted: write it again"):
+    with pytest.raises(CatalogError, match=r"the commit of 'x' was aborted: write its segments again"):
         writer.commit([message])
     with dis.connect(catalog) as client:
         assert client.list() == []
@@ -358,7 +358,7 @@ def test_a_guarded_catalog_has_guarded_nodes_which_tasks_start(
     catalog = start("catalog", "--db", tmp_path / "db", "--listen", "grpc+tls://127.0.0.1:0", *protection)
     place = on_host("one")
     guarded = CatalogConfig(catalog.uri, str(token), certified.roots)
-    writer = DatasetWriter(WriteTarget(guarded, Publication("x")), SCHEMA)
+    writer = DatasetWriter(WriteTarget(guarded, Commit("x")), SCHEMA)
     with pytest.raises(StoreError, match=r"no node could be started for .* is not to be trusted"):
         run(writer, 1)
     where = ["--listen", "shm:", "--listen", "tls://127.0.0.1:0", "--flight", "grpc+tls://127.0.0.1:0"]

@@ -13,6 +13,7 @@ import dissociated as dis
 from dissociated.errors import DissociatedError
 from dissociated.node.node import Node
 from dissociated.store.store import Store
+from helpers import commit_of
 from support.injection import Fault, SQLiteFault
 
 SCHEMA = pa.schema([("n", pa.int64())])
@@ -68,7 +69,7 @@ def take_in_store(store: Store, step: Step) -> None:
     if mode != "drop":
         with store.writer(key, SCHEMA) as writer:
             writer.write(pa.record_batch([pa.array(numbers, pa.int64())], SCHEMA))
-        version = store.commit(name, [key], key=key, append=mode == "append")
+        version = store.commit(commit_of(name, [key], mode="append" if mode == "append" else "overwrite", key=key))
     store.remove(*(one for one in store.named(name) if mode == "drop" or one != version))
 
 

@@ -20,7 +20,7 @@ import dissociated as dis
 from dissociated.errors import CatalogError, DatasetNotFound, StoreError
 from dissociated.store.eviction import Policy
 from dissociated.store.store import FORGOTTEN, Store
-from helpers import PATIENCE, case, files_below, wait_until
+from helpers import PATIENCE, case, commit_of, files_below, wait_until
 from processes import Fork
 from support.injection import Fault, calls, clock_step
 
@@ -137,7 +137,7 @@ def test_a_call_that_fails_while_room_is_made_loses_nothing_and_brings_nothing_b
                     try:
                         with first.writer(name, SCHEMA) as writer:
                             writer.write(pa.record_batch([pa.array(range(ROWS + number))], SCHEMA))
-                        first.commit(name, [name], key=name)
+                        first.commit(commit_of(name, [name], key=name))
                     except StoreError:
                         assert fault.came
                     else:

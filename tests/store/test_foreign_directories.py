@@ -13,7 +13,7 @@ from dissociated.node.launch import ensure, running
 from dissociated.store.eviction import Policy
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
-from helpers import case, leaving_nothing
+from helpers import case, commit_of, leaving_nothing
 
 SCHEMA = pa.schema([("n", pa.int64())])
 ROWS = pa.record_batch({"n": pa.array(range(1 << 15), pa.int64())})
@@ -44,7 +44,7 @@ def folder(memory: Path) -> Path:
 def put(store: Store, name: str, batch: pa.RecordBatch = ROWS) -> None:
     with store.writer("w", SCHEMA) as writer:
         writer.write(batch)
-    store.commit(name, ["w"], key=name)
+    store.commit(commit_of(name, ["w"], key=name))
 
 
 def test_a_folder_that_is_no_store_is_refused_and_stays_as_it_is(folder: Path, memory: Path) -> None:

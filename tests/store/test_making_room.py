@@ -18,11 +18,11 @@ import dissociated as dis
 from dissociated.catalog.service import CatalogService
 from dissociated.errors import CatalogError, DissociatedError, StoreError, StoreFull
 from dissociated.node.node import Node
-from dissociated.store.directory import Version
 from dissociated.store.eviction import Policy
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
-from helpers import case, connections_left, wait_until
+from dissociated.store.version import Version
+from helpers import case, commit_of, connections_left, wait_until
 from machine import media
 from nodes import MIB, small_file_system
 from processes import Start
@@ -36,7 +36,7 @@ def put(store: Store, name: str, mib: int, append: bool = False) -> Version:
     with store.writer(key, SCHEMA) as writer:
         for _ in range(mib):
             writer.write(pa.record_batch({"n": pa.array([7] * (MIB // 8), pa.int64())}))
-    return store.commit(name, [key], key=key, append=append)
+    return store.commit(commit_of(name, [key], mode="append" if append else "overwrite", key=key))
 
 
 def names(store: Store) -> list[str]:

@@ -14,17 +14,16 @@ import pytest
 
 import dissociated as dis
 from dissociated.base.access import Unsigned
-from dissociated.catalog.backend import CommitRequest
 from dissociated.catalog.service import CatalogService
 from dissociated.catalog.store_backend import StoreBackend
 from dissociated.datasets.registry import Registry
 from dissociated.errors import DatasetNotFound, DissociatedError
 from dissociated.node.node import Node
-from dissociated.store.directory import Version
 from dissociated.store.eviction import Policy
 from dissociated.store.segment_cache import OpenSegments, SegmentCache
 from dissociated.store.store import Store
-from helpers import PATIENCE, files_below
+from dissociated.store.version import Version
+from helpers import PATIENCE, commit_of, files_below
 from nodes import MIB, SCHEMA, put, read, table
 
 CHILD = """
@@ -108,7 +107,7 @@ def test_recent_ones_go_in_turn_and_one_stays_however_large(memory: Path) -> Non
         for name in "abc":
             with backend.writer(name, SCHEMA) as writer:
                 writer.write(table(1).to_batches()[0])
-            opened[name] = store.segments(store.commit(name, [name], key=name))
+            opened[name] = store.segments(store.commit(commit_of(name, [name], key=name)))
         for name in "ab":
             recent.put(name, opened[name])
         assert recent.get("a") is opened["a"]
@@ -169,7 +168,7 @@ def test_a_commit_that_nobody_could_read_leaves_nothing(memory: Path, monkeypatc
             with backend.writer(name, SCHEMA) as writer:
                 writer.write(table(1).to_batches()[0])
         with pytest.raises(DissociatedError, match="at most 1 can be shared"):
-            backend.prepare(CommitRequest("many", "key", ["a", "b"], SCHEMA))
+            backend.prepare(commit_of("many", ["a", "b"], SCHEMA, key="key"))
         assert store.versions() == []
 
 

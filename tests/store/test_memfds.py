@@ -23,7 +23,7 @@ from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.handover import hand_over
 from dissociated.store.store import Store
-from helpers import PATIENCE, Serve, descriptors, leaving_nothing, wait_until
+from helpers import PATIENCE, Serve, commit_of, descriptors, leaving_nothing, wait_until
 from memory.maps import origins
 from nodes import MIB, SCHEMA, kill, put, read, segments, spawn, staged, table
 from processes import Process, Start
@@ -68,7 +68,7 @@ def test_a_memfd_is_served_where_it_lies_until_the_store_is_closed(memory: Path)
     with leaving_nothing():
         with Store(memory / "store") as store:
             with memfd(table(1, 2)) as descriptor:
-                version = store.commit("d", [store.hand_over(descriptor)], key="k", tags={"of": "x"})
+                version = store.commit(commit_of("d", [store.hand_over(descriptor)], key="k", tags={"of": "x"}))
                 inode = os.fstat(descriptor).st_ino
             (segment,) = store.segments(version)
             assert os.fstat(segment.descriptor).st_ino == inode
@@ -111,7 +111,7 @@ def test_what_is_no_memfd_is_refused(memory: Path, tmp_path: Path) -> None:
 
 def test_a_memfd_that_holds_no_stream_is_refused_and_nothing_has_to_go_for_it(memory: Path) -> None:
     with leaving_nothing(), Store(memory / "store", 4 * MIB, Policy.EVICT) as store:
-        kept = store.commit("d", [handed(store, large(3))], key="k")
+        kept = store.commit(commit_of("d", [handed(store, large(3))], key="k"))
         with memfd(bytes(2 * MIB)) as descriptor, pytest.raises(StoreError, match="handed over: not an"):
             store.hand_over(descriptor)
         assert store.versions() == [kept]
@@ -119,7 +119,7 @@ def test_a_memfd_that_holds_no_stream_is_refused_and_nothing_has_to_go_for_it(me
 
 def test_what_was_handed_over_counts_for_as_long_as_somebody_has_it_mapped(memory: Path) -> None:
     with Store(memory / "store", 8 * MIB) as store:
-        version = store.commit("d", [handed(store, large(5))], key="k")
+        version = store.commit(commit_of("d", [handed(store, large(5))], key="k"))
         assert 5 * MIB <= store.usage().committed <= 6 * MIB
         again = handed(store, large(2))
         with memfd(large(3)) as descriptor, pytest.raises(StoreError, match=r"is full: it holds .* and the memory"):
@@ -142,11 +142,11 @@ def test_what_was_handed_over_counts_for_as_long_as_somebody_has_it_mapped(memor
 def test_the_same_memory_counts_once(memory: Path) -> None:
     with Store(memory / "store", 5 * MIB) as store, memfd(large(3)) as descriptor:
         for key in "ab":
-            store.commit(key, [store.hand_over(descriptor)], key=key)
+            store.commit(commit_of(key, [store.hand_over(descriptor)], key=key))
         assert store.usage().total < 4 * MIB
         held = store.segments(store.versions()[0])
         store.remove(*store.versions())
-        store.commit("c", [store.hand_over(descriptor)], key="c")  # a second time, from the trash
+        store.commit(commit_of("c", [store.hand_over(descriptor)], key="c"))  # a second time, from the trash
         del held
         store.remove(*store.versions())
         store.sweep()
@@ -168,11 +168,11 @@ def test_holes_count_for_what_they_take_when_they_are_read(memory: Path) -> None
 def test_memfds_are_evicted_and_spilled_as_files_are(memory: Path, tmp_path: Path) -> None:
     with Store(memory / "evict", 8 * MIB, Policy.EVICT) as store:
         for name in "abc":
-            store.commit(name, [handed(store, large(3))], key=name)
+            store.commit(commit_of(name, [handed(store, large(3))], key=name))
         assert [version.name for version in store.versions()] == ["b", "c"]
     with leaving_nothing():
         with Store(memory / "spill", 8 * MIB, Policy.SPILL, tmp_path / "disk") as store:
-            first, *_ = (store.commit(name, [handed(store, large(3))], key=name) for name in "abc")
+            first, *_ = (store.commit(commit_of(name, [handed(store, large(3))], key=name)) for name in "abc")
             assert store.spilled(first)
             assert store.usage().total <= 8 * MIB
             assert pa.ipc.open_stream(store.segments(first)[0].region.memory).read_all() == large(3)
@@ -183,13 +183,13 @@ def test_memfds_are_evicted_and_spilled_as_files_are(memory: Path, tmp_path: Pat
 def test_memfds_are_appended_where_they_lie_and_copied_where_they_meet_files(memory: Path) -> None:
     with leaving_nothing(), Store(memory / "store") as store:
         for key, numbers in ("1", (1, 2)), ("2", (3,)):
-            both = store.commit("d", [handed(store, table(*numbers))], key=key, append=True)
+            both = store.commit(commit_of("d", [handed(store, table(*numbers))], mode="append", key=key))
         assert [segment.backing for segment in store.segments(both)] == [Backing.SEALED] * 2
         store.remove(store.versions()[0])
         assert [segment.rows for segment in store.segments(both)] == [2, 1]
         with store.writer("file", SCHEMA) as writer:
             writer.write_table(table(4))
-        mixed = store.commit("d", ["file"], key="3", append=True)
+        mixed = store.commit(commit_of("d", ["file"], mode="append", key="3"))
         assert [segment.backing for segment in store.segments(mixed)] == [Backing.FILE] * 3
         assert [segment.rows for segment in store.segments(mixed)] == [2, 1, 1]
     with Store(memory / "store") as store:
@@ -217,7 +217,7 @@ fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHR
 with dis.connect(sys.argv[1]) as client:
     segment = client.hand_over(descriptor)
     if sys.argv[2] == "commit":
-        client.commit("d", [segment], "overwrite", table.schema)
+        client.commit(dis.Commit("d", [segment], table.schema))
     print("reached", flush=True)
     sys.stdin.readline()
 """
@@ -292,7 +292,7 @@ def test_handing_over_what_a_node_refuses_says_why(memory: Path, start: Start) -
             with memfd(data, seals) as descriptor, pytest.raises(StoreError, match=sentence):
                 client.hand_over(descriptor)
         with memfd(table(1, 2)) as descriptor:
-            client.commit("d", [client.hand_over(descriptor)], "overwrite", SCHEMA)
+            client.commit(commit_of("d", [client.hand_over(descriptor)], SCHEMA))
         assert read(node.uri, "d") == [1, 2]
 
 
@@ -325,7 +325,7 @@ def test_a_store_whose_path_is_too_long_for_sockets_takes_memory_too(tmp_path: P
         path = client.stage().handover
         assert not path.startswith(str(tmp_path))
         with memfd(table(1, 2)) as descriptor:
-            client.commit("d", [client.hand_over(descriptor)], "overwrite", SCHEMA)
+            client.commit(commit_of("d", [client.hand_over(descriptor)], SCHEMA))
         assert read(node.uri, "d", "shm") == [1, 2]
     assert not os.path.exists(path)
 

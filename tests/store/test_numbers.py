@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from dissociated.store.directory import Version
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
+from dissociated.store.version import Version
+from helpers import commit_of
 from nodes import MIB, SCHEMA, staged, table
 
 
@@ -18,7 +19,7 @@ def commit(store: Store, name: str, number: int, rows: Sequence[int] = (1,), pre
     with store.writer(f"{name} {number}", SCHEMA) as writer:
         for batch in table(*rows).to_batches():
             writer.write_batch(batch)
-    return store.commit(name, [f"{name} {number}"], key=f"{name} {number}", version=number, prepared=prepared)
+    return store.commit(commit_of(name, [f"{name} {number}"], key=f"{name} {number}", number=number), prepared=prepared)
 
 
 def removed(directory: Path) -> dict[str, tuple[int, bool]]:
@@ -142,4 +143,4 @@ def test_serials_grow_though_the_clock_was_set_back_and_nothing_is_left(
         store.remove(version)
     monkeypatch.setattr("time.time", lambda: 1000.0)
     with Store(memory) as store:
-        assert last < version.number < store.serial()
+        assert last < version.serial < store.serial()

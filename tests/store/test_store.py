@@ -23,12 +23,12 @@ import dissociated as dis
 from dissociated.cli import main
 from dissociated.errors import StoreError
 from dissociated.node.node import Node
-from dissociated.store.directory import Version
 from dissociated.store.eviction import Policy
 from dissociated.store.files import NewFile, StagedFile, claim_unused
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
-from helpers import PATIENCE, case, descriptors, leaving_nothing
+from dissociated.store.version import Version
+from helpers import PATIENCE, case, commit_of, descriptors, leaving_nothing
 from nodes import kill, small_file_system, spawn
 
 pytestmark = pytest.mark.usefixtures("forks")
@@ -56,7 +56,9 @@ def write_large(store: Store, name: str, mib: int) -> str:
 
 def put(store: Store, name: str, *numbers: int, append: bool = False) -> Version:
     key = os.urandom(8).hex()
-    return store.commit(name, [write(store, key, *numbers)], key=key, append=append)
+    return store.commit(
+        commit_of(name, [write(store, key, *numbers)], mode="append" if append else "overwrite", key=key)
+    )
 
 
 def numbers(store: Store, version: Version | None) -> list[int]:
@@ -80,7 +82,7 @@ def test_what_is_committed_is_there_when_the_store_is_opened_again(memory: Path)
     with leaving_nothing():
         with Store(memory) as store:
             names = [write(store, "a", 1, 2), write(store, "b", 3)]
-            version = store.commit("some", names, key="k", tags={"of": "x"}, ttl=7.0)
+            version = store.commit(commit_of("some", names, key="k", tags={"of": "x"}, ttl=7.0))
             assert os.listdir(store.staging) == []
             identity = store.id
         with Store(memory) as store:
@@ -119,24 +121,24 @@ def test_a_store_has_one_owner(memory: Path) -> None:
 def test_a_repeated_commit_does_nothing(memory: Path) -> None:
     with Store(memory) as store:
         name = write(store, "a", 1)
-        first = store.commit("some", [name], key="k")
-        assert store.commit("some", [name], key="k") == first
+        first = store.commit(commit_of("some", [name], key="k"))
+        assert store.commit(commit_of("some", [name], key="k")) == first
         assert store.versions() == [first]
     with Store(memory) as store:
-        assert store.commit("some", [name], key="k") == first
+        assert store.commit(commit_of("some", [name], key="k")) == first
 
 
 def test_what_was_prepared_gives_way_to_another_attempt_with_the_same_key(memory: Path) -> None:
     with Store(memory) as store:
         gone: list[Version] = []
         store.eviction.on_evicted = gone.append
-        first = store.commit("some", [write(store, "a", 1)], key="k", prepared=True)
-        assert store.commit("some", ["a"], key="k", prepared=True) == first  # repeats the attempt
-        second = store.commit("some", [write(store, "b", 2)], key="k", prepared=True)
+        first = store.commit(commit_of("some", [write(store, "a", 1)], key="k"), prepared=True)
+        assert store.commit(commit_of("some", ["a"], key="k"), prepared=True) == first  # repeats the attempt
+        second = store.commit(commit_of("some", [write(store, "b", 2)], key="k"), prepared=True)
         assert (store.versions(), gone) == ([second], [first])
         assert numbers(store, second) == [2]
         store.confirm(second, whole=True)
-        published = store.commit("some", [write(store, "c", 3)], key="k", prepared=True)
+        published = store.commit(commit_of("some", [write(store, "c", 3)], key="k"), prepared=True)
         assert numbers(store, published) == [2]
         assert os.listdir(store.staging) == []
 
@@ -169,7 +171,7 @@ def test_append_keeps_what_was_there_in_one_more_version(memory: Path) -> None:
 
 def test_no_segments_still_make_a_dataset(memory: Path) -> None:
     with Store(memory) as store:
-        version = store.commit("none", [], key="k", schema=SCHEMA)
+        version = store.commit(commit_of("none", [], SCHEMA, key="k"))
         (segment,) = store.segments(version)
         assert (segment.rows, segment.schema) == (0, SCHEMA)
 
@@ -181,7 +183,7 @@ def test_a_commit_that_cannot_be_leaves_what_was_staged(memory: Path) -> None:
             pass
         for names, why in (([name, "missing"], "missing is not in .* any more"), ([name, "b"], "must have one schema")):
             with pytest.raises(StoreError, match=why):
-                store.commit("some", names, key="k")
+                store.commit(commit_of("some", names, key="k"))
         assert sorted(os.listdir(store.staging)) == ["a", "b"]
         assert store.versions() == []
 
@@ -191,7 +193,7 @@ def test_only_what_lies_in_the_staging_directory_can_be_named(memory: Path, name
     with Store(memory) as store:
         for act in (
             lambda: store.discard([name]),
-            lambda: store.commit("some", [name], key="k"),
+            lambda: store.commit(commit_of("some", [name], key="k")),
             lambda: store.reserve(name, 1),
             lambda: store.writer(name, SCHEMA),
         ):
@@ -226,10 +228,10 @@ def test_an_entry_that_is_damaged_or_foreign_is_set_aside_and_the_rest_is_served
                 assert numbers(store, good) == [1]
                 (aside,) = store.set_aside
                 assert str(aside).startswith(f"{str(entry)!r} is set aside: its manifest.json is damaged")
-                assert aside.number == other.number
+                assert aside.serial == other.serial
                 assert store.usage().aside > 0
                 late = put(store, "late", 3)
-                assert late.number > other.number
+                assert late.serial > other.serial
                 store.remove(late)
             assert files(memory) == before
     manifest.write_bytes(written)
@@ -267,7 +269,7 @@ def test_what_is_no_version_is_set_aside_with_the_reason(memory: Path) -> None:
         assert {one.path.name: one.reason for one in store.set_aside} == reasons
         assert all(str(one).isprintable() and "remove" not in str(one) for one in store.set_aside)
         store.sweep()
-        assert put(store, "next", 2).number > 1 << 50
+        assert put(store, "next", 2).serial > 1 << 50
         assert {*before} < {*os.listdir(memory / "segments")}
 
 
@@ -317,9 +319,9 @@ def test_a_manifest_that_there_is_no_room_for_is_not_written_in_part(memory: Pat
 
     with Store(memory) as store:
         with full():
-            store.commit("some", [], key="k", schema=SCHEMA, tags=tags)
+            store.commit(commit_of("some", [], SCHEMA, key="k", tags=tags))
         assert store.versions() == []
-        prepared = store.commit("some", [], key="k", schema=SCHEMA, tags=tags, prepared=True)
+        prepared = store.commit(commit_of("some", [], SCHEMA, key="k", tags=tags), prepared=True)
         before = files(memory)
         with full():
             store.confirm(prepared, whole=True)
@@ -336,7 +338,7 @@ def test_a_manifest_that_there_is_no_room_for_is_not_written_in_part(memory: Pat
 
 def test_what_is_removed_stays_readable_and_counts_for_as_long_as_it_is_read(memory: Path) -> None:
     with Store(memory) as store:
-        version = store.commit("some", [write_large(store, "a", 3)], key="k")
+        version = store.commit(commit_of("some", [write_large(store, "a", 3)], key="k"))
         segments = list(store.segments(version))
         mapped = segments[0].region.memory
         store.remove(version)
@@ -351,31 +353,31 @@ def test_what_is_removed_stays_readable_and_counts_for_as_long_as_it_is_read(mem
 
 def test_what_was_written_long_ago_is_written_over_too(memory: Path) -> None:
     with Store(memory, limit=64 * MIB) as store:
-        version = store.commit("some", [write_large(store, "a", 3)], key="1")
+        version = store.commit(commit_of("some", [write_large(store, "a", 3)], key="1"))
         (path,) = store.directory.glob("segments/*/*.arrows")
         os.utime(path, (0, 0))
         inode = path.stat().st_ino
         store.remove(version)
         store.sweep()
-        store.commit("some", [write_large(store, "b", 3)], key="2")
+        store.commit(commit_of("some", [write_large(store, "b", 3)], key="2"))
         (path,) = store.directory.glob("segments/*/*.arrows")
         assert path.stat().st_ino == inode
 
 
 def test_the_pages_of_what_was_removed_are_written_over_only_when_nobody_reads_them(memory: Path) -> None:
     with Store(memory) as store:
-        version = store.commit("some", [write(store, "a", 1, 2, 3)], key="1")
+        version = store.commit(commit_of("some", [write(store, "a", 1, 2, 3)], key="1"))
         (path,) = store.directory.glob("segments/*/*.arrows")
         inode = path.stat().st_ino
         reader = pa.memory_map(str(path))  # any tool can read it
         store.remove(version)
-        again = store.commit("some", [write(store, "a", 9)], key="2")
+        again = store.commit(commit_of("some", [write(store, "a", 9)], key="2"))
         (path,) = store.directory.glob(f"segments/{again.id}/*.arrows")
         assert path.stat().st_ino != inode
         assert pa.ipc.open_stream(reader).read_all()["n"].to_pylist() == [1, 2, 3]
         reader.close()
         del reader
-        third = store.commit("some", [write(store, "a", 10)], key="3")
+        third = store.commit(commit_of("some", [write(store, "a", 10)], key="3"))
         (path,) = store.directory.glob(f"segments/{third.id}/*.arrows")
         assert path.stat().st_ino == inode
         assert numbers(store, third) == [10]
@@ -403,6 +405,7 @@ sys.stdin.read()
 #: A process that owns the store, commits without end, and reports each commit after it has returned.
 COMMITTER = """
 import itertools, os, sys, pyarrow as pa
+from dissociated.store.commit import Commit, StagedSegment
 from dissociated.store.store import Store
 schema = pa.schema([("n", pa.int64())])
 with Store(sys.argv[1]) as store:
@@ -413,7 +416,7 @@ with Store(sys.argv[1]) as store:
         with store.writer(staged, schema) as writer:
             writer.write(pa.record_batch({"n": pa.array([n], pa.int64())}))
         before = store.current("log")
-        store.commit("log", [staged], key=str(n), append=True)
+        store.commit(Commit("log", [StagedSegment(staged)], key=str(n), mode="append"))
         if before is not None and n % 3 == 0:
             store.remove(before)
         print(n, flush=True)
@@ -450,7 +453,7 @@ def test_the_segment_of_a_writer_killed_after_it_was_whole_can_be_committed(memo
     kill(spawn(WRITER, memory, "after"))
     with Store(memory) as store:
         assert os.listdir(store.staging) == ["w"]
-        assert numbers(store, store.commit("some", ["w"], key="k")) == [5]
+        assert numbers(store, store.commit(commit_of("some", ["w"], key="k"))) == [5]
         assert os.listdir(store.staging) == []
 
 
@@ -491,7 +494,7 @@ def _pad(memory: Path, count: int) -> None:
     with Store(memory) as store:
         while len(store.versions()) < count:
             key = os.urandom(8).hex()
-            store.commit(f"pad{key}", [], key=key, schema=SCHEMA)
+            store.commit(commit_of(f"pad{key}", [], SCHEMA, key=key))
 
 
 # Room
@@ -499,14 +502,14 @@ def _pad(memory: Path, count: int) -> None:
 
 def test_a_full_store_refuses_with_numbers_and_says_what_to_do(memory: Path) -> None:
     with Store(memory, limit=8 * MIB) as store:
-        store.commit("a", [write_large(store, "a", 3)], key="a")
+        store.commit(commit_of("a", [write_large(store, "a", 3)], key="a"))
         with pytest.raises(StoreError, match=r"is full: it holds [\d,]+ bytes of at most 8,388,608.*drop datasets"):
             write_large(store, "b", 6)
         with pytest.raises(StoreError, match="it would never fit"), store.writer("c", SCHEMA) as writer:
             writer.write(batch(*[7] * (2 * MIB)))
         store.sweep()
         assert store.usage().total <= 8 * MIB
-        store.commit("b", [write_large(store, "b", 3)], key="b")
+        store.commit(commit_of("b", [write_large(store, "b", 3)], key="b"))
         assert [version.name for version in store.versions()] == ["a", "b"]
 
 
@@ -528,7 +531,7 @@ def test_what_was_written_without_reserving_is_not_committed(memory: Path) -> No
             for _ in range(6):
                 writer.write(batch(*[7] * (MIB // 8)))
         with pytest.raises(StoreError, match="its limit is 4,194,304"):
-            store.commit("d", ["large"], key="k")
+            store.commit(commit_of("d", ["large"], key="k"))
         assert store.versions() == []
         store.discard(["large"])
         assert numbers(store, put(store, "d", 1, 2)) == [1, 2]
@@ -538,9 +541,9 @@ def test_what_was_replaced_goes_first_under_every_policy(memory: Path) -> None:
     with Store(memory, limit=14 * MIB) as store:
         gone: list[Version] = []
         store.eviction.on_evicted = gone.append
-        old = store.commit("a", [write_large(store, "1", 5)], key="1")
-        new = store.commit("a", [write_large(store, "2", 5)], key="2")
-        store.commit("b", [write_large(store, "3", 5)], key="3")
+        old = store.commit(commit_of("a", [write_large(store, "1", 5)], key="1"))
+        new = store.commit(commit_of("a", [write_large(store, "2", 5)], key="2"))
+        store.commit(commit_of("b", [write_large(store, "3", 5)], key="3"))
         assert gone == [old]
         assert [version.name for version in store.versions()] == ["a", "b"]
         assert store.current("a") == new
@@ -552,7 +555,7 @@ def test_evict_removes_the_oldest_that_nobody_reads(memory: Path) -> None:
         store.eviction.on_evicted = lambda version: gone.append(version.name)
         store.eviction.in_use = lambda version: version.name == "a"
         for name in "abc":
-            store.commit(name, [write_large(store, name, 5)], key=name)
+            store.commit(commit_of(name, [write_large(store, name, 5)], key=name))
         assert gone == ["b"]
         store.eviction.in_use = lambda version: True
         with pytest.raises(StoreError, match="what is left is being read"):
@@ -566,22 +569,24 @@ def test_spill_moves_the_oldest_to_disk_where_it_is_served_from(memory: Path) ->
     with Store(home, limit=14 * MIB, policy=Policy.SPILL, spill=disk) as store:
         moved: list[str] = []
         store.eviction.on_spilled = lambda version: moved.append(version.name)
-        a = store.commit("a", [write_large(store, "a", 5)], key="a")
+        a = store.commit(commit_of("a", [write_large(store, "a", 5)], key="a"))
         before = store.segments(a)[0].region.memory
         reader = pa.ipc.open_stream(before)
         for name in "bc":
-            store.commit(name, [write_large(store, name, 5)], key=name)
+            store.commit(commit_of(name, [write_large(store, name, 5)], key=name))
         assert moved == ["b"]  # moving the other, which is mapped, would free nothing
         assert reader.read_all().num_rows == 5 * MIB // 8
         del before, reader
-        store.commit("d", [write_large(store, "d", 5)], key="d")
+        store.commit(commit_of("d", [write_large(store, "d", 5)], key="d"))
         assert moved == ["b", "a"]
         assert [version.name for version in store.versions()] == ["a", "b", "c", "d"]
         assert str(disk) in store.segments(a)[0].name
         assert pa.ipc.open_stream(store.segments(a)[0].region.memory).read_all().num_rows == 5 * MIB // 8
         assert store.usage().spilled >= 10 * MIB
         assert store.usage().total <= 14 * MIB
-        grown = store.commit("a", [write(store, "more", 1)], key="more", append=True)  # from disk, by a copy
+        grown = store.commit(
+            commit_of("a", [write(store, "more", 1)], mode="append", key="more")
+        )  # from disk, by a copy
         assert grown.rows == 5 * MIB // 8 + 1
     with Store(home, limit=14 * MIB, policy=Policy.SPILL, spill=disk) as store:
         assert [version.name for version in store.versions()] == ["a", "b", "c", "d", "a"]
@@ -606,6 +611,7 @@ SMALL = """
 import os, sys
 import pyarrow as pa
 from dissociated.errors import StoreError, StoreFull
+from dissociated.store.commit import Commit, StagedSegment
 from dissociated.store.eviction import Policy
 from dissociated.store.segment import Segment
 from dissociated.store.store import Store
@@ -621,7 +627,7 @@ def write(store, name, mib):
     return name
 
 with Store(root + "/store") as store:
-    store.commit("a", [write(store, "a", 3)], key="a")
+    store.commit(Commit("a", [StagedSegment(write(store, "a", 3))], key="a"))
     try:
         write(store, "b", 30)
     except StoreError as error:
@@ -631,16 +637,16 @@ with Store(root + "/store") as store:
     print(pa.ipc.open_stream(segment.region.memory).read_all().num_rows)
     del segment
 with Store(root + "/store", policy=Policy.EVICT) as store:
-    store.commit("b", [write(store, "b", 5)], key="b")
+    store.commit(Commit("b", [StagedSegment(write(store, "b", 5))], key="b"))
     print([version.name for version in store.versions()])
     segment = Segment.in_memory("m", pa.Table.from_batches([batch] * 3).to_reader())
-    store.commit("m", [store.hand_over(segment.descriptor)], key="m")
+    store.commit(Commit("m", [StagedSegment(store.hand_over(segment.descriptor))], key="m"))
     try:
         store.ensure_room("c", 9 << 20)  # for which memory that lies elsewhere is of no use
     except StoreFull:
         print([version.name for version in store.versions()])
 with Store(root + "/store", limit=9 << 20, policy=Policy.EVICT) as store:
-    store.commit("c", [write(store, "c", 2)], key="c")
+    store.commit(Commit("c", [StagedSegment(write(store, "c", 2))], key="c"))
     held = store.segments(store.current("b"))
     store.eviction.in_use = lambda version: version.name == "b"
     try:

@@ -18,7 +18,7 @@ from dissociated.memory.shared import Backing, seal
 from dissociated.node.node import Node
 from dissociated.store.stage import Stage
 from dissociated.store.store import Store
-from helpers import PATIENCE, case
+from helpers import PATIENCE, case, commit_of
 from nodes import SCHEMA, put, read, table
 
 
@@ -58,7 +58,7 @@ def test_what_is_no_regular_file_is_refused_and_blocks_nothing(memory: Path, tmp
                         if part:
                             os.rename(staging / name, staging / (name + part))
                         with pytest.raises(DissociatedError, match=why):
-                            client.commit("d", [name + part], "overwrite", SCHEMA)
+                            client.commit(commit_of("d", [name + part], SCHEMA))
                         with pytest.raises(DissociatedError, match=why):
                             client.reserve(name + part, 1, 1)
             node.store.sweep()  # the files look like parts without a writer
@@ -99,6 +99,6 @@ def test_those_who_say_nothing_hold_up_no_hand_over(memory: Path) -> None:
             writer.write_table(table(3))
         seal(descriptor, Backing.SEALED)
         began = time.monotonic()
-        client.commit("d", [client.hand_over(descriptor)], "overwrite", SCHEMA)
+        client.commit(commit_of("d", [client.hand_over(descriptor)], SCHEMA))
         assert time.monotonic() - began < 4.0  # less than the timeout for the first silent peer
         assert read(node.uri, "d") == [3]

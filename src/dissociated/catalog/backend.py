@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,11 +20,14 @@ from dissociated.codec.options import WriteOptions
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.static import SegmentsDataset
 from dissociated.errors import CatalogError, StoreError
-from dissociated.store.directory import SetAside, Version
+from dissociated.store.commit import Commit
+from dissociated.store.directory import SetAside
 from dissociated.store.numbers import Removed
 from dissociated.store.places import Usage
 from dissociated.store.segment import Segment, SegmentWriter
 from dissociated.store.stage import Stage
+from dissociated.store.store import Store
+from dissociated.store.version import Version
 
 
 @dataclass(frozen=True)
@@ -42,35 +45,35 @@ class Prepared:
     serial: int = 0
 
 
-@dataclass(frozen=True)
-class CommitRequest:
-    """The request of a writer to publish staged segments.
+class NoStore:
+    """The store of a backend whose segments do not outlive the process. See `Store`."""
 
-    Attributes:
-        name: The name of the dataset.
-        key: The key of the commit, which is unique to it. A repeated request has the same key.
-        staged: The names of the segments in the directory of the backend.
-        schema: The schema of the dataset, for a commit without segments.
-        append: Whether the segments follow those of `previous`.
-        whole: Whether the segments are the whole dataset. If False, another catalog decides whether they are published.
-        previous: The current version of the dataset, if the commit appends to it.
-        tags: The tags of the version.
-        ttl: The time to live in seconds; None if the version does not expire.
-        version: The number of the version, which the catalog assigned.
-        catalog: The id of that catalog, which differs from the id of every other catalog.
-    """
+    changes = 0
+    set_aside: Sequence[SetAside] = ()
 
-    name: str
-    key: str
-    staged: Sequence[str]
-    schema: pa.Schema
-    append: bool = False
-    whole: bool = True
-    previous: Dataset | None = None
-    tags: Mapping[str, str] = field(default_factory=dict)
-    ttl: float | None = None
-    version: int = 0
-    catalog: int = 0
+    def versions(self) -> list[Version]:
+        return []
+
+    def named(self, name: str) -> list[Version]:
+        return []
+
+    def removed(self) -> Mapping[str, Removed]:
+        return {}
+
+    def prepared(self) -> list[Version]:
+        return []
+
+    def version(self, id: str) -> Version | None:
+        return None
+
+    def changed(self, since: int) -> list[str] | None:
+        return []
+
+    def serial(self) -> int:
+        return 0
+
+    def usage(self) -> Usage | None:
+        return None
 
 
 class Backend(ABC):
@@ -86,8 +89,8 @@ class Backend(ABC):
     handover = ""
     #: Whether the backend has a stage. Without one, writers need the stage of another node.
     has_stage = True
-    #: The number of changes to the stored versions so far.
-    changes = 0
+    #: The store, whose versions outlive the process.
+    store: Store | NoStore
     #: A callback that receives each version that was evicted.
     on_evicted: Callable[[Version], None] = staticmethod(lambda version: None)
     #: A callback that receives each version that was spilled.
@@ -112,10 +115,16 @@ class Backend(ABC):
         """Make room for a segment, or raise. See `Store.ensure_room`."""
 
     @abstractmethod
-    def prepare(self, request: CommitRequest) -> Prepared:
-        """Make the requested segments ready to be published, all of them or none.
+    def prepare(self, commit: Commit, previous: Dataset | None = None, *, whole: bool = True) -> Prepared:
+        """Make the segments of a commit ready to be published, all of them or none.
 
-        A repeated request with the same key returns the result of the first.
+        A repeated call with the same key returns the result of the first.
+
+        Args:
+            commit: The commit. Its segments are in the directory of this backend.
+            previous: The current version of the dataset, if the commit appends to it.
+            whole: Whether the segments are the whole dataset. If False, another catalog decides whether they are
+                published.
 
         Raises:
             CatalogError: This backend has no stage.
@@ -125,77 +134,38 @@ class Backend(ABC):
 
     def load_version(self, version: Version) -> Prepared:
         """Return a stored version in a form that can be served. Raise SourceError if it cannot be read."""
-        raise StoreError(f"{version.name!r} is in no store")
+        raise StoreError(f"{version.name!r} is not in a store")
 
-    def versions(self) -> list[Version]:
-        """Return all versions that outlive the process, in the order of their commits."""
-        return []
-
-    def named(self, name: str) -> list[Version]:
-        """Return the versions of a dataset. See `Store.named`."""
-        return []
-
-    def removed(self) -> Mapping[str, Removed]:
-        """Return the versions that are gone, by dataset. See `Store.removed`."""
-        return {}
-
-    def unconfirmed(self) -> list[Version]:
-        """Return the versions whose publication is not confirmed. See `Store.prepared`."""
-        return []
-
-    def version(self, id: str) -> Version | None:
-        """Return the version with this id. See `Store.version`."""
-        return None
-
-    def changed(self, since: int) -> list[str] | None:
-        """Return the ids of the versions that changed after `since` changes; None if unknown. See `Store.changed`."""
-        return []
-
-    def serial(self) -> int:
-        """Return a number above the serials of all versions so far, and below all later serials."""
-        return 0
-
-    def usage(self) -> Usage | None:
-        """Return the bytes in use and their limit, or None if the backend has no store. See `Store.usage`."""
-        return None
-
-    def set_aside(self) -> Sequence[SetAside]:
-        """Return the entries that could not be read when the store was opened. See `Store.set_aside`."""
-        return ()
-
-    @abstractmethod
     def staged(self) -> list[str]:
         """Return the names of the segments in the directory, including segments that are still being written."""
+        return []
 
-    @abstractmethod
     def discard(self, names: Iterable[str]) -> None:
         """Remove the named segments, if they exist.
 
         A writer of a removed segment gets an error, or finds the segment missing.
         """
 
-    @abstractmethod
     def remove(self, ids: Iterable[str]) -> None:
-        """Remove prepared versions that are no longer needed. Their readers are not disturbed."""
+        """Remove prepared versions that are no longer needed. Their readers are not disturbed.
+
+        Without a store, their memory is released with the dataset.
+        """
 
     def refuse(self, id: str) -> None:
         """Remove a prepared version that will not be published, now or, if that fails, in a later `sweep`."""
-        self.remove([id])
 
-    @abstractmethod
     def confirm(self, published: Mapping[str, bool], numbers: Mapping[str, int] | None = None) -> None:
-        """Record that prepared versions were published.
+        """Record in the store that prepared versions were published.
 
         Args:
             published: For each id, True if it was published as a whole dataset and False if as a part of one.
             numbers: The version numbers of the ids that had none.
         """
 
-    @abstractmethod
     def sweep(self) -> None:
         """Remove segments that killed writers left behind."""
 
-    @abstractmethod
     def close(self) -> None:
         """Release the directory."""
 
@@ -207,6 +177,7 @@ class NoBackend(Backend):
 
     def __init__(self) -> None:
         self.id = secrets.token_hex(8)
+        self.store = NoStore()
 
     @property
     def directory(self) -> Path:
@@ -218,24 +189,11 @@ class NoBackend(Backend):
     def reserve(self, name: str, size: int, wish: int) -> int:
         raise self._refusal("the node that the segment is on")
 
-    def prepare(self, request: CommitRequest) -> Prepared:
+    def prepare(self, commit: Commit, previous: Dataset | None = None, *, whole: bool = True) -> Prepared:
         raise self._refusal()
 
     def _refusal(self, whom: str = "one of its nodes") -> CatalogError:
         return CatalogError(f"this catalog has no stage of its own: ask {whom}")
-
-    def staged(self) -> list[str]:
-        return []
-
-    def discard(self, names: Iterable[str]) -> None: ...
-
-    def remove(self, ids: Iterable[str]) -> None: ...
-
-    def confirm(self, published: Mapping[str, bool], numbers: Mapping[str, int] | None = None) -> None: ...
-
-    def sweep(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class StageBackend(Backend):
@@ -244,6 +202,7 @@ class StageBackend(Backend):
     def __init__(self) -> None:
         self._stage = Stage()
         self.id = self._stage.id
+        self.store = NoStore()
 
     @property
     def directory(self) -> Path:
@@ -252,27 +211,20 @@ class StageBackend(Backend):
     def writer(self, name: str, schema: pa.Schema, options: WriteOptions | None = None) -> SegmentWriter:
         return SegmentWriter(self._stage.path(name), schema, options)
 
-    def prepare(self, request: CommitRequest) -> Prepared:
-        previous = request.previous.appendable() if request.append and request.previous is not None else ()
-        segments = [*previous, *self._stage.take([*request.staged], self.max_metadata)]
+    def prepare(self, commit: Commit, previous: Dataset | None = None, *, whole: bool = True) -> Prepared:
+        earlier = () if previous is None else previous.appendable()
+        segments = [*earlier, *self._stage.take(commit.segment_names, self.max_metadata)]
         if not segments:
-            segments = [Segment.in_memory(request.name, request.schema.empty_table().to_reader())]
-        return Prepared(secrets.token_hex(8), SegmentsDataset(request.name, segments))
+            if commit.schema is None:
+                raise StoreError(f"the commit of {commit.name!r} has neither segments nor a schema: add the schema")
+            segments = [Segment.in_memory(commit.name, commit.schema.empty_table().to_reader())]
+        return Prepared(secrets.token_hex(8), SegmentsDataset(commit.name, segments))
 
     def staged(self) -> list[str]:
         return self._stage.names()
 
     def discard(self, names: Iterable[str]) -> None:
         self._stage.discard([*names])
-
-    def remove(self, ids: Iterable[str]) -> None:
-        pass  # Segments have no names here: their memory is released with the dataset.
-
-    def confirm(self, published: Mapping[str, bool], numbers: Mapping[str, int] | None = None) -> None:
-        pass  # No segment outlives the database of the catalog.
-
-    def sweep(self) -> None:
-        pass  # A segment gets its name only when it is complete.
 
     def close(self) -> None:
         self._stage.close()

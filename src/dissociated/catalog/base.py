@@ -6,12 +6,11 @@ the node belongs to. This module has their common code, which manages the datase
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -19,19 +18,17 @@ import pyarrow.flight as flight
 
 from dissociated.base.access import Security
 from dissociated.base.host import boot_id, directory_id, host_name
-from dissociated.catalog.backend import CommitRequest, Prepared
+from dissociated.catalog.backend import Prepared
 from dissociated.catalog.holdings import Holdings
+from dissociated.codec import schemas
 from dissociated.codec.split import BatchAndMetadata
-from dissociated.control import schemas
-from dissociated.control.commit import Publication
 from dissociated.control.flight_streams import receive_put
-from dissociated.control.messages import part_to_json
-from dissociated.control.records import NodeRecord
 from dissociated.datasets.base import Dataset
 from dissociated.errors import CatalogError, DissociatedError
 from dissociated.monitoring.status import NodeStatus, ServerStatus
 from dissociated.protocol.request import parse_identifier
-from dissociated.store.directory import Version
+from dissociated.store.commit import Commit, StagedSegment
+from dissociated.store.version import NodeRecord, Version
 
 _log = logging.getLogger(__name__)
 
@@ -150,7 +147,7 @@ class Catalog(ABC):
         """
 
     @abstractmethod
-    def commit(self, body: Mapping[str, Any]) -> None:
+    def commit(self, commit: Commit) -> None:
         """Publish segments, which may be on several nodes, as one dataset, all of them or none.
 
         Raises:
@@ -158,19 +155,11 @@ class Catalog(ABC):
             DissociatedError: A node failed, with the error of that node.
         """
 
-    def _parse_commit(self, body: Mapping[str, Any]) -> tuple[Publication, str, list[tuple[str, str]]]:
-        """Return the publication, the key of its commit, and its segments as pairs of node and segment name."""
-        publication = Publication.parse({**body, "mode": "append" if body["append"] else "overwrite"})
-        segments = [
-            (str(one["node"]), str(one["segment"])) if isinstance(one, dict) else (self._own_node_id(), str(one))
-            for one in body["segments"]
-        ]
-        return publication, str(body.get("key") or _commit_key(publication.name, segments)), segments
-
-    def _own_node_id(self) -> str:
-        if not self._backend.has_stage:
-            raise CatalogError("this catalog has no stage of its own: say which node each segment is on")
-        return self.node.id
+    def _resolved(self, commit: Commit) -> Commit:
+        """Return a commit with a key, and with the node of each segment."""
+        if not self._backend.has_stage and not (commit.segments and all(segment.node for segment in commit.segments)):
+            raise CatalogError("this catalog has no stage of its own: add the node of each segment")
+        return commit.resolved(self.node.id)
 
     @abstractmethod
     def drop(self, name: str) -> None:
@@ -194,56 +183,31 @@ class Catalog(ABC):
         An incomplete stream leaves nothing behind. A stream is incomplete if `cancelled` returns True at its end, or if
         the command announces an end marker and the marker is missing or wrong.
         """
-        Publication.parse(command)  # Check the command before any data moves.
-        return self._put(command, reader.schema, receive_put(reader, cancelled, bool(command.get("end"))))
+        commit = Commit.parse_options(command, reader.schema)  # Check the command before any data moves.
+        return self._put(commit, command, receive_put(reader, cancelled, bool(command.get("end"))))
 
-    def _put(self, command: Mapping[str, Any], schema: pa.Schema, pairs: Iterator[BatchAndMetadata]) -> dict[str, Any]:
-        segment = f"{secrets.token_hex(16)}.arrows"
+    def _put(self, commit: Commit, command: Mapping[str, Any], pairs: Iterator[BatchAndMetadata]) -> dict[str, Any]:
+        segment = StagedSegment(f"{secrets.token_hex(16)}.arrows", self.node.id)
         if isinstance(size := command.get("nbytes"), int):
-            self._backend.ensure_room(command["name"], size)
-        with self._backend.writer(segment, schema) as writer:
+            self._backend.ensure_room(commit.name, size)
+        with self._backend.writer(segment.name, commit.schema) as writer:
             for batch, metadata in pairs:
                 writer.write_batch(batch, metadata)
-        written = {"node": self.node.id, "segment": segment}
         if not command.get("staged"):
             try:
-                self._commit_put(command, schema, written)
+                self.commit(replace(commit, segments=[segment]))
             except BaseException:
-                self.discard([segment])
+                self.discard([segment.name])
                 raise
-        return {**written, "rows": writer.rows}
-
-    def _commit_put(self, command: Mapping[str, Any], schema: pa.Schema, segment: Mapping[str, str]) -> None:
-        self.commit(
-            {
-                "name": command["name"],
-                "segments": [segment],
-                "append": command.get("mode") == "append",
-                "schema": schemas.to_base64(schema),
-                "key": command.get("key"),
-                "tags": command.get("tags"),
-                "ttl": command.get("ttl"),
-            }
-        )
+        return {"node": segment.node, "segment": segment.name, "rows": writer.rows}
 
     def prepare(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Make segments on this node ready to be published by another catalog."""
-        prepared = self._backend.prepare(
-            CommitRequest(
-                str(body["name"]),
-                str(body["key"]),
-                [str(one) for one in body["segments"]],
-                schemas.from_base64(body["schema"]),
-                whole=False,
-                tags=body.get("tags") or {},
-                ttl=body.get("ttl"),
-                version=int(body.get("version") or 0),
-                catalog=int(body.get("catalog") or 0),
-            )
-        )
+        commit = Commit.parse({**body, "append": False})  # The catalog itself appends this part to the earlier parts.
+        prepared = self._backend.prepare(commit, whole=False)
         self.holdings.serve(prepared)
         return {
-            "part": part_to_json(self.holdings.describe_part(prepared)),
+            "part": self.holdings.describe_part(prepared).to_json(),
             "schema": schemas.to_base64(prepared.dataset.schema),
         }
 
@@ -294,9 +258,9 @@ class Catalog(ABC):
             except (DissociatedError, OSError) as error:
                 # Log only the text of the error. A handler that keeps records would keep the traceback too, and with it
                 # the memory that its frames have mapped.
-                _log.warning("%s: %s; it is tried again", self.node.flight, str(error))
+                _log.warning("cleanup failed, it is tried again: catalog=%s error=%s", self.node.flight, str(error))
             except Exception:
-                _log.exception("%s: what is over was not looked at", self.node.flight)
+                _log.exception("cleanup failed, it is tried again: catalog=%s", self.node.flight)
 
     # Messages of nodes
 
@@ -323,13 +287,15 @@ class Catalog(ABC):
 
     def start(self) -> None:
         """Serve the versions in the store."""
-        for version in self._backend.versions():
+        for version in self._backend.store.versions():
             try:
                 prepared = self._backend.load_version(version)
                 self.holdings.serve(prepared)
                 self._restore(version, prepared)
             except DissociatedError as error:
-                _log.error("%s is in the store and cannot be served: %s", version.name, error)
+                _log.error(
+                    "serving a stored version failed: dataset=%r version=%s error=%s", version.name, version.id, error
+                )
 
     @abstractmethod
     def join(self) -> None:
@@ -393,16 +359,6 @@ class Catalog(ABC):
             [*self.node_status()],
             self.holdings.store_status(),
         )
-
-
-def _commit_key(name: str, segments: Sequence[tuple[str, str]]) -> str:
-    """Return a key for a commit of a client that sends none.
-
-    It is derived from the names of the segments, which are unique. So a repeated call has the same key.
-    """
-    if not segments:
-        return secrets.token_hex(16)
-    return hashlib.sha256(json.dumps([name, segments]).encode()).hexdigest()
 
 
 def _commit_key_of(segment: str) -> str:

@@ -10,13 +10,15 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from dissociated.catalog.tables import Tables
 from dissociated.catalog.versions import Versions
-from dissociated.control.records import AnnouncedVersion, NodeRecord, Part, ReplicatedPart, VersionRecord
 from dissociated.errors import CatalogError, DatasetNotFound
 from dissociated.monitoring.changes import Change
+from dissociated.store.commit import Commit
 from dissociated.store.numbers import Removed
+from dissociated.store.version import NodeRecord, Part, Version
 
 #: The number of seconds after which a prepared part is released if its commit never came.
 PREPARE_TIMEOUT = 600.0
@@ -68,7 +70,7 @@ class Database:
     def register(
         self,
         node: NodeRecord,
-        announced: Sequence[AnnouncedVersion],
+        announced: Sequence[Version],
         digest: str,
         lives_until: float,
         serial: int = 0,
@@ -104,9 +106,9 @@ class Database:
                     digest,
                 ),
             )
-            present = {one.part.id for one in announced}
+            held_ids = {version.id for version in announced}
             for row in self._tables.all("SELECT id FROM parts WHERE node = ? AND serial <= ?", node.id, serial):
-                if row["id"] not in present:
+                if row["id"] not in held_ids:
                     versions.remove_missing(row["id"], node.host)
             self._record_removed(versions, removed or {})
             self._record_announced(versions, announced)
@@ -117,19 +119,19 @@ class Database:
         for name, last in removed.items():
             versions.record_removed(name, last)
 
-    def _record_announced(self, versions: Versions, announced: Sequence[AnnouncedVersion]) -> None:
+    def _record_announced(self, versions: Versions, announced: Sequence[Version]) -> None:
         """Record versions that a node holds."""
-        for one in sorted(announced, key=lambda one: (one.version, one.part.serial)):
-            if not one.whole:
-                self._tables.run("DELETE FROM unsettled WHERE part = ?", (one.part.id,))
-            elif one.schema and not one.prepared and not self._is_known(one):
-                versions.learn(one)
-            versions.use_number(one.name, one.version)
+        for version in sorted(announced, key=lambda version: (version.number, version.serial)):
+            if not version.whole:
+                self._tables.run("DELETE FROM unsettled WHERE part = ?", (version.id,))
+            elif version.schema and not version.prepared and not self._is_known(version):
+                versions.learn(version)
+            versions.use_number(version.name, version.number)
 
-    def _is_known(self, one: AnnouncedVersion) -> bool:
+    def _is_known(self, version: Version) -> bool:
         return bool(
-            self._tables.all("SELECT 1 FROM parts WHERE id = ?", one.part.id)
-            or self._tables.all("SELECT 1 FROM commits WHERE key = ?", one.key)
+            self._tables.all("SELECT 1 FROM parts WHERE id = ?", version.id)
+            or self._tables.all("SELECT 1 FROM commits WHERE key = ?", version.key)
         )
 
     def touch_node(
@@ -139,7 +141,7 @@ class Database:
         lives_until: float,
         *,
         since: str | None = None,
-        announced: Sequence[AnnouncedVersion] = (),
+        announced: Sequence[Version] = (),
         gone: Sequence[str] = (),
     ) -> bool:
         """Record a heartbeat of a node, with its changes since the last one.
@@ -157,10 +159,10 @@ class Database:
             must register.
         """
         with self._transaction() as versions:
-            known = self._tables.all(
+            rows = self._tables.all(
                 "SELECT host FROM nodes WHERE id = ? AND digest = ?", node, digest if since is None else since
             )
-            if not known:
+            if not rows:
                 return False
             self._tables.run(
                 "UPDATE nodes SET seen = ?, lives_until = ?, digest = ? WHERE id = ?",
@@ -168,7 +170,7 @@ class Database:
             )
             for part in gone:
                 if self._tables.all("SELECT 1 FROM parts WHERE id = ? AND node = ?", part, node):
-                    versions.remove_missing(part, known[0]["host"])
+                    versions.remove_missing(part, rows[0]["host"])
             self._record_announced(versions, announced)
             versions.expire(versions.now)
             return True
@@ -213,19 +215,20 @@ class Database:
         with self._transaction() as versions:
             return [versions.node(row) for row in self._tables.all("SELECT * FROM nodes ORDER BY id")]
 
-    def unreferenced_parts(self, node: str, announced: Sequence[AnnouncedVersion] = ()) -> list[str]:
+    def unreferenced_parts(self, node: str, announced: Sequence[Version] = ()) -> list[str]:
         """Return the parts of a node that belong to no version, or were prepared for a commit that never came."""
         with self._transaction() as versions:
             # CROSS JOIN makes SQLite start with the few unused parts, in place of all parts.
             rows = self._tables.all("SELECT id FROM unused CROSS JOIN parts ON id = part WHERE node = ?", node)
             unreferenced = {row["id"] for row in rows}
-            for one in announced:
-                if self._tables.all("SELECT 1 FROM parts WHERE id = ?", one.part.id):
+            for version in announced:
+                if self._tables.all("SELECT 1 FROM parts WHERE id = ?", version.id):
                     continue
-                if not versions.is_resolved(one.key) and one.prepared and one.created + PREPARE_TIMEOUT < versions.now:
-                    versions.abort(one.key)  # If the commit still comes, it must fail, since its part is deleted.
-                if versions.is_resolved(one.key):
-                    unreferenced.add(one.part.id)
+                is_overdue = version.prepared and version.created + PREPARE_TIMEOUT < versions.now
+                if is_overdue and not versions.is_resolved(version.key):
+                    versions.abort(version.key)  # If the commit still comes, it must fail, since its part is deleted.
+                if versions.is_resolved(version.key):
+                    unreferenced.add(version.id)
             return sorted(unreferenced)
 
     def referenced_parts(self, node: str, parts: Iterable[str]) -> dict[str, bool]:
@@ -259,32 +262,21 @@ class Database:
 
     def publish(
         self,
-        name: str,
-        key: str,
+        commit: Commit,
         schema: bytes,
         parts: Sequence[Part],
-        *,
-        append: bool = False,
-        tags: Mapping[str, str] | None = None,
-        ttl: float | None = None,
         created: float | None = None,
         before: Sequence[str] = (),
-        version: int | None = None,
     ) -> int:
-        """Publish parts as the dataset `name`. A repeated `key` changes nothing.
+        """Publish parts as the version that a commit describes. A repeated commit changes nothing.
 
         Args:
-            name: The name of the dataset.
-            key: The key of the commit.
-            schema: The schema, serialized.
+            commit: The commit, with a key. Without a number, the version gets the next one.
+            schema: The schema of the parts, serialized.
             parts: The parts of the version.
-            append: Whether to append the parts to the current version.
-            tags: The tags of the version.
-            ttl: The time to live in seconds from `created`.
             created: The time of the commit in seconds since the epoch; by default now.
             before: The keys of earlier commits whose rows these parts contain too, oldest first. They count as
-                committed.
-            version: The number that `next_version` returned; by default the next number.
+                committed, and the parts replace the current version.
 
         Returns:
             The number of the version.
@@ -294,16 +286,16 @@ class Database:
                 version was lost, or the commit was aborted.
         """
         with self._transaction() as versions:
-            committed = self._tables.all("SELECT version FROM commits WHERE key = ?", key)
+            committed = self._tables.all("SELECT version FROM commits WHERE key = ?", commit.key)
             if committed:
                 return int(committed[0]["version"])
-            if versions.is_resolved(key):
-                raise CatalogError(f"what was to be published as {name!r} has been aborted: write it again")
-            number = versions.next_number(name, append) if version is None else version
-            id = versions.publish(
-                name, number, key, append, schema, parts, tags or {}, ttl, created or versions.now, before
-            )
-            versions.record_commit(id, append or bool(before))
+            if versions.is_resolved(commit.key):
+                raise CatalogError(f"the commit of {commit.name!r} was aborted: write its segments again")
+            number = commit.number or versions.next_number(commit.name, commit.append)
+            numbered = replace(commit, number=number)
+            version = Version.of(numbered, schema, created or versions.now, parts, before=tuple(before))
+            id = versions.publish(version, append=commit.append and not before)
+            versions.record_commit(id, commit.append)
             versions.expire(versions.now)
             return number
 
@@ -319,7 +311,7 @@ class Database:
         with self._transaction() as versions:
             return versions.next_number(name, append)
 
-    def learn(self, announced: AnnouncedVersion) -> int | None:
+    def learn(self, announced: Version) -> int | None:
         """Publish a version in the store of this process, unless it is known, aborted, replaced or dropped.
 
         The version keeps its number.
@@ -330,8 +322,8 @@ class Database:
         with self._transaction() as versions:
             if not self._is_known(announced) and not versions.is_resolved(announced.key):
                 versions.learn(announced)
-            versions.use_number(announced.name, announced.version)
-        return self.version_of(announced.part.id)
+            versions.use_number(announced.name, announced.number)
+        return self.version_of(announced.id)
 
     def record_removed(self, removed: Mapping[str, Removed]) -> None:
         """Record versions that are gone from the store of this process. See `register`."""
@@ -346,8 +338,8 @@ class Database:
         """Return the number of the latest version that has each of these parts, without parts that no version has."""
         with self._transaction():
             sql = "SELECT number FROM versions WHERE id = (SELECT max(version) FROM version_parts WHERE part = ?)"
-            found = {part: self._tables.all(sql, part) for part in parts}
-            return {part: int(rows[0]["number"]) for part, rows in found.items() if rows}
+            rows_by_part = {part: self._tables.all(sql, part) for part in parts}
+            return {part: int(rows[0]["number"]) for part, rows in rows_by_part.items() if rows}
 
     def committed(self, key: str) -> int | None:
         """Return the number of the version committed with this key, even if that version is gone, or None."""
@@ -373,14 +365,14 @@ class Database:
                 raise DatasetNotFound(f"no dataset {name!r} is published here")
             versions.remove("dropped", "it was asked for", "name = ?", name)
 
-    def datasets(self, prefix: str = "", tags: Mapping[str, str] | None = None) -> list[VersionRecord]:
+    def datasets(self, prefix: str = "", tags: Mapping[str, str] | None = None) -> list[Version]:
         """Return the datasets whose names begin with `prefix` and that have all of `tags`, sorted by name."""
         with self._transaction() as versions:
             rows = self._tables.all("SELECT * FROM versions WHERE replaced IS NULL ORDER BY name")
-            found = (versions.record(row) for row in rows if row["name"].startswith(prefix))
-            return [record for record in found if (tags or {}).items() <= record.tags.items()]
+            matching = (versions.record(row) for row in rows if row["name"].startswith(prefix))
+            return [version for version in matching if (tags or {}).items() <= version.tags.items()]
 
-    def find(self, name: str, version: int | None = None, retain: float = 0.0) -> VersionRecord:
+    def find(self, name: str, version: int | None = None, retain: float = 0.0) -> Version:
         """Return the dataset `name`, or an earlier version that still exists.
 
         Args:
@@ -402,13 +394,13 @@ class Database:
             versions.extend_promise(rows[0], retain)
             return versions.record(rows[0])
 
-    def versions(self, name: str) -> list[VersionRecord]:
+    def versions(self, name: str) -> list[Version]:
         """Return all versions of `name` that can still be read, oldest first."""
         with self._transaction() as versions:
             rows = self._tables.all("SELECT * FROM versions WHERE name = ? ORDER BY number", name)
             return [versions.record(row) for row in rows]
 
-    def find_by_ticket(self, ticket: bytes, retain: float = 0.0) -> tuple[VersionRecord, ReplicatedPart]:
+    def find_by_ticket(self, ticket: bytes, retain: float = 0.0) -> tuple[Version, Part]:
         """Return the latest version that has a part with this ticket, and the part. Raise DatasetNotFound."""
         with self._transaction() as versions:
             rows = self._tables.all(
@@ -421,5 +413,5 @@ class Database:
                     "no dataset has this ticket: it may have been replaced or dropped; look it up again"
                 )
             versions.extend_promise(rows[0], retain)
-            record = versions.record(rows[0])
-            return record, next(part for part in record.parts if part.ticket == ticket)
+            version = versions.record(rows[0])
+            return version, next(part for part in version.parts if part.ticket == ticket)

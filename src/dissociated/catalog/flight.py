@@ -31,6 +31,7 @@ from dissociated.errors import (
     log_message,
     peer_message,
 )
+from dissociated.store.commit import Commit
 
 _NOT_CANCELLABLE = b"\x08\x03"  # CancelFlightInfoResult { status: CANCEL_STATUS_NOT_CANCELLABLE }
 
@@ -94,9 +95,8 @@ def flight_errors(log: LimitedLog, context: Any) -> Iterator[None]:
         of_libarrow = isinstance(error, OSError) and error.errno is None
         if of_libarrow or isinstance(error, pa.ArrowException):  # The client sent invalid data, or has disconnected.
             raise flight.FlightServerError(str(error)) from None
-        why = "a call failed for a reason of ours"
-        log.write(logging.ERROR, why, event="complaint", peer=context.peer(), exc_info=True)
-        raise flight.FlightServerError("the catalog failed for a reason that its log tells") from None
+        log.write(logging.ERROR, "call failed, internal error", event="complaint", peer=context.peer(), exc_info=True)
+        raise flight.FlightServerError("the catalog failed: see its log") from None
 
 
 def _with_flight_errors(items: Iterator[Any], log: LimitedLog, context: Any) -> Iterator[Any]:
@@ -145,7 +145,7 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
         """Answer calls with `catalog` from now on."""
         self._actions |= _actions(catalog)
         self._binary |= {
-            "RenewFlightEndpoint": (catalog.renew, "keep the ticket of an endpoint good for longer"),
+            "RenewFlightEndpoint": (catalog.renew, "extend the lifetime of an endpoint's ticket"),
             "CancelFlightInfo": (_cancel, "nothing is computed for a FlightInfo, so there is nothing to cancel"),
         }
         self._catalog_future.set_result(catalog)
@@ -193,7 +193,7 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
             writer.write(pa.py_buffer(json.dumps(result).encode()))
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        raise NotAnswered("there is no DoExchange here: GetFlightInfo and DoGet read, DoPut publishes")
+        raise NotAnswered("DoExchange is not supported: read with GetFlightInfo and DoGet, publish with DoPut")
 
     def list_actions(self, context: Any) -> list[tuple[str, str]]:
         actions: Mapping[str, tuple[Any, str]] = {**self._actions, **self._binary}
@@ -215,10 +215,10 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
                 raise
             except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
                 # Log without the text of the error, which may contain the whole body, including tickets.
-                line = "%s was called with a body that it does not take: %s"
+                line = "action refused, invalid body: action=%s error=%s"
                 kind, peer = type(error).__name__, context.peer()
                 self._log.write(logging.INFO, line, action.type, kind, event="body", peer=peer)
-                raise CatalogError(f"the body of {action.type!r} is not what it takes") from None
+                raise CatalogError(f"the body of the action {action.type!r} is invalid") from None
             raise CatalogError(f"no action {action.type!r}; there are {', '.join([*self._actions, *self._binary])}")
 
     @property
@@ -235,37 +235,40 @@ def _actions(catalog: Catalog) -> dict[str, tuple[Callable[[_Body], Any], str]]:
         return call
 
     return {
-        "stage": (catalog.stage, "where writers put segments"),
+        "stage": (catalog.stage, "locate the directory for segments of writers"),
         "reserve": (
             counted(lambda body: {"size": catalog.reserve(str(body["segment"]), int(body["size"]), int(body["wish"]))}),
-            "room for a segment in the stage",
+            "reserve room for a segment in the stage",
         ),
-        "commit": (counted(catalog.commit), "publish segments under a name, whole and at once"),
+        "commit": (
+            counted(lambda body: catalog.commit(Commit.parse(body))),
+            "publish segments as a dataset, all at once",
+        ),
         "discard": (
-            lambda body: catalog.discard([str(one) for one in body["segments"]]),
+            lambda body: catalog.discard([str(item) for item in body["segments"]]),
             "remove segments that will not be committed",
         ),
         "committed": (
             lambda body: {"committed": catalog.committed(_only(body, "key"))},
-            "whether there was a commit with this key",
+            "tell whether a commit with this key was made",
         ),
-        "abort": (lambda body: catalog.abort(_only(body, "key")), "a commit that shall not come, and its segments"),
+        "abort": (lambda body: catalog.abort(_only(body, "key")), "forbid a commit, and remove its segments"),
         "drop": (lambda body: catalog.drop(_only(body, "name")), "make a dataset unavailable"),
         "versions": (
             lambda body: {"versions": catalog.versions(_only(body, "name"))},
-            "what of a dataset can still be read",
+            "list the versions of a dataset that can still be read",
         ),
         "forget": (lambda body: catalog.forget(_only(body, "node")), "remove a node that will not come back"),
-        "nodes": (lambda body: {"nodes": catalog.nodes()}, "who holds parts of datasets"),
-        "status": (lambda body: catalog.status().plain(), "what there is, who reads it, what was sent"),
+        "nodes": (lambda body: {"nodes": catalog.nodes()}, "list the nodes, which hold parts of datasets"),
+        "status": (lambda body: catalog.status().plain(), "report the datasets, their readers, and the data sent"),
         "prepare": (catalog.prepare, "between catalogs and nodes: make segments ready to be published"),
         "over": (
-            lambda body: {"over": catalog.resolved_commits([str(one) for one in body["keys"]])},
-            "between catalogs and nodes: which of these were committed or aborted",
+            lambda body: {"over": catalog.resolved_commits([str(item) for item in body["keys"]])},
+            "between catalogs and nodes: tell which of these keys were committed or aborted",
         ),
-        "register": (catalog.register, "between catalogs and nodes: all that a node holds"),
-        "heartbeat": (catalog.heartbeat, "between catalogs and nodes: a node lives"),
-        "leave": (lambda body: catalog.deregister(str(body["node"])), "between catalogs and nodes: a node ends"),
+        "register": (catalog.register, "between catalogs and nodes: register a node with all its parts"),
+        "heartbeat": (catalog.heartbeat, "between catalogs and nodes: report that a node is alive"),
+        "leave": (lambda body: catalog.deregister(str(body["node"])), "between catalogs and nodes: deregister a node"),
     }
 
 

@@ -33,7 +33,7 @@ def server_options(uri: str, security: Security) -> dict[str, Any]:
         options["middleware"] = {_MIDDLEWARE: Guard(security)}
     if uri.startswith("grpc+tls:"):
         if security.certificate is None:
-            raise OptionError(f"a catalog at {uri} needs a certificate and its key: tls_cert and tls_key")
+            raise OptionError(f"a catalog at {uri!r} needs a certificate and its key: add tls_cert and tls_key")
         options["tls_certificates"] = [tuple(map(_read, security.certificate))]
     return options
 
@@ -102,7 +102,7 @@ class Caller(flight.ServerMiddleware):  # type: ignore[misc]  # pyarrow has no t
         self._log.write(logging.WARNING, line, call, role, self._role, event=call)
         if role is Role.PEER:
             raise flight.FlightUnauthorizedError(
-                "only catalogs and nodes call this, and they have the same secret: give both secret"
+                "only catalogs and nodes with the same secret may call this: start both with that secret"
             )
         raise flight.FlightUnauthorizedError(
             f"{call} needs the role {role}, and this token has the role {self._role}: a line of the catalog's token "

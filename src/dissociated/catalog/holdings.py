@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import pyarrow as pa
 
 from dissociated.base.access import Signer, Unsigned
 from dissociated.catalog.backend import Backend, NoBackend, Prepared
+from dissociated.codec import schemas
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, batches
-from dissociated.control import schemas
-from dissociated.control.records import AnnouncedVersion, Part
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.registry import Registry
 from dissociated.datasets.source_errors import source_errors
@@ -22,7 +22,7 @@ from dissociated.monitoring.activity import Activity
 from dissociated.monitoring.changes import Change
 from dissociated.monitoring.status import StoreStatus
 from dissociated.protocol.request import parse_identifier
-from dissociated.store.directory import Version
+from dissociated.store.version import Part, Version
 
 _log = logging.getLogger(__name__)
 
@@ -84,42 +84,31 @@ class Holdings:
         """Serve a prepared dataset from now on; `named` if it is a whole dataset and not a part."""
         self.registry.serve(prepared.id, prepared.dataset, named)
 
-    def describe_part(self, prepared: Prepared, number: int = 0) -> Part:
-        """Return the record that describes a prepared dataset to a catalog as part `number` of a version."""
+    def describe_part(self, prepared: Prepared) -> Part:
+        """Return the record that describes a prepared dataset to a catalog."""
         dataset = prepared.dataset
-        return Part(prepared.id, self.backend.id, dataset.ticket, dataset.rows, dataset.nbytes, number, prepared.serial)
+        return Part(prepared.id, self.backend.id, dataset.ticket, dataset.rows, dataset.nbytes, serial=prepared.serial)
 
-    def describe_versions(self, versions: Iterable[Version]) -> list[AnnouncedVersion]:
-        """Return the records that announce stored versions to a catalog."""
+    def describe_versions(self, versions: Iterable[Version]) -> list[Version]:
+        """Return stored versions as this node reports them to a catalog: with its id, and with a schema if possible."""
         return [self._describe_version(version) for version in versions]
 
-    def _describe_version(self, version: Version) -> AnnouncedVersion:
+    def _describe_version(self, version: Version) -> Version:
         try:
             schema = schemas.serialize(self.backend.load_version(version).dataset.schema)
         except DissociatedError as error:
-            _log.warning("%s is in the store and cannot be read now: %s", version.name, error)
+            _log.warning(
+                "reading a stored version failed: dataset=%r version=%s error=%s", version.name, version.id, error
+            )
             schema = b""
-        return AnnouncedVersion(
-            Part(version.id, self.backend.id, version.ticket, version.rows, version.nbytes, 0, version.number),
-            version.name,
-            version.key,
-            schema,
-            version.created,
-            version.prepared,
-            version.whole,
-            version.tags,
-            version.ttl,
-            version.before,
-            version.version,
-            version.catalog,
-        )
+        return replace(version, schema=schema, parts=(replace(version.part, node=self.backend.id),))
 
     def delete_parts(self, parts: Sequence[str]) -> None:
         """Delete parts, and stop serving the deleted ones. Raise StoreError if a part cannot be deleted."""
         try:
             self.backend.remove(parts)
         finally:
-            self.registry.withdraw_parts([part for part in parts if self.backend.version(part) is None])
+            self.registry.withdraw_parts([part for part in parts if self.backend.store.version(part) is None])
 
     def open(self, ticket: bytes) -> pa.RecordBatchReader:
         """Return a reader of the data of a ticket, or of a selection of that data, for Flight.
@@ -148,6 +137,6 @@ class Holdings:
 
     def store_status(self) -> StoreStatus | None:
         """Return the usage of the store, or None if there is no store."""
-        usage = self.backend.usage()
-        aside = tuple(str(one) for one in self.backend.set_aside())
-        return None if usage is None else StoreStatus(usage.total, usage.limit, aside)
+        usage = self.backend.store.usage()
+        set_aside = tuple(str(entry) for entry in self.backend.store.set_aside)
+        return None if usage is None else StoreStatus(usage.total, usage.limit, set_aside)

@@ -13,8 +13,8 @@ import pyarrow.flight as flight
 from dissociated.base.access import Grant
 from dissociated.base.host import boot_id, host_name
 from dissociated.catalog.holdings import Holdings
-from dissociated.control.records import NodeRecord, ReplicatedPart, VersionRecord
-from dissociated.control.schemas import deserialize
+from dissociated.codec.schemas import deserialize
+from dissociated.store.version import NodeRecord, Part, Version
 
 #: A location that tells a client to reuse the connection over which it called GetFlightInfo. Clients that know only
 #: Flight need it.
@@ -30,11 +30,11 @@ class Listing:
         self._holdings = holdings
         self._registry = holdings.registry
 
-    def info(self, record: VersionRecord, caller: Mapping[str, Any], expires: float | None = None) -> flight.FlightInfo:
+    def info(self, version: Version, caller: Mapping[str, Any], expires: float | None = None) -> flight.FlightInfo:
         """Return the FlightInfo of a version.
 
         Args:
-            record: The version.
+            version: The version.
             caller: The host and boot id of the caller, if it sent them.
             expires: The time at which its tickets may end, in seconds since the epoch; None if no lifetime is
                 guaranteed.
@@ -42,38 +42,38 @@ class Listing:
         app_metadata = {
             "host": host_name(),
             "boot_id": boot_id(),
-            "version": record.version,
-            "created": record.created,
-            "expires": record.expires,
-            "began": record.lineage_id,
-            "tags": dict(record.tags),
+            "version": version.number,
+            "created": version.created,
+            "expires": version.expires,
+            "began": version.lineage_id,
+            "tags": dict(version.tags),
         }
         return flight.FlightInfo(
-            deserialize(record.schema),
-            flight.FlightDescriptor.for_path(record.name),
-            [self.endpoint(part, caller, earliest_expiry(expires, record.expires)) for part in record.parts],
-            -1 if record.rows is None else record.rows,
-            -1 if record.nbytes is None else record.nbytes,
+            deserialize(version.schema),
+            flight.FlightDescriptor.for_path(version.name),
+            [self.endpoint(part, caller, earliest_expiry(expires, version.expires)) for part in version.parts],
+            -1 if version.rows is None else version.rows,
+            -1 if version.nbytes is None else version.nbytes,
             ordered=True,
             app_metadata=json.dumps(app_metadata),
         )
 
-    def reference_info(self, record: VersionRecord, descriptor: flight.FlightDescriptor) -> flight.FlightInfo | None:
+    def reference_info(self, version: Version, descriptor: flight.FlightDescriptor) -> flight.FlightInfo | None:
         """Return the FlightInfo that the C++ reference expects for a command that is a name only.
 
         The result is None if this server has no listener for the reference implementation.
         """
-        local = self._registry.lookup(record.parts[0].ticket) if len(record.parts) == 1 else None
+        local = self._registry.lookup(version.parts[0].ticket) if len(version.parts) == 1 else None
         pair = [] if local is None else self._holdings.endpoints.reference_locations(local)
         if local is None or not pair:
             return None
         ticket = self._registry.issue_ticket(local)
         endpoint = flight.FlightEndpoint(ticket.data, pair)
-        return flight.FlightInfo(deserialize(record.schema), descriptor, [endpoint], -1, -1)
+        return flight.FlightInfo(deserialize(version.schema), descriptor, [endpoint], -1, -1)
 
     def endpoint(
         self,
-        part: ReplicatedPart,
+        part: Part,
         caller: Mapping[str, Any],
         expires: float | None,
         columns: tuple[str, ...] | None = None,
@@ -101,13 +101,13 @@ class Listing:
         for node in nodes:
             near = boot_id_of_caller is None or node.boot_id == boot_id_of_caller
             local_part = local if node.id == own_id else None
-            offered = node.locations if local_part is None else self._holdings.endpoints.dataset_locations(local_part)
-            locations += [one for one in offered if near or one.partition(":")[0] not in _SAME_HOST]
+            uris = node.locations if local_part is None else self._holdings.endpoints.dataset_locations(local_part)
+            locations += [uri for uri in uris if near or uri.partition(":")[0] not in _SAME_HOST]
             if boot_id_of_caller is not None and node.id != own_id:
                 locations.append(node.flight)
         if locations:
             locations.append(REUSE_CONNECTION)
-        nodes_told = [
+        known_nodes = [
             {"id": node.id, "host": node.host, "boot_id": node.boot_id, "alive": node.alive} for node in part.nodes
         ]
         if local is not None and not local.repeatable:
@@ -118,7 +118,7 @@ class Listing:
             ticket.data,
             locations,
             None if not expirations else pa.scalar(int(min(expirations) * 1e6), pa.timestamp("us", "UTC")),
-            json.dumps({"nodes": nodes_told, "rows": part.rows}),
+            json.dumps({"nodes": known_nodes, "rows": part.rows}),
         )
 
 

@@ -8,30 +8,29 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.flight as flight
 
 from dissociated.base.access import Security
-from dissociated.catalog.backend import CommitRequest, Prepared
+from dissociated.catalog.backend import Prepared
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.database import FOREVER, Database
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.listing import Listing, earliest_expiry
 from dissociated.catalog.members import Members, describe_clock
+from dissociated.codec import schemas
 from dissociated.codec.split import BatchAndMetadata
-from dissociated.control import schemas
 from dissociated.control.descriptors import first_field, parse_criteria, parse_get
-from dissociated.control.messages import announced_from_json, node_from_json, node_to_json, part_from_json
-from dissociated.control.records import AnnouncedVersion, NodeRecord, Part, VersionRecord
 from dissociated.datasets.base import Dataset
 from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound
 from dissociated.monitoring.status import DatasetStatus, NodeStatus, ServerStatus
 from dissociated.protocol.request import parse_identifier
-from dissociated.store.directory import Version
+from dissociated.store.commit import Commit
 from dissociated.store.numbers import Removed
+from dissociated.store.version import NodeRecord, Part, Version
 
 
 class LocalCatalog(Catalog):
@@ -74,7 +73,7 @@ class LocalCatalog(Catalog):
     def schema(self, descriptor: flight.FlightDescriptor) -> pa.Schema:
         return schemas.deserialize(self._find(parse_get(descriptor)).schema)
 
-    def _find(self, command: Mapping[str, Any], retain: float = 0.0) -> VersionRecord:
+    def _find(self, command: Mapping[str, Any], retain: float = 0.0) -> Version:
         """Return the version that a parsed descriptor selects. Raise DatasetNotFound if it does not exist."""
         return self._database.find(command["name"], command.get("version"), retain)
 
@@ -84,40 +83,39 @@ class LocalCatalog(Catalog):
 
     def versions(self, name: str) -> Sequence[dict[str, Any]]:
         return [
-            {"version": one.version, "created": one.created, "rows": one.rows, "current": one.current}
-            for one in self._database.versions(name)
+            {"version": version.number, "created": version.created, "rows": version.rows, "current": version.current}
+            for version in self._database.versions(name)
         ]
 
     def nodes(self) -> Sequence[dict[str, Any]]:
         registered = [
-            {**self._node_to_json(node), "registered": True, "problem": describe_clock(self._members.clock(node.id))}
+            {**asdict(node), "registered": True, "problem": describe_clock(self._members.clock(node.id))}
             for node in self._database.nodes()
         ]
         refused = [
-            {**self._node_to_json(replace(node, alive=False, seen=at)), "registered": False, "problem": reason}
+            {**asdict(replace(node, alive=False, seen=at)), "registered": False, "problem": reason}
             for node, reason, at in self._members.refusals()
         ]
         return [*registered, *refused]
 
-    def _node_to_json(self, node: NodeRecord) -> dict[str, Any]:
-        return {**node_to_json(node), "alive": node.alive, "seen": node.seen}
-
     def forget(self, node: str) -> None:
         records = [*self._database.nodes(), *(refusal.node for refusal in self._members.refusals())]
-        found = {one.id for one in records if node in (one.id, one.host, one.flight)} - {self.node.id}
-        if len(found) != 1:
-            which = f"these have the ids {', '.join(sorted(found))}: name one of them" if found else "see the status"
-            raise CatalogError(f"{len(found) or 'no'} nodes of this catalog are called {node!r}; {which}")
-        (id,) = found
+        ids = {record.id for record in records if node in (record.id, record.host, record.flight)} - {self.node.id}
+        if len(ids) != 1:
+            which = f"these have the ids {', '.join(sorted(ids))}: name one of them" if ids else "see the status"
+            raise CatalogError(f"{len(ids) or 'no'} nodes of this catalog are called {node!r}; {which}")
+        (id,) = ids
         with self._publishing:
-            if id in {one.id for one in self._database.nodes()}:
+            if id in {record.id for record in self._database.nodes()}:
                 self._database.forget(id)
             self._members.forget(id)
 
     def renew(self, request: bytes) -> bytes:
         endpoint = flight.FlightEndpoint.deserialize(first_field(request))
         if not self.retain and not self._registry.tickets.fingerprint():
-            raise CatalogError("this catalog promises nothing of its tickets, so none can be renewed")
+            raise CatalogError(
+                "this catalog guarantees no lifetime of tickets, so none can be renewed: look the dataset up again"
+            )
         ticket = parse_identifier(endpoint.ticket.ticket)[0]
         identifier, columns = self._registry.tickets.check(ticket, time.time())
         record, part = self._database.find_by_ticket(identifier, self.retain)
@@ -136,7 +134,9 @@ class LocalCatalog(Catalog):
         part = Part(secrets.token_hex(8), self.node.id, dataset.ticket, dataset.rows, dataset.nbytes)
         self._registry.assign_part(part.id, dataset)
         with self._publishing:
-            self._database.publish(dataset.name, part.id, schemas.serialize(dataset.schema), [part], ttl=ttl)
+            self._database.publish(
+                Commit(dataset.name, key=part.id, ttl=ttl), schemas.serialize(dataset.schema), [part]
+            )
         self._clean_up(self._delete_unreferenced)
 
     def drop(self, name: str) -> None:
@@ -144,7 +144,7 @@ class LocalCatalog(Catalog):
             if not self._database.is_durable:
                 # A restart publishes every version in the store, so delete the versions before the drop is reported.
                 self._database.find(name)
-                stored = [version.id for version in self._backend.named(name)]
+                stored = [version.id for version in self._backend.store.named(name)]
                 try:
                     self.holdings.delete_parts(stored)
                 except BaseException:
@@ -164,63 +164,58 @@ class LocalCatalog(Catalog):
     def resolved_commits(self, keys: Sequence[str]) -> Sequence[str]:
         return self._database.resolved_commits(keys)
 
-    def commit(self, body: Mapping[str, Any]) -> None:
-        publication, key, segments = self._parse_commit(body)
-        schema = schemas.from_base64(body["schema"])
-        by_node: dict[str, list[str]] = {}
-        for node, segment in segments:
-            by_node.setdefault(node, []).extend([segment] if segment else [])  # A node without a segment has no rows.
+    def commit(self, commit: Commit) -> None:
+        commit = self._resolved(commit)
         with self._publishing:
-            if self._database.committed(key) is not None:
-                self._clean_up(lambda: self.discard(by_node.get(self.node.id, ())))
+            if self._database.committed(commit.key) is not None:
+                own = commit.by_node().get(self.node.id)
+                self._clean_up(lambda: None if own is None else self.discard(own.segment_names))
                 return
-            if self._database.resolved_commits([key]):
-                raise CatalogError(f"what was to be published as {publication.name!r} has been aborted: write it again")
-            if not by_node:
-                by_node[self._own_node_id()] = []
-            append = publication.mode == "append"
-            request = CommitRequest(
-                *(publication.name, key, [], schema, append),
-                tags=publication.tags,
-                ttl=publication.ttl,
-                version=self._database.next_version(publication.name, append),
-                catalog=self._database.id,
-            )
-            if [*by_node] == [self.node.id] and self._is_single_part(request):
-                self._commit_local(request, by_node[self.node.id])
+            if self._database.resolved_commits([commit.key]):
+                raise CatalogError(f"the commit of {commit.name!r} was aborted: write its segments again")
+            number = self._database.next_version(commit.name, commit.append)
+            commit = replace(commit, number=number, catalog=self._database.id)
+            current = self._find_current(commit.name) if commit.append else None
+            by_node = commit.by_node()
+            dataset = None if current is None else self._find_held(current)
+            if [*by_node] == [self.node.id] and (current is None or dataset is not None):
+                self._commit_local(by_node[self.node.id], current, dataset)
             else:
-                self._commit_distributed(request, by_node)
-        self._clean_up(self._delete_unreferenced, lambda: self.clear_stage([key]))
+                self._commit_distributed(commit, by_node)
+        self._clean_up(self._delete_unreferenced, lambda: self.clear_stage([commit.key]))
 
-    def _is_single_part(self, request: CommitRequest) -> bool:
-        """Return whether the new version will consist of one part on this node."""
-        if not request.append:
-            return True
-        try:
-            record = self._database.find(request.name)
-        except DatasetNotFound:
-            return True
-        return len(record.parts) == 1 and self._registry.lookup(record.parts[0].ticket) is not None
+    def _find_current(self, name: str) -> Version | None:
+        """Return the current version of a dataset, or None if the dataset does not exist."""
+        with suppress(DatasetNotFound):
+            return self._database.find(name)
+        return None
 
-    def _commit_local(self, request: CommitRequest, staged: Sequence[str]) -> None:
-        request = replace(request, staged=staged)
+    def _find_held(self, version: Version) -> Dataset | None:
+        """Return the dataset of a version of which this process serves the only part, or None."""
+        return self._registry.lookup(version.parts[0].ticket) if len(version.parts) == 1 else None
+
+    def _commit_local(self, commit: Commit, current: Version | None, dataset: Dataset | None) -> None:
+        """Publish a commit as one part of this node.
+
+        Args:
+            commit: The commit.
+            current: The version that the commit appends to; None if it replaces the dataset, or is its first version.
+            dataset: The dataset of that version.
+        """
         before: list[str] = []
-        if request.append:
-            try:
-                record = self._database.find(request.name)
-            except DatasetNotFound:
-                pass
-            else:  # An append must keep all rows of the previous version.
-                previous = self._registry.lookup(record.parts[0].ticket)
-                if previous is None:
-                    raise DatasetNotFound(f"{request.name!r} was dropped just now, so nothing can be appended to it")
-                before = [record.lineage_id]
-                tags, ttl = record.merged_options(request.tags, request.ttl)
-                request = replace(request, previous=previous, tags=tags, ttl=ttl)
-        prepared = self._backend.prepare(request)
+        if current is None:
+            commit = replace(commit, mode="overwrite")
+        else:  # An append must keep all rows of the current version.
+            before = [current.lineage_id]
+            tags, ttl = current.merged_options(commit.tags, commit.ttl)
+            commit = replace(commit, tags=tags, ttl=ttl)
+        prepared = self._backend.prepare(commit, dataset)
         self.holdings.serve(prepared, named=True)
         try:
-            self._publish(request, prepared, before)
+            stored = self._backend.store.version(prepared.id)
+            created = None if stored is None else stored.created  # A restart takes the time from the store as well.
+            schema = schemas.serialize(prepared.dataset.schema)
+            self._database.publish(commit, schema, [self.holdings.describe_part(prepared)], created, before)
         except BaseException:
             # Remove the version from the store if it was not published, since a restart would publish it.
             if self._database.version_of(prepared.id) is None:
@@ -228,65 +223,34 @@ class LocalCatalog(Catalog):
                 self._backend.refuse(prepared.id)
             raise
 
-    def _publish(self, request: CommitRequest, prepared: Prepared, before: Sequence[str]) -> None:
-        """Publish a part of this node as the whole dataset that `request` describes. See `Database.publish`."""
-        stored = self._backend.version(prepared.id)
-        self._database.publish(
-            request.name,
-            request.key,
-            schemas.serialize(prepared.dataset.schema),
-            [self.holdings.describe_part(prepared)],
-            tags=request.tags,
-            ttl=request.ttl,
-            created=None if stored is None else stored.created,  # A restart takes the time from the store as well.
-            before=before,
-            version=request.version,
-        )
-
-    def _commit_distributed(self, request: CommitRequest, by_node: Mapping[str, Sequence[str]]) -> None:
+    def _commit_distributed(self, commit: Commit, by_node: Mapping[str, Commit]) -> None:
         """Have each node prepare its part, and publish all parts in one transaction of the database."""
         nodes = self._members.find(by_node)
         parts = []
         encoded_schemas = set()
-        for number, (node, staged) in enumerate(by_node.items()):
-            body = {
-                "name": request.name,
-                "key": request.key,
-                "segments": [*staged],
-                "schema": schemas.to_base64(request.schema),
-                "tags": dict(request.tags),
-                "ttl": request.ttl,
-                "version": request.version,
-                "catalog": request.catalog,
-            }
+        for number, (node, own) in enumerate(by_node.items()):
+            body = own.to_json()
             prepared = self.prepare(body) if node == self.node.id else self._members.prepare(nodes[node], body)
-            parts.append(replace(part_from_json(prepared["part"]), number=number))
+            parts.append(replace(Part.parse(prepared["part"]), number=number))
             encoded_schemas.add(base64.b64decode(prepared["schema"]))
         if len(encoded_schemas) > 1:
-            raise CatalogError(f"the segments of {request.name!r} do not have one schema on all nodes")
-        self._database.publish(
-            request.name,
-            request.key,
-            encoded_schemas.pop(),
-            parts,
-            append=request.append,
-            tags=request.tags,
-            ttl=request.ttl,
-            version=request.version,
-        )
+            raise CatalogError(f"the segments of {commit.name!r} have different schemas: write all with one schema")
+        self._database.publish(commit, encoded_schemas.pop(), parts)
         self._clean_up(self._confirm)
 
     def _confirm(self) -> None:
         """Tell the store which of its prepared versions are published."""
-        unconfirmed = [version.id for version in self._backend.unconfirmed()]
+        unconfirmed = [version.id for version in self._backend.store.prepared()]
         published = self._database.referenced_parts(self.node.id, unconfirmed)
         self._backend.confirm(published)
         self._database.acknowledge_parts(published)
 
-    def _put(self, command: Mapping[str, Any], schema: pa.Schema, pairs: Iterator[BatchAndMetadata]) -> dict[str, Any]:
+    def _put(self, commit: Commit, command: Mapping[str, Any], pairs: Iterator[BatchAndMetadata]) -> dict[str, Any]:
         if self._backend.has_stage:
-            return super()._put(command, schema, pairs)
-        return self._members.put(command, schema, pairs, lambda written: self._commit_put(command, schema, written))
+            return super()._put(commit, command, pairs)
+        return self._members.put(
+            command, commit.schema, pairs, lambda segment: self.commit(replace(commit, segments=[segment]))
+        )
 
     def stage(self, caller: Mapping[str, Any]) -> dict[str, Any]:
         return super().stage(caller) if self._backend.has_stage else self._members.stage(caller)
@@ -294,7 +258,7 @@ class LocalCatalog(Catalog):
     # Messages of nodes
 
     def register(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        node = node_from_json(body["node"])
+        node = NodeRecord.parse(body["node"])
         try:
             self._check_admission(node, body)
         except AccessDenied as error:
@@ -313,44 +277,48 @@ class LocalCatalog(Catalog):
     def _check_admission(self, node: NodeRecord, body: Mapping[str, Any]) -> None:
         """Raise AccessDenied if a node that wants to register differs from this catalog, or cannot be reached."""
         if self.security.authorize is not None and not body.get("guarded"):
-            raise AccessDenied("this catalog asks for tokens, and the node does not: give it authorize, a token file")
+            raise AccessDenied(
+                "this catalog requires tokens, and the node does not: start the node with authorize, a token file"
+            )
         if body.get("signs", "") != self._registry.tickets.fingerprint():
             raise AccessDenied(
-                "this catalog and the node do not make the same tickets: give both the same secret and a "
-                "ticket_lifetime, or neither"
+                "this catalog and the node do not make the same tickets: start both with the same secret and a "
+                "ticket_lifetime, or both without"
             )
-        if (twin := self._members.twin(node)) is not None:
+        if (other := self._members.twin(node)) is not None:
             raise AccessDenied(
-                f"the node at {twin.flight} on {twin.host} has the same id: one store was copied from the other, and "
-                "each node would remove what the other takes: start this one with another store"
+                f"the node at {other.flight} on {other.host} has the same id, so one store is a copy of the other, and "
+                "each node would remove the versions of the other: start this node with another store"
             )
         self._members.check_reachable(node)
 
-    def _parse_announced(self, node: str, body: Mapping[str, Any]) -> list[AnnouncedVersion]:
+    def _parse_announced(self, node: str, body: Mapping[str, Any]) -> list[Version]:
         """Return the versions in a report. The times of prepared versions, which expire, are the catalog's."""
         ahead = self._members.compare_clock(node, body.get("now"))
-        announced = [announced_from_json(one) for one in body.get("parts", ())]
-        return [replace(one, created=one.created - ahead) if one.prepared else one for one in announced]
+        announced = [Version.parse(plain) for plain in body.get("parts", ())]
+        return [
+            replace(version, created=version.created - ahead) if version.prepared else version for version in announced
+        ]
 
     def heartbeat(self, body: Mapping[str, Any]) -> dict[str, Any]:
         node, digest = str(body["node"]), str(body["digest"])
         announced = self._parse_announced(node, body)
-        known = self._database.touch_node(
+        is_known = self._database.touch_node(
             node,
             digest,
             time.time() + float(body["lives"]),
             since=str(body.get("since", digest)),
             announced=announced,
-            gone=[str(one) for one in body.get("gone", ())],
+            gone=[str(part) for part in body.get("gone", ())],
         )
-        return {"known": known, **(self._node_reply(node, announced) if known else {})}
+        return {"known": is_known, **(self._node_reply(node, announced) if is_known else {})}
 
-    def _node_reply(self, node: str, announced: Sequence[AnnouncedVersion]) -> dict[str, Any]:
+    def _node_reply(self, node: str, announced: Sequence[Version]) -> dict[str, Any]:
         """Return the state of announced versions: the published ones, their new numbers, and the parts to delete."""
-        unnumbered = [one.part.id for one in announced if not one.version]
+        unnumbered = [version.id for version in announced if not version.number]
         return {
             "now": time.time(),
-            "wanted": self._database.referenced_parts(node, [one.part.id for one in announced]),
+            "wanted": self._database.referenced_parts(node, [version.id for version in announced]),
             "numbers": self._database.versions_of(unnumbered),
             "unwanted": self._database.unreferenced_parts(node, announced),
         }
@@ -363,21 +331,25 @@ class LocalCatalog(Catalog):
     def join(self) -> None: ...
 
     def start(self) -> None:
-        self._database.record_removed(self._backend.removed())
-        self._latest = {one.name: one for one in self._backend.versions() if one.whole and not one.prepared}
+        self._database.record_removed(self._backend.store.removed())
+        self._latest = {
+            version.name: version
+            for version in self._backend.store.versions()
+            if version.whole and not version.prepared
+        }
         super().start()
         self._latest.clear()
         self._delete_unreferenced()
 
     def _restore(self, version: Version, prepared: Prepared) -> None:
         if not version.whole or version.prepared:
-            self._database.record_removed({version.name: Removed.of(version.version, lost=False, published=False)})
+            self._database.record_removed({version.name: Removed.of(version.number, lost=False, published=False)})
             return
-        if any(one.replaces(version) for one in self._backend.set_aside()):
-            raise CatalogError("a later version of it is set aside, and must not be taken for this one")
+        if any(entry.replaces(version) for entry in self._backend.store.set_aside):
+            raise CatalogError("a later version of the dataset is set aside, so this version is not published")
         (described,) = self.holdings.describe_versions([version])
         number = self._database.learn(described)
-        if number is not None and not version.version:
+        if number is not None and not version.number:
             self._backend.confirm({version.id: True}, {version.id: number})
         latest = self._latest[version.name]
         if latest.id != version.id and latest.created + self.retain > time.time():
@@ -397,7 +369,7 @@ class LocalCatalog(Catalog):
 
     def _delete_unreferenced(self) -> None:
         """Delete the parts of this node that no version has."""
-        announced = self.holdings.describe_versions(self._backend.unconfirmed())
+        announced = self.holdings.describe_versions(self._backend.store.prepared())
         unreferenced = self._database.unreferenced_parts(self.node.id, announced)
         if unreferenced:
             try:
@@ -407,7 +379,7 @@ class LocalCatalog(Catalog):
 
     def _forget_deleted(self, parts: Sequence[str]) -> None:
         """Delete from the database those parts that are no longer in the store."""
-        self._database.delete_parts([part for part in parts if self._backend.version(part) is None])
+        self._database.delete_parts([part for part in parts if self._backend.store.version(part) is None])
 
     def _version_number(self, part: str) -> int | None:
         return self._database.version_of(part)
@@ -435,5 +407,8 @@ class LocalCatalog(Catalog):
         status = replace(super().status(), unreadable_parts=self._database.unreadable_parts())
         if self._backend.has_stage:
             return status
-        datasets = (DatasetStatus(one.name, one.rows, one.nbytes, 0, 0, 0, 0, 0) for one in self._database.datasets())
+        datasets = (
+            DatasetStatus(version.name, version.rows, version.nbytes, 0, 0, 0, 0, 0)
+            for version in self._database.datasets()
+        )
         return replace(status, datasets=tuple(datasets))

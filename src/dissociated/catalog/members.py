@@ -21,8 +21,9 @@ from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.codec.validation import Validator
 from dissociated.control.flight_streams import upload
-from dissociated.control.records import NodeRecord, ReplicatedPart
 from dissociated.errors import AccessDenied, CatalogError, CatalogUnreachable, DeadlineExceeded, DissociatedError
+from dissociated.store.commit import StagedSegment
+from dissociated.store.version import NodeRecord, Part
 
 T = TypeVar("T")
 
@@ -177,7 +178,7 @@ class Members:
                         return known
         return None
 
-    def open(self, name: str, part: ReplicatedPart, ticket: bytes) -> pa.RecordBatchReader:
+    def open(self, name: str, part: Part, ticket: bytes) -> pa.RecordBatchReader:
         """Return the stream of a part, read by Flight from the first live node that has it.
 
         Every batch is validated in full.
@@ -194,7 +195,7 @@ class Members:
             if node.alive and node.id != self._own.id:
                 return self._open_on(node, ticket)
         silent = ", ".join(node.host for node in part.nodes)
-        raise CatalogError(f"a part of {name!r} is on {silent}, which says nothing any more: is its node running?")
+        raise CatalogError(f"a part of {name!r} is on {silent}, and no node there is alive: start the node again")
 
     def _open_on(self, node: NodeRecord, ticket: bytes) -> pa.RecordBatchReader:
         peer = Peer(node.flight, self._security)
@@ -224,7 +225,7 @@ class Members:
         command: Mapping[str, Any],
         schema: pa.Schema,
         pairs: Iterator[BatchAndMetadata],
-        commit: Callable[[Mapping[str, str]], None],
+        commit: Callable[[StagedSegment], None],
     ) -> dict[str, Any]:
         """Have a node write a stream from a Flight client, and commit the result.
 
@@ -232,8 +233,8 @@ class Members:
             command: The command of the client.
             schema: The schema of the stream.
             pairs: The batches of the stream with their metadata.
-            commit: A function that publishes a segment, which is given as its node and name. If it raises, the node
-                discards the segment.
+            commit: A function that publishes the segment that the node wrote. If it raises, the node discards the
+                segment.
 
         Returns:
             The answer of the node.
@@ -246,7 +247,7 @@ class Members:
         with self._call(node) as peer:
             answer = peer.forward(lambda client: upload(client, descriptor, schema, pairs))
             try:
-                commit({"node": node.id, "segment": answer["segment"]})
+                commit(StagedSegment(answer["segment"], node.id))
             except BaseException:
                 with suppress(DissociatedError):
                     peer.discard([answer["segment"]])

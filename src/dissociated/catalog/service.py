@@ -59,10 +59,10 @@ from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.local import LocalCatalog
 from dissociated.catalog.upstream import UpstreamCatalog
 from dissociated.control.catalog_uri import UNIX_SCHEME, check_socket, describe_reach, is_unix, socket_path, unix_uri
-from dissociated.control.records import NodeRecord
 from dissociated.datasets.base import Dataset
 from dissociated.errors import DissociatedError, TransportError, UriError
 from dissociated.monitoring.status import ServerStatus
+from dissociated.store.version import NodeRecord
 from dissociated.transport.framed.shm import runtime_directory
 from dissociated.uri import ANY_INTERFACE, Uri
 
@@ -176,9 +176,9 @@ class CatalogService(ProcessBound):
                 if ticks % _SWEEP_TICKS == 0:
                     self.catalog.holdings.backend.sweep()
             except DissociatedError as error:
-                _log.warning("%s: %s", self.uri, error)
+                _log.warning("reconcile failed: catalog=%s error=%s", self.uri, error)
             except Exception:
-                _log.exception("%s: what is over was not looked at", self.uri)
+                _log.exception("reconcile failed: catalog=%s", self.uri)
 
     def close(self) -> None:
         """Stop answering. Calls in progress get a few seconds to end, since a client may have stopped reading."""
@@ -192,7 +192,7 @@ class CatalogService(ProcessBound):
         stopping.start()
         stopping.join(_STOP_TIMEOUT)
         if stopping.is_alive():
-            _log.warning("%s: a client still reads, or does not; its stream is left to end by itself", self.uri)
+            _log.warning("shutdown timed out, a client still has an open stream: catalog=%s", self.uri)
             return
         self.catalog.release()
 
@@ -220,7 +220,7 @@ def _check_place(uri: str) -> str:
         return unix_uri(path)
     if located.scheme not in ("grpc", "grpc+tcp", "grpc+tls") or not located.host:
         raise UriError(
-            f"{uri} is no place for a catalog: grpc://HOST:PORT, grpc+tls://HOST:PORT, or grpc+unix:///PATH.sock"
+            f"a catalog cannot listen at {uri!r}: use grpc://HOST:PORT, grpc+tls://HOST:PORT or grpc+unix:///PATH.sock"
         )
     try:
         family = socket.AF_INET6 if ":" in located.host else socket.AF_INET

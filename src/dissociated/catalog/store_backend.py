@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -12,16 +12,16 @@ from typing import TypeVar
 
 import pyarrow as pa
 
-from dissociated.catalog.backend import Backend, CommitRequest, Prepared
+from dissociated.catalog.backend import Backend, Prepared
 from dissociated.codec.options import WriteOptions
+from dissociated.datasets.base import Dataset
 from dissociated.datasets.registry import Registry
 from dissociated.datasets.static import SegmentsDataset, StoredDataset
 from dissociated.errors import DatasetNotFound, DissociatedError, SourceError, StoreError, StoreFull
-from dissociated.store.directory import SetAside, Version
-from dissociated.store.numbers import Removed
-from dissociated.store.places import Usage
+from dissociated.store.commit import Commit
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
+from dissociated.store.version import Version
 
 _log = logging.getLogger(__name__)
 
@@ -32,10 +32,11 @@ class StoreBackend(Backend):
     """A backend that keeps versions in a store. They are served in `registry`, and opened when they are read."""
 
     limited = True
+    store: Store
 
     def __init__(self, store: Store, registry: Registry) -> None:
         self.id = store.id
-        self._store = store
+        self.store = store
         self._registry = registry
         self._refused: set[str] = set()  # the ids of versions that are still to be removed
         store.eviction.in_use = self._in_use
@@ -46,16 +47,16 @@ class StoreBackend(Backend):
 
     @property
     def directory(self) -> Path:
-        return self._store.staging
+        return self.store.staging
 
     def writer(self, name: str, schema: pa.Schema, options: WriteOptions | None = None) -> SegmentWriter:
-        return self._store.writer(name, schema, options, self.reserve)
+        return self.store.writer(name, schema, options, self.reserve)
 
     def reserve(self, name: str, size: int, wish: int) -> int:
-        return self._retry_when_full(lambda: self._store.reserve(name, size, wish))
+        return self._retry_when_full(lambda: self.store.reserve(name, size, wish))
 
     def ensure_room(self, name: str, size: int) -> None:
-        self._retry_when_full(lambda: self._store.ensure_room(name, size))
+        self._retry_when_full(lambda: self.store.ensure_room(name, size))
 
     def _retry_when_full(self, operation: Callable[[], T]) -> T:
         """Run `operation`; if the store is full, reconcile with the catalog, which may free space, and retry once."""
@@ -66,27 +67,18 @@ class StoreBackend(Backend):
                 self.reconcile()  # The store is not locked here, so others can use it meanwhile.
             return operation()
 
-    def prepare(self, request: CommitRequest) -> Prepared:
-        previous = request.previous if request.append else None
-        if previous is not None and self._store.by_key(request.key) is None:
-            current = self._store.current(request.name)
+    def prepare(self, commit: Commit, previous: Dataset | None = None, *, whole: bool = True) -> Prepared:
+        committed = self.store.by_key(commit.key)
+        if previous is None:
+            commit = replace(commit, mode="overwrite")  # The store may still hold a version that was dropped.
+        elif committed is None:
+            current = self.store.current(commit.name)
             if current is None or self.load_version(current).dataset is not previous:
                 previous.appendable()  # This raises with the reason, if there is one.
-                raise StoreError(f"{request.name!r} does not lie in this store, so nothing can be appended to it")
-        committed = self._store.by_key(request.key)
-        version = self._store.commit(
-            request.name,
-            request.staged,
-            key=request.key,
-            schema=request.schema,
-            append=previous is not None,
-            prepared=not request.whole,
-            tags=request.tags,
-            ttl=request.ttl,
-            version=request.version,
-            catalog=request.catalog,
-            max_metadata=self.max_metadata,
-        )
+                raise StoreError(
+                    f"{commit.name!r} is not in this store, so no rows can be appended: put all rows again"
+                )
+        version = self.store.commit(commit, prepared=not whole, max_metadata=self.max_metadata)
         try:
             self._open_version(version)  # A version that nobody can read must not be published.
         except DissociatedError:
@@ -110,9 +102,9 @@ class StoreBackend(Backend):
             )
             stored.ticket = version.ticket
             dataset = self._registry.serve(version.id, stored)
-            if self._store.version(version.id) is None:  # The version was removed meanwhile.
+            if self.store.version(version.id) is None:  # The version was removed meanwhile.
                 self._registry.withdraw_parts([version.id])
-        return Prepared(version.id, dataset, version.number)
+        return Prepared(version.id, dataset, version.serial)
 
     def _schema(self, version: Version) -> pa.Schema:
         if not version.schema:
@@ -127,57 +119,29 @@ class StoreBackend(Backend):
             DatasetNotFound: The version was deleted meanwhile.
         """
         try:
-            opened = self._store.segments(version)
-            return opened.serve_once(lambda: SegmentsDataset(version.name, [*opened]))
+            segments = self.store.segments(version)
+            return segments.serve_once(lambda: SegmentsDataset(version.name, [*segments]))
         except StoreError as error:
-            if self._store.version(version.id) is None:
-                raise DatasetNotFound(f"{version.name!r} was dropped or replaced just now: look it up again") from None
+            if self.store.version(version.id) is None:
+                raise DatasetNotFound(
+                    f"{version.name!r} was dropped or replaced in the meantime: look it up again"
+                ) from None
             raise SourceError(f"{version.name!r} cannot be read: {error}") from error
-
-    def versions(self) -> list[Version]:
-        return self._store.versions()
-
-    def named(self, name: str) -> list[Version]:
-        return self._store.named(name)
-
-    def removed(self) -> Mapping[str, Removed]:
-        return self._store.removed()
-
-    def unconfirmed(self) -> list[Version]:
-        return self._store.prepared()
-
-    @property
-    def changes(self) -> int:  # type: ignore[override]  # A read-only property in place of the attribute.
-        return self._store.changes
-
-    def changed(self, since: int) -> list[str] | None:
-        return self._store.changed(since)
-
-    def version(self, id: str) -> Version | None:
-        return self._store.version(id)
-
-    def serial(self) -> int:
-        return self._store.serial()
-
-    def usage(self) -> Usage:
-        return self._store.usage()
-
-    def set_aside(self) -> Sequence[SetAside]:
-        return self._store.set_aside
 
     def hand_over(self, descriptor: int) -> str:
         """Take over a sealed memfd as a staged segment. See `Store.hand_over`."""
-        return self._retry_when_full(lambda: self._store.hand_over(descriptor))
+        return self._retry_when_full(lambda: self.store.hand_over(descriptor))
 
     def staged(self) -> list[str]:
-        return self._store.staged()
+        return self.store.staged()
 
     def discard(self, names: Iterable[str]) -> None:
-        self._store.discard(names)
+        self.store.discard(names)
 
     def remove(self, ids: Iterable[str]) -> None:
-        versions = (self._store.version(id) for id in {*ids})
-        self._store.remove(*sorted((one for one in versions if one is not None), key=lambda one: one.number))
+        versions = (self.store.version(id) for id in {*ids})
+        held_versions = [version for version in versions if version is not None]
+        self.store.remove(*sorted(held_versions, key=lambda version: version.serial))
 
     def refuse(self, id: str) -> None:
         try:
@@ -187,18 +151,18 @@ class StoreBackend(Backend):
             self._refused.add(id)
 
     def _remove_refused(self, id: str) -> None:
-        version = self._store.version(id)
+        version = self.store.version(id)
         if version is not None:  # Its number is used up, but no client was told that the version was published.
-            self._store.remove(replace(version, prepared=True))
+            self.store.remove(replace(version, prepared=True))
 
     def confirm(self, published: Mapping[str, bool], numbers: Mapping[str, int] | None = None) -> None:
         for id, whole in published.items():
-            version = self._store.version(id)
+            version = self.store.version(id)
             if version is not None:
-                self._store.confirm(version, whole, (numbers or {}).get(id, 0))
+                self.store.confirm(version, whole, (numbers or {}).get(id, 0))
 
     def sweep(self) -> None:
-        self._store.sweep()
+        self.store.sweep()
         for id in {*self._refused}:
             self._remove_refused(id)
             self._refused.discard(id)
@@ -224,4 +188,4 @@ class StoreBackend(Backend):
         self.on_spilled(self.load_version(version))
 
     def close(self) -> None:
-        self._store.close()
+        self.store.close()

@@ -169,18 +169,18 @@ class Tables(ProcessBound):
         self._connection.execute("PRAGMA journal_mode = WAL")
         self._connection.execute("PRAGMA synchronous = FULL")
         (schema_version,) = self._connection.execute("PRAGMA user_version").fetchone()
-        found = _schema_of(self._connection)
-        names = {name for name, _ in found}
+        schema = _schema_of(self._connection)
+        names = {name for name, _ in schema}
         if not names and not schema_version:
             self._create()
         elif not names >= {"nodes", "parts"} and not names >= {"versions", "commits"}:
-            raise CatalogError(f"the catalog's database {self._path} has the tables of something else")
+            raise CatalogError(f"the catalog's database {self._path} has the tables of another program")
         elif schema_version == _SCHEMA_VERSION - 1 and "numbers" not in names:
             self._check_structure()
             self._create(upgraded=True)
         elif schema_version not in (_SCHEMA_VERSION - 1, _SCHEMA_VERSION):
             raise CatalogError(f"the catalog's database {self._path} was written by another version of this library")
-        elif found != _expected_schema() or schema_version != _SCHEMA_VERSION:
+        elif schema != _expected_schema() or schema_version != _SCHEMA_VERSION:
             raise self._damaged("it has other tables")
         else:
             self._check_structure()
@@ -346,18 +346,18 @@ def _is_ours(path: Path) -> bool:
 
 def _set_aside(path: Path) -> Path:
     """Rename a database and its log, and return the new path. Raise CatalogError if that fails."""
-    aside = path.with_name(f"{path.name}.damaged")
+    new_path = path.with_name(f"{path.name}.damaged")
     number = 1
-    while aside.exists():
+    while new_path.exists():
         number += 1
-        aside = path.with_name(f"{path.name}.damaged-{number}")
+        new_path = path.with_name(f"{path.name}.damaged-{number}")
     try:
         for suffix in ("-wal", "-shm", ""):
             source = Path(f"{path}{suffix}")
             if source.exists():
-                source.rename(f"{aside}{suffix}")
+                source.rename(f"{new_path}{suffix}")
     except OSError as error:
         raise CatalogError(
-            f"the catalog's database {path} is damaged, and could not be renamed to {aside}: {error.strerror}"
+            f"the catalog's database {path} is damaged, and could not be renamed to {new_path}: {error.strerror}"
         ) from None
-    return aside
+    return new_path

@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pyarrow as pa
@@ -23,12 +23,11 @@ from dissociated.catalog.base import Catalog
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.members import CLOCK_TOLERANCE, PEER_TIMEOUT, Peer, describe_clock
 from dissociated.control.descriptors import parse_get
-from dissociated.control.messages import announced_to_json, node_to_json
-from dissociated.control.records import NodeRecord
 from dissociated.datasets.base import Dataset
 from dissociated.errors import CatalogError, DeadlineExceeded, DissociatedError
 from dissociated.monitoring.status import NodeStatus, ServerStatus
-from dissociated.store.directory import Version
+from dissociated.store.commit import Commit
+from dissociated.store.version import NodeRecord, Version
 
 _log = logging.getLogger(__name__)
 
@@ -87,13 +86,15 @@ class UpstreamCatalog(Catalog):
     # Publishing
 
     def record_publication(self, dataset: Dataset, ttl: float | None = None) -> None:
-        raise CatalogError(f"this node belongs to a catalog: publish {dataset.name!r} through that, or the store")
+        raise CatalogError(
+            f"this node belongs to the catalog at {self._upstream.uri}, and cannot publish {dataset.name!r} by itself: "
+            "put the dataset through that catalog"
+        )
 
-    def commit(self, body: Mapping[str, Any]) -> None:
-        _, key, segments = self._parse_commit(body)
-        placed = [{"node": node, "segment": segment} for node, segment in segments or [(self.node.id, "")]]
-        self._upstream.do_action("commit", {**body, "key": key, "segments": placed})
-        self._clean_up(lambda: self.clear_stage([key]))
+    def commit(self, commit: Commit) -> None:
+        commit = self._resolved(commit)
+        self._upstream.commit(commit)
+        self._clean_up(lambda: self.clear_stage([commit.key]))
 
     def drop(self, name: str) -> None:
         self._upstream.drop(name)
@@ -122,7 +123,7 @@ class UpstreamCatalog(Catalog):
         raise self._not_a_catalog()
 
     def _not_a_catalog(self) -> CatalogError:
-        return CatalogError(f"this is a node of the catalog at {self._upstream.uri}: register there")
+        return CatalogError(f"this process is a node of the catalog at {self._upstream.uri}: register there")
 
     # Reports to the upstream
 
@@ -130,7 +131,7 @@ class UpstreamCatalog(Catalog):
         try:
             self._report_changes()
         except (CatalogError, DeadlineExceeded) as error:
-            _log.warning("%s: %s; it will be told later", self.node.flight, error)
+            _log.warning("registration failed, it is tried again: node=%s error=%s", self.node.flight, error)
 
     def _restore(self, version: Version, prepared: Prepared) -> None:
         pass  # The upstream decides whether the version is published.
@@ -142,7 +143,8 @@ class UpstreamCatalog(Catalog):
     def _report_changes(self) -> None:
         """Report the changes to the upstream, or everything if the upstream does not know the last report."""
         with self._report_lock:
-            changes = self._backend.changes  # Read the count first: changes made from now on are reported once more.
+            # Read the count first: changes made from now on are reported once more.
+            changes = self._backend.store.changes
             changed_parts = self._changed_parts()
             try:
                 if changed_parts is None or not self._report(self._upstream, "heartbeat", changes, **changed_parts):
@@ -155,15 +157,15 @@ class UpstreamCatalog(Catalog):
     def _report_everything(self, changes: int) -> None:
         """Report everything that this node holds."""
         # The order matters: `versions` must include every version up to `serial`.
-        serial, versions = self._backend.serial(), self._backend.versions()
+        serial, versions = self._backend.store.serial(), self._backend.store.versions()
         with Peer(self._upstream.uri, self.security, PEER_TIMEOUT + len(versions) * _TIMEOUT_PER_VERSION) as peer:
             self._report(
                 peer,
                 "register",
                 changes,
-                node=node_to_json(self.node),
-                parts=self._announced_to_json(versions),
-                numbers={name: [*removed] for name, removed in self._backend.removed().items()},
+                node=asdict(self.node),
+                parts=self._reported(versions),
+                numbers={name: [*removed] for name, removed in self._backend.store.removed().items()},
                 serial=serial,
                 guarded=self.security.authorize is not None,
                 signs=self._registry.tickets.fingerprint(),
@@ -207,28 +209,28 @@ class UpstreamCatalog(Catalog):
 
     def _changed_parts(self) -> dict[str, Any] | None:
         """Return the changes for a heartbeat, or None if everything must be reported."""
-        changed = None if self._reported_changes is None else self._backend.changed(self._reported_changes)
-        if changed is None:
+        changed_ids = None if self._reported_changes is None else self._backend.store.changed(self._reported_changes)
+        if changed_ids is None:
             return None
-        versions = {id: self._backend.version(id) for id in changed}
+        versions = {id: self._backend.store.version(id) for id in changed_ids}
         # Repeat unconfirmed versions until the upstream knows whether they are published.
-        versions |= {version.id: version for version in self._backend.unconfirmed()}
-        present = [version for version in versions.values() if version is not None]
+        versions |= {version.id: version for version in self._backend.store.prepared()}
+        held_versions = [version for version in versions.values() if version is not None]
         return {
             "node": self.node.id,
             "since": self._digest,
-            "parts": self._announced_to_json(present),
+            "parts": self._reported(held_versions),
             "gone": [id for id, version in versions.items() if version is None],
         }
 
-    def _announced_to_json(self, versions: Iterable[Version]) -> list[dict[str, Any]]:
-        return [announced_to_json(one) for one in self.holdings.describe_versions(versions)]
+    def _reported(self, versions: Iterable[Version]) -> list[dict[str, Any]]:
+        return [version.to_json() for version in self.holdings.describe_versions(versions)]
 
     def close(self) -> None:
         try:
             self._upstream.do_action("leave", {"node": self.node.id})
         except DissociatedError as error:
-            _log.info("%s: %s", self.node.flight, error)
+            _log.info("deregistration failed: node=%s error=%s", self.node.flight, error)
         self._upstream.close()
 
     def _version_number(self, part: str) -> int | None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any
 
 from dissociated.catalog.tables import Tables
 from dissociated.codec.difference import schema_difference
-from dissociated.control.records import AnnouncedVersion, NodeRecord, Part, ReplicatedPart, VersionRecord
-from dissociated.control.schemas import deserialize
+from dissociated.codec.schemas import deserialize
 from dissociated.errors import CatalogError
 from dissociated.monitoring.changes import Change
 from dissociated.store.numbers import ANY_NAME, Removed
+from dissociated.store.version import NodeRecord, Part, Version, sum_known
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ _SOLE_COPY = (
     " AND other.part != mine.part))"
 )
 _COMMIT_KEY_TTL = 30 * 86_400.0  # seconds for which the key of a commit is kept
+_TTL_DIGITS = 6  # A time of this century has a resolution of 0.24 microseconds.
 
 
 class Origin(IntEnum):
@@ -95,19 +97,19 @@ class Versions:
 
     def next_number(self, name: str, append: bool) -> int:
         """Return a new number for a version of `name`. See `Database.next_version`."""
-        known = self._tables.run(
+        numbers = self._tables.run(
             "SELECT coalesce((SELECT last FROM numbers WHERE name = :name),"
             " (SELECT last FROM numbers WHERE name = :any), 0) AS last,"
             " (SELECT published FROM numbers WHERE name = :name AND lost AND NOT EXISTS"
             " (SELECT 1 FROM versions WHERE versions.name = :name AND replaced IS NULL)) AS lost",
             {"name": name, "any": ANY_NAME},
         ).fetchone()
-        if append and known["lost"] is not None:
+        if append and numbers["lost"] is not None:
             raise CatalogError(
-                f"{name!r} cannot be appended to: version {known['lost']} was evicted, or its memory went with its "
-                "node, and what is appended would be all of it. Put all of it again, with the mode overwrite"
+                f"{name!r} cannot be appended to: version {numbers['lost']} was evicted, or lost with its node, so "
+                "the new rows alone would become the dataset; put all rows again, with the mode overwrite"
             )
-        number = int(known["last"]) + 1
+        number = int(numbers["last"]) + 1
         self.use_number(name, number)
         return number
 
@@ -135,8 +137,8 @@ class Versions:
     def record_removed(self, name: str, removed: Removed) -> None:
         """Record a version that is gone from a store. See `Database.record_removed`."""
         self.use_number(name, removed.used)
-        known = self._tables.all("SELECT 1 FROM numbers WHERE name = ? AND published >= ?", name, removed.version)
-        if not known or removed.lost:
+        is_known = self._tables.all("SELECT 1 FROM numbers WHERE name = ? AND published >= ?", name, removed.version)
+        if not is_known or removed.lost:
             self._publish_number(name, removed.version, removed.lost)
 
     # Publishing
@@ -150,49 +152,38 @@ class Versions:
         why = "it is new" if previous["number"] is None else f"it {verb} version {previous['number']}"
         self._change(row, "committed", why)
 
-    def learn(self, one: AnnouncedVersion) -> None:
+    def learn(self, version: Version) -> None:
         """Publish a version that was found in a store, with its number, unless a later version is known.
 
         A version with a number from another catalog does not replace a version that this catalog committed: the node
         has left the other catalog, or that catalog is lost. Numbers of this catalog may be unknown if its file was
         restored from a backup.
         """
-        current = self._tables.all("SELECT origin FROM versions WHERE name = ? AND replaced IS NULL", one.name)
-        origin = Origin.FOUND if one.version else Origin.FOUND_WITHOUT_NUMBER
+        current = self._tables.all("SELECT origin FROM versions WHERE name = ? AND replaced IS NULL", version.name)
+        origin = Origin.FOUND if version.number else Origin.FOUND_WITHOUT_NUMBER
         committed_here = bool(current) and current[0]["origin"] == Origin.COMMITTED
-        if one.version:
+        if version.number:
             sql = "SELECT 1 FROM numbers WHERE name = ? AND published >= ?"
-            foreign = committed_here and one.catalog != self._tables.id
-            hidden = foreign or bool(self._tables.all(sql, one.name, one.version))
+            foreign = committed_here and version.catalog != self._tables.id
+            hidden = foreign or bool(self._tables.all(sql, version.name, version.number))
         else:
             hidden = bool(current) and current[0]["origin"] < origin
         if hidden:
             _log.warning(
                 "a version in a store is not shown, since later ones are known: dataset=%r version=%d node=%s part=%s",
-                *(one.name, one.version, one.part.node, one.part.id),
+                *(version.name, version.number, version.part.node, version.id),
             )
             return
-        number = one.version or self.next_number(one.name, append=False)
-        part = [one.part]
-        self.publish(
-            one.name, number, one.key, False, one.schema, part, one.tags, one.ttl, one.created, one.before, origin
-        )
+        number = version.number or self.next_number(version.name, append=False)
+        self.publish(replace(version, number=number), origin=origin)
 
-    def publish(
-        self,
-        name: str,
-        number: int,
-        key: str,
-        append: bool,
-        schema: bytes,
-        parts: Sequence[Part],
-        tags: Mapping[str, str],
-        ttl: float | None,
-        created: float,
-        keys: Sequence[str] = (),
-        origin: Origin = Origin.COMMITTED,
-    ) -> int:
-        """Publish parts as a version. See `Database.publish`, whose argument `before` is `keys` here.
+    def publish(self, version: Version, append: bool = False, origin: Origin = Origin.COMMITTED) -> int:
+        """Publish a version, which has a number.
+
+        Args:
+            version: The version. Its key and the keys in `before` count as committed from now on.
+            append: Whether its parts follow those of the current version, whose options it takes over.
+            origin: The way by which the catalog learned of the version.
 
         Returns:
             The id of the row.
@@ -200,87 +191,111 @@ class Versions:
         Raises:
             CatalogError: The schema differs from that of the version to append to, or a part is on an unknown node.
         """
-        run = self._tables.run
-        self._publish_number(name, number, lost=False)
+        name, created = version.name, version.created
+        self._publish_number(name, version.number, lost=False)
         current = self._tables.all("SELECT * FROM versions WHERE name = ? AND replaced IS NULL", name)
-        previous = current[0] if current else None
-        rows, nbytes = _sum_known(part.rows for part in parts), _sum_known(part.nbytes for part in parts)
-        lineage_id = [*keys, key][0]
-        if append and previous is not None:
-            if previous["schema"] != schema:
-                difference = schema_difference(deserialize(previous["schema"]), deserialize(schema))
-                raise CatalogError(f"all of {name!r} must have one schema, and in what is added {difference}")
-            rows, nbytes = _sum_known((previous["rows"], rows)), _sum_known((previous["nbytes"], nbytes))
-            tags, ttl = self.record(previous).merged_options(tags, ttl)
-            lineage_id = previous["began"]
-        expires = None if ttl is None else created + ttl
+        replaced = current[0] if current else None
+        previous = self.record(current[0]) if append and current else None
+        rows, nbytes, tags, ttl = version.rows, version.nbytes, version.tags, version.ttl
         if previous is not None:
-            run("UPDATE versions SET replaced = ? WHERE id = ?", (created, previous["id"]))
-        # If the publisher has chosen the ticket itself, the ticket is valid for the latest version only.
+            if previous.schema != version.schema:
+                difference = schema_difference(deserialize(previous.schema), deserialize(version.schema))
+                raise CatalogError(f"all of {name!r} must have one schema, and in the new rows {difference}")
+            rows, nbytes = sum_known((previous.rows, rows)), sum_known((previous.nbytes, nbytes))
+            tags, ttl = previous.merged_options(tags, ttl)
+        if replaced is not None:
+            self._tables.run("UPDATE versions SET replaced = ? WHERE id = ?", (created, replaced["id"]))
+        self._retire_tickets(version.parts)
+        id = self._tables.run(
+            "INSERT INTO versions (name, number, schema, rows, nbytes, tags, created, expires, began, origin)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                *(name, version.number, version.schema, rows, nbytes, json.dumps(dict(tags)), created),
+                None if ttl is None else created + ttl,
+                (previous or version).lineage_id,
+                origin,
+            ),
+        ).lastrowid
+        assert id is not None
+        first = 0 if previous is None or replaced is None else self._copy_parts(replaced["id"], id)
+        self._insert_parts(id, version.parts, first)
+        for key in (*version.before, version.key):
+            sql = "INSERT OR IGNORE INTO commits (key, version, at) VALUES (?, ?, ?)"
+            self._tables.run(sql, (key, version.number, created))
+        for table in ("commits", "aborts"):
+            self._tables.run(f"DELETE FROM {table} WHERE at < ?", (created - _COMMIT_KEY_TTL,))
+        return id
+
+    def _retire_tickets(self, parts: Sequence[Part]) -> None:
+        """Remove the versions that have parts with the same tickets as new `parts`.
+
+        If the publisher has chosen the ticket itself, the ticket is valid for the latest version only.
+        """
         for part in parts:
             sql = "SELECT id FROM parts WHERE ticket = ? AND id != ?"
             for other in self._tables.all(sql, part.ticket, part.id):
                 condition = "id IN (SELECT version FROM version_parts WHERE part = ?)"
                 self.remove("retired", "what replaced it has the same ticket", condition, other["id"])
-        version = run(
-            "INSERT INTO versions (name, number, schema, rows, nbytes, tags, created, expires, began, origin)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (name, number, schema, rows, nbytes, json.dumps(dict(tags)), created, expires, lineage_id, origin),
-        ).lastrowid
-        assert version is not None
-        first = 0
-        if append and previous is not None:
-            run(
-                "INSERT INTO version_parts SELECT ?, number, part FROM version_parts WHERE version = ?",
-                (version, previous["id"]),
-            )
-            (row,) = self._tables.all("SELECT max(number) AS last FROM version_parts WHERE version = ?", version)
-            first = row["last"] + 1
-            if first == 1:  # The previous version had one part.
-                run(
-                    "INSERT OR IGNORE INTO unsettled SELECT part FROM version_parts WHERE version = ?",
-                    (previous["id"],),
-                )
+
+    def _copy_parts(self, previous: int, version: int) -> int:
+        """Give `version` the parts of the version that it appends to. Return the number of its next part."""
+        self._tables.run(
+            "INSERT INTO version_parts SELECT ?, number, part FROM version_parts WHERE version = ?",
+            (version, previous),
+        )
+        (row,) = self._tables.all("SELECT max(number) AS last FROM version_parts WHERE version = ?", version)
+        if row["last"] == 0:  # The previous version had one part.
+            sql = "INSERT OR IGNORE INTO unsettled SELECT part FROM version_parts WHERE version = ?"
+            self._tables.run(sql, (previous,))
+        return int(row["last"]) + 1
+
+    def _insert_parts(self, version: int, parts: Sequence[Part], first: int) -> None:
         for part in parts:
             try:
-                run(
+                self._tables.run(
                     "INSERT INTO parts (id, node, ticket, rows, nbytes, serial) VALUES (?, ?, ?, ?, ?, ?)"
                     " ON CONFLICT (id) DO NOTHING",
                     (part.id, part.node, part.ticket, part.rows, part.nbytes, part.serial),
                 )
             except sqlite3.IntegrityError:
                 raise CatalogError(f"no node {part.node!r} has registered at this catalog") from None
-            run("INSERT INTO version_parts VALUES (?, ?, ?)", (version, first + part.number, part.id))
-        for one in (*keys, key):
-            run("INSERT OR IGNORE INTO commits (key, version, at) VALUES (?, ?, ?)", (one, number, created))
-        for table in ("commits", "aborts"):
-            run(f"DELETE FROM {table} WHERE at < ?", (created - _COMMIT_KEY_TTL,))
-        return version
+            self._tables.run("INSERT INTO version_parts VALUES (?, ?, ?)", (version, first + part.number, part.id))
 
-    def record(self, row: sqlite3.Row) -> VersionRecord:
+    def record(self, row: sqlite3.Row) -> Version:
         """Return the version in a row of its table, with its parts. Raise CatalogDamaged if the checksum is wrong."""
         self._tables.check("versions", row)
-        parts_by_number: dict[int, tuple[sqlite3.Row, list[NodeRecord]]] = {}
+        copies: dict[int, tuple[sqlite3.Row, list[NodeRecord]]] = {}
         for part in self._tables.all(
-            "SELECT number, ticket, rows, nodes.* FROM version_parts JOIN parts ON part = parts.id"
-            " JOIN nodes ON node = nodes.id WHERE version = ? ORDER BY number, nodes.id",
+            "SELECT number, part, ticket, rows, nbytes, serial, nodes.* FROM version_parts"
+            " JOIN parts ON part = parts.id JOIN nodes ON node = nodes.id WHERE version = ? ORDER BY number, nodes.id",
             row["id"],
         ):
-            parts_by_number.setdefault(part["number"], (part, []))[1].append(self.node(part))
-        return VersionRecord(
-            version=row["number"],
-            name=row["name"],
-            schema=row["schema"],
-            rows=row["rows"],
-            nbytes=row["nbytes"],
+            copies.setdefault(part["number"], (part, []))[1].append(self.node(part))
+        parts = (
+            Part(
+                part["part"],
+                part["id"],
+                part["ticket"],
+                part["rows"],
+                part["nbytes"],
+                part["number"],
+                part["serial"],
+                tuple(nodes),
+            )
+            for part, nodes in copies.values()
+        )
+        ttl = None if row["expires"] is None else round(row["expires"] - row["created"], _TTL_DIGITS)
+        return Version(
+            row["name"],
+            "",
+            row["schema"],
+            row["created"],
+            tuple(parts),
             tags=json.loads(row["tags"]),
-            created=row["created"],
-            expires=row["expires"],
-            lineage_id=row["began"],
+            ttl=ttl,
+            before=(row["began"],),
+            number=row["number"],
             current=row["replaced"] is None,
-            parts=tuple(
-                ReplicatedPart(part["ticket"], tuple(nodes), part["rows"]) for part, nodes in parts_by_number.values()
-            ),
         )
 
     def node(self, row: sqlite3.Row) -> NodeRecord:
@@ -319,9 +334,3 @@ class Versions:
     def abort(self, key: str) -> None:
         """Forbid any commit with this key."""
         self._tables.run("INSERT INTO aborts (key, at) VALUES (?, ?)", (key, self.now))
-
-
-def _sum_known(numbers: Any) -> int | None:
-    """Return the sum, or None if one of the numbers is unknown."""
-    known = [*numbers]
-    return None if None in known else sum(known)

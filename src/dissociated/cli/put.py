@@ -52,11 +52,11 @@ def add_put(parser: argparse.ArgumentParser) -> None:
 
 def _run_put(arguments: argparse.Namespace) -> None:
     """Publish the files, and print a summary to stderr."""
-    from dissociated.control.commit import Publication
+    from dissociated.store.commit import Commit
 
     name = target.name(arguments.uri)
     mode = "append" if arguments.append else "overwrite"
-    publication = Publication(name, mode, tags(arguments.tag), arguments.ttl)
+    commit = Commit(name, mode=mode, tags=tags(arguments.tag), ttl=arguments.ttl)
     started = time.perf_counter()
     with ExitStack() as owned:
         sources = [open_input(file, arguments.format, owned) for file in arguments.file]
@@ -75,7 +75,7 @@ def _run_put(arguments: argparse.Namespace) -> None:
                     yield batch, metadata
                     advance(batch.num_rows, values_size(batch))
 
-        rows = client.put(name, BatchReader(schema, pairs()), mode=mode, tags=publication.tags, ttl=publication.ttl)
+        rows = client.put(name, BatchReader(schema, pairs()), mode=mode, tags=commit.tags, ttl=commit.ttl)
     print(
         f"{name}: {text.plural(rows, 'row')} in {time.perf_counter() - started:.2f} s, at {catalog}/{name}",
         file=sys.stderr,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from dissociated.monitoring.status import ConsumerStatus
     from dissociated.node.node import Node
-    from dissociated.store.directory import Version
+    from dissociated.store.version import Version
 
 
 _SERVE = """\

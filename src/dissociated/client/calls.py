@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,7 +23,6 @@ from dissociated.client.lookup import Lookup, caller_identity
 from dissociated.client.put import Progress, Put
 from dissociated.client.request import TIMEOUT, ReadRequest
 from dissociated.codec.options import ReadOptions, check_options
-from dissociated.control.commit import Publication
 from dissociated.control.flight_streams import parse_answer
 from dissociated.control.locations import DatasetInfo, DatasetList
 from dissociated.control.messages import NODE_FIELDS, VERSION_FIELDS, FieldTypes, has_fields, is_moment
@@ -41,6 +39,7 @@ from dissociated.errors import (
     OptionError,
 )
 from dissociated.monitoring.status import ServerStatus
+from dissociated.store.commit import Commit, StagedSegment
 from dissociated.store.handover import hand_over
 
 T = TypeVar("T")
@@ -222,20 +221,19 @@ class CatalogClient:
         """
         if transport not in (None, "shm", "grpc"):
             raise OptionError(f'transport is "shm" or "grpc" for a put, not {transport!r}')
-        publication = Publication(name, mode, tags or {}, ttl)
-        put = Put(publication, make_dataset(name, source, schema=schema), progress)
+        commit = Commit(name, key=secrets.token_hex(16), mode=mode, tags=tags or {}, ttl=ttl)
+        put = Put(commit, make_dataset(name, source, schema=schema), progress)
         place = None if transport == "grpc" else self._stage_here()
         if place is None and transport == "shm":
             raise CatalogError("there is no node on this host whose memory this process could write to: put by grpc")
-        key = secrets.token_hex(16)
         if place is None:
-            self._require_catalog(key)
+            self._require_catalog(commit.key)
         try:
             if place is not None:
-                return self._put_into(place, put, key)
-            return self._calls.call(lambda client: put.by_flight(client, key))
+                return self._put_into(place, put)
+            return self._calls.call(put.by_flight)
         except BaseException as error:
-            if (place is not None or put.complete) and self._was_published(put, key, error):
+            if (place is not None or put.complete) and self._was_published(put, error):
                 return put.rows
             raise
 
@@ -261,40 +259,30 @@ class CatalogClient:
             return None  # the server has no stage, or is not of this library
         return place if place.here else None
 
-    def _put_into(self, place: StagePlace, put: Put, key: str) -> int:
-        segment = f"{key}-0.arrows"
-        publication = put.publication
+    def _put_into(self, place: StagePlace, put: Put) -> int:
+        segment = StagedSegment(f"{put.commit.key}-0.arrows", place.node)
         with ExitStack() as stack:
             reserve = None
             if place.limited:
                 node = stack.enter_context(closing(CatalogClient(place.flight, *self._parameters[1:])))
                 reserve = node.reserve
-            rows = put.write(place, segment, reserve)
-        written = [{"node": place.node, "segment": segment}]
-        self.commit(
-            publication.name,
-            written,
-            publication.mode,
-            put.schema,
-            key=key,
-            tags=publication.tags,
-            ttl=publication.ttl,
-        )
+            rows = put.write(place, segment.name, reserve)
+        self.commit(replace(put.commit, segments=[segment], schema=put.schema))
         return rows
 
-    def _was_published(self, put: Put, key: str, error: BaseException) -> bool:
+    def _was_published(self, put: Put, error: BaseException) -> bool:
         """Return whether a put that ended with `error` was published. If False, it never will be.
 
         If the catalog does not answer, raise an error of the same type that adds this uncertainty.
         """
         failed = put.complete and isinstance(error, DissociatedError)  # neither interrupted nor incomplete
         try:
-            self.abort(key)
-            return failed and self.committed(key)
+            self.abort(put.commit.key)
+            return failed and self.committed(put.commit.key)
         except (CatalogUnreachable, DeadlineExceeded):
             if failed:
                 raise type(error)(
-                    f"{error}; nor did it say whether {put.publication.name!r} was published in the end: "
+                    f"{error}; nor did it say whether {put.commit.name!r} was published in the end: "
                     "look at its versions before you put it again"
                 ) from error
         except DissociatedError:
@@ -309,7 +297,7 @@ class CatalogClient:
         """Reserve room for a segment, as `Store.reserve` does. Writers in a limited stage call it before they write."""
         return self._ask("reserve", {"segment": segment, "size": size, "wish": wish}, "size", int)
 
-    def hand_over(self, descriptor: int) -> dict[str, str]:
+    def hand_over(self, descriptor: int) -> StagedSegment:
         """Give this host's node a sealed memfd with an Arrow IPC stream or file. The node serves it without a copy.
 
         The memfd must be sealed against writing, shrinking and growing. It counts against the node's limit, and is
@@ -319,7 +307,7 @@ class CatalogClient:
             descriptor: The memfd. The caller keeps it, and may close it at any time after the call.
 
         Returns:
-            A segment for `commit`.
+            A segment for a `Commit`.
 
         Raises:
             StoreError: The node refuses the memfd.
@@ -331,43 +319,20 @@ class CatalogClient:
             raise CatalogError(
                 "there is no node on this host that memory could be handed over to: start one, dissociated node"
             )
-        return {"node": stage.node, "segment": hand_over(stage.handover, descriptor, self.defaults.timeout)}
+        return StagedSegment(hand_over(stage.handover, descriptor, self.defaults.timeout), stage.node)
 
-    def commit(
-        self,
-        name: str,
-        segments: Sequence[str | Mapping[str, str]],
-        mode: str,
-        schema: pa.Schema,
-        *,
-        key: str | None = None,
-        tags: Mapping[str, str] | None = None,
-        ttl: float | None = None,
-    ) -> None:
-        """Publish segments of the stage under `name`, in this order, atomically. A repeated call does nothing.
-
-        Segments whose names begin with `key` and "-", and that are not among `segments`, are removed. Failed or
-        superfluous attempts have left them.
+    def commit(self, commit: Commit) -> None:
+        """Publish segments of the stage, in their order and atomically. A repeated call does nothing.
 
         Args:
-            name: Name of the dataset.
-            segments: Names of segments. A segment on another node than the catalog's own is `{"node": ..., "segment":
-                ...}`, as `hand_over` returns it.
-            mode: "overwrite" or "append".
-            schema: Schema of all segments, and of the dataset if there is no segment.
-            key: Identifies this commit. None: the segments do.
-            tags: Tags of the dataset. See `put`.
-            ttl: Seconds after which the dataset is deleted. See `put`.
+            commit: The commit. Its segments are in the stage of the catalog's own node, or name their node, as
+                segments from `hand_over` do. It has their schema.
+
+        Raises:
+            OptionError: The commit has no schema.
+            CatalogError: The catalog refuses, or cannot be reached.
         """
-        publication = Publication(name, mode, tags or {}, ttl)
-        body = {
-            **asdict(publication),
-            "segments": [*segments],
-            "append": mode == "append",
-            "schema": base64.b64encode(schema.serialize()).decode(),
-            "key": key,
-        }
-        self.do_action("commit", body)
+        self.do_action("commit", commit.to_json())
 
     def committed(self, key: str) -> bool:
         """Return whether a commit with this `key` was made. The catalog remembers keys for thirty days."""

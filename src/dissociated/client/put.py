@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import pyarrow as pa
@@ -13,12 +13,12 @@ import pyarrow as pa
 from dissociated.codec.columns import values_size
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.codec.validation import Validator
-from dissociated.control.commit import Publication
 from dissociated.control.flight_streams import upload
 from dissociated.control.stage import StagePlace
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.source_errors import source_errors
 from dissociated.errors import CatalogError
+from dissociated.store.commit import Commit
 from dissociated.store.files import Reserve
 from dissociated.store.segment import SegmentWriter
 
@@ -28,13 +28,18 @@ Progress: TypeAlias = Callable[[int, int, int | None], object]
 
 @dataclass
 class Put:
-    """A reading of `source`, to be published as `publication` describes.
+    """A reading of `source`, to be published as `commit` describes.
+
+    Args:
+        commit: The commit, without segments and schema.
+        source: The data.
+        progress: See `Progress`.
 
     Raises:
         SourceError: The source cannot be read.
     """
 
-    publication: Publication
+    commit: Commit
     source: Dataset
     progress: Progress | None = None
 
@@ -48,7 +53,7 @@ class Put:
         self.nbytes = self._measure() if self.source.repeatable else self.source.min_packed_size
 
     def _measure(self) -> int | None:
-        with source_errors(self.publication.name):
+        with source_errors(self.commit.name):
             for _ in batches(self.source.open_reader()):
                 pass  # refuse invalid data before its content is read
         return self.source.packed_size
@@ -67,7 +72,7 @@ class Put:
         remaining = batches(self._reader)
         nbytes = 0
         while True:
-            with source_errors(self.publication.name):
+            with source_errors(self.commit.name):
                 pair = next(remaining, None)
             if pair is None:
                 self.complete = True
@@ -78,14 +83,14 @@ class Put:
                 nbytes += values_size(pair[0])
                 self.progress(self.rows, nbytes, self.source.rows)
 
-    def by_flight(self, client: Any, key: str) -> int:
-        """Send the data by DoPut of a Flight client, to be committed with this `key`. Return the number of rows."""
+    def by_flight(self, client: Any) -> int:
+        """Send the data by DoPut of a Flight client, which commits it. Return the number of rows."""
         from pyarrow.flight import FlightDescriptor
 
-        command = {**asdict(self.publication), "key": key, "end": True, "nbytes": self.nbytes}
+        command = {**self.commit.options(), "end": True, "nbytes": self.nbytes}
         answer = upload(client, FlightDescriptor.for_command(json.dumps(command)), self.schema, self.pairs())
         if not isinstance(answer.get("rows"), int):
-            raise CatalogError("the server took everything, and does not say how many rows it published")
+            raise CatalogError("the server read the whole stream, and does not say how many rows it published")
         return int(answer["rows"])
 
     def write(self, place: StagePlace, segment: str, reserve: Reserve | None) -> int:

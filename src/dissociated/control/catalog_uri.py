@@ -65,7 +65,7 @@ def check_socket(path: Path) -> None:
     """
     if not path.is_absolute() or path.suffix != _SUFFIX or not is_usable(path):
         raise UriError(
-            f"{path} is no place for a catalog: the path of its socket is absolute, ends in {_SUFFIX} and has at most "
+            f"a catalog cannot listen at {str(path)!r}: its path must be absolute, end in {_SUFFIX}, have at most "
             f"{_PATH_MAX} bytes, none of them {' '.join(_UNUSABLE)}, and no directory on it has {_SUFFIX} in its name"
         )
     try:
@@ -75,7 +75,7 @@ def check_socket(path: Path) -> None:
         except FileNotFoundError:
             return
         if not is_socket:
-            raise TransportError(f"the catalog cannot listen at {path}: there is a file that is no socket")
+            raise TransportError(f"the catalog cannot listen at {path}: a file that is not a socket is there")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.setblocking(False)
             try:
@@ -102,7 +102,7 @@ def check_owner(path: Path) -> None:
     except OSError:
         return
     if closed:
-        raise AccessDenied(f"the catalog at {unix_uri(path)} is for another user alone, who runs it")
+        raise AccessDenied(f"the catalog at {unix_uri(path)} is accessible to another user only")
     if owner not in (os.geteuid(), 0):
         raise AccessDenied(
             f"the catalog at {unix_uri(path)} belongs to the user {_user_name(owner)}: only one of your own is trusted"

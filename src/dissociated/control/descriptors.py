@@ -19,9 +19,9 @@ _FIRST_FIELD = 0x0A  # the tag of field 1, of the wire type for bytes, in a prot
 #: misspelt or ask for something that this version cannot do.
 _CALLER: Mapping[str, type] = {"host": str, "boot_id": str}
 _GET: Mapping[str, type] = {"version": int, **_CALLER}
-# `Publication` checks these values itself.
-_PUBLICATION: Mapping[str, type] = {"mode": object, "tags": object, "ttl": object}
-_PUT: Mapping[str, type] = {**_PUBLICATION, "key": str, "end": bool, "nbytes": int, "staged": bool}
+# `Commit` checks these values itself.
+_COMMIT: Mapping[str, type] = {"mode": object, "tags": object, "ttl": object}
+_PUT: Mapping[str, type] = {**_COMMIT, "key": str, "end": bool, "nbytes": int, "staged": bool}
 _LIST: Mapping[str, type] = {"prefix": str, "tags": dict, **_CALLER}
 
 
@@ -58,7 +58,7 @@ def _parse(descriptor: flight.FlightDescriptor, known: Mapping[str, type]) -> di
 def _check_keys(command: dict[str, Any], known: Mapping[str, type]) -> dict[str, Any]:
     for key, value in command.items():
         if key not in known:
-            raise CatalogError(f"nothing is known here of {key!r}: there are {', '.join(known)}")
+            raise CatalogError(f"the key {key!r} is unknown: the keys are {', '.join(known)}")
         if value is not None and not isinstance(value, known[key]):
             raise CatalogError(f"{key!r} is {_JSON_TYPES[known[key]]}, not {json.dumps(value)}")
     return command

@@ -61,7 +61,7 @@ def upload(client: Any, descriptor: Any, schema: pa.Schema, pairs: Iterable[Batc
         raise
     writer.close()
     if answer is None:
-        raise CatalogError("the server took everything, and gave no answer")
+        raise CatalogError("the server read the whole stream, and sent no answer")
     return parse_answer(answer, "a put, all of which it took,")
 
 
@@ -72,7 +72,7 @@ def parse_answer(content: pa.Buffer, question: str) -> dict[str, Any]:
     except ValueError:
         plain = None
     if not isinstance(plain, dict):
-        raise CatalogError(f"the server's answer to {question} is no JSON of a catalog")
+        raise CatalogError(f"the server's answer to {question} is not JSON of a catalog")
     return plain
 
 
@@ -110,7 +110,7 @@ def receive_put(reader: Iterable[Any], cancelled: Callable[[], bool], marked: bo
             yield chunk.data, _decode_metadata(app_metadata)
         end = app_metadata.get(_END_KEY, end)
     if cancelled() or (marked and end != {"batches": batches, "rows": rows}):
-        raise CatalogError(f"the writer broke off after {rows:,} rows: nothing is published")
+        raise CatalogError(f"the stream broke off after {rows:,} rows: nothing was published")
 
 
 # DoGet
@@ -230,5 +230,5 @@ def _decode_metadata(app_metadata: dict[str, Any]) -> pa.KeyValueMetadata | None
     try:
         items = [(base64.b64decode(key), base64.b64decode(value)) for key, value in app_metadata.get(_METADATA_KEY, ())]
     except (TypeError, ValueError):
-        raise CatalogError("the metadata of a record batch are not what they should be") from None
+        raise CatalogError("the metadata of a record batch is invalid") from None
     return pa.KeyValueMetadata(items) if items else None

@@ -57,22 +57,22 @@ class Endpoint:
     @classmethod
     def parse(cls, endpoint: Any) -> Self:
         """Return the endpoint in a FlightEndpoint."""
-        told = _parse_app_metadata(endpoint.app_metadata, _PART_FIELDS)
-        nodes = told.get("nodes", ())
+        metadata = _parse_app_metadata(endpoint.app_metadata, _PART_FIELDS)
+        nodes = metadata.get("nodes", ())
         ours = all(has_fields(node, _NODE_FIELDS) for node in nodes)
         return cls(
             ticket=endpoint.ticket.ticket,
             locations=tuple(location.uri.decode(errors="replace") for location in endpoint.locations),
             hosts=tuple(node["host"] for node in nodes) if ours else (),
-            rows=told.get("rows") if ours else None,
+            rows=metadata.get("rows") if ours else None,
         )
 
     @property
     def schemes(self) -> list[str]:
         """The schemes of the locations, such as `shm`, `tcp` and `grpc`."""
-        schemes = {one.partition(":")[0] for one in self.locations}
-        named = schemes - {_REUSE_CONNECTION}
-        return sorted(named) or (["grpc"] if flight_uris(self) else [])
+        schemes = {uri.partition(":")[0] for uri in self.locations}
+        known_schemes = schemes - {_REUSE_CONNECTION}
+        return sorted(known_schemes) or (["grpc"] if flight_uris(self) else [])
 
     def __repr__(self) -> str:
         rows = "" if self.rows is None else f" of {plural(self.rows, 'row')}"
@@ -126,21 +126,21 @@ class DatasetInfo:
     @classmethod
     def parse(cls, info: Any, schema: pa.Schema, name: str) -> Self:
         """Return the description in a FlightInfo of the dataset `name`."""
-        told = _parse_app_metadata(info.app_metadata, _VERSION_FIELDS)
-        if not (is_moment(told.get("created")) and is_moment(told.get("expires"))):
-            told = {}
-        least = 0 if told else 1  # Another implementation may leave a count unset, which reads as 0.
+        metadata = _parse_app_metadata(info.app_metadata, _VERSION_FIELDS)
+        if not (is_moment(metadata.get("created")) and is_moment(metadata.get("expires"))):
+            metadata = {}
+        least = 0 if metadata else 1  # Another implementation may leave a count unset, which reads as 0.
         return cls(
             name=name,
             schema=schema,
             rows=info.total_records if info.total_records >= least else None,
             nbytes=info.total_bytes if info.total_bytes >= least else None,
             endpoints=tuple(map(Endpoint.parse, info.endpoints)),
-            version=told.get("version", 0),
-            created=told.get("created", 0.0),
-            expires=told.get("expires"),
-            tags=told.get("tags") or {},
-            lineage_id=told.get("began") or "",
+            version=metadata.get("version", 0),
+            created=metadata.get("created", 0.0),
+            expires=metadata.get("expires"),
+            tags=metadata.get("tags") or {},
+            lineage_id=metadata.get("began") or "",
         )
 
     def __repr__(self) -> str:
@@ -155,7 +155,7 @@ class DatasetInfo:
     @property
     def schemes(self) -> list[str]:
         """The schemes by which the dataset can be read, such as `shm`, `tcp` and `grpc`."""
-        return sorted({one for endpoint in self.endpoints for one in endpoint.schemes})
+        return sorted({uri for endpoint in self.endpoints for uri in endpoint.schemes})
 
     @property
     def size(self) -> str:
@@ -187,12 +187,15 @@ class DatasetInfo:
     def _columns(self) -> tuple[list[str], list[list[str]]]:
         tensors = self.tensors
         if tensors is not None:
-            shapes = [[one.type, " x ".join(map(str, one.shape)), one.format] for one in tensors.first[:_MAX_LINES]]
+            shapes = [
+                [column.type, " x ".join(map(str, column.shape)), column.format]
+                for column in tensors.first[:_MAX_LINES]
+            ]
             return ["type", "shape", "format"], shapes
         shown = (self.schema.field(index) for index in range(min(len(self.schema), _MAX_LINES)))
         return ["column", "type"], [
-            [shorten(one.name, 24), shorten(f"{one.type}{'' if one.nullable else ' not null'}", _WIDTH - 26)]
-            for one in shown
+            [shorten(column.name, 24), shorten(f"{column.type}{'' if column.nullable else ' not null'}", _WIDTH - 26)]
+            for column in shown
         ]
 
     @property
@@ -274,9 +277,9 @@ def flight_uris(endpoint: Endpoint) -> list[str | None]:
         return [None] if endpoint.locations else []
     if not endpoint.locations:
         return [None]
-    schemes = [(one.partition(":")[0], one) for one in endpoint.locations]
+    schemes = [(uri.partition(":")[0], uri) for uri in endpoint.locations]
     here = [None] if any(scheme == _REUSE_CONNECTION for scheme, _ in schemes) else []
-    return [*here, *(one for scheme, one in schemes if scheme.partition("+")[0] == "grpc")]
+    return [*here, *(uri for scheme, uri in schemes if scheme.partition("+")[0] == "grpc")]
 
 
 def descriptor_name(descriptor: Any) -> str:
@@ -329,7 +332,7 @@ def reachable(name: str, endpoint: Endpoint, scheme: str | None, allow_rma: bool
     """
     if not endpoint.locations and endpoint.hosts:
         raise CatalogError(
-            f"a part of {name!r} is on {', '.join(endpoint.hosts)}, whose node says nothing any more: is it running?"
+            f"a part of {name!r} is on {', '.join(endpoint.hosts)}, and no node there is alive: start the node again"
         )
     routes = [
         uris

@@ -46,15 +46,15 @@ class StagePlace:
     @classmethod
     def parse(cls, plain: Mapping[str, Any]) -> Self:
         """Return the stage in a JSON object, without unknown fields. Raise CatalogError if the object is invalid."""
-        told = {one.name: plain[one.name] for one in fields(cls) if one.name in plain}
+        values = {field.name: plain[field.name] for field in fields(cls) if field.name in plain}
         try:
-            place = cls(**told)
+            place = cls(**values)
         except TypeError:
             place = None
         if place is None or any(
-            type(value) is not (bool if name == "limited" else str) for name, value in told.items()
+            type(value) is not (bool if name == "limited" else str) for name, value in values.items()
         ):
-            raise CatalogError("the server answers to 'stage' with what is no place of segments")
+            raise CatalogError("the server's answer to 'stage' is invalid")
         return place
 
     @property
@@ -82,13 +82,13 @@ class StagePlace:
             store = open_private_directory(path.parent)
             try:
                 if path.name != STAGING or store_id(store, path.parent) != self.node:
-                    raise StoreError(f"{path} is not the staging directory of the node {self.node}")
+                    raise StoreError(f"{str(path)!r} is not the staging directory of the node {self.node!r}")
                 staging = open_private_directory(STAGING, within=store)
             finally:
                 os.close(store)
         try:
             if self.inode != directory_id(staging):
-                raise StoreError(f"{path} is another directory for the node {self.node}, as in another container")
+                raise StoreError(f"{str(path)!r} is another directory than the node's: it may be in another container")
             yield Path(f"/proc/self/fd/{staging}")
         finally:
             os.close(staging)

@@ -34,19 +34,6 @@ OpenReader: TypeAlias = Callable[[], pa.RecordBatchReader]
 OpenColumns: TypeAlias = Callable[[Sequence[int]], pa.RecordBatchReader]
 
 
-def check_name(name: object) -> None:
-    """Raise OptionError if `name` cannot be the name of a dataset."""
-    if not isinstance(name, str) or not name:
-        raise OptionError(f"the name of a dataset is a text that is not empty, not {name!r}")
-    if not is_plain_text(name):
-        raise OptionError(f"{name!r} cannot be the name of a dataset: it has what no other program could write")
-
-
-def is_plain_text(value: object) -> bool:
-    """Return whether `value` is a string that other programs can write, too: without surrogates and NUL characters."""
-    return isinstance(value, str) and not any(one == "\0" or "\ud800" <= one <= "\udfff" for one in value)
-
-
 class Dataset(ABC):
     """A named stream of record batches or tensors."""
 

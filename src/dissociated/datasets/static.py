@@ -294,7 +294,12 @@ class StoredDataset(Dataset):
     stored = True
 
     def __init__(
-        self, name: str, schema: pa.Schema, rows: int, nbytes: int, open_segments: Callable[[], SegmentsDataset]
+        self,
+        name: str,
+        schema: pa.Schema,
+        rows: int | None,
+        nbytes: int | None,
+        open_segments: Callable[[], SegmentsDataset],
     ) -> None:
         super().__init__(name, schema)
         self.rows = rows

@@ -19,8 +19,7 @@ from dissociated.base.exit import act_at_exit
 from dissociated.base.fork import ProcessBound
 from dissociated.base.host import host_name
 from dissociated.codec.options import WriteOptions
-from dissociated.control.commit import Publication
-from dissociated.datasets.base import Dataset, Source, check_name
+from dissociated.datasets.base import Dataset, Source
 from dissociated.datasets.broadcast import Broadcast
 from dissociated.datasets.live import Live
 from dissociated.datasets.registry import Registry
@@ -35,6 +34,7 @@ from dissociated.protocol.request import SELECTION_MAGIC
 from dissociated.server.connections import Connections, open_listener
 from dissociated.server.endpoints import Endpoints
 from dissociated.server.options import ServerOptions, takes
+from dissociated.store.commit import Commit, check_name
 from dissociated.store.segment import MemfdSink, Segment, SegmentWriter
 from dissociated.transport.base import Listener
 from dissociated.uri import Uri
@@ -161,7 +161,7 @@ class Server(ProcessBound):
             DissociatedError: if the ticket belongs to another dataset or is reserved, or the server is closed.
         """
         self.check_process()
-        Publication(name, ttl=ttl)
+        Commit(name, ttl=ttl)
         if ttl is not None and self._catalog is None:
             raise OptionError("ttl takes a catalog, which drops what is over: this server was made without one")
         dataset = (

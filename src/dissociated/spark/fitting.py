@@ -60,7 +60,7 @@ class Fitting:
             CatalogError: The catalog cannot be reached.
             SourceError: The rows cannot be appended. The message names the columns and types.
         """
-        name, append = target.publication.name, target.publication.mode == "append"
+        name, append = target.commit.name, target.commit.append
         if twice := [one for one in dict.fromkeys(frame.names) if frame.names.count(one) > 1]:
             raise SourceError(
                 f"there is more than one column {twice[0]!r}, and readers ask for columns by name: rename it"

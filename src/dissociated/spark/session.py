@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dissociated.base.host import machine_memory
-from dissociated.control.commit import Publication
 from dissociated.errors import JarNotMade, PySparkNotFound
 from dissociated.spark.catalog import VARIABLE, CatalogConfig
 from dissociated.spark.jar import jar
 from dissociated.spark.java import java_home
 from dissociated.spark.target import WriteTarget
 from dissociated.spark.types import arrow_schema
+from dissociated.store.commit import Commit
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -121,7 +121,7 @@ def publish(
     from pyspark.sql.utils import is_remote
 
     config = CatalogConfig(_catalog(df.sparkSession, catalog), token_file, tls_roots)
-    target = WriteTarget(config, Publication(name, mode, tags or {}, ttl), merge_schema)
+    target = WriteTarget(config, Commit(name, mode=mode, tags=tags or {}, ttl=ttl), merge_schema)
     # With Spark Connect the server writes: this process may be unable to reach the catalog.
     if not is_remote():
         from dissociated.spark import writer

@@ -52,7 +52,6 @@ import pyarrow as pa
 from pyspark.sql.types import StructType
 
 from dissociated.codec.reader import read_schema
-from dissociated.control.commit import Publication
 from dissociated.errors import DatasetNotFound, DissociatedError, RemoteProtocolError
 from dissociated.memory.region import AddressSpace
 from dissociated.spark.catalog import CatalogConfig
@@ -66,6 +65,7 @@ from dissociated.spark.staging import Writes
 from dissociated.spark.target import WriteTarget
 from dissociated.spark.types import arrow_schema
 from dissociated.spark.writer import commit
+from dissociated.store.commit import Commit
 
 _MAX_THREADS = 256  # the largest number of tasks of one executor
 _MAX_READERS = 64  # kept for later tasks
@@ -260,7 +260,7 @@ def table_schema(options: Mapping[str, str], name: str) -> str:
 
 def create_table(options: Mapping[str, str], name: str, schema: str) -> None:
     """Publish a dataset without rows. `schema` is in Spark's JSON."""
-    target = WriteTarget(CatalogConfig.parse(options), Publication(name))
+    target = WriteTarget(CatalogConfig.parse(options), Commit(name))
     commit(target, uuid.uuid4().hex, arrow_schema(StructType.fromJson(json.loads(schema))), ())
 
 

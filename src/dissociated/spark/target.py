@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from dissociated.control.commit import Publication
 from dissociated.errors import OptionError
 from dissociated.spark.catalog import CatalogConfig, required
+from dissociated.store.commit import Commit
 
 _NAMES_OF_OPTIONS = ("catalog", "mergeSchema", "path", "tags", "token_file", "tls_roots", "ttl")
 _SPARKS_OWN = ("checkpointlocation", "queryname")
@@ -18,13 +18,16 @@ _KNOWN_OPTIONS = {*(name.lower() for name in _NAMES_OF_OPTIONS), *_SPARKS_OWN}
 
 @dataclass(frozen=True)
 class WriteTarget:
-    """The dataset to write, in its catalog: name, mode (overwrite or append), tags and lifetime.
+    """The dataset to write, in its catalog.
 
-    With `merge_schema`, appended rows may lack columns and have narrower numbers.
+    Attributes:
+        catalog: The catalog.
+        commit: The commit, as far as it is known before the write: without key, schema and segments.
+        merge_schema: Whether appended rows may lack columns and have narrower numbers.
     """
 
     catalog: CatalogConfig
-    publication: Publication
+    commit: Commit
     merge_schema: bool = False
 
     @classmethod
@@ -46,8 +49,8 @@ class WriteTarget:
                 raise OptionError(f"there is no option {name!r} for writing; there are {', '.join(_NAMES_OF_OPTIONS)}")
         catalog = CatalogConfig.parse(values)
         name = required(values, "path", f"the dataset goes: {advice}")
-        publication = Publication(name, mode, _tags(values.get("tags", "")), _seconds(values.get("ttl")))
-        return cls(catalog, publication, _flag("mergeSchema", values.get("mergeschema", "false")))
+        commit = Commit(name, mode=mode, tags=_tags(values.get("tags", "")), ttl=_seconds(values.get("ttl")))
+        return cls(catalog, commit, _flag("mergeSchema", values.get("mergeschema", "false")))
 
     def options(self) -> dict[str, str]:
         """Return the options that `parse` turns into this target. The name and the mode are not among them."""
@@ -55,8 +58,8 @@ class WriteTarget:
             "catalog": self.catalog.uri,
             "token_file": self.catalog.token_file,
             "tls_roots": self.catalog.tls_roots,
-            "tags": json.dumps(self.publication.tags) if self.publication.tags else None,
-            "ttl": self.publication.ttl,
+            "tags": json.dumps(self.commit.tags) if self.commit.tags else None,
+            "ttl": self.commit.ttl,
             "mergeSchema": "true" if self.merge_schema else None,
         }
         return {name: str(value) for name, value in values.items() if value is not None}

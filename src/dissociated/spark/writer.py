@@ -16,7 +16,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -30,6 +30,7 @@ from dissociated.spark.catalog import CatalogConfig, wait_for_catalog
 from dissociated.spark.fitting import Fitting
 from dissociated.spark.target import WriteTarget
 from dissociated.spark.types import arrow_schema
+from dissociated.store.commit import StagedSegment
 from dissociated.store.segment import SegmentWriter
 
 if TYPE_CHECKING:
@@ -89,15 +90,13 @@ def commit(target: WriteTarget, key: str, schema: pa.Schema, messages: Sequence[
     any rows gets a node all the same: that of the driver's host.
     """
     written = sorted((one for one in messages if isinstance(one, Written)), key=lambda one: one.partition)
-    segments = [{"node": one.node, "segment": one.segment} for one in written if one.node and one.segment]
-    catalog, publication = target.catalog, target.publication
+    segments = [StagedSegment(one.segment, one.node) for one in written if one.node and one.segment]
+    catalog = target.catalog
 
     def once() -> None:
-        placed = segments or [{"node": stage_here(catalog.uri, catalog.connect).node, "segment": ""}]
+        placed = segments or [StagedSegment("", stage_here(catalog.uri, catalog.connect).node)]
         with catalog.connect() as client:
-            client.commit(
-                publication.name, placed, publication.mode, schema, key=key, tags=publication.tags, ttl=publication.ttl
-            )
+            client.commit(replace(target.commit, key=key, schema=schema, segments=placed))
 
     wait_for_catalog(once)
 

@@ -135,10 +135,10 @@ class Quota:
         names = self._evicted.get(_purpose(what), [])
         if not names:
             return ""
-        told = ", ".join(map(repr, names[:_MAX_TOLD])) + (", and others" if len(names) > _MAX_TOLD else "")
-        _log.warning("write refused after evictions: segment=%s evicted=%s", what, told)
+        listed = ", ".join(map(repr, names[:_MAX_TOLD])) + (", and others" if len(names) > _MAX_TOLD else "")
+        _log.warning("write refused after evictions: segment=%s evicted=%s", what, listed)
         plural = "" if len(names) == 1 else "s"
-        return f". So far {len(names):,} dataset{plural} had been evicted for it: {told}"
+        return f". So far {len(names):,} dataset{plural} had been evicted for it: {listed}"
 
     def _fits(self, missing: int) -> bool:
         return self.limit is None or missing <= 0 or self.usage().total + missing <= self.limit

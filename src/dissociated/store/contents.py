@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from typing import Generic, TypeVar
 
-from dissociated.store.directory import Version
+from dissociated.store.version import Version
 
 P = TypeVar("P")
 
@@ -23,7 +23,7 @@ class Contents(Generic[P]):
         self._names: dict[str, dict[str, None]] = {}  # ids by name, in the order of their commits
         self._prepared: dict[str, None] = {}
         self._with_older: dict[str, None] = {}  # names that have more than one version
-        #: The highest number that a version has had.
+        #: The highest serial number that a version has had.
         self.last = 0
         #: The number of changes so far: versions that were added, updated or removed.
         self.changes = 0
@@ -53,14 +53,14 @@ class Contents(Generic[P]):
             self._prepared[version.id] = None
         else:
             self._prepared.pop(version.id, None)
-        self.last = max(self.last, version.number)
+        self.last = max(self.last, version.serial)
 
     def pop(self, id: str) -> tuple[Version, P] | None:
         """Remove a version. Return it and its place, or None if there is no such version."""
-        found = self._versions.pop(id, None)
-        if found is not None:
+        entry = self._versions.pop(id, None)
+        if entry is not None:
             self._note(id)
-            version, _ = found
+            version, _ = entry
             if self._keys.get(version.key) == id:
                 del self._keys[version.key]
             named = self._names[version.name]
@@ -70,7 +70,7 @@ class Contents(Generic[P]):
             if len(named) < 2:
                 self._with_older.pop(version.name, None)
             self._prepared.pop(id, None)
-        return found
+        return entry
 
     def _note(self, id: str) -> None:
         self.changes += 1
@@ -115,8 +115,8 @@ class Contents(Generic[P]):
 
     def replaced(self) -> list[Version]:
         """Return the versions that later versions of their datasets have replaced, in the order of their commits."""
-        found = [version for name in self._with_older for version in self.named(name)[:-1]]
-        return sorted(found, key=lambda version: version.number)
+        versions = [version for name in self._with_older for version in self.named(name)[:-1]]
+        return sorted(versions, key=lambda version: version.serial)
 
 
 class BlockCounter:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import logging
@@ -11,9 +10,9 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeGuard, cast
@@ -35,13 +34,14 @@ from dissociated.store.files import (
 )
 from dissociated.store.layout import NUMBERS, SEGMENTS, STAGING, TRASH, is_draft, known_id, new_id, write_id
 from dissociated.store.numbers import Numbers, Removed
+from dissociated.store.version import Version
 
 _log = logging.getLogger(__name__)
 
 #: The file in the directory of a version that describes the version.
 MANIFEST = "manifest.json"
 _MANIFEST_VERSION = 1
-_NUMBER = re.compile(r"[0-9]{14,19}")  # the beginning of a version's id
+_SERIAL = re.compile(r"[0-9]{14,19}")  # the beginning of a version's id
 #: The errors of reading a damaged manifest, or the schema in it.
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, pa.ArrowException)
 _MAX_SECONDS = 1e11  # since the epoch: later dates cannot be shown
@@ -54,50 +54,13 @@ def file_name(index: int) -> str:
 
 
 @dataclass(frozen=True)
-class Version:
-    """A dataset as of one commit, or one host's part of it."""
-
-    #: An id that is unique among all versions, in this store and elsewhere.
-    id: str
-    #: The serial number of the commit in this store. It grows with every commit, of any dataset.
-    number: int
-    #: The name of the dataset.
-    name: str
-    #: An id of the commit, which is unique. A repeated commit has the key of the first.
-    key: str
-    ticket: bytes
-    #: Seconds since the epoch.
-    created: float
-    #: Whether this store does not know yet if the version was published.
-    prepared: bool = False
-    #: Whether the version is all of the dataset, not one part of it.
-    whole: bool = True
-    tags: Mapping[str, str] = field(default_factory=dict)
-    #: Seconds after which the version expires; None if it does not expire.
-    ttl: float | None = None
-    rows: int = 0
-    #: The bytes of all message bodies.
-    nbytes: int = 0
-    #: The keys of the commits that this version was appended to, from the first to the last.
-    before: Sequence[str] = ()
-    #: A digest of the names of the committed segments. It shows whether a repeated call has the same segments.
-    staged: str = ""
-    #: The schema, serialized by Arrow, so that no segment has to be opened. Empty if an older library wrote this.
-    schema: bytes = b""
-    #: The number of this version of the dataset, which its catalog assigned; 0 if an older library wrote this.
-    version: int = 0
-    #: The id of the database of that catalog.
-    catalog: int = 0
-
-
-@dataclass(frozen=True)
 class SetAside:
     """An entry of `segments/` that is no version, or cannot be read. It is neither served nor changed."""
 
     path: Path
     reason: str
     #: The serial number in its name, or else in its manifest, or else 0. This number is not used again.
-    number: int
+    serial: int
     #: The readable part of its manifest.
     manifest: Mapping[str, Any]
     #: The bytes that its files take, by inode.
@@ -112,9 +75,9 @@ class SetAside:
             plain = None
         plain = plain if isinstance(plain, dict) else {}
         name = path.name.partition("-")[0]
-        number = int(name) if _NUMBER.fullmatch(name) else plain.get("number")
-        held = {} if path.is_symlink() else sizes(path)
-        return cls(path, reason, number if _is_count(number) else 0, plain, held)
+        serial = int(name) if _SERIAL.fullmatch(name) else plain.get("number")
+        sizes_by_inode = {} if path.is_symlink() else sizes(path)
+        return cls(path, reason, serial if _is_count(serial) else 0, plain, sizes_by_inode)
 
     @property
     def removal(self) -> tuple[str, Removed] | None:
@@ -126,7 +89,7 @@ class SetAside:
 
     def replaces(self, version: Version) -> bool:
         """Return whether this entry is, by its manifest, a later version of the dataset of `version`."""
-        return self.manifest.get("name") == version.name and self.number > version.number
+        return self.manifest.get("name") == version.name and self.serial > version.serial
 
     def __str__(self) -> str:
         return f"{os.fspath(self.path)!r} is set aside: {self.reason}"  # quoted: the name may not be valid text
@@ -169,9 +132,9 @@ class Directory(ProcessBound):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise StoreError(f"the store {self.path} belongs to another process, which still runs") from None
-        known = known_id(self._lock, self.path)
-        self.id = known or new_id()
-        if known is None:
+        id = known_id(self._lock, self.path)
+        self.id = id or new_id()
+        if id is None:
             write_id(self._lock, self.id)
         for name in (STAGING, SEGMENTS, TRASH):
             os.close(open_private_directory(name, within=self._lock, create=True))
@@ -204,7 +167,7 @@ class Directory(ProcessBound):
 
     def committed(self) -> tuple[list[Version], list[SetAside]]:
         """Return all committed versions, in no particular order, and the entries that are no versions."""
-        versions, others = [], []
+        versions, invalid_entries = [], []
         with store_errors(f"reading {self.segments}"):
             entries = [*self.segments.iterdir()]
         for entry in entries:
@@ -215,14 +178,14 @@ class Directory(ProcessBound):
                 if version.id != entry.name:
                     raise StoreError(f"its {MANIFEST} is that of {version.id!r}")
             except StoreError as error:
-                others.append(SetAside.of(entry, str(error), manifest))
+                invalid_entries.append(SetAside.of(entry, str(error), manifest))
             except OSError as error:
-                others.append(SetAside.of(entry, f"its {MANIFEST} cannot be read: {error.strerror}", manifest))
+                invalid_entries.append(SetAside.of(entry, f"its {MANIFEST} cannot be read: {error.strerror}", manifest))
             except _DAMAGE as error:
-                others.append(SetAside.of(entry, f"its {MANIFEST} is damaged ({error!r})", manifest))
+                invalid_entries.append(SetAside.of(entry, f"its {MANIFEST} is damaged ({error!r})", manifest))
             else:
                 versions.append(version)
-        return versions, others
+        return versions, invalid_entries
 
     def holds(self, version: Version) -> bool:
         """Return whether this directory has a version, or has not finished removing it."""
@@ -344,9 +307,9 @@ class Directory(ProcessBound):
                     os.utime(path)
                     os.chmod(path, 0o600)
                     path.rename(self.trash / f"{removed.stem}-{path.name}")
-            if recorded is not None and recorded.version:
-                removal = Removed.of(recorded.version, lost, not recorded.prepared)
-                self.numbers.record(recorded.name, removal, recorded.number)
+            if recorded is not None and recorded.number:
+                removal = Removed.of(recorded.number, lost, not recorded.prepared)
+                self.numbers.record(recorded.name, removal, recorded.serial)
         except OSError as error:
             _log.warning("finishing a removal failed, it is tried again: path=%s error=%s", removed, str(error))
         else:
@@ -397,24 +360,22 @@ def _is_directory(path: Path) -> bool:
 
 def sizes(directory: Path) -> dict[int, int]:
     """Return the bytes that the segments below a directory take, by inode."""
-    found: dict[int, int] = {}
+    bytes_by_inode: dict[int, int] = {}
     for parent, _, names in os.walk(directory):
         for name in names:
             if name == MANIFEST:  # a few kB, for which no room is reserved
                 continue
             with suppress(FileNotFoundError):
                 status = os.lstat(os.path.join(parent, name))
-                found[status.st_ino] = status.st_blocks * 512
-    return found
+                bytes_by_inode[status.st_ino] = status.st_blocks * 512
+    return bytes_by_inode
 
 
 def _encoded(version: Version) -> bytes:
-    plain = {
-        **asdict(version),
-        "ticket": base64.b64encode(version.ticket).decode(),
-        "schema": base64.b64encode(version.schema).decode(),
-        "format": _MANIFEST_VERSION,
-    }
+    plain = version.to_json()
+    part = plain.pop("part")
+    plain |= {name: part[name] for name in ("id", "ticket", "rows", "nbytes")}
+    plain |= {"number": version.serial, "staged": version.staged, "format": _MANIFEST_VERSION}
     return json.dumps(plain, indent=1).encode()
 
 
@@ -441,23 +402,26 @@ def _decoded(manifest: bytes) -> Version:
     Raises StoreError if a later version of this library wrote it, and one of `_DAMAGE` if it is damaged.
     """
     plain = json.loads(manifest)
-    written = plain.pop("format") if isinstance(plain, dict) else None
-    if _is_count(written) and written > _MANIFEST_VERSION:
-        raise StoreError(f"a later version of this library wrote it (format {written}): use that one to read it")
-    if written != _MANIFEST_VERSION:
-        raise ValueError(f"format {written!r}")
-    version = replace(
-        Version(**plain),
-        ticket=base64.b64decode(plain["ticket"], validate=True),
-        schema=base64.b64decode(plain.get("schema", ""), validate=True),
-        before=tuple(plain.get("before", ())),
-    )
+    format = plain.pop("format") if isinstance(plain, dict) else None
+    if _is_count(format) and format > _MANIFEST_VERSION:
+        raise StoreError(f"a later version of this library wrote it (format {format}): use that one to read it")
+    if format != _MANIFEST_VERSION:
+        raise ValueError(f"format {format!r}")
+    part = {
+        "id": plain.pop("id"),
+        "node": "",
+        "ticket": plain.pop("ticket"),
+        "rows": plain.pop("rows", 0),
+        "nbytes": plain.pop("nbytes", 0),
+        "serial": plain.pop("number"),
+    }
+    version = Version.parse({**plain, "part": part})
     texts = (version.id, version.name, version.key, version.staged, *version.before, *chain(*version.tags.items()))
-    counts = (version.number, version.rows, version.nbytes, version.version, version.catalog)
+    counts = (version.serial, version.part.rows, version.part.nbytes, version.number, version.catalog)
     if not (
-        all(isinstance(one, str) and one.encode() is not None for one in texts)  # `encode` rejects lone surrogates
-        and all(_is_count(one) for one in counts)
-        and all(isinstance(one, bool) for one in (version.prepared, version.whole))
+        all(isinstance(text, str) and text.encode() is not None for text in texts)  # `encode` rejects lone surrogates
+        and all(_is_count(count) for count in counts)
+        and all(isinstance(flag, bool) for flag in (version.prepared, version.whole))
         and _is_seconds(version.created)
         and (version.ttl is None or _is_seconds(version.ttl))
         and isinstance(plain.get("before", []), list)

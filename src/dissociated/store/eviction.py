@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from dissociated.store.directory import Version
 from dissociated.store.places import Place, Places
+from dissociated.store.version import Version
 
 
 class Policy(Enum):
@@ -93,7 +93,7 @@ class Eviction:
         """
         while True:
             chosen = self._choose_unused(missing)
-            exposed = [one for version in chosen for one in self._exposing(version)]
+            exposed = [other for version in chosen for other in self._exposing(version)]
             if not exposed:
                 return chosen
             for version in exposed:
@@ -153,7 +153,7 @@ class Eviction:
         """
         exposed = [*filter(self.is_exposed, self._places.contents.with_name(version.name))]
         segments = self._segments(version) if exposed else set()  # skipped if not needed: it lists files
-        return [one for one in exposed if not segments.isdisjoint(self._segments(one))]
+        return [other for other in exposed if not segments.isdisjoint(self._segments(other))]
 
     def _segments(self, version: Version) -> set[int]:
         return {*self._places.find(version)[1].sizes(version)}

@@ -273,12 +273,12 @@ def copy_file(source: Path, target: Path) -> None:
         source.open("rb") as read,
         open(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600), "wb") as written,
     ):
-        left = os.fstat(read.fileno()).st_size
-        while left:
-            copied = os.sendfile(written.fileno(), read.fileno(), None, left)
+        remaining = os.fstat(read.fileno()).st_size
+        while remaining:
+            copied = os.sendfile(written.fileno(), read.fileno(), None, remaining)
             if not copied:
                 raise StoreError(f"{source} became shorter while it was copied")
-            left -= copied
+            remaining -= copied
         os.fsync(written.fileno())
 
 

@@ -72,24 +72,24 @@ class HandoverListener(ProcessBound):
             while self._poll_once(poll, waiting):
                 pass
         finally:
-            for one in waiting.values():
-                one.connection.close()
+            for peer in waiting.values():
+                peer.connection.close()
 
     def _poll_once(self, poll: select.poll, waiting: dict[int, _Waiting]) -> bool:
         """Answer the connections that have sent a message, close expired ones, and accept a new one.
 
         Return False when the listener is closed.
         """
-        first = min((one.until for one in waiting.values()), default=None)
+        first = min((peer.until for peer in waiting.values()), default=None)
         ready = {fd for fd, _ in poll.poll(None if first is None else max(0.0, first - time.monotonic()) * 1000)}
         now = time.monotonic()
-        for fd, one in [*waiting.items()]:
-            if fd in ready or one.until <= now:
+        for fd, peer in [*waiting.items()]:
+            if fd in ready or peer.until <= now:
                 poll.unregister(fd)
                 del waiting[fd]
-                with one.connection, suppress(OSError):  # the peer may be gone
+                with peer.connection, suppress(OSError):  # the peer may be gone
                     if fd in ready:
-                        self._answer(one.connection)
+                        self._answer(peer.connection)
         return self._listening not in ready or self._accept(poll, waiting)
 
     def _accept(self, poll: select.poll, waiting: dict[int, _Waiting]) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dissociated.memory.region import pages
 from dissociated.memory.shared import can_tell_unused, is_sealed, is_unused, reopen_read_only
-from dissociated.store.directory import Version
+from dissociated.store.version import Version
 
 #: The directory in which the kernel lists the open descriptors of this process.
 FD = Path("/proc/self/fd")
@@ -65,9 +65,9 @@ class Memfds:
         if not is_sealed(descriptor):
             return None
         status = os.fstat(descriptor)
-        known = self._known.get((status.st_dev, status.st_ino))
-        if known is not None:
-            return known  # with a second descriptor of this process, the memfd would count as used
+        memfd = self._known.get((status.st_dev, status.st_ino))
+        if memfd is not None:
+            return memfd  # with a second descriptor of this process, the memfd would count as used
         # Holes count, too: reading them allocates memory.
         return Memfd(reopen_read_only(descriptor), status.st_dev, status.st_ino, pages(status.st_size))
 
@@ -85,14 +85,14 @@ class Memfds:
 
     def staged(self, name: str) -> Path | None:
         """Return the path of the staged memfd `name`, or None."""
-        found = self._staged.get(name)
-        return None if found is None else found[0].path
+        entry = self._staged.get(name)
+        return None if entry is None else entry[0].path
 
     def unstage(self, name: str) -> None:
         """Release the staged memfd `name`, if there is one."""
-        found = self._staged.pop(name, None)
-        if found is not None:
-            self._release([found[0]])
+        entry = self._staged.pop(name, None)
+        if entry is not None:
+            self._release([entry[0]])
 
     def sweep(self, forgotten: float) -> None:
         """Release the memfds that were staged more than `forgotten` seconds ago."""
@@ -108,9 +108,9 @@ class Memfds:
 
     def publish(self, version: Version, paths: Sequence[Path]) -> None:
         """Commit the memfds at `paths` as a version."""
-        found = [self._paths[path] for path in paths]
-        self._committed[version.id] = found
-        for memfd in found:
+        memfds = [self._paths[path] for path in paths]
+        self._committed[version.id] = memfds
+        for memfd in memfds:
             self._keep(memfd)
 
     def files(self, version: Version) -> list[Path]:
@@ -134,14 +134,14 @@ class Memfds:
 
     def empty_trash(self) -> None:
         """Close the removed memfds that are no longer used."""
-        used = []
+        used_memfds = []
         for memfd in self._trash:
             if self._is_used(memfd):
-                used.append(memfd)
+                used_memfds.append(memfd)
             else:
                 os.close(memfd.descriptor)
                 del self._known[memfd.file]
-        self._trash = used
+        self._trash = used_memfds
 
     # Bytes
 
@@ -155,9 +155,13 @@ class Memfds:
         Args:
             committed: The inodes of committed memfds.
         """
-        staged = {one.inode: one.size for one, _ in self._staged.values() if one.inode not in committed}
-        trash = {one.inode: one.size for one in self._trash if one.inode not in committed and one.inode not in staged}
-        return sum(staged.values()), sum(trash.values())
+        staged = {memfd.inode: memfd.size for memfd, _ in self._staged.values() if memfd.inode not in committed}
+        removed = {
+            memfd.inode: memfd.size
+            for memfd in self._trash
+            if memfd.inode not in committed and memfd.inode not in staged
+        }
+        return sum(staged.values()), sum(removed.values())
 
     def _is_used(self, memfd: Memfd) -> bool:
         return self._can_tell and not is_unused(memfd.descriptor)

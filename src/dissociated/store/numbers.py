@@ -60,7 +60,7 @@ class Numbers:
         self._path = path
         self._records: dict[str, Removed] = {}
         self._lines = 0
-        #: The highest serial number of a recorded version (`Version.number`).
+        #: The highest serial number of a recorded version (`Version.serial`).
         self.serial = 0
         try:
             content = path.read_bytes()
@@ -83,9 +83,9 @@ class Numbers:
     def _put(self, name: str, removed: Removed, serial: int) -> bool:
         """Merge a record into the known one. Return whether that changes it."""
         self.serial = max(self.serial, serial)
-        known = self._records.pop(name, None)
-        self._records[name] = removed if known is None else known.merge(removed)  # oldest records come first
-        return self._records[name] != known
+        record = self._records.pop(name, None)
+        self._records[name] = removed if record is None else record.merge(removed)  # oldest records come first
+        return self._records[name] != record
 
     def records(self) -> Mapping[str, Removed]:
         """Return the record of each dataset. The record of `ANY_NAME` applies to all other datasets."""

@@ -18,11 +18,12 @@ from dissociated.base.oserrors import store_errors
 from dissociated.errors import StoreError
 from dissociated.store import trash
 from dissociated.store.contents import BlockCounter, Contents
-from dissociated.store.directory import Directory, SetAside, Version, file_name, sizes
+from dissociated.store.directory import Directory, SetAside, file_name, sizes
 from dissociated.store.files import copy_file
 from dissociated.store.memfds import Memfds
 from dissociated.store.numbers import Removed
 from dissociated.store.segment_cache import SegmentCache
+from dissociated.store.version import Version
 
 _log = logging.getLogger(__name__)
 
@@ -69,33 +70,35 @@ class Places:
 
     def load(self) -> None:
         """Load the versions that were committed before this process started."""
-        versions, others = self.directory.committed()
-        found: dict[str, tuple[Version, Directory]] = {one.id: (one, self.directory) for one in versions}
-        self._aside_sizes = dict(chain.from_iterable(other.sizes.items() for other in others))
+        versions, invalid_entries = self.directory.committed()
+        places_by_id: dict[str, tuple[Version, Directory]] = {
+            version.id: (version, self.directory) for version in versions
+        }
+        self._aside_sizes = dict(chain.from_iterable(other.sizes.items() for other in invalid_entries))
         if self.disk is not None:
             versions, on_disk = self.disk.committed()
-            others += on_disk
+            invalid_entries += on_disk
             for version in versions:
-                if version.id in found:  # the process was killed before the last step of a move to disk
+                if version.id in places_by_id:  # the process was killed before the last step of a move to disk
                     try:
                         self.directory.remove(version, superseded=True)
                     except OSError as error:
                         _log.warning("finishing a move to disk failed: version=%s error=%s", version.id, str(error))
                         continue
-                found[version.id] = version, self.disk
-        for version, place in sorted(found.values(), key=lambda one: one[0].number):
+                places_by_id[version.id] = version, self.disk
+        for version, place in sorted(places_by_id.values(), key=lambda item: item[0].serial):
             self.put(version, place)
-        for other in others:
-            self.contents.last = max(self.contents.last, other.number)
+        for other in invalid_entries:
+            self.contents.last = max(self.contents.last, other.serial)
             _log.error("%s. Nothing of it is served or deleted; move it elsewhere when you have looked at it", other)
-        self.set_aside = tuple(others)
+        self.set_aside = tuple(invalid_entries)
 
     def find(self, version: Version) -> tuple[Version, Place]:
         """Return the current record of a version, and its place. Raises StoreError if the version is gone."""
-        found = self.contents.get(version.id)
-        if found is None:
+        entry = self.contents.get(version.id)
+        if entry is None:
             raise StoreError(f"{version.name!r} is not in {self.directory.path} any more")
-        return found
+        return entry
 
     def in_memory(self, version: Version) -> bool:
         """Return whether a version takes memory."""
@@ -151,29 +154,31 @@ class Places:
 
     def removed(self) -> dict[str, Removed]:
         """Return the records of the datasets whose last versions have left the store, or are set aside."""
-        found: dict[str, Removed] = {}
+        records: dict[str, Removed] = {}
         for directory in self._directories():
             for name, removed in directory.numbers.records().items():
-                found[name] = found.get(name, removed).merge(removed)
+                records[name] = records.get(name, removed).merge(removed)
         for entry in self.set_aside:
             if (removal := entry.removal) is not None:
                 name, removed = removal
-                found[name] = found.get(name, removed).merge(removed)
-        last = {name: max(one.version for one in self.contents.with_name(name)) for name in self.contents.names()}
-        return {name: removed for name, removed in found.items() if removed.used > last.get(name, 0)}
+                records[name] = records.get(name, removed).merge(removed)
+        last = {
+            name: max(version.number for version in self.contents.with_name(name)) for name in self.contents.names()
+        }
+        return {name: removed for name, removed in records.items() if removed.used > last.get(name, 0)}
 
     @property
     def last_serial(self) -> int:
-        """The highest serial number of all versions that this store has, or had (`Version.number`)."""
+        """The highest serial number of all versions that this store has, or had (`Version.serial`)."""
         return max(self.contents.last, *(directory.numbers.serial for directory in self._directories()))
 
     def _directories(self) -> Sequence[Directory]:
         return [self.directory] if self.disk is None else [self.directory, self.disk]
 
     def _record(self, version: Version, lost: bool) -> None:
-        if version.version:
-            removal = Removed.of(version.version, lost, not version.prepared)
-            self.directory.numbers.record(version.name, removal, version.number)
+        if version.number:
+            removal = Removed.of(version.number, lost, not version.prepared)
+            self.directory.numbers.record(version.name, removal, version.serial)
 
     def confirm(self, version: Version) -> None:
         """Store the changed attributes of a version in its manifest. Raises StoreError."""
@@ -197,11 +202,11 @@ class Places:
         """
         failures: dict[str, StoreError] = {}
         for version in versions:
-            found = self.contents.get(version.id)
-            if found is None or version.name in failures:
+            entry = self.contents.get(version.id)
+            if entry is None or version.name in failures:
                 continue
             try:
-                self._remove(version, found[1], lost)
+                self._remove(version, entry[1], lost)
             except StoreError as error:
                 failures[version.name] = error
         self.empty_trash(self._reuse_bytes)
@@ -243,8 +248,8 @@ class Places:
 
     def _take_from(self, place: Place, version: Version, lost: bool = False) -> None:
         files = place.sizes(version)
-        others = (one for one in self.contents.with_name(version.name) if not one.prepared)
-        superseded = any(one.version > version.version and self.find(one)[1] is place for one in others)
+        others = (other for other in self.contents.with_name(version.name) if not other.prepared)
+        superseded = any(other.number > version.number and self.find(other)[1] is place for other in others)
         if place is self.memfds and not superseded:
             with suppress(OSError):  # the record of the commit then stays, which says that it is lost
                 self._record(version, lost)

@@ -227,9 +227,9 @@ class SegmentWriter(EncapsulatedWriter):
     def _end(self) -> None:
         # Statistics are optional. There may be no room for them, or they may be impossible to compute.
         with suppress(StoreFull, pa.ArrowException):
-            found = self._statistics.statistics()
-            if found is not None:
-                self._write([end_of_stream(), found.encode()])
+            statistics = self._statistics.statistics()
+            if statistics is not None:
+                self._write([end_of_stream(), statistics.encode()])
                 self._sink.close()
                 return
         super()._end()

@@ -97,10 +97,10 @@ class SegmentCache:
     def get(self, id: str) -> OpenSegments | None:
         """Return the open segments of a version, or None. The version then counts as the last one read."""
         with self._lock:
-            found = self._known.get(id)
-            if found is not None:
+            segments = self._known.get(id)
+            if segments is not None:
                 self._known.move_to_end(id)
-            return found
+            return segments
 
     def put(self, id: str, opened: OpenSegments) -> None:
         """Add the segments of a version. The versions that were read least recently are dropped above `cap`."""
@@ -120,10 +120,10 @@ class SegmentCache:
     def pop(self, id: str) -> None:
         """Remove a version from the cache. Its readers keep its segments."""
         with self._lock:
-            found = self._known.pop(id, None)
-            self._count -= 0 if found is None else len(found)
-        if found is not None:
-            found.release()
+            segments = self._known.pop(id, None)
+            self._count -= 0 if segments is None else len(segments)
+        if segments is not None:
+            segments.release()
 
     def clear(self) -> None:
         """Remove all versions from the cache."""

@@ -44,7 +44,8 @@ from dissociated.codec.difference import schema_difference
 from dissociated.codec.options import WriteOptions
 from dissociated.errors import StoreError
 from dissociated.store.admission import Quota
-from dissociated.store.directory import Directory, SetAside, Version
+from dissociated.store.commit import Commit
+from dissociated.store.directory import Directory, SetAside
 from dissociated.store.eviction import Eviction, Policy
 from dissociated.store.files import Reserve
 from dissociated.store.memfds import Memfds
@@ -53,6 +54,7 @@ from dissociated.store.places import Places, Usage
 from dissociated.store.segment import Segment, SegmentWriter
 from dissociated.store.segment_cache import OpenSegments, SegmentFiles
 from dissociated.store.trash import reuse_bytes
+from dissociated.store.version import Part, Version
 
 _log = logging.getLogger(__name__)
 
@@ -155,8 +157,8 @@ class Store(ProcessBound):
     def version(self, id: str) -> Version | None:
         """Return the version with this id, or None if it does not exist any more."""
         with self._locked:
-            found = self._contents.get(id)
-            return None if found is None else found[0]
+            entry = self._contents.get(id)
+            return None if entry is None else entry[0]
 
     def removed(self) -> Mapping[str, Removed]:
         """Return the records of the datasets whose last versions have left the store, by name."""
@@ -189,18 +191,18 @@ class Store(ProcessBound):
 
         Raises StoreError if they cannot be read, or the version does not exist any more.
         """
-        opened = self._cache.get(version.id)  # without the lock, so that readers do not wait for evictions
-        if opened is not None:
-            return opened
+        segments = self._cache.get(version.id)  # without the lock, so that readers do not wait for evictions
+        if segments is not None:
+            return segments
         with self._locked:  # nothing is removed meanwhile, so the opened files are those of this version
-            opened = self._cache.get(version.id)
-            if opened is None:
+            segments = self._cache.get(version.id)
+            if segments is None:
                 _, place = self._places.find(version)
-                opened = OpenSegments(self._files.open(path) for path in place.files(version))
-                if not opened:
+                segments = OpenSegments(self._files.open(path) for path in place.files(version))
+                if not segments:
                     raise StoreError(f"the segments of {version.name!r} in {self.directory} are gone")
-                self._cache.put(version.id, opened)
-            return opened
+                self._cache.put(version.id, segments)
+            return segments
 
     @property
     def set_aside(self) -> Sequence[SetAside]:
@@ -277,37 +279,16 @@ class Store(ProcessBound):
                 self._memfds.discard(memfd)
                 raise
 
-    def commit(
-        self,
-        name: str,
-        staged: Sequence[str],
-        *,
-        key: str,
-        schema: pa.Schema | None = None,
-        append: bool = False,
-        prepared: bool = False,
-        tags: Mapping[str, str] | None = None,
-        ttl: float | None = None,
-        version: int = 0,
-        catalog: int = 0,
-        max_metadata: int = MAX_METADATA,
-    ) -> Version:
-        """Commit staged segments as a version of the dataset `name`, atomically and durably.
+    def commit(self, commit: Commit, *, prepared: bool = False, max_metadata: int = MAX_METADATA) -> Version:
+        """Commit staged segments as a version, atomically and durably.
 
-        A repeated call with the same `key` returns the version of the first call. If that version is only prepared and
+        A repeated call with the same key returns the version of the first call. If that version is only prepared and
         has other segments, it is removed and replaced: its writer has started again.
 
         Args:
-            name: The name of the dataset.
-            staged: The names of the segments in the staging directory.
-            key: The unique id of the commit.
-            schema: The schema, which is required if there are no segments at all.
-            append: Whether the segments follow those of the current version.
+            commit: The commit, with a key. Its segments are in the staging directory of this store. It needs a schema
+                if there are no segments at all.
             prepared: Whether the version is not published until `confirm`.
-            tags: Tags of the version.
-            ttl: Seconds after which the version expires; None if it does not expire.
-            version: The number of the version that the catalog has assigned; 0 if the catalog assigns it later.
-            catalog: The id of that catalog's database.
             max_metadata: The largest metadata of a message, in bytes.
 
         Returns:
@@ -317,39 +298,54 @@ class Store(ProcessBound):
             StoreError: The version cannot be committed.
         """
         with self._locked:
+            staged = commit.segment_names
             digest = _digest(staged)
-            existing = self.by_key(key)
+            existing = self.by_key(commit.key)
             if existing is not None and existing.prepared and existing.staged != digest:
                 self.eviction.evict(existing)
                 existing = None
             if existing is not None:
                 self._unstage_committed(staged)
-                return self._update(existing, version=version, catalog=catalog) if version else existing
-            self._quota.check(name)
-            previous = self.current(name) if append else None
-            paths = [self._staged(one) for one in staged]
+                if commit.number:
+                    existing = self._update(existing, number=commit.number, catalog=commit.catalog)
+                return existing
+            self._quota.check(commit.name)
+            previous = self.current(commit.name) if commit.append else None
+            paths = [self._staged(name) for name in staged]
             if previous is not None:
                 _, place = self._places.find(previous)
                 paths = [*place.files(previous), *paths]
             if not paths:
-                if schema is None:
-                    raise StoreError(f"{name!r} would have neither segments nor a schema")
+                if commit.schema is None:
+                    raise StoreError(f"the commit of {commit.name!r} has neither segments nor a schema: add the schema")
                 staged = [f"{secrets.token_hex(8)}.arrows"]
-                self.writer(staged[0], schema).close()
+                self.writer(staged[0], commit.schema).close()
                 paths = [self._directory.staged(staged[0])]
             segments = [self._files.open(path) for path in paths]
             for segment in segments:
                 segment.check_metadata(max_metadata)
-            made = replace(
-                self._make_version(name, segments, key, prepared, tags or {}, ttl),
-                before=() if previous is None else (*previous.before, previous.key),
-                staged=digest,
-                version=version,
-                catalog=catalog,
+            _check_one_schema(commit.name, segments)
+            serial = self.serial()
+            part = Part(
+                f"{serial:014}-{secrets.token_hex(6)}",
+                "",
+                secrets.token_bytes(16),
+                sum(segment.rows for segment in segments),
+                sum(segment.nbytes for segment in segments),
+                serial=serial,
             )
-            self._places.commit(made, paths, self._quota.copy)
+            version = Version.of(
+                commit,
+                segments[0].schema.serialize().to_pybytes(),
+                time.time(),
+                [part],
+                before=() if previous is None else (*previous.before, previous.key),
+                prepared=prepared,
+                staged=digest,
+            )
+            self._places.commit(version, paths, self._quota.copy)
             self._unstage_committed(staged)
-            return made
+            return version
 
     def _unstage_committed(self, staged: Sequence[str]) -> None:
         """Remove committed segments from the staging directory. Errors are logged only: the commit has succeeded."""
@@ -367,37 +363,6 @@ class Store(ProcessBound):
             )
         return path
 
-    def _make_version(
-        self,
-        name: str,
-        segments: Sequence[Segment],
-        key: str,
-        prepared: bool,
-        tags: Mapping[str, str],
-        ttl: float | None,
-    ) -> Version:
-        for other in segments[1:]:
-            if other.messages[0].header != segments[0].messages[0].header:
-                raise StoreError(
-                    f"all of {name!r} must have one schema, and in what is added "
-                    f"{schema_difference(segments[0].schema, other.schema)}"
-                )
-        number = self.serial()
-        return Version(
-            id=f"{number:014}-{secrets.token_hex(6)}",
-            number=number,
-            name=name,
-            key=key,
-            ticket=secrets.token_bytes(16),
-            created=time.time(),
-            prepared=prepared,
-            tags=dict(tags),
-            ttl=ttl,
-            rows=sum(segment.rows for segment in segments),
-            nbytes=sum(segment.nbytes for segment in segments),
-            schema=segments[0].schema.serialize().to_pybytes(),
-        )
-
     def confirm(self, version: Version, whole: bool, number: int = 0) -> None:
         """Record that a prepared version was published.
 
@@ -407,12 +372,12 @@ class Store(ProcessBound):
             number: The number of the version of the dataset. It is ignored if the version has a number.
         """
         with self._locked:
-            known, _ = self._places.find(version)
-            self._update(known, prepared=False, whole=whole, version=known.version or number)
+            current, _ = self._places.find(version)
+            self._update(current, prepared=False, whole=whole, number=current.number or number)
 
-    def _update(self, known: Version, **changes: Any) -> Version:
-        updated = replace(known, **changes)
-        if updated != known:
+    def _update(self, version: Version, **changes: Any) -> Version:
+        updated = replace(version, **changes)
+        if updated != version:
             self._places.confirm(updated)
         return updated
 
@@ -469,6 +434,14 @@ class Store(ProcessBound):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check_one_schema(name: str, segments: Sequence[Segment]) -> None:
+    """Raise StoreError if the segments have different schemas."""
+    for other in segments[1:]:
+        if other.messages[0].header != segments[0].messages[0].header:
+            difference = schema_difference(segments[0].schema, other.schema)
+            raise StoreError(f"the segments of {name!r} must have one schema, and in the added ones {difference}")
 
 
 def _digest(staged: Sequence[str]) -> str:
