@@ -112,13 +112,10 @@ class Sending(ABC):
         """The bytes that the client still holds after it was cut off. None if it was not cut off."""
         return None
 
-    def stop(self) -> None:
-        """Send nothing more. The client may go on holding the memory that it was sent."""
-
-    def detach(self) -> None:
+    def cut_off(self) -> None:
         """Cut the client off. Memory that it holds stays until it is freed, and delays no other client."""
 
-    def end(self, disconnected: bool) -> None:
+    def close(self, disconnected: bool) -> None:
         """Release everything that is held for this client.
 
         Args:
@@ -268,8 +265,8 @@ class DeviceSending(Sending):
         # handle is closed.
         return True
 
-    def end(self, disconnected: bool) -> None:
-        super().end(disconnected)
+    def close(self, disconnected: bool) -> None:
+        super().close(disconnected)
         segment = self._dataset.segment
         if not disconnected and segment is not None:
             _abandoned.append(segment)
