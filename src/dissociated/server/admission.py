@@ -79,12 +79,12 @@ class Admission:
         """
         with self._lock:
             if connection not in self._asking:
-                raise ConnectionClosed("it had not said what it wants when others wanted its place")
+                raise ConnectionClosed("the client sent no request before its place was needed for others")
             self._leave(connection)
             connection.request_deadline = None
             self._served.add(connection)
             if len(self._served) > self._limits.max_connections:
-                raise ServerFull("the server takes no more connections now: try again later")
+                raise ServerFull("The server accepts no more connections now. Try again later.")
 
     def end(self, connection: Connection) -> None:
         """Stop counting `connection`, which has ended."""
@@ -127,7 +127,7 @@ class Admission:
     def _admit_mapped(self, name: str, kept: int, limit: int) -> None:
         if kept and kept >= limit:  # a limit of 0 refuses new readers only while some memory is held
             raise SourceError(
-                f"{name!r} takes no new reader over shared memory: readers that were cut off still "
-                f"hold {kept:,} bytes, and may hold {limit:,} (kept_limit). Wait until they let go, or end "
-                "them (dissociated status shows them); or read over tcp, or with bodies packed"
+                f"{name!r} accepts no new reader over shared memory: readers that were cut off still "
+                f"hold {kept:,} bytes; the limit (kept_limit) is {limit:,}. Wait until they release it, or end "
+                "them (dissociated status lists them); or read over tcp, or with packed bodies."
             )

@@ -156,7 +156,7 @@ class Connections:
             # The process is probably out of descriptors. Some will be closed soon, and the client waits meanwhile.
             except TransportError as error:
                 if not complained:
-                    _log.warning("%s: %s; trying again", listener.uri, error)
+                    _log.warning("accept failed, will retry: listener=%s error=%s", listener.uri, error)
                 complained = True
                 self._refusing.wait(_ACCEPT_RETRY_DELAY)
                 continue
@@ -195,7 +195,7 @@ class Connections:
                 connection.request_deadline = time.monotonic() + timeout
                 connection.handshake(timeout)
                 Session(self._registry, self._limits, self._admission, connection, stats).run()
-            outcome, why = ("done", "the stream is over") if stats.sent else ("gone", "the client has had enough")
+            outcome, why = ("done", "stream complete") if stats.sent else ("gone", "client disconnected before the end")
             if stats.sent:
                 stats.settle()
         except (TransportError, DeadlineExceeded) as error:
@@ -224,7 +224,7 @@ class Connections:
                 self._threads.pop(connection, None)
 
     def _complain(self, connection: Connection, stats: ConnectionStats) -> str:
-        why = "a stream failed for a reason of ours"
+        why = "stream failed: error in this server"
         self._peers_log.write(
             logging.ERROR,
             "%r: %s",

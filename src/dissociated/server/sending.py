@@ -86,7 +86,7 @@ class Sending(ABC):
             incoming = self._receive(timeout)
             if incoming is None:
                 if self._connection.shares_memory and not self._half_closed and self._connection.arrived():
-                    raise ConnectionClosed(f"the client went while it held {len(self._ledger)} addresses")
+                    raise ConnectionClosed(f"the client disconnected while it held {len(self._ledger)} addresses")
                 if self._connection.shares_memory and not self.holds_live:  # for live memory, the caller waits
                     self._wait_disconnected(timeout)
                 return

@@ -99,7 +99,7 @@ def test_without_cffi_it_is_said_what_to_install() -> None:
 
 
 def test_another_version_of_ucx_is_refused_before_it_crashes() -> None:
-    with pytest.raises(TransportError, match=r"has UCX 1\.13\.1 and this process [0-9.]+, which do not work together"):
+    with pytest.raises(TransportError, match=r"has UCX 1\.13\.1, and this process [0-9.]+\. They do not work together"):
         UCX.connect(Uri.parse("ucx://127.0.0.1:1?ucx=1.13.1"), PATIENCE)
 
 
