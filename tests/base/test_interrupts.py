@@ -63,7 +63,7 @@ def test_ctrl_c_ends_a_wait_in_the_section_at_once() -> None:
     assert main is not None
     poll = select.poll()
     poll.register(waker, select.POLLIN)
-    ready = []
+    ready: list[tuple[int, int]] = []
 
     def waiting() -> None:
         with interrupts_held(lambda: eventfd_write(waker, 1)):

@@ -339,7 +339,7 @@ ENDINGS = {
     "closing for a reason": Ending(lambda server: server.close(REASON, linger=PATIENCE), False, True, REASON),
     "interrupted": Ending(lambda server: server.interrupt(), False, False, None),
     "interrupted while closing": Ending(
-        lambda server: (server.close(linger=PATIENCE), server.interrupt()), False, False, None
+        lambda server: server.close(linger=PATIENCE) or server.interrupt(), False, False, None
     ),
     "closed": Ending(lambda server: server.close(), False, False, "the end"),
     "closed for a reason": Ending(lambda server: server.close(REASON), False, False, REASON),
