@@ -56,9 +56,9 @@ class Admission:
         with self._lock:
             while len(self._asking) >= self._limits.max_asking and slowest is None:
                 oldest, since = next(iter(self._asking.items()))
-                left = since + _LEAST_TIME - time.monotonic()
-                if left > 0:
-                    self._lock.wait(left)
+                remaining = since + _LEAST_TIME - time.monotonic()
+                if remaining > 0:
+                    self._lock.wait(remaining)
                 else:
                     del self._asking[oldest]
                     slowest = oldest
@@ -97,7 +97,7 @@ class Admission:
         if self._asking.pop(connection, None) is not None:
             self._lock.notify()
 
-    def left(self, segments: Iterable[Mappable]) -> None:
+    def watch_kept(self, segments: Iterable[Mappable]) -> None:
         """Watch `segments`, which a client that is gone or was cut off may still have mapped."""
         for segment in segments:
             self._activity.kept_memory.watch(segment)

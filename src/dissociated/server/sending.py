@@ -161,8 +161,8 @@ class Sending(ABC):
         Raises:
             ConnectionClosed: if the client is gone, or is assumed to be gone.
         """
-        knows = self._connection.shares_memory  # whether a client that still receives can be told from one that is gone
-        if self._connection.arrived() or (self.joined and not knows):
+        is_certain = self._connection.shares_memory  # these media tell a client that still receives from a lost one
+        if self._connection.arrived() or (self.joined and not is_certain):
             raise ConnectionClosed("the client closed the connection")
         self._half_closed = True
 

@@ -176,7 +176,7 @@ class Session:
                 disconnected = self._connection.close()
             self._stats.kept = self._stats.outlives_server = None  # they refer to the session, and would keep it alive
             if self._stats.dataset is not None and not self._stats.dataset.stored:
-                self._admission.left(sending.mapped)
+                self._admission.watch_kept(sending.mapped)
             sending.close(disconnected)
 
 

@@ -61,7 +61,7 @@ class UnderWay(NamedTuple):
 
     request: Any
     size: int
-    keep: Any
+    owner: Any
 
 
 class NativeConnection(Connection, RemoteMemory):
@@ -79,7 +79,7 @@ class NativeConnection(Connection, RemoteMemory):
     def __init__(self, peer: str, accepted: bool) -> None:
         super().__init__()
         self._peer = peer
-        self._lock = threading.Condition()  # its RLock is never held twice, but tells whether this thread holds it
+        self._lock = threading.Condition()  # held while a thread uses the medium, and never twice
         self._asleep = False  # whether a thread sleeps on the medium; it wakes the other thread afterwards
         self._waker = Waker()
         self._under_way: deque[UnderWay] = deque()
@@ -494,9 +494,9 @@ class NativeConnection(Connection, RemoteMemory):
             self._waker.set()
         return moved
 
-    def _track(self, request: Any, size: int, keep: Any) -> None:
-        """Record a message that is being sent. `keep` is kept alive, and must not change, until it has been sent."""
-        self._under_way.append(UnderWay(request, size, keep))
+    def _track(self, request: Any, size: int, owner: Any) -> None:
+        """Record a message that is being sent. `owner` is kept alive, and must not change, until it has been sent."""
+        self._under_way.append(UnderWay(request, size, owner))
         self._in_flight += size
 
     def _lose(self) -> None:

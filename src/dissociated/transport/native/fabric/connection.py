@@ -306,23 +306,23 @@ class FabricConnection(NativeConnection):
         Control messages before it are received here, because the receives posted for them would not get them.
         """
         for _ in range(_MAX_PEEKS):  # limited, because each peek lets more messages arrive
-            found = self._endpoint.peek()
-            if found is None or not is_control(found.tag):
-                self._control_waiting = 0 if found is None else self._control_waiting
-                return found
+            message = self._endpoint.peek()
+            if message is None or not is_control(message.tag):
+                self._control_waiting = 0 if message is None else self._control_waiting
+                return message
             self._control_waiting += 1
             if self._control_waiting > _MAX_CONTROL_WAITING:
                 self._break_off(
                     RemoteProtocolError(f"{self._peer} sent {self._control_waiting} control messages in a row")
                 )
-            if found.length <= CONTROL_SIZE:
+            if message.length <= CONTROL_SIZE:
                 memory = self._ffi.new(f"char[{CONTROL_SIZE}]")
                 self._endpoint.claim(memory, self._on_control(memory, again=False))
             else:
                 self._endpoint.discard()
                 self._break_off(
                     RemoteProtocolError(
-                        f"{self._peer} sent a control message of {found.length} bytes; the limit is {CONTROL_SIZE}"
+                        f"{self._peer} sent a control message of {message.length} bytes; the limit is {CONTROL_SIZE}"
                     )
                 )
         return None
@@ -332,27 +332,27 @@ class FabricConnection(NativeConnection):
         for _ in range(_MAX_PEEKS):
             if self._receiving_bytes + self._arrived_bytes > most or self._failure is not None:
                 break
-            if (found := self._peek()) is None:
+            if (message := self._peek()) is None:
                 if self._accepted:  # only a client that never stops sending delays this
                     self._credit.consume_all()
                     self._report_if_due()
                 break
-            if found.length > self._endpoint.eager_limit and (only_small or not self._connected()):
+            if message.length > self._endpoint.eager_limit and (only_small or not self._connected()):
                 return not only_small or bool(self._receiving)
             try:
-                if found.tag != LARGE:
-                    memory = self._allocate(found.tag, found.length, allocate)
-                elif found.length <= self._max_untagged:
-                    memory = bytearray(found.length)
+                if message.tag != LARGE:
+                    memory = self._allocate(message.tag, message.length, allocate)
+                elif message.length <= self._max_untagged:
+                    memory = bytearray(message.length)
                 else:
                     raise RemoteProtocolError(
-                        f"the peer sent an untagged message of {found.length} bytes; "
+                        f"the peer sent an untagged message of {message.length} bytes; "
                         f"at most {self._max_untagged} are taken"
                     )
             except BaseException:
                 self._endpoint.discard()
                 raise
-            self._claim(found.tag, memory)
+            self._claim(message.tag, memory)
         return bool(self._receiving)
 
     def _connected(self) -> bool:
@@ -409,8 +409,8 @@ class FabricConnection(NativeConnection):
 
     def _arm(self) -> bool:
         # Only a peek finds a message that has arrived. Libfabric wakes this side only for messages it has not read yet.
-        found, endpoint = self._endpoint.peeked, self._endpoint
-        if endpoint.peek() is not found or endpoint.ended != self._ended_before:
+        message, endpoint = self._endpoint.peeked, self._endpoint
+        if endpoint.peek() is not message or endpoint.ended != self._ended_before:
             self._ended_before = endpoint.ended
             self._lock.notify_all()
             return False

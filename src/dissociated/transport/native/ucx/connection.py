@@ -68,14 +68,14 @@ class _Receiving(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """An encoded message: `length` bytes at `pointer`, or `length` pieces if `pieces`. `keep` owns that memory."""
+    """An encoded message: `length` bytes at `pointer`, or `length` pieces if `pieces`. `owner` owns that memory."""
 
     tag: int | None
     size: int
     pointer: Any
     length: int
     pieces: bool
-    keep: Any
+    owner: Any
 
 
 def encode(u: Ucp, message: Message) -> Outgoing:
@@ -84,12 +84,12 @@ def encode(u: Ucp, message: Message) -> Outgoing:
     size = sum(map(len, parts))
     if len(parts) > 1 and size > _COPY_LIMIT:
         pieces = array("Q")
-        keep = []
+        views = []
         for part in parts:
             view = view_of(u.ffi, part)
-            keep.append(view)
+            views.append(view)
             pieces.extend((u.address(view), len(view)))
-        return Outgoing(message.tag, size, u.ffi.from_buffer(pieces), len(parts), True, keep)
+        return Outgoing(message.tag, size, u.ffi.from_buffer(pieces), len(parts), True, views)
     data = parts[0] if len(parts) == 1 else b"".join(parts)
     return Outgoing(message.tag, size, view_of(u.ffi, data), size, False, None)
 
@@ -97,7 +97,7 @@ def encode(u: Ucp, message: Message) -> Outgoing:
 def gather(u: Ucp, message: Outgoing) -> Outgoing:
     """Copy `message` into one piece. UCX writes single pieces, and no others, directly into the receiver's memory."""
     pointer, at = u.ffi.from_buffer(pa.allocate_buffer(message.size)), 0
-    for piece in message.keep:
+    for piece in message.owner:
         u.ffi.memmove(pointer + at, piece, len(piece))
         at += len(piece)
     return Outgoing(message.tag, message.size, pointer, message.size, False, None)
@@ -134,9 +134,8 @@ class UcxConnection(NativeConnection):
         self._receiving_bytes = 0
         self._incomplete: list[Buffer] = []  # memory of failed receives, which UCX may still write to
         self._onto: Any = None  # the request parameters for receiving into device memory
-        self._deferred_messages: deque[_ProbedMessage] = (
-            deque()
-        )  # probed and not fetched: in UCX they would hide later messages
+        #: Messages that were probed and not fetched. In UCX they would hide later messages.
+        self._deferred_messages: deque[_ProbedMessage] = deque()
         self._info = u.ffi.new("ucp_tag_recv_info_t *")
         self._status = c.OK
         self._endpoint = UcxEndpoint(worker, err_mode_none)
@@ -200,13 +199,13 @@ class UcxConnection(NativeConnection):
             request = self._lib.ucp_tag_send_nbx(self._endpoint.handle, pointer, length, tag, param)
         self._track_send(request, size, message)
 
-    def _track_send(self, request: Any, size: int, keep: Any) -> None:
+    def _track_send(self, request: Any, size: int, owner: Any) -> None:
         if request:
             status = self._ucp.status(request)
             if status < 0:
                 self._lose_by(status)
                 self._check_open()
-            self._track(request, size, keep)
+            self._track(request, size, owner)
         else:
             self.written += size
 
@@ -270,32 +269,32 @@ class UcxConnection(NativeConnection):
     def _take(self, allocate: Allocate, most: int) -> bool:
         only_small = self._only_small(allocate)
         while self._arrived_bytes <= most:
-            found = self._find(not only_small and self._receiving_bytes + self._arrived_bytes <= most)
-            if found is None:
+            message = self._find(not only_small and self._receiving_bytes + self._arrived_bytes <= most)
+            if message is None:
                 break
-            self._claim(found, allocate)
+            self._claim(message, allocate)
         return self._taken()
 
     def _find(self, fetching: bool) -> _ProbedMessage | None:
         """Return the next message that UCX holds, or None. Unless `fetching`, large messages are put off."""
         if fetching and self._deferred_messages:
-            found = self._deferred_messages.popleft()
-            self._deferred_bytes -= OVERHEAD + found.length
-            return found
+            message = self._deferred_messages.popleft()
+            self._deferred_bytes -= OVERHEAD + message.length
+            return message
         while handle := self._lib.ucp_tag_probe_nb(self._worker.handle, 0, 0, 1, self._info):
-            found = _ProbedMessage(handle, self._info.sender_tag, self._info.length)
-            if fetching or found.length <= _SMALL:
-                return found
-            self._put(found)
+            message = _ProbedMessage(handle, self._info.sender_tag, self._info.length)
+            if fetching or message.length <= _SMALL:
+                return message
+            self._put(message)
         return None
 
-    def _put(self, found: _ProbedMessage) -> None:
-        self._deferred_messages.append(found)
-        self._deferred_bytes += OVERHEAD + found.length
+    def _put(self, message: _ProbedMessage) -> None:
+        self._deferred_messages.append(message)
+        self._deferred_bytes += OVERHEAD + message.length
 
-    def _claim(self, found: _ProbedMessage, allocate: Allocate) -> None:
+    def _claim(self, message: _ProbedMessage, allocate: Allocate) -> None:
         u, worker = self._ucp, self._worker.handle
-        handle, tag, length = found
+        handle, tag, length = message
         if tag is None:
             memory: Buffer = bytearray(length)
             view = u.ffi.from_buffer(memory)
@@ -435,8 +434,8 @@ class UcxConnection(NativeConnection):
     def _devices(self) -> set[Device]:
         """Return the devices to which UCX may still be copying."""
         check = self._lib.ucp_request_check_status
-        there = [one for one in self._receiving if isinstance(one.data, DeviceBuffer)]
-        return {one.data.device for one in there if check(one.request) == c.INPROGRESS}
+        receives = [receive for receive in self._receiving if isinstance(receive.data, DeviceBuffer)]
+        return {receive.data.device for receive in receives if check(receive.request) == c.INPROGRESS}
 
     def _is_shared(self) -> bool:
         """Return whether the peer may still read memory of this process, or this process memory of the peer."""
