@@ -100,7 +100,10 @@ FLOODS: dict[str, tuple[list[int], list[float | None]]] = {
 #: fetched hold up everything behind them at the server.
 SAYS = {
     "ucx": (f"sent more than {CAP << 20} bytes before this side received any", f"the cap is {CAP << 20}"),
-    "fabric": ("sends without waiting|the peer closed the connection", "sends without waiting"),
+    "fabric": (
+        "sent more bytes than this side allowed|the peer closed the connection",
+        "sent more bytes than this side allowed",
+    ),
 }
 
 

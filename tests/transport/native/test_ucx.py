@@ -267,7 +267,7 @@ def test_where_descriptors_run_out_ucx_does_not_end_the_process() -> None:
         [sys.executable, "-c", textwrap.dedent(FEW_DESCRIPTORS)], capture_output=True, text=True, timeout=3 * PATIENCE
     )
     first, *_, last = run.stdout.splitlines()
-    assert "32 descriptors are left" in first
+    assert "needs 32 free descriptors" in first
     assert "is it there" in last, run.stderr
 
 
