@@ -44,7 +44,7 @@ ENDS: list[Callable[[test_connections.Ends], None]] = [
     lambda ends: test_connections.test_messages_arrive_whole_and_in_order(ends, back=False),
     lambda ends: test_connections.test_messages_arrive_whole_and_in_order(ends, back=True),
     test_connections.test_an_abort_arrives_after_what_was_sent,
-    test_connections.test_finishing_lets_everything_arrive,
+    lambda ends: test_connections.test_lingering_lets_everything_arrive(ends, "fabric"),
     test_connections.test_a_silent_peer_exceeds_the_deadline_and_may_speak_later,
     test_connections.test_waiting_takes_no_processor_time,
     test_connections.test_a_peer_that_takes_nothing_exceeds_the_deadline,

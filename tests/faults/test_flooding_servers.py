@@ -99,8 +99,11 @@ FLOODS: dict[str, tuple[list[int], list[float | None]]] = {
 #: Errors of a client that reaches its cap before its request is sent, and afterwards. Over libfabric, messages to be
 #: fetched hold up everything behind them at the server.
 SAYS = {
-    "ucx": (f"sent more than {CAP << 20} bytes that nobody had asked for", f"the cap is {CAP << 20}"),
-    "fabric": ("sends without waiting|the peer closed the connection", "sends without waiting"),
+    "ucx": (f"sent more than {CAP << 20} bytes before this side received any", f"the cap is {CAP << 20}"),
+    "fabric": (
+        "sent more bytes than this side allowed|the peer closed the connection",
+        "sent more bytes than this side allowed",
+    ),
 }
 
 

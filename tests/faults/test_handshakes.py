@@ -99,7 +99,7 @@ def test_places_for_who_asks_and_for_who_reads_are_counted_apart(serve: Serve) -
         readers = [dis.open_stream(uri, wanted) for _ in range(2)]
         silent = [open_now.enter_context(dialled(Uri.parse(uri))) for _ in range(5)]
         for _ in range(3):
-            with pytest.raises(RemoteError, match="takes no more connections"):
+            with pytest.raises(RemoteError, match="accepts no more connections"):
                 dis.open_stream(uri, ticket)
         wait_until(lambda: good.server.connections <= 5, "the slowest have gone")
         assert silent[0].recv(1) == b""

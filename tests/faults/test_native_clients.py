@@ -143,7 +143,7 @@ def test_one_who_lies_beside_the_protocol_goes_and_harms_nobody(serve: Serve) ->
             for tag, content in words:
                 with connection._lock:
                     connection._outbox.send(
-                        PendingSend(tag, [connection._ffi.from_buffer(content)]), connection._settled
+                        PendingSend(tag, [connection._ffi.from_buffer(content)]), connection._on_sent
                     )
                 connection.arrived()
             wait_until(lambda: not good.server.connections, "the server has let go of it")

@@ -61,9 +61,9 @@ def nothing(path: str) -> str:
 
 
 def test_paths_that_lead_nowhere(runtime: str) -> None:
-    with pytest.raises(TransportError, match=r"there is no shm server .*: is it on this host, and does it still run"):
+    with pytest.raises(TransportError, match=r"The shm server .* does not exist\. Check that it runs on this host"):
         dis.open_stream(nothing(f"{runtime}/nobody.sock"), b"t")
-    with pytest.raises(TransportError, match="there is no shm server"):
+    with pytest.raises(TransportError, match=r"The shm server .* does not exist"):
         dis.open_stream(nothing(f"{runtime}/no/such/directory.sock"), b"t")
     Path(runtime, "file").write_text("")
     with pytest.raises(TransportError, match="refused"):
@@ -490,7 +490,7 @@ def test_no_descriptors(spawn: Spawn) -> None:
     said = rest_of(process).splitlines()
     assert process.returncode == 0
     assert 2 <= len(said) <= 12, said  # once for each listener, and again after it accepted a connection meanwhile
-    assert all("cannot accept connections: Too many open files; trying again" in one for one in said)
+    assert all("accept failed, will retry" in one and "Too many open files" in one for one in said)
 
 
 THREADS = textwrap.dedent(
@@ -518,7 +518,7 @@ THREADS = textwrap.dedent(
         try:
             dis.open_stream(uri, server.ticket("numbers"), timeout=2).read_all()
         except dis.errors.RemoteError as error:
-            assert "can serve nobody now" in str(error), error
+            assert "accepts no clients now" in str(error), error
             refused += 1
     assert refused, "there were threads enough"
     resource.setrlimit(resource.RLIMIT_AS, limits)

@@ -86,7 +86,7 @@ def test_a_file_comes_packed_and_memory_that_is_sealed_is_mapped(theirs: Theirs)
 
 def test_a_file_is_refused_where_there_is_no_other_way(theirs: Theirs) -> None:
     without = theirs.uri.replace("packed=", "unpacked=") + "&allow=nobody"
-    with pytest.raises(UnsafeMemory, match="could be cut short under this process"):
+    with pytest.raises(UnsafeMemory, match="that user could truncate while it is mapped"):
         dis.open_stream(without, b"ticket")
     with pytest.raises(TransportError, match="trusted_users"):
         dis.open_stream(theirs.uri, b"ticket")

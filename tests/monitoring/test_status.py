@@ -130,7 +130,7 @@ def test_how_connections_end_is_counted(serve: Serve) -> None:
         read(server, "failing")
     connections_left(server)
     reader = dis.open_stream(server.locations("large")[0], server.ticket("large"))
-    with pytest.raises(dis.errors.RemoteError, match="takes no more connections"):
+    with pytest.raises(dis.errors.RemoteError, match="accepts no more connections"):
         read(server)
     del reader
     connections_left(server)

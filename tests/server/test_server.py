@@ -184,7 +184,7 @@ def test_more_connections_than_are_allowed_are_refused_with_a_reason(serve: Serv
     of_first = serving(server)
     second = read(server)
     of_second = serving(server) - of_first
-    with pytest.raises(dis.errors.RemoteError, match="takes no more connections"):
+    with pytest.raises(dis.errors.RemoteError, match="accepts no more connections"):
         read(server)
     assert first == TABLE
     del first

@@ -332,15 +332,18 @@ class Ending(NamedTuple):
     client_receives: str | None
 
 
+def _interrupt_while_closing(server: Connection) -> None:
+    server.close(linger=PATIENCE)
+    server.interrupt()
+
+
 REASON = "the reason"
 ENDINGS = {
     "send only": Ending(lambda server: server.interrupt(sending=False), True, False, "a message"),
     "closing": Ending(lambda server: server.close(linger=PATIENCE), False, True, None),
     "closing for a reason": Ending(lambda server: server.close(REASON, linger=PATIENCE), False, True, REASON),
     "interrupted": Ending(lambda server: server.interrupt(), False, False, None),
-    "interrupted while closing": Ending(
-        lambda server: (server.close(linger=PATIENCE), server.interrupt()), False, False, None
-    ),
+    "interrupted while closing": Ending(_interrupt_while_closing, False, False, None),
     "closed": Ending(lambda server: server.close(), False, False, "the end"),
     "closed for a reason": Ending(lambda server: server.close(REASON), False, False, REASON),
 }

@@ -56,9 +56,9 @@ class Admission:
         with self._lock:
             while len(self._asking) >= self._limits.max_asking and slowest is None:
                 oldest, since = next(iter(self._asking.items()))
-                left = since + _LEAST_TIME - time.monotonic()
-                if left > 0:
-                    self._lock.wait(left)
+                remaining = since + _LEAST_TIME - time.monotonic()
+                if remaining > 0:
+                    self._lock.wait(remaining)
                 else:
                     del self._asking[oldest]
                     slowest = oldest
@@ -79,12 +79,12 @@ class Admission:
         """
         with self._lock:
             if connection not in self._asking:
-                raise ConnectionClosed("it had not said what it wants when others wanted its place")
+                raise ConnectionClosed("the client sent no request before its place was needed for others")
             self._leave(connection)
             connection.request_deadline = None
             self._served.add(connection)
             if len(self._served) > self._limits.max_connections:
-                raise ServerFull("the server takes no more connections now: try again later")
+                raise ServerFull("The server accepts no more connections now. Try again later.")
 
     def end(self, connection: Connection) -> None:
         """Stop counting `connection`, which has ended."""
@@ -97,7 +97,7 @@ class Admission:
         if self._asking.pop(connection, None) is not None:
             self._lock.notify()
 
-    def left(self, segments: Iterable[Mappable]) -> None:
+    def watch_kept(self, segments: Iterable[Mappable]) -> None:
         """Watch `segments`, which a client that is gone or was cut off may still have mapped."""
         for segment in segments:
             self._activity.kept_memory.watch(segment)
@@ -127,7 +127,7 @@ class Admission:
     def _admit_mapped(self, name: str, kept: int, limit: int) -> None:
         if kept and kept >= limit:  # a limit of 0 refuses new readers only while some memory is held
             raise SourceError(
-                f"{name!r} takes no new reader over shared memory: readers that were cut off still "
-                f"hold {kept:,} bytes, and may hold {limit:,} (kept_limit). Wait until they let go, or end "
-                "them (dissociated status shows them); or read over tcp, or with bodies packed"
+                f"{name!r} accepts no new reader over shared memory: readers that were cut off still "
+                f"hold {kept:,} bytes; the limit (kept_limit) is {limit:,}. Wait until they release it, or end "
+                "them (dissociated status lists them); or read over tcp, or with packed bodies."
             )

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 _ACCEPT_RETRY_DELAY = 0.2  # seconds, before the next try to accept
 _DRAIN_INTERVAL = 0.05  # seconds between two polls of the streams in progress, since their end notifies nobody
-_TELL_INTERVAL = 5.0  # seconds between two calls that report which connections a server waits for
+_REPORT_INTERVAL = 5.0  # seconds between two calls that report which connections a server waits for
 
 
 def open_listener(uri: Uri, certificate: tuple[str, str] | None, allow_rma: bool) -> Listener:
@@ -123,21 +123,21 @@ class Connections:
         Args:
             timeout: seconds, in all.
             on_waiting: called with the connections that are waited for, first at once and then whenever they have
-                changed, but at most every `_TELL_INTERVAL` seconds.
+                changed, but at most every `_REPORT_INTERVAL` seconds.
 
         Returns:
             Whether no stream is in progress any more.
         """
         self._activity.stopping = True
         end = time.monotonic() + timeout
-        told: set[int] = set()
-        tell_at = 0.0
-        while waited := self._activity.in_progress():
+        reported: set[int] = set()
+        report_at = 0.0
+        while consumers := self._activity.in_progress():
             now = time.monotonic()
-            numbers = {one.connection for one in waited}
-            if numbers != told and now >= tell_at:
-                on_waiting(waited)
-                told, tell_at = numbers, now + _TELL_INTERVAL
+            numbers = {consumer.connection for consumer in consumers}
+            if numbers != reported and now >= report_at:
+                on_waiting(consumers)
+                reported, report_at = numbers, now + _REPORT_INTERVAL
             if now >= end:
                 return False
             self._refusing.wait(min(_DRAIN_INTERVAL, end - now))
@@ -149,20 +149,20 @@ class Connections:
             thread.join(max(0.0, end - time.monotonic()))
 
     def _accept(self, listener: Listener) -> None:
-        complained = False
+        has_warned = False
         while True:
             try:
                 connection = listener.accept()
             # The process is probably out of descriptors. Some will be closed soon, and the client waits meanwhile.
             except TransportError as error:
-                if not complained:
-                    _log.warning("%s: %s; trying again", listener.uri, error)
-                complained = True
+                if not has_warned:
+                    _log.warning("accept failed, will retry: listener=%s error=%s", listener.uri, error)
+                has_warned = True
                 self._refusing.wait(_ACCEPT_RETRY_DELAY)
                 continue
             if connection is None:
                 return
-            complained = False
+            has_warned = False
             self._admission.make_room()
             if not self._start(connection, listener):
                 connection.close(close_reason(ServerFull("The server accepts no clients now. Try again later.")))
@@ -195,7 +195,7 @@ class Connections:
                 connection.request_deadline = time.monotonic() + timeout
                 connection.handshake(timeout)
                 Session(self._registry, self._limits, self._admission, connection, stats).run()
-            outcome, why = ("done", "the stream is over") if stats.sent else ("gone", "the client has had enough")
+            outcome, why = ("done", "stream complete") if stats.sent else ("gone", "client disconnected before the end")
             if stats.sent:
                 stats.settle()
         except (TransportError, DeadlineExceeded) as error:
@@ -206,11 +206,11 @@ class Connections:
         except (AccessDenied, ColumnNotFound, DatasetNotFound, FilterRefused) as error:
             outcome, why = "refused", str(error)
         except LocalProtocolError:
-            why = self._complain(connection, stats)
+            why = self._log_failure(connection, stats)
         except DissociatedError as error:
             why, referenced = log_message(error), error.reference is not None
         except Exception:
-            why = self._complain(connection, stats)
+            why = self._log_failure(connection, stats)
         finally:
             fields = stats.fields() | {"outcome": outcome}
             level = logging.WARNING if outcome == "failed" else logging.INFO
@@ -223,8 +223,8 @@ class Connections:
             with self._lock:
                 self._threads.pop(connection, None)
 
-    def _complain(self, connection: Connection, stats: ConnectionStats) -> str:
-        why = "a stream failed for a reason of ours"
+    def _log_failure(self, connection: Connection, stats: ConnectionStats) -> str:
+        why = "stream failed: error in this server"
         self._peers_log.write(
             logging.ERROR,
             "%r: %s",

@@ -132,11 +132,11 @@ class StreamedSending(_LiveSending):
     def kept_bytes(self) -> int | None:
         return self._memory.unfreed if self._cut_off else None
 
-    def detach(self) -> None:
+    def cut_off(self) -> None:
         self._cut_off = True
 
-    def end(self, disconnected: bool) -> None:
-        super().end(disconnected)
+    def close(self, disconnected: bool) -> None:
+        super().close(disconnected)
         self._memory.close()
 
     def _on_freed(self, addresses: Collection[int]) -> None:
@@ -227,16 +227,17 @@ class BroadcastSending(_LiveSending):
     def kept_bytes(self) -> int | None:
         return None if self._consumer is None else self._consumer.kept_bytes
 
-    def stop(self) -> None:
+    def drain(self, timeout: float) -> None:
         if self._consumer is not None:
             self._consumer.stop()
+        super().drain(timeout)
 
-    def detach(self) -> None:
+    def cut_off(self) -> None:
         if self._consumer is not None:
             self._consumer.detach()
 
-    def end(self, disconnected: bool) -> None:
-        super().end(disconnected)
+    def close(self, disconnected: bool) -> None:
+        super().close(disconnected)
         if self._consumer is not None:
             self._consumer.leave(disconnected)
 

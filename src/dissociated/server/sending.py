@@ -86,7 +86,7 @@ class Sending(ABC):
             incoming = self._receive(timeout)
             if incoming is None:
                 if self._connection.shares_memory and not self._half_closed and self._connection.arrived():
-                    raise ConnectionClosed(f"the client went while it held {len(self._ledger)} addresses")
+                    raise ConnectionClosed(f"the client disconnected while it held {len(self._ledger)} addresses")
                 if self._connection.shares_memory and not self.holds_live:  # for live memory, the caller waits
                     self._wait_disconnected(timeout)
                 return
@@ -112,13 +112,10 @@ class Sending(ABC):
         """The bytes that the client still holds after it was cut off. None if it was not cut off."""
         return None
 
-    def stop(self) -> None:
-        """Send nothing more. The client may go on holding the memory that it was sent."""
-
-    def detach(self) -> None:
+    def cut_off(self) -> None:
         """Cut the client off. Memory that it holds stays until it is freed, and delays no other client."""
 
-    def end(self, disconnected: bool) -> None:
+    def close(self, disconnected: bool) -> None:
         """Release everything that is held for this client.
 
         Args:
@@ -164,8 +161,8 @@ class Sending(ABC):
         Raises:
             ConnectionClosed: if the client is gone, or is assumed to be gone.
         """
-        knows = self._connection.shares_memory  # whether a client that still receives can be told from one that is gone
-        if self._connection.arrived() or (self.joined and not knows):
+        is_certain = self._connection.shares_memory  # these media tell a client that still receives from a lost one
+        if self._connection.arrived() or (self.joined and not is_certain):
             raise ConnectionClosed("the client closed the connection")
         self._half_closed = True
 
@@ -268,8 +265,8 @@ class DeviceSending(Sending):
         # handle is closed.
         return True
 
-    def end(self, disconnected: bool) -> None:
-        super().end(disconnected)
+    def close(self, disconnected: bool) -> None:
+        super().close(disconnected)
         segment = self._dataset.segment
         if not disconnected and segment is not None:
             _abandoned.append(segment)

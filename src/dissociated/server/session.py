@@ -134,7 +134,6 @@ class Session:
         except ConnectionClosed:
             # The client may have stopped receiving and still hold memory. It then goes on to free that.
             self._sender.fail()
-            sending.stop()
         except SourceError as error:
             if not sending.joined:
                 raise
@@ -161,7 +160,7 @@ class Session:
             self._connection.close(reason)
             return
         _log.info("client cut off, holds memory: peer=%s reason=%r", self._connection.peer, reason_text(reason))
-        sending.detach()
+        sending.cut_off()
         self._connection.close(reason, linger=math.inf)
         with suppress(DissociatedError):  # after an error of the protocol, `_end` still waits for the disconnection
             self._sender.fail()
@@ -177,8 +176,8 @@ class Session:
                 disconnected = self._connection.close()
             self._stats.kept = self._stats.outlives_server = None  # they refer to the session, and would keep it alive
             if self._stats.dataset is not None and not self._stats.dataset.stored:
-                self._admission.left(sending.mapped)
-            sending.end(disconnected)
+                self._admission.watch_kept(sending.mapped)
+            sending.close(disconnected)
 
 
 def _sending(client: ClientRequest, dataset: Dataset) -> Sending:

@@ -106,14 +106,14 @@ class InprocTransport(Transport):
         return uri.host in _listeners
 
     def connect(self, uri: Uri, timeout: float) -> Connection:
-        there: Mailbox[Incoming] = Mailbox(_MAX_IN_FLIGHT)
-        back: Mailbox[Incoming] = Mailbox(_MAX_IN_FLIGHT)
+        to_server: Mailbox[Incoming] = Mailbox(_MAX_IN_FLIGHT)
+        to_client: Mailbox[Incoming] = Mailbox(_MAX_IN_FLIGHT)
         with _lock:
             listener = _listeners.get(uri.host)
             if listener is None:
-                raise TransportError(f"nobody listens at inproc://{uri.host} in this process")
-            listener.waiting.put(InprocConnection(inbox=there, outbox=back))
-        return InprocConnection(inbox=back, outbox=there)
+                raise TransportError(f"No server listens at inproc://{uri.host} in this process")
+            listener.waiting.put(InprocConnection(inbox=to_server, outbox=to_client))
+        return InprocConnection(inbox=to_client, outbox=to_server)
 
     def listen(self, uri: Uri) -> Listener:
         if uri.path:
@@ -121,6 +121,6 @@ class InprocTransport(Transport):
         listener = _InprocListener(Uri("inproc", host=uri.host or secrets.token_hex(8)))
         with _lock:
             if listener.uri.host in _listeners:
-                raise TransportError(f"somebody listens at {listener.uri} already")
+                raise TransportError(f"Another server listens at {listener.uri} already")
             _listeners[listener.uri.host] = listener
         return listener

@@ -40,13 +40,13 @@ class EncodedRun(NamedTuple):
 
 def encode_runs(messages: Sequence[Message | Run]) -> Iterator[Message | EncodedRun]:
     """Yield the messages in order, with each run among them encoded as one payload."""
-    for one in find_runs(messages):
-        if isinstance(one, Run):
-            yield _encode_run(one)
-        elif isinstance(one, Alike):
-            yield _encode_alike(one.messages)
+    for item in find_runs(messages):
+        if isinstance(item, Run):
+            yield _encode_run(item)
+        elif isinstance(item, Alike):
+            yield _encode_alike(item.messages)
         else:
-            yield one
+            yield item
 
 
 class Alike(NamedTuple):

@@ -88,14 +88,14 @@ class _Trace:
 
     def outgoing(self, messages: Sequence[Message | Run]) -> Iterator[str]:
         """Yield a line for each message or run that is to be sent."""
-        for one in find_runs(messages):
-            if isinstance(one, Run):
-                yield _run(one)
-            elif isinstance(one, Alike):
-                first, second = one.messages[:2]
-                yield _alike(len(one.messages) // 2, _metadata(first.parts), _body(second.tag or 0, second.parts))
+        for item in find_runs(messages):
+            if isinstance(item, Run):
+                yield _run(item)
+            elif isinstance(item, Alike):
+                first, second = item.messages[:2]
+                yield _alike(len(item.messages) // 2, _metadata(first.parts), _body(second.tag or 0, second.parts))
             else:
-                yield self._message(one.tag, one.parts, not self._accepted)
+                yield self._message(item.tag, item.parts, not self._accepted)
 
     def incoming(self, arrived: Incoming | Run) -> str:
         """Return the line for a received message or run."""

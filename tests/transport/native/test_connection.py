@@ -50,7 +50,7 @@ class Quiet(NativeConnection):
         select.select([self._waker.descriptor], [], [], min(seconds, 0.01))
 
     def _start(self, message: Any) -> None:
-        self._posted("request", message.size, message)
+        self._track("request", message.size, message)
 
     def _complete(self, request: Any) -> bool | None:
         self.looks += 1
@@ -132,7 +132,7 @@ def test_ctrl_c_at_any_line_of_what_closing_waits_for_gives_everything_back() ->
         while interrupted:
             with case((functions, at)), leaving_nothing():
                 connection = Slow(accepted=True)
-                connection._posted("request", 1, b"b")
+                connection._track("request", 1, b"b")
                 with suppress(KeyboardInterrupt), Interruption(module, *functions, at=at) as interruption:
                     connection.close()
                 interrupted = interruption.came
@@ -173,7 +173,7 @@ def test_ctrl_c_while_closing_waits_for_another_thread_gives_everything_back_aft
 def test_two_threads_that_close_give_back_once() -> None:
     with leaving_nothing(), ThreadPoolExecutor(1) as pool:
         connection = Slow(accepted=True)
-        connection._posted("request", 1, b"b")
+        connection._track("request", 1, b"b")
         first = pool.submit(connection.close)
         wait_until(lambda: connection._asleep, "nobody sleeps")
         connection.close()

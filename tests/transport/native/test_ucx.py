@@ -99,7 +99,7 @@ def test_without_cffi_it_is_said_what_to_install() -> None:
 
 
 def test_another_version_of_ucx_is_refused_before_it_crashes() -> None:
-    with pytest.raises(TransportError, match=r"has UCX 1\.13\.1 and this process [0-9.]+, which do not work together"):
+    with pytest.raises(TransportError, match=r"has UCX 1\.13\.1, and this process [0-9.]+\. They do not work together"):
         UCX.connect(Uri.parse("ucx://127.0.0.1:1?ucx=1.13.1"), PATIENCE)
 
 
@@ -267,7 +267,7 @@ def test_where_descriptors_run_out_ucx_does_not_end_the_process() -> None:
         [sys.executable, "-c", textwrap.dedent(FEW_DESCRIPTORS)], capture_output=True, text=True, timeout=3 * PATIENCE
     )
     first, *_, last = run.stdout.splitlines()
-    assert "32 descriptors are left" in first
+    assert "needs 32 free descriptors" in first
     assert "is it there" in last, run.stderr
 
 

@@ -109,8 +109,8 @@ def encode_frames_with_runs(messages: Sequence[Message | Run]) -> list[Buffer]:
     """Return frames like `encode_frames`, with one frame for each run of small messages that `encode_runs` finds."""
     return _encode(
         *(
-            (FrameKind.RUN, 0, one.parts) if isinstance(one, EncodedRun) else _plain(one)
-            for one in encode_runs(messages)
+            (FrameKind.RUN, 0, item.parts) if isinstance(item, EncodedRun) else _plain(item)
+            for item in encode_runs(messages)
         )
     )
 
@@ -200,7 +200,7 @@ class FrameReader:
         whole = self._fill(len(PREAMBLE), timeout)
         start = bytes(memoryview(self._chunk)[self._begin : min(self._end, len(PREAMBLE))])
         if not whole and not start:
-            raise ConnectionClosed("the peer closed the connection without a word")
+            raise ConnectionClosed("the peer closed the connection before it sent anything")
         if start != PREAMBLE:
             if start[:-1] == PREAMBLE[:-1]:
                 raise RemoteProtocolError(

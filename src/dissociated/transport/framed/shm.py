@@ -180,8 +180,8 @@ class ShmConnection(SocketConnection, RemoteMemory):
         try:
             if backing == Backing.FILE and not self._maps_files and not is_sealed(descriptor):
                 raise UnsafeMemory(
-                    f"the {self._peer} runs as another user and shares a file, which could be cut short under this "
-                    "process: read it over another transport or with packed bodies, or say trusted_files=True"
+                    f"The {self._peer} runs as another user and shares a file, which that user could truncate while it "
+                    "is mapped. Read over another transport or with packed bodies, or use trusted_files=True."
                 )
             memory = map_received(descriptor, size, backing)
             file = keep_open(descriptor) if self.address_space.keeps_files else None
@@ -209,7 +209,7 @@ def _uid(user: str) -> int:
     try:
         return pwd.getpwnam(user).pw_uid
     except (KeyError, ValueError):
-        raise UriError(f"this host has no user {user!r} who could be allowed") from None
+        raise UriError(f"This host has no user {user!r}. Correct the list of allowed users.") from None
 
 
 class _ShmListener(SocketListener):
@@ -226,13 +226,13 @@ class _ShmListener(SocketListener):
             return connection
         self._log.write(
             logging.WARNING,
-            "%s: %r is not allowed and was sent away",
+            "client refused, user not allowed: listener=%s client=%r",
             self.uri,
             connection,
             event="not allowed",
             peer=connection.peer,
         )
-        denied = AccessDenied(f"this server does not serve user {uid}: its owner can allow that")
+        denied = AccessDenied(f"This server does not allow user {uid}. Its owner can add the user to `allow`.")
         connection.close(close_reason(denied))
         return None
 
@@ -265,14 +265,14 @@ class ShmTransport(Transport):
         except OSError as error:
             sock.close()
             if error.errno == errno.ENOENT:
-                raise TransportError(f"there is no {where}: is it on this host, and does it still run?") from error
+                raise TransportError(f"The {where} does not exist. Check that it runs on this host.") from error
             raise socket_error(error, f"connecting to the {where}") from error
         user = peer_credentials(sock)[1]
         if user not in allowed:
             sock.close()
             raise TransportError(
-                f"the {where} runs as another user, whose memory is not to be trusted unless you say so: "
-                f"trusted_users=[{user}]"
+                f"The {where} runs as another user, whose memory is not trusted. To trust it, use "
+                f"trusted_users=[{user}]."
             )
         maps_files = user in (os.geteuid(), 0) or uri.parameters.get("files") == "allow"
         return ShmConnection(sock, where, accepted=False, maps_files=maps_files)

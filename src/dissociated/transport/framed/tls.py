@@ -73,8 +73,8 @@ class TlsConnection(SocketConnection):
             pass
         except ssl.SSLCertVerificationError as error:
             raise AccessDenied(
-                f"the certificate of the {self._peer} is not to be trusted: {error.verify_message.rstrip('.')} "
-                "(tls_roots says which certificates are)"
+                f"The certificate of the {self._peer} is not trusted: {error.verify_message.rstrip('.')}. Name the "
+                "certificates to trust by tls_roots."
             ) from None
         except ssl.SSLError as error:
             raise RemoteProtocolError(f"{self._peer} does not agree on TLS 1.3: {_reason(error)}") from None
@@ -186,7 +186,7 @@ class TlsConnection(SocketConnection):
         except ssl.SSLZeroReturnError:
             pass
         except ssl.SSLError as error:
-            raise RemoteProtocolError(f"what {self._peer} sent was altered on the way: {_reason(error)}") from None
+            raise RemoteProtocolError(f"data from {self._peer} was altered in transit: {_reason(error)}") from None
         return at
 
     def _read_more(self) -> bool:
@@ -253,7 +253,7 @@ def _server_context(uri: Uri) -> ssl.SSLContext:
 
 
 def _refuse() -> str:
-    raise OptionError("the key for TLS is encrypted: give one that is not, in a file that only this user can read")
+    raise OptionError("The key for TLS is encrypted. Use an unencrypted key, in a file that only this user can read.")
 
 
 @contextmanager

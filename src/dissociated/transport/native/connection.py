@@ -61,7 +61,7 @@ class UnderWay(NamedTuple):
 
     request: Any
     size: int
-    keep: Any
+    owner: Any
 
 
 class NativeConnection(Connection, RemoteMemory):
@@ -79,22 +79,22 @@ class NativeConnection(Connection, RemoteMemory):
     def __init__(self, peer: str, accepted: bool) -> None:
         super().__init__()
         self._peer = peer
-        self._lock = threading.Condition()  # its RLock is never held twice, but tells whether this thread holds it
+        self._lock = threading.Condition()  # held while a thread uses the medium, and never twice
         self._asleep = False  # whether a thread sleeps on the medium; it wakes the other thread afterwards
         self._waker = Waker()
         self._under_way: deque[UnderWay] = deque()
         self._in_flight = 0  # bytes
-        self._broken: DissociatedError | None = None  # an error of the peer, to be raised by the next call
+        self._failure: DissociatedError | None = None  # an error of the peer, to be raised by the next call
         self._reason: str | None = None  # the reason of the peer's abort
-        self._gone = False  # whether the peer, or the path to it, is lost
-        self._ended_at = 0.0  # the time at which the loss was noticed, or the reason arrived
+        self._peer_gone = False  # whether the peer, or the path to it, is lost
+        self._ended_time = 0.0  # the time at which the loss was noticed, or the reason arrived
         self._accepted = accepted
         self._max_untagged = MAX_CONTROL if accepted else MAX_UNTAGGED
-        self._moving = False  # whether a background thread drives sends that no other thread waits for
-        self._bytes_given = 0  # bytes of all messages passed to `send` so far
-        self._arrived: deque[Incoming] = deque()
+        self._has_mover = False  # whether a background thread drives sends that no other thread waits for
+        self._bytes_accepted = 0  # bytes of all messages passed to `send` so far
+        self._arrivals: deque[Incoming] = deque()
         self._arrived_bytes = 0
-        self._put_off_bytes = 0  # bytes of messages that were announced and are not fetched yet
+        self._deferred_bytes = 0  # bytes of messages that were announced and are not fetched yet
         self._max_unread = _MAX_FROM_CLIENT if accepted else _MAX_FROM_SERVER
         self._closed = False  # whether the medium is released, or about to be
         self._released = False
@@ -187,7 +187,7 @@ class NativeConnection(Connection, RemoteMemory):
                 if not self._has_room(size):
                     self._settle_until(lambda size=size: self._has_room(size), timeout)  # type: ignore[misc]
                 self._check_open()
-                self._bytes_given += size
+                self._bytes_accepted += size
                 self._start(message)
             if not self._accepted:
                 # A client sends little, so it waits for all of it. The deadline also holds if the server keeps sending.
@@ -206,24 +206,24 @@ class NativeConnection(Connection, RemoteMemory):
 
             def ready() -> bool:
                 nonlocal on_its_way
-                if not self._arrived:
+                if not self._arrivals:
                     on_its_way = self._take(allocate, _AHEAD)
-                if self._arrived or self._broken or self._stops_receiving:
+                if self._arrivals or self._failure or self._stops_receiving:
                     return True
-                return self._ended and not (on_its_way and time.monotonic() < self._ended_at + _DRAIN_TIMEOUT)
+                return self._peer_ended and not (on_its_way and time.monotonic() < self._ended_time + _DRAIN_TIMEOUT)
 
             if not self._drive(ready, timeout):
                 raise DeadlineExceeded(f"{self._peer} was silent for {timeout:g} s")
             self._lifecycle.take(Call.RECEIVE)
             if self._stops_receiving:
                 return None
-            if self._arrived:
-                incoming = self._arrived.popleft()
+            if self._arrivals:
+                incoming = self._arrivals.popleft()
                 self._arrived_bytes -= OVERHEAD + len(incoming.data)
                 self._consumed(len(incoming.data))
                 return parse_run(incoming.data) if self._is_run(incoming.tag) else incoming
-            if self._broken is not None:
-                raise self._broken
+            if self._failure is not None:
+                raise self._failure
             if self._reason is not None:
                 raise reason_error(self._reason, self._peer)
             if on_its_way:
@@ -255,13 +255,13 @@ class NativeConnection(Connection, RemoteMemory):
         with self._lock:
             if self._closed:
                 return True
-            if not self._arrived:
+            if not self._arrivals:
                 self._progress()
-            return bool(self._arrived) or self._ended or self._over or self._stops_receiving or self._waiting()
+            return bool(self._arrivals) or self._peer_ended or self._is_over or self._stops_receiving or self._waiting()
 
     def _wait_peer(self, seconds: float) -> bool:
         with self._lock, suppress(DissociatedError):
-            self._drive(lambda: self._has(lambda: self._over), seconds)
+            self._drive(lambda: self._has(lambda: self._is_over), seconds)
         with self._lock:
             return self._taken_all()
 
@@ -273,9 +273,9 @@ class NativeConnection(Connection, RemoteMemory):
         with self._lock:
             if self._closed:
                 return
-            self._end(lambda: not self._under_way or self._gone or self._lifecycle.is_over, _ABORT_TIMEOUT)
-            if not (self._gone or self._lifecycle.is_over) and self._send_abort(reason) and not later:
-                self._end(lambda: self._gone or self._lifecycle.is_over, _ABORT_TIMEOUT)
+            self._end(lambda: not self._under_way or self._peer_gone or self._lifecycle.is_over, _ABORT_TIMEOUT)
+            if not (self._peer_gone or self._lifecycle.is_over) and self._send_abort(reason) and not later:
+                self._end(lambda: self._peer_gone or self._lifecycle.is_over, _ABORT_TIMEOUT)
 
     def _interrupt(self, sending: bool) -> None:
         self._waker.set()
@@ -284,14 +284,14 @@ class NativeConnection(Connection, RemoteMemory):
         with self._lock:
             try:
                 if state is not ConnectionState.INTERRUPTED:
-                    self._end(lambda: not self._under_way or self._gone, _CLOSE_TIMEOUT)
+                    self._end(lambda: not self._under_way or self._peer_gone, _CLOSE_TIMEOUT)
             finally:  # also if a callback from the medium has failed
                 self._release_once()
 
     def _release_once(self) -> None:
         """Release all resources after the last thread has left the medium. Later calls do nothing."""
         self._closed = True
-        while self._asleep or self._moving:
+        while self._asleep or self._has_mover:
             self._waker.set()
             self._lock.notify_all()
             self._lock.wait()
@@ -303,12 +303,12 @@ class NativeConnection(Connection, RemoteMemory):
         finally:
             self._under_way.clear()
             self._retained.clear()
-            self._arrived.clear()
+            self._arrivals.clear()
             self._waker.close()
 
     @property
     def backlog(self) -> int:
-        return max(0, self._bytes_given - self.written)
+        return max(0, self._bytes_accepted - self.written)
 
     def _has_room(self, size: int) -> bool:
         """Return whether `size` more bytes may be in flight."""
@@ -320,7 +320,7 @@ class NativeConnection(Connection, RemoteMemory):
         Raises:
             DeadlineExceeded: if nothing happened for `timeout` seconds.
         """
-        if not self._drive(lambda: self._has(enough) or self._over, timeout):
+        if not self._drive(lambda: self._has(enough) or self._is_over, timeout):
             raise DeadlineExceeded(f"{self._peer} took nothing for {timeout:g} s")
         self._check_open()
 
@@ -334,14 +334,14 @@ class NativeConnection(Connection, RemoteMemory):
         """
         if enough():
             return True
-        if self._broken is not None:
-            raise self._broken
+        if self._failure is not None:
+            raise self._failure
         self._take(self._keep, self._max_unread)
-        if self._arrived_bytes + self._put_off_bytes > self._max_unread:
+        if self._arrived_bytes + self._deferred_bytes > self._max_unread:
             raise RemoteProtocolError(
                 f"{self._peer} sends and does not receive"
                 if self._accepted
-                else f"{self._peer} sent more than {self._max_unread} bytes that nobody had asked for yet"
+                else f"{self._peer} sent more than {self._max_unread} bytes before this side received any"
             )
         return False
 
@@ -389,9 +389,9 @@ class NativeConnection(Connection, RemoteMemory):
 
     def _keep_moving(self) -> None:
         """Let a background thread drive the sends in progress, since the source may take long for its next batch."""
-        if not self._moving:
+        if not self._has_mover:
             start_thread(self._move, "move", f"sending to {self._peer} takes a thread")
-            self._moving = True
+            self._has_mover = True
         elif self._asleep:
             self._waker.set()
         else:
@@ -400,7 +400,7 @@ class NativeConnection(Connection, RemoteMemory):
     def _move(self) -> None:
         with self._lock:
             try:
-                while not self._over:
+                while not self._is_over:
                     if not self._under_way:
                         self._lock.wait(MAX_SLEEP)
                     else:
@@ -410,28 +410,28 @@ class NativeConnection(Connection, RemoteMemory):
             except TransportError:
                 pass  # the next call of a user of the connection raises it
             except RemoteProtocolError as error:
-                self._broken = error
+                self._failure = error
             finally:
-                self._moving = False
+                self._has_mover = False
                 self._lock.notify_all()
 
     def _moved(self) -> bool:
-        return self._has(lambda: not self._under_way) or self._over
+        return self._has(lambda: not self._under_way) or self._is_over
 
     def _arrive(self, incoming: Incoming) -> None:
-        self._arrived.append(incoming)
+        self._arrivals.append(incoming)
         self._arrived_bytes += OVERHEAD + len(incoming.data)
         if self._asleep:
             self._waker.set()  # the sleeping thread may be waiting for this message, which another thread received
 
     @property
-    def _ended(self) -> bool:
-        return self._gone or self._reason is not None
+    def _peer_ended(self) -> bool:
+        return self._peer_gone or self._reason is not None
 
     @property
-    def _over(self) -> bool:
+    def _is_over(self) -> bool:
         """Whether further sends are pointless: the peer is gone, or this side is interrupted or has failed."""
-        return self._gone or self._lifecycle.is_over or self._broken is not None
+        return self._peer_gone or self._lifecycle.is_over or self._failure is not None
 
     @property
     def _stops_receiving(self) -> bool:
@@ -441,9 +441,9 @@ class NativeConnection(Connection, RemoteMemory):
     def _check_open(self) -> None:
         if self._lifecycle.is_over:
             raise ConnectionClosed("this side closed the connection")
-        if self._broken is not None:
-            raise self._broken
-        if self._gone:
+        if self._failure is not None:
+            raise self._failure
+        if self._peer_gone:
             raise ConnectionClosed(f"sending to {self._peer}: the peer closed the connection")
 
     def _drive(self, done: Callable[[], bool], timeout: float) -> bool:
@@ -460,7 +460,7 @@ class NativeConnection(Connection, RemoteMemory):
             remaining = self._time_left(deadline - time.monotonic())
             if remaining <= 0:
                 return False
-            self._wait(min(remaining, _NO_WAKE if self._ended else MAX_SLEEP))
+            self._wait(min(remaining, _NO_WAKE if self._peer_ended else MAX_SLEEP))
 
     def _wait(self, seconds: float) -> None:
         if self._asleep:
@@ -494,15 +494,15 @@ class NativeConnection(Connection, RemoteMemory):
             self._waker.set()
         return moved
 
-    def _posted(self, request: Any, size: int, keep: Any) -> None:
-        """Record a message that is being sent. `keep` is kept alive, and must not change, until it has been sent."""
-        self._under_way.append(UnderWay(request, size, keep))
+    def _track(self, request: Any, size: int, owner: Any) -> None:
+        """Record a message that is being sent. `owner` is kept alive, and must not change, until it has been sent."""
+        self._under_way.append(UnderWay(request, size, owner))
         self._in_flight += size
 
     def _lose(self) -> None:
         """Record that the peer is gone."""
-        self._gone, self._ended_at = True, time.monotonic()
+        self._peer_gone, self._ended_time = True, time.monotonic()
 
     def _give_up(self, reason: str) -> None:
         """Record the reason of the peer's abort."""
-        self._reason, self._ended_at = reason, time.monotonic()
+        self._reason, self._ended_time = reason, time.monotonic()

@@ -65,19 +65,19 @@ class Library(NamedTuple):
         """Return the error for the file at `path`, which is a different library."""
         return TransportError(f"{self.scheme}: {path} is no {self._stem}: let {self.variable} name one")
 
-    def check_age(self, path: str, version: str, found: tuple[int, int], oldest: tuple[int, int]) -> None:
+    def check_age(self, path: str, version: str, numbers: tuple[int, int], oldest: tuple[int, int]) -> None:
         """Raise `TransportError` if the library is older than `oldest`."""
-        if found < oldest:
+        if numbers < oldest:
             raise TransportError(
                 f"{self.name} {version} ({path}) is too old: install {'.'.join(map(str, oldest))} or later, "
                 f"or {self._extra}"
             )
 
-    def mismatch(self, where: str, theirs: str, ours: str) -> TransportError:
+    def mismatch(self, server: str, server_version: str, version: str) -> TransportError:
         """Return the error for a peer whose version is incompatible with the version of this process."""
         return TransportError(
-            f"{where} has {self.name} {theirs} and this process {ours}, which do not work together: install the same "
-            f"on both sides, or let {self.variable} name the same {self.file}"
+            f"{server} has {self.name} {server_version}, and this process {version}. They do not work together. "
+            f"Install the same version on both sides, or let {self.variable} name the same {self.file}"
         )
 
 

@@ -26,5 +26,5 @@ def offers_runs(uri: Uri) -> bool:
 
 def with_runs(messages: Sequence[Message | Run]) -> Iterator[Message]:
     """Yield `messages` in order, with each run of small similar messages encoded as one message."""
-    for one in encode_runs(messages):
-        yield Message(RUN, one.parts) if isinstance(one, EncodedRun) else one
+    for item in encode_runs(messages):
+        yield Message(RUN, item.parts) if isinstance(item, EncodedRun) else item

@@ -75,7 +75,7 @@ class FabricConnection(NativeConnection):
         self._ffi = endpoint.ofi.ffi
         self._handshake = Handshake(endpoint, peer, client)
         self._outbox = Outbox(endpoint, self._handshake)
-        self._again = False  # whether a read must be tried again
+        self._retries_read = False  # whether a read must be tried again
         self._receiving = self._receiving_bytes = 0  # messages that are being received, and their bytes
         self._happened = False  # whether anything other than heartbeats happened
         self._ended_before = 0  # the number of ended operations when a thread last tried to sleep
@@ -105,7 +105,7 @@ class FabricConnection(NativeConnection):
     def reach(self, spans: Sequence[Span]) -> None:
         """Allow `fetch` to read from `spans` of the peer's memory. Raise UriError for an invalid key."""
         if any(len(span.key) != RMA_KEY.size for span in spans):
-            raise UriError("the remote_handle is not one of libfabric's")
+            raise UriError("The remote_handle was not made by libfabric. Take the URI of a fabric: location unchanged.")
         super().reach(spans)
 
     def _read(self, span: Span, address: int, length: int, into: Any, at: int, timeout: float) -> None:
@@ -122,11 +122,13 @@ class FabricConnection(NativeConnection):
             source = self._handshake.address
             assert source is not None
             where = address if virtual else address - span.base
-            self._again = not (self._gone or self._endpoint.read(source, where, key, into, at, length, done))
-            return not self._again
+            self._retries_read = not (
+                self._peer_gone or self._endpoint.read(source, where, key, into, at, length, done)
+            )
+            return not self._retries_read
 
         self._settle_until(begun, timeout)
-        self._posted(reading, 0, into)
+        self._track(reading, 0, into)
 
     def introduce(self, listener: bytes, host: str, timeout: float) -> None:
         """Exchange endpoint names with the server, and join the endpoint that it opens for this client.
@@ -164,10 +166,10 @@ class FabricConnection(NativeConnection):
             DeadlineExceeded: if neither happens until the time `end`.
             RemoteProtocolError: if the peer violates the protocol.
         """
-        self._drive(lambda: done() or self._ended or self._broken is not None or time.monotonic() >= end, timeout)
-        if self._broken is not None:
-            raise self._broken
-        if not (done() or self._ended):
+        self._drive(lambda: done() or self._peer_ended or self._failure is not None or time.monotonic() >= end, timeout)
+        if self._failure is not None:
+            raise self._failure
+        if not (done() or self._peer_ended):
             raise DeadlineExceeded(f"connecting to {self._peer}: no answer for {timeout:g} s")
 
     # Sending
@@ -177,18 +179,18 @@ class FabricConnection(NativeConnection):
 
     def _start(self, message: Outgoing) -> None:
         self._credit.send(message.size)
-        sending = self._outbox.send_message(message, self._settled)
+        sending = self._outbox.send_message(message, self._on_sent)
         if not sending.ended:
-            self._posted(sending, 0, None)
+            self._track(sending, 0, None)
 
     def _send_control(self, kind: Kind, payload: bytes = b"") -> PendingSend:
         sending = PendingSend(CONTROL | kind, [self._ffi.from_buffer(payload[:CONTROL_SIZE])])
-        return self._outbox.send(sending, self._settled)
+        return self._outbox.send(sending, self._on_sent)
 
     def _send_controls(self, kinds: Sequence[Kind], payload: bytes = b"") -> list[PendingSend]:
         return [self._send_control(kind, payload) for kind in kinds[: self._endpoint.lanes]]
 
-    def _settled(self, sending: PendingSend, error: int | None) -> None:
+    def _on_sent(self, sending: PendingSend, error: int | None) -> None:
         """Count a message as sent. If there was an error, record that the peer is gone."""
         if error is not None:
             self._lose_by(error)
@@ -219,7 +221,12 @@ class FabricConnection(NativeConnection):
             self._report_if_due()
 
     def _report_if_due(self) -> None:
-        if self._credit.should_report and not self._closed and not self._gone and self._handshake.address is not None:
+        if (
+            self._credit.should_report
+            and not self._closed
+            and not self._peer_gone
+            and self._handshake.address is not None
+        ):
             self._report_consumed()
 
     def _report_consumed(self) -> None:
@@ -239,8 +246,8 @@ class FabricConnection(NativeConnection):
 
     def _break_off(self, error: RemoteProtocolError) -> None:
         """Record a violation of the protocol by the peer, unless there was one before."""
-        if self._broken is None:
-            self._broken = error
+        if self._failure is None:
+            self._failure = error
 
     def _receive_control(self, memory: Any) -> None:
         """Receive control messages into `memory`, one after the other, while the endpoint is open."""
@@ -267,7 +274,7 @@ class FabricConnection(NativeConnection):
         if kind == Kind.CREDIT and len(data) == CONSUMED.size:
             more = self._credit.receive_report(data)
             if more is None:
-                self._broken = RemoteProtocolError(f"{self._peer} says that it consumed more than it was sent")
+                self._failure = RemoteProtocolError(f"{self._peer} reported that it received more bytes than were sent")
             elif more:
                 self._happened = True
             return
@@ -282,11 +289,13 @@ class FabricConnection(NativeConnection):
         elif kind in BYES and kind not in self._byes:
             self._byes.add(kind)
             if len(self._byes) == self._endpoint.lanes:
-                if not self._closed and not self._gone and self._handshake.address is not None:
+                if not self._closed and not self._peer_gone and self._handshake.address is not None:
                     self._send_controls(BYES)
                 self._lose()
         else:
-            self._broken = RemoteProtocolError(f"{self._peer} said {data[:20]!r}, of kind {kind}, which means nothing")
+            self._failure = RemoteProtocolError(
+                f"{self._peer} sent the invalid control message {data[:20]!r} of kind {kind}"
+            )
 
     def _waiting(self) -> bool:
         return bool(self._receiving) or self._peek() is not None
@@ -297,49 +306,53 @@ class FabricConnection(NativeConnection):
         Control messages before it are received here, because the receives posted for them would not get them.
         """
         for _ in range(_MAX_PEEKS):  # limited, because each peek lets more messages arrive
-            found = self._endpoint.peek()
-            if found is None or not is_control(found.tag):
-                self._control_waiting = 0 if found is None else self._control_waiting
-                return found
+            message = self._endpoint.peek()
+            if message is None or not is_control(message.tag):
+                self._control_waiting = 0 if message is None else self._control_waiting
+                return message
             self._control_waiting += 1
             if self._control_waiting > _MAX_CONTROL_WAITING:
                 self._break_off(
-                    RemoteProtocolError(f"{self._peer} says {self._control_waiting} things at once beside the protocol")
+                    RemoteProtocolError(f"{self._peer} sent {self._control_waiting} control messages in a row")
                 )
-            if found.length <= CONTROL_SIZE:
+            if message.length <= CONTROL_SIZE:
                 memory = self._ffi.new(f"char[{CONTROL_SIZE}]")
                 self._endpoint.claim(memory, self._on_control(memory, again=False))
             else:
                 self._endpoint.discard()
-                self._break_off(RemoteProtocolError(f"{self._peer} says {found.length} bytes beside the protocol"))
+                self._break_off(
+                    RemoteProtocolError(
+                        f"{self._peer} sent a control message of {message.length} bytes; the limit is {CONTROL_SIZE}"
+                    )
+                )
         return None
 
     def _take(self, allocate: Allocate, most: int) -> bool:
         only_small = self._only_small(allocate)
         for _ in range(_MAX_PEEKS):
-            if self._receiving_bytes + self._arrived_bytes > most or self._broken is not None:
+            if self._receiving_bytes + self._arrived_bytes > most or self._failure is not None:
                 break
-            if (found := self._peek()) is None:
+            if (message := self._peek()) is None:
                 if self._accepted:  # only a client that never stops sending delays this
                     self._credit.consume_all()
                     self._report_if_due()
                 break
-            if found.length > self._endpoint.eager_limit and (only_small or not self._connected()):
+            if message.length > self._endpoint.eager_limit and (only_small or not self._connected()):
                 return not only_small or bool(self._receiving)
             try:
-                if found.tag != LARGE:
-                    memory = self._allocate(found.tag, found.length, allocate)
-                elif found.length <= self._max_untagged:
-                    memory = bytearray(found.length)
+                if message.tag != LARGE:
+                    memory = self._allocate(message.tag, message.length, allocate)
+                elif message.length <= self._max_untagged:
+                    memory = bytearray(message.length)
                 else:
                     raise RemoteProtocolError(
-                        f"the peer sent an untagged message of {found.length} bytes; "
+                        f"the peer sent an untagged message of {message.length} bytes; "
                         f"at most {self._max_untagged} are taken"
                     )
             except BaseException:
                 self._endpoint.discard()
                 raise
-            self._claim(found.tag, memory)
+            self._claim(message.tag, memory)
         return bool(self._receiving)
 
     def _connected(self) -> bool:
@@ -347,12 +360,12 @@ class FabricConnection(NativeConnection):
 
         The only test is to send something, which libfabric accepts at once if there is a connection.
         """
-        if self._gone or self._outbox.first:
+        if self._peer_gone or self._outbox.first:
             return False
         self._send_control(Kind.CREDIT, self._credit.last_report())
         if self._outbox.first and not self._under_way:
             self._lose()
-        return not self._outbox.first and not self._gone
+        return not self._outbox.first and not self._peer_gone
 
     def _claim(self, tag: int, memory: Buffer) -> None:
         size = len(memory)
@@ -361,7 +374,7 @@ class FabricConnection(NativeConnection):
             self._receiving -= 1
             self._receiving_bytes -= size
             if completion.error:
-                self._broken = ConnectionClosed(f"{self._peer} closed the connection in the middle of a message")
+                self._failure = ConnectionClosed(f"{self._peer} closed the connection in the middle of a message")
                 self._lose_by(completion.error)
             elif tag == LARGE:
                 self._arrive(Incoming(None, bytes(memory)))
@@ -376,13 +389,13 @@ class FabricConnection(NativeConnection):
     def _arrive(self, incoming: Incoming) -> None:
         self._happened = self._liveness.heard = True
         super()._arrive(incoming)
-        if not self._credit.arrive(len(incoming.data)) and self._broken is None:
-            self._broken = RemoteProtocolError(f"{self._peer} sends without waiting until that is consumed")
+        if not self._credit.arrive(len(incoming.data)) and self._failure is None:
+            self._failure = RemoteProtocolError(f"{self._peer} sent more bytes than this side allowed")
 
     # The endpoint
 
     def _progress(self) -> bool:
-        self._outbox.advance(self._settled)
+        self._outbox.advance(self._on_sent)
         for _ in range(_MAX_ROUNDS):
             if not self._endpoint.progress():
                 break
@@ -396,8 +409,8 @@ class FabricConnection(NativeConnection):
 
     def _arm(self) -> bool:
         # Only a peek finds a message that has arrived. Libfabric wakes this side only for messages it has not read yet.
-        found, endpoint = self._endpoint.peeked, self._endpoint
-        if endpoint.peek() is not found or endpoint.ended != self._ended_before:
+        message, endpoint = self._endpoint.peeked, self._endpoint
+        if endpoint.peek() is not message or endpoint.ended != self._ended_before:
             self._ended_before = endpoint.ended
             self._lock.notify_all()
             return False
@@ -405,7 +418,7 @@ class FabricConnection(NativeConnection):
 
     def _sleep(self, seconds: float) -> None:
         ended = self._endpoint.ended
-        retries = self._again or (self._outbox.first is not None and self._handshake.address is not None)
+        retries = self._retries_read or (self._outbox.first is not None and self._handshake.address is not None)
         woken = self._endpoint.sleep(self._waker, min(seconds, _RETRY_DELAY) if retries else seconds)
         self._woken_at = ended if woken and self._receiving else None
 
@@ -418,7 +431,7 @@ class FabricConnection(NativeConnection):
         if not self._lock.acquire(timeout=_LOCK_TIMEOUT):
             return  # the connection is in use, and the heartbeats of other connections must not be delayed
         try:
-            if self._closed or self._over:
+            if self._closed or self._is_over:
                 return
             for _ in range(_MAX_PEEKS):  # messages that the peer sent before its heartbeat arrive first
                 if self._has(lambda: self._liveness.heard):
@@ -429,14 +442,14 @@ class FabricConnection(NativeConnection):
             self._has(lambda: False)
             missed = self._liveness.miss()
             if missed or self._liveness.refuses(self._refused()):
-                _log.info("%s is gone without a word", self._peer)
+                _log.info("peer lost, no heartbeat: peer=%s", self._peer)
                 self._lose()
             elif self._handshake.address is not None and not self._outbox.first:
                 self._report_consumed()
         except RemoteProtocolError as error:
-            self._broken = error
+            self._failure = error
         finally:
-            if self._asleep and self._over:
+            if self._asleep and self._is_over:
                 self._waker.set()
             self._woken_at = None
             self._lock.release()
@@ -448,7 +461,7 @@ class FabricConnection(NativeConnection):
 
     def _lose_by(self, error: int) -> None:
         """Record that the peer is gone, because an operation failed with `error`."""
-        if not self._gone:
+        if not self._peer_gone:
             _log.debug("%r: %s", self, self._endpoint.ofi.explain(error))
             self._lose()
 
@@ -463,7 +476,7 @@ class FabricConnection(NativeConnection):
 
     def _release_medium(self) -> None:
         try:
-            if self._handshake.address is not None and not self._gone and self._broken is None:
+            if self._handshake.address is not None and not self._peer_gone and self._failure is None:
                 self._say_goodbye()
         finally:
             self._outbox.clear()
@@ -474,7 +487,7 @@ class FabricConnection(NativeConnection):
         self._send_controls(BYES)
         end = time.monotonic() + _LAST_TIMEOUT
         with suppress(TransportError):
-            while not self._gone and time.monotonic() < end:
+            while not self._peer_gone and time.monotonic() < end:
                 if self._peek() is not None:
                     self._endpoint.discard()
                 elif not self._progress() and self._endpoint.arm():

@@ -130,7 +130,7 @@ class Handshake:
                 raise ValueError
             self.address = self._endpoint.insert(advertised_names(welcome[1:], host))
         except (ValueError, OSError, struct.error):
-            raise RemoteProtocolError(f"{self._peer} said what is no name of an endpoint") from None
+            raise RemoteProtocolError(f"{self._peer} sent an invalid name of an endpoint") from None
 
 
 #: Bytes that count for each message in addition to its data: libfabric may keep as many for an unclaimed message.

@@ -31,12 +31,12 @@ def find_info(ofi: Ofi, provider: str, node: str, service: str | None, flags: in
     hints.domain_attr.threading = c.THREAD_SAFE if rma else c.THREAD_DOMAIN  # with rma, connections share a domain
     hints.domain_attr.mr_mode = c.MR_LOCAL | c.MR_VIRT_ADDR | c.MR_PROV_KEY | c.MR_ALLOCATED
     hints.tx_attr.size = hints.rx_attr.size = QUEUE
-    found = ffi.new("struct fi_info **")
+    result = ffi.new("struct fi_info **")
     where = ffi.NULL if service is None else service.encode()
-    code = lib.fi_getinfo(c.API, node.encode(), where, flags, hints, found)
+    code = lib.fi_getinfo(c.API, node.encode(), where, flags, hints, result)
     lib.fi_freeinfo(hints)
     ofi.check(code, action)
-    return found[0]
+    return result[0]
 
 
 #: A key in a URI: whether addresses are virtual addresses of the server rather than offsets, and libfabric's key.

@@ -275,7 +275,7 @@ class FabricEndpoint:
                 code = ep.msg.sendv(ep, iov, memories, len(pieces), to, context)
             else:
                 code = ep.tagged.sendv(ep, iov, memories, len(pieces), to, tag, context)
-        return self._begun(operation, code, "sending")
+        return self._check_begun(operation, code, "sending")
 
     def receive_untagged(self, memory: Any, done: Done) -> None:
         """Receive untagged messages into `memory` until it is used up.
@@ -292,7 +292,7 @@ class FabricEndpoint:
             message.desc = self._descriptors
         self._one.iov_base, self._one.iov_len = memory, len(memory)
         message.msg_iov, message.iov_count, message.addr, message.context = self._one, 1, _ANYBODY, operation.context
-        self._begun(operation, self._endpoint.msg.recvmsg(self._endpoint, message, c.MULTI_RECV), "receiving")
+        self._check_begun(operation, self._endpoint.msg.recvmsg(self._endpoint, message, c.MULTI_RECV), "receiving")
 
     def receive_tagged(self, memory: Any, tag: int, ignore: int, done: Done) -> None:
         """Receive one message into `memory`. Its tag must equal `tag`, except for the bits in `ignore`."""
@@ -300,7 +300,7 @@ class FabricEndpoint:
         operation, ep = self._operations.begin(done, memory, registered=registered), self._endpoint
         described = registered[0].mem_desc if registered else self._ffi.NULL
         code = ep.tagged.recv(ep, memory, len(memory), described, _ANYBODY, tag, ignore, operation.context)
-        self._begun(operation, code, "receiving")
+        self._check_begun(operation, code, "receiving")
 
     def peek(self) -> PeekedMessage | None:
         """Return a tagged message that has arrived and for which no receive was posted, or None.
@@ -352,7 +352,7 @@ class FabricEndpoint:
         self._tagged.iov_count, self._tagged.context, self._tagged.tag = 1, context, tag
         code = self._endpoint.tagged.recvmsg(self._endpoint, self._tagged, flags)
         self._tagged.tag = 0
-        self._begun(operation, code, "receiving")
+        self._check_begun(operation, code, "receiving")
 
     def read(self, source: int, address: int, key: int, into: Any, at: int, length: int, done: Done) -> bool:
         """Begin to read `length` bytes of a peer's memory into the buffer `into` at offset `at`.
@@ -370,7 +370,7 @@ class FabricEndpoint:
         operation = self._operations.begin(done, (into, view), registered=registered, fetches=True)
         described = registered[0].mem_desc if registered else self._ffi.NULL
         code = self._endpoint.rma.read(self._endpoint, view, length, described, source, address, key, operation.context)
-        return self._begun(operation, code, "reading memory")
+        return self._check_begun(operation, code, "reading memory")
 
     # Completions
 
@@ -378,7 +378,7 @@ class FabricEndpoint:
         """Register memory for an operation, which owns the returned registration."""
         return self.domain.register(memory, c.SEND | c.RECV | c.READ)
 
-    def _begun(self, operation: Operation, code: int, action: str) -> bool:
+    def _check_begun(self, operation: Operation, code: int, action: str) -> bool:
         if code < 0:
             self._operations.forget(operation)
             if code != -c.EAGAIN:
@@ -391,19 +391,19 @@ class FabricEndpoint:
         count = queue.ops.read(queue, self._entries, _COMPLETIONS_READ)
         if count > 0:
             for entry in self._entries[0:count]:
-                self._ended(entry, 0)
+                self._end(entry, 0)
             return True
         if count == -c.EAVAIL:
             error = self._error
             ffi.buffer(error)[:] = bytes(ffi.sizeof(error[0]))
             if queue.ops.readerr(queue, error, 0) == 1:
-                self._ended(error, error.err or c.EIO)
+                self._end(error, error.err or c.EIO)
             return True
         if count not in (0, -c.EAGAIN):
             self.ofi.check(count, "asking what is done")
         return False
 
-    def _ended(self, entry: Any, error: int) -> None:
+    def _end(self, entry: Any, error: int) -> None:
         ended = self._operations.end(entry, error)
         if ended is None:
             return
@@ -589,18 +589,18 @@ def _shut_down(name: bytes, other: bytes) -> None:
     libc, stream = ctypes.CDLL(None), struct.pack("i", socket.SOCK_STREAM)
     for descriptor in _descriptors():
         with suppress(OSError, ValueError, struct.error):  # closed meanwhile, or no internet socket
-            here = host_and_port(_told(libc.getsockname, descriptor))
-            is_stream = _told(libc.getsockopt, descriptor, socket.SOL_SOCKET, socket.SO_TYPE) == stream
-            ours = here[1] == port and (here[0] == host or host in ANY_INTERFACE)
-            if is_stream and (ours or host_and_port(_told(libc.getpeername, descriptor)) == peer):
+            here = host_and_port(_query(libc.getsockname, descriptor))
+            is_stream = _query(libc.getsockopt, descriptor, socket.SOL_SOCKET, socket.SO_TYPE) == stream
+            is_own = here[1] == port and (here[0] == host or host in ANY_INTERFACE)
+            if is_stream and (is_own or host_and_port(_query(libc.getpeername, descriptor)) == peer):
                 libc.shutdown(descriptor, socket.SHUT_RDWR)
 
 
-def _told(call: Callable[..., int], descriptor: int, *about: int) -> bytes:
+def _query(call: Callable[..., int], descriptor: int, *about: int) -> bytes:
     """Return the result of a C function that describes a socket. Raise OSError if it fails."""
     memory, length = ctypes.create_string_buffer(256), ctypes.c_uint32(256)
     if call(descriptor, *about, memory, ctypes.byref(length)):
-        raise OSError(f"the descriptor {descriptor} is none of a socket of that kind")
+        raise OSError(f"Descriptor {descriptor} is not a connected socket")
     return memory.raw[: length.value]
 
 

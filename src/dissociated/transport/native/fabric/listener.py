@@ -109,7 +109,7 @@ class FabricListener(NativeListener):
         while self._hellos and len(self._answers) < _MAX_ANSWERS and self._has_place():
             self._welcome(self._hellos[0])
             self._hellos.popleft()
-        for answer in [one for one in self._answers if self._given(one)]:
+        for answer in [answer for answer in self._answers if self._is_answered(answer)]:
             self._answers.remove(answer)
             if answer.connection is not None:
                 return answer.connection
@@ -145,7 +145,13 @@ class FabricListener(NativeListener):
             client = self._endpoint.insert(name)
             peer = "fabric client {}:{}".format(*host_and_port(name))
         except (TransportError, ValueError, struct.error) as error:
-            self._log.write(logging.INFO, "%s: a client said what is no name: %s", self.uri, error, event="no name")
+            self._log.write(
+                logging.INFO,
+                "client refused, invalid endpoint name: listener=%s error=%s",
+                self.uri,
+                error,
+                event="no name",
+            )
             return
         self._known.append(client)
         if len(self._known) > _MAX_KNOWN_CLIENTS:
@@ -168,7 +174,7 @@ class FabricListener(NativeListener):
     def _answer(self, client: int, kind: Kind, payload: bytes, connection: Connection | None = None) -> None:
         self._answers.append(_Answer(client, kind, self._ffi.from_buffer(payload), connection))
 
-    def _given(self, answer: _Answer) -> bool:
+    def _is_answered(self, answer: _Answer) -> bool:
         """Return whether an answer was sent or has expired, and begin to send it if that has not begun yet."""
         try:
             if not answer.begun:

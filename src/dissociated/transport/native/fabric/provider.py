@@ -67,12 +67,12 @@ def open_endpoint(provider: str, host: str, rma: bool, domain: Domain | None = N
 
 def check_same(uri: Uri, endpoint: ConnectionEndpoint) -> None:
     """Raise TransportError if the server has an incompatible libfabric or protocol: no message would ever arrive."""
-    ours = endpoint.ofi.version
-    theirs = uri.parameters.get("libfabric", ours)
+    version = endpoint.ofi.version
+    server_version = uri.parameters.get("libfabric", version)
     protocol = uri.parameters.get("protocol", endpoint.protocol)
-    if theirs.split(".")[0] != ours.split(".")[0] or protocol != endpoint.protocol:
+    if server_version.split(".")[0] != version.split(".")[0] or protocol != endpoint.protocol:
         where = f"the fabric server {uri.host}:{uri.port}"
-        raise LIBRARY.mismatch(where, f"{theirs} (protocol {protocol})", f"{ours} ({endpoint.protocol})")
+        raise LIBRARY.mismatch(where, f"{server_version} (protocol {protocol})", f"{version} ({endpoint.protocol})")
 
 
 def heartbeat_interval(uri: Uri) -> float:

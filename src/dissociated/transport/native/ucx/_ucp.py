@@ -287,8 +287,8 @@ def _tamed() -> Iterator[None]:
 
     Errors are raised as exceptions instead. Environment variables that the user has set are not changed.
     """
-    ours = {"UCX_DEBUG_SIGNO": "0", "UCX_HANDLE_ERRORS": "none", "UCX_LOG_LEVEL": "fatal"}
-    added = {name: value for name, value in ours.items() if name not in os.environ}
+    settings = {"UCX_DEBUG_SIGNO": "0", "UCX_HANDLE_ERRORS": "none", "UCX_LOG_LEVEL": "fatal"}
+    added = {name: value for name, value in settings.items() if name not in os.environ}
     os.environ.update(added)
     try:
         yield

@@ -74,37 +74,37 @@ class ClosingConnections:
         # Reentrant: garbage collection under the lock may close a connection, which calls `add`.
         self._lock = threading.RLock()
         self._connections: list[ClosingConnection] = []
-        self._looking = False  # whether the thread runs
+        self._is_running = False  # whether the thread runs
 
     def add(self, connection: ClosingConnection) -> None:
         """Take ownership of `connection`, and keep it until neither UCX nor its peer uses its memory."""
         with self._lock:
             self._connections.append(connection)
-        self._look_after()
+        self._start_if_needed()
 
     def check_room(self) -> None:
         """Raise TransportError if there are too many closing connections to open another one."""
-        self._look_after()
+        self._start_if_needed()
         if len(self._connections) >= _MAX_CLOSING:
             raise TransportError(
-                f"{_MAX_CLOSING} connections over UCX are closed, and UCX is not done with them: with err_mode=none "
-                "because their peers neither notice nor end, otherwise because others read the same and have stopped: "
-                "continue or kill those processes"
+                f"{_MAX_CLOSING} closed connections over UCX still use memory. With err_mode=none, their peers have "
+                "not noticed the end; otherwise, other readers of the same memory have stopped. Continue or kill those "
+                "processes."
             )
 
-    def _look_after(self) -> None:
+    def _start_if_needed(self) -> None:
         """Start the thread if it is needed. If that fails, the next connection tries again."""
-        if self._connections and not self._looking:
+        if self._connections and not self._is_running:
             try:
                 start_thread(self._run, "ucx closing", "to give them back takes a thread")
             except TransportError as error:
-                _log.warning("%d connections are closed and stay: %s", len(self._connections), error)
+                _log.warning("closing connections not released: count=%d error=%s", len(self._connections), error)
 
     def _run(self) -> None:
         with self._lock:
-            if self._looking or not self._connections:  # another thread may have been started at the same time
+            if self._is_running or not self._connections:  # another thread may have been started at the same time
                 return
-            self._looking = True
+            self._is_running = True
         while True:
             time.sleep(_INTERVAL)
             for connection in list(self._connections):
@@ -117,7 +117,7 @@ class ClosingConnections:
                     with self._lock:
                         self._connections.remove(connection)
                         if not self._connections:
-                            self._looking = False
+                            self._is_running = False
                             return
 
 

@@ -68,14 +68,14 @@ class _Receiving(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """An encoded message: `length` bytes at `pointer`, or `length` pieces if `pieces`. `keep` owns that memory."""
+    """An encoded message: `length` bytes at `pointer`, or `length` pieces if `pieces`. `owner` owns that memory."""
 
     tag: int | None
     size: int
     pointer: Any
     length: int
     pieces: bool
-    keep: Any
+    owner: Any
 
 
 def encode(u: Ucp, message: Message) -> Outgoing:
@@ -84,12 +84,12 @@ def encode(u: Ucp, message: Message) -> Outgoing:
     size = sum(map(len, parts))
     if len(parts) > 1 and size > _COPY_LIMIT:
         pieces = array("Q")
-        keep = []
+        views = []
         for part in parts:
             view = view_of(u.ffi, part)
-            keep.append(view)
+            views.append(view)
             pieces.extend((u.address(view), len(view)))
-        return Outgoing(message.tag, size, u.ffi.from_buffer(pieces), len(parts), True, keep)
+        return Outgoing(message.tag, size, u.ffi.from_buffer(pieces), len(parts), True, views)
     data = parts[0] if len(parts) == 1 else b"".join(parts)
     return Outgoing(message.tag, size, view_of(u.ffi, data), size, False, None)
 
@@ -97,7 +97,7 @@ def encode(u: Ucp, message: Message) -> Outgoing:
 def gather(u: Ucp, message: Outgoing) -> Outgoing:
     """Copy `message` into one piece. UCX writes single pieces, and no others, directly into the receiver's memory."""
     pointer, at = u.ffi.from_buffer(pa.allocate_buffer(message.size)), 0
-    for piece in message.keep:
+    for piece in message.owner:
         u.ffi.memmove(pointer + at, piece, len(piece))
         at += len(piece)
     return Outgoing(message.tag, message.size, pointer, message.size, False, None)
@@ -134,7 +134,8 @@ class UcxConnection(NativeConnection):
         self._receiving_bytes = 0
         self._incomplete: list[Buffer] = []  # memory of failed receives, which UCX may still write to
         self._onto: Any = None  # the request parameters for receiving into device memory
-        self._put_off: deque[_ProbedMessage] = deque()  # probed and not fetched: in UCX they would hide later messages
+        #: Messages that were probed and not fetched. In UCX they would hide later messages.
+        self._deferred_messages: deque[_ProbedMessage] = deque()
         self._info = u.ffi.new("ucp_tag_recv_info_t *")
         self._status = c.OK
         self._endpoint = UcxEndpoint(worker, err_mode_none)
@@ -164,18 +165,18 @@ class UcxConnection(NativeConnection):
         with self._lock:
             request = self._lib.ucp_ep_flush_nbx(self._endpoint.handle, self._plain)
             if request and self._ucp.status(request) == c.INPROGRESS:
-                self._posted(request, 0, None)
+                self._track(request, 0, None)
             end = time.monotonic() + timeout  # not extended by progress
 
             def over() -> bool:
-                return not self._under_way or self._gone or time.monotonic() >= end
+                return not self._under_way or self._peer_gone or time.monotonic() >= end
 
             # `_has` enforces the limit for a peer that keeps sending before the flush ends.
             self._drive(lambda: self._has(over), timeout)
-            self._connected = not (self._under_way or self._gone)
-            if self._under_way and not self._gone:
+            self._connected = not (self._under_way or self._peer_gone)
+            if self._under_way and not self._peer_gone:
                 raise DeadlineExceeded(f"connecting to {self._peer}: no answer for {timeout:g} s")
-            if self._gone:
+            if self._peer_gone:
                 mode = "none" if self._endpoint.err_mode_none else "peer"
                 raise TransportError(
                     f"connecting to {self._peer}: {self._ucp.explain(self._status)}: is it there, has it UCX "
@@ -196,15 +197,15 @@ class UcxConnection(NativeConnection):
         else:
             param = self._pieces if pieces else self._plain
             request = self._lib.ucp_tag_send_nbx(self._endpoint.handle, pointer, length, tag, param)
-        self._begun(request, size, message)
+        self._track_send(request, size, message)
 
-    def _begun(self, request: Any, size: int, keep: Any) -> None:
+    def _track_send(self, request: Any, size: int, owner: Any) -> None:
         if request:
             status = self._ucp.status(request)
             if status < 0:
                 self._lose_by(status)
                 self._check_open()
-            self._posted(request, size, keep)
+            self._track(request, size, owner)
         else:
             self.written += size
 
@@ -223,7 +224,7 @@ class UcxConnection(NativeConnection):
         data = encode_reason(reason, _MAX_REASON)
         pointer = self._ucp.ffi.from_buffer(data)
         try:
-            self._begun(self._endpoint.send_active(ABORT, pointer, len(data), self._am), len(data), pointer)
+            self._track_send(self._endpoint.send_active(ABORT, pointer, len(data), self._am), len(data), pointer)
         except DissociatedError:
             return False
         return True
@@ -249,7 +250,7 @@ class UcxConnection(NativeConnection):
         if self._closed:
             return c.OK
         if length > self._max_untagged:
-            self._broken = RemoteProtocolError(
+            self._failure = RemoteProtocolError(
                 f"the peer sent an untagged message of {length} bytes; at most {self._max_untagged} are taken"
             )
             return c.OK
@@ -261,39 +262,39 @@ class UcxConnection(NativeConnection):
         return c.OK
 
     def _waiting(self) -> bool:
-        return bool(self._put_off or self._receiving) or bool(
+        return bool(self._deferred_messages or self._receiving) or bool(
             self._lib.ucp_tag_probe_nb(self._worker.handle, 0, 0, 0, self._info)
         )
 
     def _take(self, allocate: Allocate, most: int) -> bool:
         only_small = self._only_small(allocate)
         while self._arrived_bytes <= most:
-            found = self._find(not only_small and self._receiving_bytes + self._arrived_bytes <= most)
-            if found is None:
+            message = self._find(not only_small and self._receiving_bytes + self._arrived_bytes <= most)
+            if message is None:
                 break
-            self._claim(found, allocate)
+            self._claim(message, allocate)
         return self._taken()
 
     def _find(self, fetching: bool) -> _ProbedMessage | None:
         """Return the next message that UCX holds, or None. Unless `fetching`, large messages are put off."""
-        if fetching and self._put_off:
-            found = self._put_off.popleft()
-            self._put_off_bytes -= OVERHEAD + found.length
-            return found
+        if fetching and self._deferred_messages:
+            message = self._deferred_messages.popleft()
+            self._deferred_bytes -= OVERHEAD + message.length
+            return message
         while handle := self._lib.ucp_tag_probe_nb(self._worker.handle, 0, 0, 1, self._info):
-            found = _ProbedMessage(handle, self._info.sender_tag, self._info.length)
-            if fetching or found.length <= _SMALL:
-                return found
-            self._put(found)
+            message = _ProbedMessage(handle, self._info.sender_tag, self._info.length)
+            if fetching or message.length <= _SMALL:
+                return message
+            self._put(message)
         return None
 
-    def _put(self, found: _ProbedMessage) -> None:
-        self._put_off.append(found)
-        self._put_off_bytes += OVERHEAD + found.length
+    def _put(self, message: _ProbedMessage) -> None:
+        self._deferred_messages.append(message)
+        self._deferred_bytes += OVERHEAD + message.length
 
-    def _claim(self, found: _ProbedMessage, allocate: Allocate) -> None:
+    def _claim(self, message: _ProbedMessage, allocate: Allocate) -> None:
         u, worker = self._ucp, self._worker.handle
-        handle, tag, length = found
+        handle, tag, length = message
         if tag is None:
             memory: Buffer = bytearray(length)
             view = u.ffi.from_buffer(memory)
@@ -305,7 +306,7 @@ class UcxConnection(NativeConnection):
                 # UCX has handed the message to this side, which must receive it, even into no memory.
                 refused = self._lib.ucp_tag_msg_recv_nbx(worker, u.ffi.NULL, 0, handle, self._plain)
                 if u.status(refused) == c.INPROGRESS:
-                    self._posted(refused, 0, None)
+                    self._track(refused, 0, None)
                 raise
             param = self._plain
             if isinstance(memory, DeviceBuffer):
@@ -327,7 +328,9 @@ class UcxConnection(NativeConnection):
             self._receiving.popleft()
             self._receiving_bytes -= len(memory)
             # If the peer has closed meanwhile, its memory may have been reused before it was read.
-            self._received(c.CONNECTION_RESET if self._endpoint.err_mode_none and self._gone else status, tag, memory)
+            self._received(
+                c.CONNECTION_RESET if self._endpoint.err_mode_none and self._peer_gone else status, tag, memory
+            )
         return False
 
     def _receive_into(self, request: Any, tag: int | None, memory: Buffer) -> None:
@@ -344,7 +347,7 @@ class UcxConnection(NativeConnection):
             self._arrive(Incoming(tag, bytes(memory) if tag is None else memory))
         else:
             self._incomplete.append(memory)
-            self._broken = ConnectionClosed(f"{self._peer}: the peer closed the connection in the middle of a message")
+            self._failure = ConnectionClosed(f"{self._peer}: the peer closed the connection in the middle of a message")
             self._lose_by(status)
 
     # One-sided reads
@@ -353,7 +356,7 @@ class UcxConnection(NativeConnection):
         self._check_open()
         key = self._endpoint.key(span, self._peer)
         request = self._lib.ucp_get_nbx(self._endpoint.handle, into + at, length, address, key, self._plain)
-        self._begun(request, length, into)
+        self._track_send(request, length, into)
 
     # The worker
 
@@ -368,15 +371,15 @@ class UcxConnection(NativeConnection):
 
     def _lose_by(self, status: int) -> None:
         """Record that the endpoint has failed with `status`. Also called by UCX."""
-        if not self._gone:
+        if not self._peer_gone:
             self._status = status
             self._lose()
 
     def _failed(self, error: BaseException) -> None:
         """Record an exception in a callback from UCX, whose message is lost."""
         self._worker.failure = error
-        if self._broken is None:
-            self._broken = ConnectionClosed(f"this side lost what {self._peer} sent: {type(error).__name__}")
+        if self._failure is None:
+            self._failure = ConnectionClosed(f"this side lost what {self._peer} sent: {type(error).__name__}")
 
     def _release(self, state: ConnectionState) -> None:
         # Without a connection, there is no peer to wait for, and UCX would continue to connect.
@@ -393,7 +396,7 @@ class UcxConnection(NativeConnection):
                 if not endpoint.err_mode_none:
                     self._let_arrive()
             finally:
-                if not (self._gone and endpoint.err_mode_none):
+                if not (self._peer_gone and endpoint.err_mode_none):
                     endpoint.begin_close(one.request for one in self._under_way)
             end = time.monotonic() + _ENDPOINT_CLOSE_TIMEOUT
             while not (over := endpoint.advance_closing() and not self._devices()) and time.monotonic() < end:
@@ -424,17 +427,17 @@ class UcxConnection(NativeConnection):
         """
         check, end = self._lib.ucp_request_check_status, time.monotonic() + _ENDPOINT_CLOSE_TIMEOUT
         requests = [one.request for one in self._receiving if one.request]
-        while not self._gone and any(check(one) == c.INPROGRESS for one in requests) and time.monotonic() < end:
+        while not self._peer_gone and any(check(one) == c.INPROGRESS for one in requests) and time.monotonic() < end:
             if not self._worker.progress() and self._worker.arm():
                 self._sleep(_ENDPOINT_CLOSE_TIMEOUT / 20)
 
     def _devices(self) -> set[Device]:
         """Return the devices to which UCX may still be copying."""
         check = self._lib.ucp_request_check_status
-        there = [one for one in self._receiving if isinstance(one.data, DeviceBuffer)]
-        return {one.data.device for one in there if check(one.request) == c.INPROGRESS}
+        receives = [receive for receive in self._receiving if isinstance(receive.data, DeviceBuffer)]
+        return {receive.data.device for receive in receives if check(receive.request) == c.INPROGRESS}
 
     def _is_shared(self) -> bool:
         """Return whether the peer may still read memory of this process, or this process memory of the peer."""
         own = bool(self._receiving or self._retained) or any(message.size for message in self._under_way)
-        return self._endpoint.err_mode_none and (self._gone or own)
+        return self._endpoint.err_mode_none and (self._peer_gone or own)

@@ -69,6 +69,6 @@ def segment_of(uri: Uri) -> int:
 
 def check_version(u: Ucp, uri: Uri, where: str) -> None:
     """Raise TransportError if the server's version of UCX is incompatible: the two would fail, or even crash."""
-    theirs = uri.parameters.get("ucx", u.version)
-    if theirs.split(".")[:2] != u.version.split(".")[:2]:
-        raise LIBRARY.mismatch(where, theirs, u.version)
+    server_version = uri.parameters.get("ucx", u.version)
+    if server_version.split(".")[:2] != u.version.split(".")[:2]:
+        raise LIBRARY.mismatch(where, server_version, u.version)

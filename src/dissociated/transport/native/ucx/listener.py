@@ -45,7 +45,7 @@ class UcxListener(NativeListener):
         self._requests: deque[Any] = deque()
         params = u.ffi.new("ucp_listener_params_t *")
         params.field_mask = c.LISTENER_PARAM_SOCK_ADDR | c.LISTENER_PARAM_CONN_HANDLER
-        keep = u.point(params.sockaddr, sockaddr(address, port))
+        address_memory = u.point(params.sockaddr, sockaddr(address, port))
         params.conn_handler.cb, params.conn_handler.arg = callbacks().requested, self._handle
         listener = u.ffi.new("ucp_listener_h *")
         try:
@@ -55,7 +55,7 @@ class UcxListener(NativeListener):
             self._worker.destroy()
             self._waker.close()
             raise
-        del keep
+        del address_memory
         self._listener = listener[0]
         attributes = u.ffi.new("ucp_listener_attr_t *")
         attributes.field_mask = c.LISTENER_ATTR_SOCKADDR

@@ -39,7 +39,7 @@ class UcxTransport(Transport):
         endpoint.field_mask = c.EP_PARAM_SOCK_ADDR | c.EP_PARAM_FLAGS | c.EP_PARAM_ERR_MODE
         endpoint.flags = c.EP_CLIENT_SERVER | c.EP_SEND_CLIENT_ID
         endpoint.err_mode = MODES[mode]
-        keep = u.point(endpoint.sockaddr, sockaddr(address, uri.port))
+        address_memory = u.point(endpoint.sockaddr, sockaddr(address, uri.port))
         spans = parse_spans(uri)
         takes_runs = offers_runs(uri)
         closing_connections().check_room()
@@ -48,7 +48,7 @@ class UcxTransport(Transport):
         connection = UcxConnection(worker, where, mode == "none", accepted=False, knows_abort=False)
         connection.takes_runs = takes_runs
         connection.open(endpoint)
-        del keep
+        del address_memory
         try:
             connection.wait_connected(timeout)
             if spans:

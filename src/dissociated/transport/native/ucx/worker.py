@@ -168,13 +168,13 @@ def _check_descriptors() -> None:
     """Raise TransportError if too few descriptors are free: UCX may end the process if it gets none."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        left = most - len(os.listdir("/proc/self/fd"))
+        available = most - len(os.listdir("/proc/self/fd"))
     except OSError:  # listing the directory needs a descriptor, and none is free
-        left = 0
-    if left < _DESCRIPTORS:
+        available = 0
+    if available < _DESCRIPTORS:
         raise TransportError(
-            f"connections over UCX are made while {_DESCRIPTORS} descriptors are left of the {most} that this process "
-            "may have: raise that limit (ulimit -n), or close something"
+            f"A connection over UCX needs {_DESCRIPTORS} free descriptors, and {available} of {most} are free. Raise "
+            "the limit (ulimit -n), or close files or connections."
         )
 
 
