@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import pytest
 import dissociated as dis
 from dissociated.client.dataset import DatasetHandle
 from dissociated.control.locations import DatasetInfo, Endpoint
-from dissociated.errors import OptionError
+from dissociated.errors import OptionError, TransportError
 from helpers import wait_until
 
 PARTS = 10
@@ -147,3 +148,38 @@ def test_a_part_that_waits_for_its_turn_may_be_cut_off(server: dis.Server, limit
             wait_until(lambda: not client.status().consumers, "the server has cut the large part off")
             batches += reader
         assert pa.Table.from_batches(batches) == pa.concat_tables([first, large, first])[:limit]
+
+
+def at_port(info: DatasetInfo, port: int) -> DatasetInfo:
+    """Return the description with other ports in the locations for data."""
+    (endpoint,) = info.endpoints
+    moved = tuple(re.sub(r"(tcp://[^:/]+):\d+", rf"\1:{port}", location) for location in endpoint.locations)
+    return replace(info, version=0, endpoints=(replace(endpoint, locations=moved),))
+
+
+def test_flight_is_the_last_way_to_data_whose_port_is_closed(server: dis.Server) -> None:
+    table = pa.table({"n": range(1_000)})
+    server.publish("data", table)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with dis.connect(str(server.catalog_uri)) as client:
+        info = at_port(client.describe("data"), port)
+        assert DatasetHandle(client, info).to_table(["n"], ("n", ">", 990)) == table[991:]
+        assert client.read_endpoint(info, info.endpoints[0]).read_all() == table
+        with pytest.raises(TransportError, match="refused"):
+            DatasetHandle(client, info, "tcp").to_table()
+        server.close()
+        with pytest.raises(TransportError, match="refused"):
+            client.read_endpoint(info, info.endpoints[0])
+
+
+def test_flight_is_the_last_way_to_data_whose_port_answers_nothing(server: dis.Server) -> None:
+    table = pa.table({"n": range(1_000)})
+    server.publish("data", table)
+    with (
+        dis.connect(str(server.catalog_uri), timeout=10) as client,
+        socket.create_server(("127.0.0.1", 0), backlog=0) as silent,
+        closing(socket.create_connection(silent.getsockname())),  # it takes the only place
+    ):
+        info = at_port(client.describe("data"), silent.getsockname()[1])
+        assert DatasetHandle(client, info).to_table() == table

@@ -21,7 +21,7 @@ from dissociated.codec.columns import filter_batches
 from dissociated.codec.device import DeviceReader, chain_on_device, to_device
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.codec.tensor import Tensor
-from dissociated.control.locations import DatasetInfo, Endpoint, device_routes, locations, reachable
+from dissociated.control.locations import DatasetInfo, Endpoint, device_routes, flight_uris, locations, reachable
 from dissociated.errors import CatalogError, DatasetNotFound, RemoteError, TransportError, WrongKind
 from dissociated.memory.device.base import Device
 from dissociated.uri import Uri
@@ -53,7 +53,7 @@ class EndpointReader:
         """Read the rows of all endpoints, in order, that `request` selects. `describe` looks the dataset up."""
 
         def open_parts(info: DatasetInfo) -> pa.RecordBatchReader:
-            planned = plan(request, info, lambda endpoint: self.routes(info, endpoint, request))
+            planned = plan(request, info, lambda endpoint: self._all_routes(info, endpoint, request))
             return self._chain(info, planned, _open_all(planned, self._open_counted))
 
         return _retried(describe, open_parts)
@@ -89,7 +89,7 @@ class EndpointReader:
 
     def open(self, info: DatasetInfo, endpoint: Endpoint, request: ReadRequest) -> pa.RecordBatchReader:
         """Read the part of one endpoint that `request` selects. Errors are those of `Client.read_endpoint`."""
-        return self._open(plan_part(request, info.schema, endpoint, self.routes(info, endpoint, request)))
+        return self._open(plan_part(request, info.schema, endpoint, self._all_routes(info, endpoint, request)))
 
     def routes(
         self, info: DatasetInfo, endpoint: Endpoint, request: ReadRequest, device: Device | None = None
@@ -106,8 +106,18 @@ class EndpointReader:
         trusted = [Route.of([self._with_trust(uri) for uri in route]) for route in uris]
         if any(not route.on_device for route in trusted):
             return trusted
-        known = [uri for route in locations(endpoint) for uri in route] if endpoint.hosts else []
-        return [*trusted, Route.by_flight(known)]
+        return [*trusted, self._by_flight(endpoint)]
+
+    def _all_routes(self, info: DatasetInfo, endpoint: Endpoint, request: ReadRequest) -> list[Route]:
+        """Return the routes to an endpoint, with Flight as the last unless the request excludes it."""
+        routes = self.routes(info, endpoint, request)
+        excluded = request.transport is not None or not request.decompress or request.options.memory_pool is not None
+        if excluded or not routes[-1].uris or not flight_uris(endpoint):
+            return routes
+        return [*routes, self._by_flight(endpoint)]
+
+    def _by_flight(self, endpoint: Endpoint) -> Route:
+        return Route.by_flight([uri for route in locations(endpoint) for uri in route] if endpoint.hosts else [])
 
     def _open(self, part: PartPlan) -> pa.RecordBatchReader:
         return open_part(part, self._open_flight)
