@@ -17,7 +17,7 @@ import pytest
 import dissociated as dis
 from dissociated.client.dataset import DatasetHandle
 from dissociated.control.locations import DatasetInfo, Endpoint
-from dissociated.errors import OptionError, TransportError
+from dissociated.errors import ConnectionClosed, OptionError, TransportError
 from helpers import wait_until
 
 PARTS = 10
@@ -183,3 +183,14 @@ def test_flight_is_the_last_way_to_data_whose_port_answers_nothing(server: dis.S
     ):
         info = at_port(client.describe("data"), silent.getsockname()[1])
         assert DatasetHandle(client, info).to_table() == table
+
+
+def test_a_reader_that_was_cut_off_is_told_why() -> None:
+    large = pa.Table.from_batches(pa.table({"n": np.arange(4_000_000)}).to_batches(50_000))
+    with dis.Server(["tcp://127.0.0.1:0"], stall_timeout=1.5) as server, dis.connect(str(server.catalog_uri)) as client:
+        server.publish("data", large)
+        with client.read("data", transport="tcp") as reader:
+            reader.read_next_batch()
+            wait_until(lambda: not client.status().consumers, "the server has cut the reader off")
+            with pytest.raises(ConnectionClosed, match=r"received nothing for \d+ s .* stall_timeout"):
+                reader.read_all()

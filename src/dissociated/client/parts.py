@@ -83,8 +83,7 @@ def open_part_tensors(part: PartPlan) -> TensorReader:
 def _first(part: PartPlan, open_step: Callable[[Step], T]) -> T:
     """Open the part by the first route that works. If a server refuses a filter, request the part without it.
 
-    If all routes fail, raise the error of the last. Flight comes last if it is only a resort: its error says nothing
-    about the route that was meant.
+    If all routes fail, raise the error of the last; but if the catalog fails over Flight, that of the route before.
     """
     waiting = [*part.steps]
     failure: Failure | None = None
@@ -102,7 +101,7 @@ def _first(part: PartPlan, open_step: Callable[[Step], T]) -> T:
             failure = Failure.of(error)
             _log.info("a part is read by its next route: %s", error)
         except CatalogError:
-            if failure is None:
+            if failure is None or step.route.uris:
                 raise
             raise failure.error() from None
 
