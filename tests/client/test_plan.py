@@ -66,7 +66,7 @@ batches = st.lists(
     max_size=4,
 ).map(lambda found: [*found, found[0][:0]] if len(found) == 3 else found)
 columns = st.none() | st.lists(st.sampled_from(["a", "b", "c", "twice"]), unique=True, max_size=4)
-fields = st.just([]) | st.lists(st.integers(0, len(SCHEMA) - 1), unique=True, max_size=4)
+fields: st.SearchStrategy[list[int]] = st.just([]) | st.lists(st.integers(0, len(SCHEMA) - 1), unique=True, max_size=4)
 limits = st.none() | st.integers(0, 12)
 tickets = st.sampled_from([b"t", b"t" * (MAX_IDENTIFIER - 60), b"t" * (MAX_IDENTIFIER - 250)])
 routes = st.builds(

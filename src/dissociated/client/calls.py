@@ -21,7 +21,7 @@ from dissociated.client.flight_connection import CatalogConnection
 from dissociated.client.flight_reader import open_flight, read_flight
 from dissociated.client.lookup import Lookup, caller_identity
 from dissociated.client.put import Progress, Put
-from dissociated.client.request import TIMEOUT, ReadRequest
+from dissociated.client.request import MAX_PARALLEL, TIMEOUT, ReadRequest
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.control.flight_streams import parse_answer
 from dissociated.control.locations import DatasetInfo, DatasetList
@@ -63,12 +63,14 @@ class CatalogClient:
         trusted_users: Sequence[str | int] = (),
         max_metadata: int = MAX_METADATA,
         trusted_files: bool = False,
+        max_parallel: int = MAX_PARALLEL,
     ) -> None:
-        self._parameters = uri, timeout, token, tls_roots, tuple(trusted_users), max_metadata, trusted_files
+        users = tuple(trusted_users)
+        self._parameters = uri, timeout, token, tls_roots, users, max_metadata, trusted_files, max_parallel
         self._calls = CatalogConnection(uri, timeout, token, tls_roots)
         self._lookup = Lookup(self._calls)
         #: Default request of a read.
-        self.defaults = ReadRequest(timeout=timeout, max_metadata=max_metadata)
+        self.defaults = ReadRequest(timeout=timeout, max_metadata=max_metadata, max_parallel=max_parallel)
         self.uri = uri
         self._trust = {
             "tls": {} if tls_roots is None else {"roots": os.fspath(tls_roots)},

@@ -14,7 +14,7 @@ import pyarrow as pa
 from dissociated.base.buffers import MAX_BODY, MAX_METADATA
 from dissociated.client.asynchronous import asynchronous
 from dissociated.client.calls import CatalogClient
-from dissociated.client.request import TIMEOUT
+from dissociated.client.request import MAX_PARALLEL, TIMEOUT
 from dissociated.codec.device import DeviceReader
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.tensor import Tensor
@@ -292,6 +292,7 @@ def connect(
     trusted_users: Sequence[str | int] = (),
     max_metadata: int = MAX_METADATA,
     trusted_files: bool = False,
+    max_parallel: int = MAX_PARALLEL,
 ) -> Client:
     """Return a client of the catalog at `catalog_uri`. The first call of the client opens the connection.
 
@@ -305,6 +306,7 @@ def connect(
             root.
         trusted_files: Also map files of these users, who could truncate a file that this process reads. If False, the
             data in such files comes over another transport.
+        max_parallel: Largest number of parts of a dataset that are opened at once over a network.
         max_metadata: Largest metadata of a message, in bytes. See `open_stream`. Over grpc, the schema and the metadata
             of batches are checked after they have arrived.
 
@@ -312,4 +314,4 @@ def connect(
         UriError: The URI is invalid.
         OptionError: An argument is invalid. The client's calls raise CatalogError, AccessDenied and DeadlineExceeded.
     """
-    return Client(catalog_uri, timeout, token, tls_roots, trusted_users, max_metadata, trusted_files)
+    return Client(catalog_uri, timeout, token, tls_roots, trusted_users, max_metadata, trusted_files, max_parallel)

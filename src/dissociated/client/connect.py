@@ -9,11 +9,19 @@ from dissociated.base.buffers import Buffer
 from dissociated.client.request import ReadRequest
 from dissociated.client.session import ClientSession
 from dissociated.client.stream import ClientStream
-from dissociated.errors import ConnectionClosed, RemoteProtocolError, UnsafeMemory, UriError
+from dissociated.errors import (
+    ConnectionClosed,
+    DeadlineExceeded,
+    RemoteProtocolError,
+    TransportError,
+    UnsafeMemory,
+    UriError,
+)
 from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message
 from dissociated.protocol.metadata import PREFIX_SIZE
 from dissociated.protocol.sender import Tags
+from dissociated.transport.base import Connection
 from dissociated.transport.registry import transport
 from dissociated.transport.trace import traced
 from dissociated.uri import DEVICE, Uri
@@ -36,15 +44,17 @@ def parse_uris(uri: str | Sequence[str]) -> list[Uri]:
     return uris
 
 
-def request_stream(uris: Sequence[Uri], identifier: bytes, request: ReadRequest) -> ClientStream:
+def request_stream(
+    uris: Sequence[Uri], identifier: bytes, request: ReadRequest, connect_timeout: float | None = None
+) -> ClientStream:
     """Connect to the URI, or to both URIs, and request the stream `identifier`. Errors are those of `open_stream`.
 
     If another user's server shares memory that is not safe to map, request packed bodies, provided that the URI offers
-    them.
+    them. If the server has not accepted the connection after `connect_timeout` seconds, raise TransportError.
     """
     while True:
         try:
-            return ClientStream(_open_session(uris, identifier, request))
+            return ClientStream(_open_session(uris, identifier, request, connect_timeout))
         except UnsafeMemory:
             packed = uris[-1].with_packed_bodies()
             if packed is None:
@@ -52,7 +62,9 @@ def request_stream(uris: Sequence[Uri], identifier: bytes, request: ReadRequest)
         uris = [*uris[:-1], packed]
 
 
-def _open_session(uris: Sequence[Uri], identifier: bytes, request: ReadRequest) -> ClientSession:
+def _open_session(
+    uris: Sequence[Uri], identifier: bytes, request: ReadRequest, connect_timeout: float | None
+) -> ClientSession:
     tags = [one.require_want_data() for one in uris]
     if any(DEVICE in one.parameters for one in uris):
         if request.device is None or request.device.identity != uris[-1].parameters.get(DEVICE):
@@ -64,7 +76,7 @@ def _open_session(uris: Sequence[Uri], identifier: bytes, request: ReadRequest) 
         )
     timeout = request.timeout
     with ExitStack() as connections:
-        opened = [connections.enter_context(transport(one.scheme).connect(one, timeout)) for one in uris]
+        opened = [connections.enter_context(_connect(one, timeout, connect_timeout)) for one in uris]
         opened = [
             traced(connection, Tags({tag: streams}, uris[-1].free_data))
             for connection, tag, streams in zip(opened, tags, _STREAMS[len(uris)], strict=True)
@@ -82,6 +94,15 @@ def _open_session(uris: Sequence[Uri], identifier: bytes, request: ReadRequest) 
         session = ClientSession(opened, uris[-1].free_data, request)
         connections.pop_all()  # the session owns them now
     return session
+
+
+def _connect(uri: Uri, timeout: float, connect_timeout: float | None) -> Connection:
+    if connect_timeout is None:
+        return transport(uri.scheme).connect(uri, timeout)
+    try:
+        return transport(uri.scheme).connect(uri, connect_timeout)
+    except DeadlineExceeded as error:
+        raise TransportError(str(error)) from None
 
 
 def _refuse_body(tag: int | None, length: int) -> Buffer:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import TypeAlias, TypeVar
 
@@ -12,15 +14,19 @@ import pyarrow as pa
 from dissociated.client.parts import OpenFlight, open_part, open_part_on_device, open_part_tensors
 from dissociated.client.plan import PartPlan, ReadPlan, Route, plan, plan_part
 from dissociated.client.request import ReadRequest
+from dissociated.client.stream import TensorReader
+from dissociated.client.together import C, open_together
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import filter_batches
 from dissociated.codec.device import DeviceReader, chain_on_device, to_device
-from dissociated.codec.split import batches
+from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.codec.tensor import Tensor
-from dissociated.control.locations import DatasetInfo, Endpoint, device_routes, locations, reachable
-from dissociated.errors import CatalogError, DatasetNotFound, RemoteError, WrongKind
+from dissociated.control.locations import DatasetInfo, Endpoint, device_routes, flight_uris, locations, reachable
+from dissociated.errors import CatalogError, DatasetNotFound, RemoteError, TransportError, WrongKind
 from dissociated.memory.device.base import Device
 from dissociated.uri import Uri
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -47,8 +53,8 @@ class EndpointReader:
         """Read the rows of all endpoints, in order, that `request` selects. `describe` looks the dataset up."""
 
         def open_parts(info: DatasetInfo) -> pa.RecordBatchReader:
-            planned = plan(request, info, lambda endpoint: self.routes(info, endpoint, request))
-            return _chain(info, [self._open(_counted(part, self._open)) for part in planned.parts], planned)
+            planned = plan(request, info, lambda endpoint: self._all_routes(info, endpoint, request))
+            return self._chain(info, planned, _open_all(planned, self._open_counted))
 
         return _retried(describe, open_parts)
 
@@ -62,7 +68,7 @@ class EndpointReader:
 
         def open_parts(info: DatasetInfo) -> list[DeviceReader]:
             planned = plan(request, info, lambda endpoint: self.routes(info, endpoint, request, device))
-            return [open_part_on_device(part, device, self._open_flight) for part in planned.parts]
+            return _open_all(planned, lambda part: open_part_on_device(part, device, self._open_flight))
 
         if not request.chooses_rows and request.rows is None:
             readers = _retried(describe, open_parts)
@@ -73,17 +79,17 @@ class EndpointReader:
     def read_tensors(self, describe: Describe, request: ReadRequest) -> Iterator[Tensor]:
         """Read the tensors of a dataset."""
 
-        def open_parts(info: DatasetInfo) -> list[Iterator[Tensor]]:
+        def open_parts(info: DatasetInfo) -> list[TensorReader]:
             planned = plan(request, info, lambda endpoint: self.routes(info, endpoint, request))
             if not all(step.route.uris for part in planned.parts for step in part.steps):
                 raise WrongKind(f"{info.name!r} can be read by Flight alone, which has no messages for tensors")
-            return [open_part_tensors(part) for part in planned.parts]
+            return _open_all(planned, open_part_tensors)
 
         return chain.from_iterable(_retried(describe, open_parts))
 
     def open(self, info: DatasetInfo, endpoint: Endpoint, request: ReadRequest) -> pa.RecordBatchReader:
         """Read the part of one endpoint that `request` selects. Errors are those of `Client.read_endpoint`."""
-        return self._open(plan_part(request, info.schema, endpoint, self.routes(info, endpoint, request)))
+        return self._open(plan_part(request, info.schema, endpoint, self._all_routes(info, endpoint, request)))
 
     def routes(
         self, info: DatasetInfo, endpoint: Endpoint, request: ReadRequest, device: Device | None = None
@@ -100,11 +106,63 @@ class EndpointReader:
         trusted = [Route.of([self._with_trust(uri) for uri in route]) for route in uris]
         if any(not route.on_device for route in trusted):
             return trusted
-        known = [uri for route in locations(endpoint) for uri in route] if endpoint.hosts else []
-        return [*trusted, Route.by_flight(known)]
+        return [*trusted, self._by_flight(endpoint)]
+
+    def _all_routes(self, info: DatasetInfo, endpoint: Endpoint, request: ReadRequest) -> list[Route]:
+        """Return the routes to an endpoint, with Flight as the last unless the request excludes it."""
+        routes = self.routes(info, endpoint, request)
+        excluded = request.transport is not None or not request.decompress or request.options.memory_pool is not None
+        if excluded or not routes[-1].uris or not flight_uris(endpoint):
+            return routes
+        return [*routes, self._by_flight(endpoint)]
+
+    def _by_flight(self, endpoint: Endpoint) -> Route:
+        return Route.by_flight([uri for route in locations(endpoint) for uri in route] if endpoint.hosts else [])
 
     def _open(self, part: PartPlan) -> pa.RecordBatchReader:
         return open_part(part, self._open_flight)
+
+    def _open_counted(self, part: PartPlan) -> pa.RecordBatchReader:
+        """Open a part, after its rows have been counted if that saves the transfer of superfluous batches."""
+        counting = part.counting()
+        return self._open(part if counting is None else part.within([one.num_rows for one in self._open(counting)]))
+
+    def _chain(
+        self, info: DatasetInfo, planned: ReadPlan, readers: Sequence[pa.RecordBatchReader]
+    ) -> pa.RecordBatchReader:
+        """Return a reader of all rows of these readers, up to the limit of the plan."""
+        schema = planned.schema if planned.schema is not None else readers[0].schema
+        if any((part.schema.names, part.schema.types) != (schema.names, schema.types) for part in readers):
+            raise CatalogError(f"the parts of {info.name!r} have not all the same columns")
+        if len(readers) == 1:
+            (chained,) = readers
+        else:
+            parts = enumerate(zip(planned.parts, readers, strict=True))
+            pairs = (pair for number, opened in parts for pair in self._pairs(*opened, waited=number > 0))
+            chained = BatchReader(schema, pairs)
+        return chained if planned.limit is None else filter_batches(chained, None, range(len(schema)), planned.limit)
+
+    def _pairs(self, part: PartPlan, reader: pa.RecordBatchReader, waited: bool) -> Iterator[BatchAndMetadata]:
+        """Yield the batches of a part.
+
+        A server may have cut off a part that has `waited` for its turn. Then it is opened again, for the rows that are
+        missing. A part of a catalog of ours always has the same rows, in the same order.
+        """
+        rows = 0
+        try:
+            for pair in batches(reader):
+                yield pair
+                rows += pair[0].num_rows
+            return
+        except TransportError as error:
+            if not waited or part.endpoint.rows is None:
+                raise
+            _log.info("a part was cut off while it waited for its turn, and is opened again: %s", error)
+        for batch, metadata in batches(self._open_counted(part)):
+            skipped = min(rows, batch.num_rows)
+            rows -= skipped
+            if skipped < batch.num_rows or not skipped:
+                yield batch.slice(skipped), metadata
 
     def _with_trust(self, uri: Uri) -> Uri:
         """Return the location with this client's parameters of trust. Parameters of the catalog's are removed."""
@@ -126,19 +184,8 @@ def _retried(describe: Describe, open_parts: Callable[[DatasetInfo], T]) -> T:
     return open_parts(info)
 
 
-def _counted(part: PartPlan, open_counting: Callable[[PartPlan], pa.RecordBatchReader]) -> PartPlan:
-    """Return a plan that requests no superfluous batches, after their rows have been counted if need be."""
-    counting = part.counting()
-    return part if counting is None else part.within([batch.num_rows for batch in open_counting(counting)])
-
-
-def _chain(info: DatasetInfo, readers: Sequence[pa.RecordBatchReader], planned: ReadPlan) -> pa.RecordBatchReader:
-    """Return a reader of all rows of these readers, up to the limit of the plan."""
-    schema = planned.schema if planned.schema is not None else readers[0].schema
-    if any((part.schema.names, part.schema.types) != (schema.names, schema.types) for part in readers):
-        raise CatalogError(f"the parts of {info.name!r} have not all the same columns")
-    if len(readers) == 1:
-        (chained,) = readers
-    else:
-        chained = BatchReader(schema, (pair for reader in readers for pair in batches(reader)))
-    return chained if planned.limit is None else filter_batches(chained, None, range(len(schema)), planned.limit)
+def _open_all(planned: ReadPlan, open_one: Callable[[PartPlan], C]) -> list[C]:
+    """Open the parts: all at once, up to `max_parallel`, unless they lie in memory of this host."""
+    calls = [partial(open_one, part) for part in planned.parts]
+    distant = sum(not part.steps[0].route.server.shares_memory for part in planned.parts if part.steps)
+    return open_together(calls, planned.parts[0].request.max_parallel if distant > 1 else 1)

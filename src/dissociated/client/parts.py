@@ -20,7 +20,9 @@ from dissociated.codec.device import DeviceReader, to_device
 from dissociated.codec.reader import read_schema
 from dissociated.control.locations import Endpoint
 from dissociated.errors import (
+    CatalogError,
     DeviceError,
+    Failure,
     FilterRefused,
     ForkedError,
     OptionError,
@@ -73,14 +75,18 @@ def open_part_tensors(part: PartPlan) -> TensorReader:
     """Open the tensors of a part by the first route that works."""
 
     def open_tensors(step: Step) -> TensorReader:
-        return request_stream(step.route.uris, step.identifier, part.request).tensors()
+        return request_stream(step.route.uris, step.identifier, part.request, step.connect_timeout).tensors()
 
     return _first(part, open_tensors)
 
 
 def _first(part: PartPlan, open_step: Callable[[Step], T]) -> T:
-    """Open the part by the first route that works. If a server refuses a filter, request the part without it."""
+    """Open the part by the first route that works. If a server refuses a filter, request the part without it.
+
+    If all routes fail, raise the error of the last; but if the catalog fails over Flight, that of the route before.
+    """
     waiting = [*part.steps]
+    failure: Failure | None = None
     while True:
         step = waiting.pop(0)
         try:
@@ -89,9 +95,15 @@ def _first(part: PartPlan, open_step: Callable[[Step], T]) -> T:
             if not step.filtered:
                 raise
             waiting.insert(0, part.without_filter(step))
-        except (TransportError, ForkedError):
-            if not waiting:
+        except (TransportError, ForkedError) as error:
+            if not waiting or (isinstance(error, ForkedError) and not waiting[0].route.uris):
+                raise  # gRPC does not survive a fork
+            failure = Failure.of(error)
+            _log.info("a part is read by its next route: %s", error)
+        except CatalogError:
+            if failure is None or step.route.uris:
                 raise
+            raise failure.error() from None
 
 
 def _open(part: PartPlan, open_flight: OpenFlight | None, step: Step) -> pa.RecordBatchReader:
@@ -131,7 +143,7 @@ def _open_over_flight(part: PartPlan, open_flight: OpenFlight | None, step: Step
 
 def _request(part: PartPlan, step: Step) -> tuple[ClientStream, list[int] | None]:
     """Request the stream of a step. Return it, and the positions of the columns to decode; None for all."""
-    stream = request_stream(step.route.uris, step.identifier, part.request)
+    stream = request_stream(step.route.uris, step.identifier, part.request, step.connect_timeout)
     with _closed_on_error(stream):
         if stream.is_tensors:
             raise WrongKind("this stream holds tensors: read it with open_tensors, or by name with read_tensors")

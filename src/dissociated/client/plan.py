@@ -24,6 +24,9 @@ from dissociated.uri import DEVICE, Uri
 if TYPE_CHECKING:
     from dissociated.codec.filter.row_filter import RowFilter
 
+#: Seconds after which the next route is tried, if there is one and the server of a route does not accept connections.
+CONNECT_TIMEOUT = 3.0
+
 
 @dataclass(frozen=True)
 class Capabilities:
@@ -157,12 +160,14 @@ class Step:
         identifier: The identifier to request from the server: the ticket, and the selection that the server applies.
         rest: The part of the request that the client applies.
         filtered: Whether the server is asked to select rows.
+        connect_timeout: Seconds in which the connection must be made; None for the timeout of the request.
     """
 
     route: Route
     identifier: bytes
     rest: Rest
     filtered: bool = False
+    connect_timeout: float | None = None
 
 
 @dataclass(frozen=True)
@@ -186,7 +191,8 @@ class PartPlan:
     def without_filter(self, step: Step) -> Step:
         """Return the step by the same route for a server that refuses to select rows."""
         route = replace(step.route, server=replace(step.route.server, filters=False))
-        return _plan_step(self.request, self.bound, route, self.endpoint.ticket)
+        again = _plan_step(self.request, self.bound, route, self.endpoint.ticket)
+        return replace(again, connect_timeout=step.connect_timeout)
 
     def counting(self) -> PartPlan | None:
         """Return the plan that reads the number of rows of each batch, for `within`.
@@ -260,6 +266,8 @@ def _plan_part(
     request: ReadRequest, bound: BoundFilter | None, endpoint: Endpoint, routes: Sequence[Route]
 ) -> PartPlan:
     steps = [_plan_step(request, bound, route, endpoint.ticket) for route in routes]
+    if request.timeout > CONNECT_TIMEOUT:
+        steps[:-1] = [replace(step, connect_timeout=CONNECT_TIMEOUT) for step in steps[:-1]]
     if request.device is None:
         return PartPlan(endpoint, request, tuple(steps), (), bound)
     in_place = (step for step in steps if step.route.on_device and step.rest.keeps_batches)
@@ -362,7 +370,7 @@ def row_filter(condition: Any, schema: pa.Schema) -> RowFilter:
 
 def _check_columns(request: ReadRequest, schema: pa.Schema, parts: Sequence[PartPlan]) -> None:
     """Raise ColumnNotFound here if a column is missing that Flight servers, each in its own words, would refuse."""
-    if any(not step.route.uris for part in parts for step in part.steps):
+    if any(not step.route.uris for part in parts for step in part.steps[:1]):
         _result_schema(request, schema)
 
 

@@ -19,6 +19,8 @@ from dissociated.transport.base import check_timeout
 
 #: Seconds that a server may be silent.
 TIMEOUT = 60.0
+#: Parts of a dataset that are opened at once.
+MAX_PARALLEL = 16
 
 
 class Filtering(Enum):
@@ -45,6 +47,7 @@ class ReadRequest:
         decompress: Whether compressed bodies for a device are decompressed in this process. If False, they are refused.
         keep_files: Keep mapped files open, so that they can be mapped again.
         spaces: Collects the address spaces in which bodies may lie.
+        max_parallel: Largest number of parts of a dataset that are opened at once.
 
     Raises:
         OptionError: A value is invalid.
@@ -67,6 +70,7 @@ class ReadRequest:
     decompress: bool = True
     keep_files: bool = False
     spaces: list[AddressSpace] | None = None
+    max_parallel: int = MAX_PARALLEL
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "timeout", check_timeout(self.timeout))
@@ -84,6 +88,8 @@ class ReadRequest:
             raise OptionError(f"rows is a range of positions that follow each other, not {self.rows}")
         if self.limit is not None and (not isinstance(self.limit, int) or self.limit < 0):
             raise OptionError(f"limit is a number of rows, not {self.limit!r}")
+        if type(self.max_parallel) is not int or self.max_parallel < 1:
+            raise OptionError(f"max_parallel is a number of parts, 1 or more, not {self.max_parallel!r}")
         check_decompress(self.decompress, self.device)
 
     @property

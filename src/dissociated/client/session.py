@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from typing import TypeAlias
@@ -14,12 +15,14 @@ from dissociated.client.bodies import Bodies
 from dissociated.client.device import is_movable
 from dissociated.client.leases import ClientLeases
 from dissociated.client.request import ReadRequest
-from dissociated.errors import DeviceError, DissociatedError, RemoteProtocolError
+from dissociated.errors import ConnectionClosed, DeviceError, DissociatedError, RemoteProtocolError
 from dissociated.format.message import is_compressed
 from dissociated.memory.device.base import Device
 from dissociated.protocol.delivery import Delivered
 from dissociated.protocol.receiver import Receiver
 from dissociated.transport.base import Connection
+
+_LONG_PAUSE = 1.0  # seconds without receiving, after which a server may have cut this client off
 
 Deliveries: TypeAlias = Generator[Delivered, None, None]
 
@@ -51,6 +54,7 @@ class ClientSession(ProcessBound):
         """Yield every message in order. The stream ends when this generator is exhausted or closed."""
         receiver = self._receiver
         stopped = True
+        pause, received = 0.0, time.monotonic()
         try:
             with receiving(self._connections, self._allocate, self._timeout) as receive:
                 while True:
@@ -59,15 +63,22 @@ class ClientSession(ProcessBound):
                     if receiver.complete:
                         break
                     self.check_process()
+                    pause = max(pause, time.monotonic() - received)
                     arrived = receive(receiver.needs_body)
+                    received = time.monotonic()
                     hold_at_exit()
                     if arrived is None:
                         receiver.disconnected()
                     else:
                         receiver.receive(arrived)
             stopped = False
-        except DissociatedError:
+        except DissociatedError as error:
             receiver.fail()
+            if isinstance(error, ConnectionClosed) and pause > _LONG_PAUSE:
+                raise ConnectionClosed(
+                    f"{error}. This process had received nothing for {pause:.0f} s before, and a server cuts off a "
+                    "client that stalls for its stall_timeout: read faster, or raise the timeout of the server"
+                ) from None
             raise
         finally:
             hold_at_exit()
