@@ -32,7 +32,7 @@ from dissociated.cli import text
 
 _BATCH_ROWS = 122_880  # of a row group in DuckDB's own files
 _SMALL_ROWS = 1_000
-_LENGTHS = (10, 100_000, 1_000_000)  # batches of a stream
+_LENGTHS = (10, 100_000)  # batches of a stream
 
 Ask = Callable[[str], Any]
 
@@ -104,7 +104,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _duckdb_ways(handles: Mapping[str, Any], directory: Path) -> dict[str, Ask]:
-    ways = {}
+    ways: dict[str, Ask] = {}
     for way in ("handle", "Table", "Parquet"):
         database = duckdb.connect()
         for name, handle in handles.items():
@@ -112,7 +112,7 @@ def _duckdb_ways(handles: Mapping[str, Any], directory: Path) -> dict[str, Ask]:
                 database.execute(f"CREATE VIEW {name} AS SELECT * FROM read_parquet('{directory}/{name}/*.parquet')")
             else:
                 database.register(name, handle if way == "handle" else handle.to_table())
-        ways[way] = lambda sql, database=database: database.execute(sql).fetchall()
+        ways[way] = partial(_rows_of_duckdb, database)
     return ways
 
 
@@ -122,11 +122,27 @@ def _polars_ways(handles: Mapping[str, Any], directory: Path) -> dict[str, Ask]:
         "Table": lambda name: pl.DataFrame(handles[name].to_table()),
         "Parquet": lambda name: pl.scan_parquet(f"{directory}/{name}/*.parquet"),
     }
-    ways = {}
+    ways: dict[str, Ask] = {}
     for way, frame in frames.items():
         context = pl.SQLContext({name: frame(name) for name in handles})
-        ways[way] = lambda sql, context=context: context.execute(sql, eager=True).rows()
+        ways[way] = partial(_rows_of_polars, context)
     return ways
+
+
+def _rows_of_duckdb(database: duckdb.DuckDBPyConnection, sql: str) -> Any:
+    return database.execute(sql).fetchall()
+
+
+def _rows_of_polars(context: Any, sql: str) -> Any:
+    return context.execute(sql, eager=True).rows()
+
+
+def _first_batch(client: dis.Client, name: str) -> Any:
+    return client.read(name, transport="shm").read_next_batch()
+
+
+def _head(client: dis.Client, name: str) -> Any:
+    return client.dataset(name).head(1)
 
 
 def _small(client: dis.Client, rounds: int) -> None:
@@ -155,8 +171,8 @@ def _first(client: dis.Client, rounds: int) -> None:
         client.put(name, pa.RecordBatchReader.from_batches(batch.schema, (batch for _ in range(length))))
         took = medians(
             {
-                "first batch": lambda name=name: client.read(name, transport="shm").read_next_batch(),
-                "head(1)": lambda name=name: client.dataset(name).head(1),
+                "first batch": partial(_first_batch, client, name),
+                "head(1)": partial(_head, client, name),
                 "head(1) again": partial(client.dataset(name).head, 1),
             },
             rounds,

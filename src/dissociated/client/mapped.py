@@ -104,7 +104,7 @@ class MappedVersion:
         return self._table(None, self._wanted(request))
 
     def _wanted(self, request: ReadRequest) -> list[int]:
-        selection = request.selection
+        selection = request.columns_selected
         if selection is not None:
             selection.indices(self.schema.names)  # raises an error if a column does not exist
         return positions(self.schema, request.columns)
@@ -180,14 +180,10 @@ class TableReader(BatchReader):
     """
 
     def __init__(self, reader: pa.RecordBatchReader, filter_: RowFilter | None = None) -> None:
-        super().__init__(reader.schema, self._read())
+        # Not a method: libarrow would keep this object, and this object libarrow's reader.
+        super().__init__(reader.schema, _without_metadata(reader, filter_))
         self._reader = reader
         self._filter = filter_
-
-    def _read(self) -> Iterator[BatchAndMetadata]:
-        with application_errors(self._filter):
-            for batch in self._reader:
-                yield batch, None
 
     def read_all(self) -> pa.Table:
         """Return all remaining batches as one table."""
@@ -206,6 +202,12 @@ class TableReader(BatchReader):
         self._begin()
         self._ended = True  # the consumer of the stream reads all batches
         return self._reader.__arrow_c_stream__(requested_schema)
+
+
+def _without_metadata(reader: pa.RecordBatchReader, filter_: RowFilter | None) -> Iterator[BatchAndMetadata]:
+    with application_errors(filter_):
+        for batch in reader:
+            yield batch, None
 
 
 def _scan(table: pa.Table, rows: RowFilter, columns: Sequence[str]) -> pa.RecordBatchReader:
