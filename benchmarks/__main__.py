@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks import device, fabric, ipc, live, many, scaling, spark, transfer, ucx
+from benchmarks import device, fabric, handles, ipc, live, many, scaling, spark, transfer, ucx
 from dissociated.errors import DeviceNotFound
 
 PARTS = {
@@ -15,6 +15,7 @@ PARTS = {
     "live": "a stream through shared memory of a limited size, and one of batches of one row beside Flight.",
     "fabric": "fabric, by messages and by reading memory, tcp, Flight and fi_pingpong, fi_rma_bw.",
     "device": "onto a GPU from shm, tcp and Flight, beside pinned memory, and opening by handle what is there.",
+    "handles": "DuckDB and Polars over a handle, its Table and Parquet; small datasets, and first batches.",
     "scaling": "opening, by how many batches, columns, bytes, datasets, consumers and versions there are.",
     "many": "commits, by how many datasets a node has already.",
     "spark": "publishing from Spark and reading into it, beside mapInArrow, toArrow, toPandas, Parquet and Flight.",
@@ -34,7 +35,8 @@ def main() -> None:
         "--limit", type=int, default=256, help="live: megabytes of shared memory (default: %(default)s)"
     )
     parser.add_argument("--tcp", action="store_true", help="live: with a consumer over tcp too")
-    parser.add_argument("--scale", type=float, default=0.1, help="spark: of TPC-H (default: %(default)s)")
+    parser.add_argument("--scale", type=float, default=0.1, help="spark, handles: of TPC-H (default: %(default)s)")
+    parser.add_argument("--of", choices=handles.PARTS, action="append", help="handles: which (default: all)")
     parser.add_argument("--datasets", type=int, default=10_000, help="many: how many (default: %(default)s)")
     parser.add_argument("--kind", choices=many.KINDS, action="append", help="many: of which node (default: all)")
     parser.add_argument("--filled", action="store_true", help="many: on top of a store that has as many already")
@@ -55,6 +57,8 @@ def main() -> None:
         scaling.run(arguments.most, arguments.into, arguments.curve or ())
     elif arguments.part == "many":
         many.run(arguments.datasets, arguments.kind or many.KINDS, arguments.filled)
+    elif arguments.part == "handles":
+        handles.run(arguments.scale, arguments.rounds, arguments.of or tuple(handles.PARTS))
     elif arguments.part == "spark":
         spark.run(arguments.scale, arguments.rounds)
     else:

@@ -107,8 +107,8 @@ def test_each_tool_moves_the_columns_and_rows_that_it_needs(client: dis.Client) 
 
 
 def test_in_shared_memory_batches_are_left_out_by_their_statistics(client: dis.Client) -> None:
-    data = client.dataset("data", transport="shm")
-    read, nbytes = moved(client, lambda: data.to_table(["c3"], (n == 5) | (n == ROWS - 1)))
+    wanted = (n == 5) | (n == ROWS - 1)
+    read, nbytes = moved(client, lambda: client.read("data", transport="shm", columns=["c3"], filter=wanted).read_all())
     assert read["c3"].to_pylist() == [8, ROWS + 2]
     assert nbytes == 2 * 2 * BATCH * 8  # two columns of two batches
 

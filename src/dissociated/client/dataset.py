@@ -48,6 +48,10 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
     named. Tools that scan the handle as a dataset of pyarrow (DuckDB, Polars) read only the columns and rows that they
     need.
 
+    A version in shared memory stays mapped once it was read. Later reads need neither the catalog nor a server, and
+    succeed even if the version is dropped meanwhile. `mapped_nbytes` is the size of this memory. It is given back by
+    `close`, at the end of a `with` block, or when the handle is collected.
+
     Every method that reads raises the errors of `Client.read`.
     """
 
@@ -100,6 +104,24 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
     def children(self) -> list[Any]:
         """Return an empty list: a handle stands for one dataset, not for a union."""
         return []
+
+    @property
+    def mapped_nbytes(self) -> int:
+        """Return the size of the shared memory that the handle keeps mapped, in bytes; 0 if it keeps none."""
+        return self._reader.mapped_nbytes
+
+    def close(self) -> None:
+        """Give back the shared memory that the handle keeps mapped. A later read maps it again.
+
+        Memory in which there are arrays is given back when the last of them is collected.
+        """
+        self._reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def versions(self) -> Sequence[dict[str, Any]]:
         """List all versions of the dataset that can still be read. See `Client.versions`."""
@@ -183,7 +205,7 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
         """Return a LazyFrame of Polars, which reads only the columns and rows that its plan needs."""
         from dissociated.client.lazy import scan
 
-        return scan(self.schema, self.to_reader)
+        return scan(self._reader)
 
     def head(self, num_rows: int = 10, columns: Any = None, filter: Any = None, **options: Any) -> pa.Table:
         """Read the first `num_rows` rows of the selection, as a table."""

@@ -58,6 +58,14 @@ class EndpointReader:
 
         return _retried(describe, open_parts)
 
+    def open_all(self, describe: Describe, request: ReadRequest) -> Sequence[pa.RecordBatchReader]:
+        """Open all endpoints, each with a reader of its own. `describe` looks the dataset up."""
+
+        def open_parts(info: DatasetInfo) -> list[pa.RecordBatchReader]:
+            return [self.open(info, endpoint, request) for endpoint in info.endpoints]
+
+        return _retried(describe, open_parts)
+
     def read_on_device(self, describe: Describe, request: ReadRequest) -> DeviceReader:
         """Read a dataset onto the device of `request`: in place if it lies there, else received or copied there.
 

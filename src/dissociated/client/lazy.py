@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
 from polars.io.plugins import register_io_source
 
+from dissociated.client.mapped import MappedVersion
+from dissociated.client.request import Filtering
+from dissociated.client.version_reader import VersionReader
 from dissociated.codec.filter.row_filter import RowFilter
 from dissociated.errors import DissociatedError
 
@@ -19,20 +24,29 @@ _POLARS_OPERATORS = {"Gt": ">", "GtEq": ">=", "Lt": "<", "LtEq": "<=", "Eq": "="
 _FLIPPED = {"Gt": "Lt", "GtEq": "LtEq", "Lt": "Gt", "LtEq": "GtEq", "Eq": "Eq", "NotEq": "NotEq"}
 _SCALAR_TYPES = {"Boolean": bool, "String": str, "Float64": float}
 _EPOCH = datetime(1970, 1, 1)
+_FRAME_ROWS = 1 << 17  # least rows of a frame, which Polars filters at once
 
 
-def scan(schema: pa.Schema, to_reader: Callable[..., pa.RecordBatchReader]) -> pl.LazyFrame:
-    """Return a LazyFrame over a dataset of this `schema`, which `to_reader` opens as `DatasetHandle.to_reader` does."""
+def scan(version: VersionReader) -> pl.LazyFrame:
+    """Return a LazyFrame over a version of a dataset."""
+    schema = version.info.schema
 
     def source(
         columns: list[str] | None, predicate: pl.Expr | None, rows: int | None, batch_size: int | None
     ) -> Iterator[pl.DataFrame]:
-        conditions = None if predicate is None else _conditions(predicate, schema)
-        reader = to_reader(columns, conditions or None, limit=rows if predicate is None else None)
+        conditions = None if predicate is None else _conditions(predicate, schema) or None
+        limit = rows if predicate is None else None
+        request = replace(
+            version.client.defaults, columns=columns, filter=conditions, limit=limit, filtering=Filtering.AT_SERVER
+        )
+        mapped = version.map(request)
+        if mapped is None or columns == []:
+            frames: Iterator[pl.DataFrame] = map(pl.DataFrame, version.read(request))
+        else:
+            frames = _frames_of(mapped).select(columns, conditions)
         remaining = rows
-        for batch in reader:
-            frame = pl.DataFrame(batch)
-            if predicate is not None:  # the conditions may cover only a part of it, so apply it in full
+        for frame in frames:
+            if predicate is not None:  # rows are left out by then only as far as that costs nothing
                 frame = frame.filter(predicate)
             if remaining is not None:
                 frame = frame.head(remaining)
@@ -43,6 +57,56 @@ def scan(schema: pa.Schema, to_reader: Callable[..., pa.RecordBatchReader]) -> p
 
     frame_schema = pl.DataFrame(schema.empty_table()).schema
     return register_io_source(source, schema=dict(frame_schema), is_pure=True)
+
+
+class _Frames:
+    """The columns of a mapped version, in frames of Polars. Each column is converted once, when it is first needed.
+
+    Numbers stay in the mapped memory. Polars keeps views of text, which take 16 bytes of this process's own memory for
+    each value.
+    """
+
+    def __init__(self, mapped: MappedVersion) -> None:
+        self._mapped = weakref.ref(mapped)
+        self._names = mapped.schema.names
+        self._columns: dict[tuple[int, str], pl.Series] = {}
+        self._groups: list[list[int]] = []  # numbers of the batches of each frame
+        rows = _FRAME_ROWS
+        for number, batch in enumerate(mapped.batches):
+            if rows >= _FRAME_ROWS:
+                self._groups.append([])
+                rows = 0
+            self._groups[-1].append(number)
+            rows += batch.num_rows
+
+    def select(self, columns: Sequence[str] | None, conditions: Any) -> Iterator[pl.DataFrame]:
+        """Yield these columns of at least the rows that pass the conditions."""
+        mapped = self._mapped()
+        assert mapped is not None
+        passing = None if conditions is None else {*mapped.passing(conditions)}
+        for number, group in enumerate(self._groups):
+            if passing is None or not passing.isdisjoint(group):
+                yield self._frame(mapped, number, self._names if columns is None else columns)
+
+    def _frame(self, mapped: MappedVersion, number: int, columns: Sequence[str]) -> pl.DataFrame:
+        missing = [name for name in columns if (number, name) not in self._columns]
+        if missing:
+            some = mapped.batches[self._groups[number][0] : self._groups[number][-1] + 1]
+            table = pa.Table.from_batches([batch.select(missing) for batch in some])
+            frame = cast("pl.DataFrame", pl.from_arrow(table, rechunk=False))
+            self._columns.update({(number, name): frame[name] for name in missing})
+        return pl.DataFrame([self._columns[number, name] for name in columns])
+
+
+#: Kept as long as the mapped version: `DatasetHandle.close` drops both.
+_frames: weakref.WeakKeyDictionary[MappedVersion, _Frames] = weakref.WeakKeyDictionary()
+
+
+def _frames_of(mapped: MappedVersion) -> _Frames:
+    frames = _frames.get(mapped)
+    if frames is None:
+        frames = _frames[mapped] = _Frames(mapped)
+    return frames
 
 
 def _conditions(predicate: pl.Expr, schema: pa.Schema) -> list[tuple[str, str, Any]]:

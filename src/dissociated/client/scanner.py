@@ -15,7 +15,7 @@ import pyarrow.dataset as ds
 from dissociated.client.request import ReadRequest
 from dissociated.client.version_reader import VersionReader
 from dissociated.codec.batches import BatchReader
-from dissociated.codec.columns import select_fields
+from dissociated.codec.columns import positions, select_fields
 from dissociated.codec.device import DeviceReader, to_device
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.errors import OptionError
@@ -66,7 +66,7 @@ class Scanner:
         """Return the schema of the result: the selected columns, in their order."""
         if self._expressions is not None:
             return self._project(pa.RecordBatchReader.from_batches(self.dataset_schema, []), self._expressions).schema
-        return select_fields(self.dataset_schema, _positions(self.dataset_schema, self._names))
+        return select_fields(self.dataset_schema, positions(self.dataset_schema, self._names))
 
     def open_reader(self) -> pa.RecordBatchReader:
         """Return a reader in memory of this process, whichever device was chosen. `publish` calls this."""
@@ -89,11 +89,11 @@ class Scanner:
         reader = self._read(self._names, device)
         if self._expressions is not None:
             return self._project(reader, self._expressions)
-        positions = _positions(reader.schema, self._names)
-        if positions == [*range(len(reader.schema))] and self._batch_size is None:
+        order = positions(reader.schema, self._names)
+        if order == [*range(len(reader.schema))] and self._batch_size is None:
             return reader
-        pairs = ((piece.select(positions), metadata) for piece, metadata in self._pieces(reader))
-        return BatchReader(select_fields(reader.schema, positions), pairs)
+        pairs = ((piece.select(order), metadata) for piece, metadata in self._pieces(reader))
+        return BatchReader(select_fields(reader.schema, order), pairs)
 
     def to_batches(self) -> Iterator[Any]:
         """Iterate over the record batches of `to_reader`."""
@@ -101,7 +101,11 @@ class Scanner:
 
     def to_table(self) -> pa.Table:
         """Read the selection as a table."""
-        return self._to_reader().read_all()
+        if self._expressions is not None or self._batch_size is not None:
+            return self._to_reader().read_all()
+        table = self._version.read_table(self._request(self._names, None))
+        order = positions(table.schema, self._names)
+        return table if order == [*range(len(table.schema))] else table.select(order)
 
     def head(self, num_rows: int = 10) -> pa.Table:
         """Read the first `num_rows` rows, as a table."""
@@ -153,10 +157,3 @@ class Scanner:
                 continue
             for at in range(0, batch.num_rows, self._batch_size):
                 yield batch.slice(at, self._batch_size), metadata
-
-
-def _positions(schema: pa.Schema, columns: Sequence[str] | None) -> list[int]:
-    """Return the positions of the columns, in the order in which they are named. Reading reports missing columns."""
-    if columns is None:
-        return [*range(len(schema))]
-    return [position for name in dict.fromkeys(columns) for position in schema.get_all_field_indices(name)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
@@ -11,6 +12,13 @@ from dissociated.client.request import ReadRequest
 from dissociated.codec.device import DeviceReader
 from dissociated.control.locations import DatasetInfo
 from dissociated.errors import CatalogError, RemoteError, TransportError
+
+if TYPE_CHECKING:
+    from dissociated.client.mapped import MappedVersion
+
+#: Number of times that a version is mapped and turns out not to lie in shared memory in the form that can be kept: its
+#: bodies are compressed, or it was still being copied there.
+_MAX_ATTEMPTS = 3
 
 
 class VersionReader:
@@ -23,10 +31,34 @@ class VersionReader:
         self.client = client
         self.info = info
         self.transport = transport
+        self._mapped: MappedVersion | None = None
+        self._attempts = 0
+
+    @property
+    def mapped_nbytes(self) -> int:
+        """Return the size of the shared memory that is kept mapped, in bytes."""
+        mapped = self._mapped
+        return 0 if mapped is None else mapped.nbytes
+
+    def close(self) -> None:
+        """Keep nothing mapped. Memory is given back when the last array in it is collected."""
+        self._mapped = None
 
     def read(self, request: ReadRequest) -> pa.RecordBatchReader:
-        """Open a reader over the columns and rows of `request`."""
+        """Open a reader over the columns and rows of `request`.
+
+        If the whole version can be mapped, it is, and stays mapped: it never changes, so a later read needs neither the
+        catalog nor a server. Its columns are in the order in which they are named.
+        """
+        mapped = self.map(request)
+        if mapped is not None:
+            return mapped.select(request)
         return self.client.endpoints.read(self._describe, self._at(request))
+
+    def read_table(self, request: ReadRequest) -> pa.Table:
+        """Read the columns and rows of `request` as a table. See `read`."""
+        mapped = self.map(request)
+        return self.read(request).read_all() if mapped is None else mapped.table(request)
 
     def read_on_device(self, request: ReadRequest) -> DeviceReader:
         """Open a reader over the columns and rows of `request`, whose batches lie on its device."""
@@ -56,6 +88,25 @@ class VersionReader:
 
     def _at(self, request: ReadRequest) -> ReadRequest:
         return replace(request, transport=self.transport)
+
+    def map(self, request: ReadRequest) -> MappedVersion | None:
+        """Return the mapped version, which is mapped first if `request` may need most of it; else None."""
+        if request.device is not None:
+            return None
+        few = request.limit is not None and request.filter is None
+        if self._mapped is None and not few and self._attempts < _MAX_ATTEMPTS and self._is_mappable():
+            from dissociated.client.mapped import MappedVersion  # on first use: pyarrow.dataset is slow to import
+
+            readers = self.client.endpoints.open_all(self._describe, self._at(self.client.defaults))
+            self._mapped = MappedVersion.read(readers)
+            self._attempts += 1
+        return self._mapped
+
+    def _is_mappable(self) -> bool:
+        info = self.info
+        if not info.version or info.rows is None or not info.endpoints:  # a live stream has no number of rows
+            return False
+        return all(map(self.is_mapped, range(len(info.endpoints))))
 
     def _describe(self) -> DatasetInfo:
         info = self.info

@@ -20,6 +20,13 @@ def select_fields(schema: pa.Schema, indices: Sequence[int]) -> pa.Schema:
     return pa.schema([schema.field(index) for index in indices], schema.metadata)
 
 
+def positions(schema: pa.Schema, columns: Sequence[str] | None) -> list[int]:
+    """Return the positions of the columns that exist, in the order in which they are named; None means all columns."""
+    if columns is None:
+        return [*range(len(schema))]
+    return [position for name in dict.fromkeys(columns) for position in schema.get_all_field_indices(name)]
+
+
 def select_columns(reader: pa.RecordBatchReader, indices: Sequence[int]) -> pa.RecordBatchReader:
     """Return the batches with only the columns at these indices. Without columns, they keep their row counts."""
     schema = select_fields(reader.schema, indices)

@@ -28,7 +28,14 @@ Hold = Callable[[pa.Buffer, Sequence[int]], pa.Buffer]
 class MappedReader(PeerReader):
     """A reader of a stream in shared memory, whose batches take no other memory."""
 
-    def __init__(self, source: object, options: ReadOptions | None, schema: bytes, regions: Sequence[Region]) -> None:
+    def __init__(
+        self,
+        source: object,
+        options: ReadOptions | None,
+        schema: bytes,
+        regions: Sequence[Region],
+        ends: Sequence[int],
+    ) -> None:
         """Open the stream.
 
         Args:
@@ -36,6 +43,7 @@ class MappedReader(PeerReader):
             options: The options of reading.
             schema: The encapsulated message with which `source` begins.
             regions: The regions that contain the batches.
+            ends: For each region, the position after the last batch.
         """
         self._lock = threading.RLock()  # `close` replaces libarrow's reader while no other thread uses it
         self._closed = False
@@ -43,6 +51,8 @@ class MappedReader(PeerReader):
         super().__init__(source, options)
         #: The regions of shared memory that contain the batches.
         self.regions = regions
+        #: For each region, the position after the last batch.
+        self.ends = ends
 
     @property
     def schema(self) -> pa.Schema:
@@ -154,7 +164,8 @@ class InPlace:
             start = part.start + len(self._schema) if pieces else part.start  # the first piece has the only schema
             pieces.append(whole.slice(start, part.end - start))
         source = pieces[0] if len(pieces) == 1 else pa.PythonFile(_ChainedFile(pieces), mode="r")
-        return MappedReader(source, options, self._schema, [part.region for part in self._streams])
+        regions = [part.region for part in self._streams]
+        return MappedReader(source, options, self._schema, regions, [part.end for part in self._streams])
 
     def message(self, delivery: Delivery) -> bool:
         """Return whether this message lies in place."""

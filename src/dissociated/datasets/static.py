@@ -91,14 +91,10 @@ class StaticDataset(Dataset):
 
     def passing_batches(self, filter_: FilterNode, columns: Sequence[int]) -> Sequence[bool] | None:
         # Imported on first use, since pyarrow.compute loads slowly.
-        from dissociated.codec.filter.pruning import may_pass
+        from dissociated.codec.filter.pruning import passing_batches
 
         known = self.statistics(columns)
-        if known is None:
-            return None
-        bounds = {at: known.bounds[column] for at, column in enumerate(columns) if column in known.bounds}
-        passing: Sequence[bool] = may_pass(filter_, known.num_rows, bounds).to_pylist()
-        return passing
+        return None if known is None else passing_batches(filter_, known, columns)
 
     def pick_batches(self, numbers: Sequence[int]) -> StaticDataset:
         return _StaticBatches(self, numbers)

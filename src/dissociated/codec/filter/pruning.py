@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pyarrow as pa
 import pyarrow.acero as acero
 import pyarrow.compute as pc
 
-from dissociated.codec.filter.statistics import Bounds
+from dissociated.codec.filter.statistics import Bounds, Statistics
 from dissociated.codec.filter.substrait import Call, ColumnRef, FilterNode, Value
 
 _FLIPPED = {"lt": "gt", "lte": "gte", "gt": "lt", "gte": "lte", "equal": "equal", "not_equal": "not_equal"}
 _ALWAYS = pc.scalar(True)
+
+
+def passing_batches(tree: FilterNode, known: Statistics, columns: Sequence[int]) -> Sequence[bool]:
+    """Return for each batch whether a row of it may pass the filter, by its statistics.
+
+    Args:
+        tree: The filter.
+        known: The statistics of the batches.
+        columns: The number of each column of the filter in the statistics.
+    """
+    bounds = {at: known.bounds[column] for at, column in enumerate(columns) if column in known.bounds}
+    passing: Sequence[bool] = may_pass(tree, known.num_rows, bounds).to_pylist()
+    return passing
 
 
 def may_pass(tree: FilterNode, num_rows: pa.Array, columns: dict[int, Bounds]) -> pa.BooleanArray:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -59,13 +60,22 @@ class RowFilter:
         table = pa.Table.from_batches([batch.select([*self.columns])])
         if not self.columns:  # the filter is constant, and needs a column for its length
             table = pa.table({"": pa.nulls(batch.num_rows)})
-        try:
+        with application_errors(self):
             if self.types and self.types != tuple(table.schema.types):
                 table = table.cast(pa.schema([*zip(table.schema.names, self.types, strict=True)]))
             return _compute(self.expression, table).combine_chunks()
-        except pa.ArrowException as error:
-            shown = printed(self.expression)
-            raise OptionError(f"the filter {shown} cannot be applied to these rows: {error}") from None
+
+
+@contextmanager
+def application_errors(rows: RowFilter | None) -> Iterator[None]:
+    """Turn libarrow's errors in the application of a filter into OptionError."""
+    try:
+        yield
+    except pa.ArrowException as error:
+        if rows is None:
+            raise
+        shown = printed(rows.expression)
+        raise OptionError(f"the filter {shown} cannot be applied to these rows: {error}") from None
 
 
 def printed(expression: pc.Expression) -> str:

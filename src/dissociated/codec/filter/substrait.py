@@ -177,6 +177,20 @@ class ReceivedFilter:
 
 def encode_filter(rows: RowFilter, schema: pa.Schema) -> bytes | None:
     """Encode a filter of batches of this schema; None if its meaning would change, or it would be too long."""
+    both = _encode(rows, schema)
+    return None if both is None else both[0]
+
+
+def filter_tree(rows: RowFilter, schema: pa.Schema) -> FilterNode | None:
+    """Return the tree of a filter of batches of this schema, whose columns have the numbers of `rows.columns`.
+
+    None if `encode_filter` returns None.
+    """
+    both = _encode(rows, schema)
+    return None if both is None else both[1].tree
+
+
+def _encode(rows: RowFilter, schema: pa.Schema) -> tuple[bytes, ReceivedFilter] | None:
     filter_schema = pa.schema([schema.field(number) for number in rows.columns])
     text = printed(rows.expression)
     if not text or _changes_moments(text, filter_schema.types):
@@ -192,7 +206,7 @@ def encode_filter(rows: RowFilter, schema: pa.Schema) -> bytes | None:
             _check_sets(received)
     except (pa.ArrowException, FormatError, ValueError):
         return None
-    return encoded
+    return encoded, received
 
 
 def _changes_moments(text: str, columns: Sequence[pa.DataType]) -> bool:

@@ -1,0 +1,232 @@
+"""A version of a dataset in shared memory that this process has mapped. A handle keeps it, and scans it repeatedly."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, Self
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+
+from dissociated.client.request import Filtering, ReadRequest
+from dissociated.codec.batches import BatchReader
+from dissociated.codec.columns import filter_batches, positions, select_fields
+from dissociated.codec.filter.pruning import passing_batches
+from dissociated.codec.filter.row_filter import RowFilter, application_errors
+from dissociated.codec.filter.statistics import Statistics, StatisticsCollector, read_statistics
+from dissociated.codec.filter.substrait import filter_tree
+from dissociated.codec.inplace import MappedReader
+from dissociated.codec.nesting import contains, is_extension
+from dissociated.codec.split import BatchAndMetadata, batches
+
+_MAX_BATCHES = 1 << 14  # of a version that is kept: each takes some kB of this process's own memory
+_WHOLE_BATCH = 1 << 30  # rows: larger than any batch, so that libarrow's scanner does not cut batches
+_PLAIN_NAME = re.compile(r"[^\W\d]\w*")  # libarrow's scanner reads some other names as paths
+_UNFILTERABLE = (
+    pa.types.is_string_view,
+    pa.types.is_binary_view,
+    pa.types.is_list_view,
+    pa.types.is_large_list_view,
+    pa.types.is_run_end_encoded,
+    pa.types.is_union,
+    is_extension,
+)
+
+
+class MappedVersion:
+    """The record batches of a version, which lie in shared memory, with their metadata.
+
+    The memory is given back when this object, and all arrays in the memory, have been collected.
+    """
+
+    def __init__(self, schema: pa.Schema, pairs: Sequence[BatchAndMetadata], known: Statistics, nbytes: int) -> None:
+        #: The schema of all columns.
+        self.schema = schema
+        #: The size of the mapped memory in bytes.
+        self.nbytes = nbytes
+        self._pairs = pairs
+        # A table has neither metadata of batches nor batches without rows.
+        self._is_table = all(batch.num_rows and metadata is None for batch, metadata in pairs)
+        self._known = known
+
+    @classmethod
+    def read(cls, readers: Sequence[pa.RecordBatchReader]) -> Self | None:
+        """Read all batches of `readers`, which follow each other.
+
+        Returns:
+            The version; None if not all of it is mapped, or if it has too many batches. The readers are closed then.
+        """
+        mapped = [reader for reader in readers if isinstance(reader, MappedReader)]
+        if not mapped or len(mapped) < len(readers) or any(one.schema != mapped[0].schema for one in mapped):
+            _close(readers)
+            return None
+        pairs: list[BatchAndMetadata] = []
+        statistics = []
+        for reader in mapped:
+            first = len(pairs)
+            for pair in batches(reader):
+                pairs.append(pair)
+                if len(pairs) > _MAX_BATCHES:
+                    _close(readers)
+                    return None
+            statistics.append(_stored_statistics(reader, [batch.num_rows for batch, _ in pairs[first:]]))
+        nbytes = sum(region.size for reader in mapped for region in reader.regions)
+        return cls(mapped[0].schema, pairs, Statistics.concatenate(statistics), nbytes)
+
+    @property
+    def batches(self) -> Sequence[pa.RecordBatch]:
+        """The record batches."""
+        return [batch for batch, _ in self._pairs]
+
+    def select(self, request: ReadRequest) -> pa.RecordBatchReader:
+        """Return a reader of the columns and rows that `request` selects. Errors are those of `Client.read`."""
+        names, wanted = self.schema.names, self._wanted(request)
+        if request.filter is None:
+            reader = self._reader(None, wanted)
+            return reader if request.limit is None else filter_batches(reader, None, range(len(wanted)), request.limit)
+        rows = RowFilter.bind(request.filter, self.schema)
+        passing = self._passing(rows)
+        if request.filtering is not Filtering.EXACT:
+            return self._reader(passing, wanted)
+        needed = sorted({*wanted, *rows.columns})
+        if request.limit is None and wanted and self._is_table and self._is_scannable(needed):
+            return _scan(self._table(passing, needed), rows, [names[index] for index in wanted])
+        rows = rows.among([needed.index(index) for index in rows.columns])
+        columns = [needed.index(index) for index in wanted]
+        return filter_batches(self._reader(passing, needed), rows.mask, columns, request.limit)
+
+    def table(self, request: ReadRequest) -> pa.Table:
+        """Return the columns and rows that `request` selects as a table. Errors are those of `Client.read`."""
+        if request.chooses_rows:
+            return self.select(request).read_all()
+        return self._table(None, self._wanted(request))
+
+    def _wanted(self, request: ReadRequest) -> list[int]:
+        selection = request.columns_selected
+        if selection is not None:
+            selection.indices(self.schema.names)  # raises an error if a column does not exist
+        return positions(self.schema, request.columns)
+
+    def _reader(self, numbers: Sequence[int] | None, columns: Sequence[int]) -> pa.RecordBatchReader:
+        """Return a reader of some columns of the batches with these numbers; None for all batches."""
+        if not self._is_table or not columns:
+            chosen = self._pairs if numbers is None else [self._pairs[number] for number in numbers]
+            pairs = ((batch.select([*columns]), metadata) for batch, metadata in chosen)
+            return BatchReader(select_fields(self.schema, columns), pairs)
+        return TableReader(self._table(numbers, columns).to_reader())
+
+    def _table(self, numbers: Sequence[int] | None, columns: Sequence[int]) -> pa.Table:
+        if numbers is None:
+            return self._whole.select([*columns])
+        chosen = (self._pairs[number][0].select([*columns]) for number in numbers)
+        return pa.Table.from_batches(chosen, select_fields(self.schema, columns))
+
+    @cached_property
+    def _whole(self) -> pa.Table:
+        return pa.Table.from_batches([batch for batch, _ in self._pairs], self.schema)
+
+    def _is_scannable(self, columns: Sequence[int]) -> bool:
+        """Return whether libarrow's scanner can filter these columns."""
+        scannable, names = self._scannable
+        return scannable.issuperset(columns) and len({names[index] for index in columns}) == len(columns)
+
+    @cached_property
+    def _scannable(self) -> tuple[set[int], Sequence[str]]:
+        fields = enumerate(self.schema)
+        scannable = {
+            index
+            for index, field in fields
+            if _PLAIN_NAME.fullmatch(field.name) and not contains(field.type, _is_unfilterable)
+        }
+        return scannable, self.schema.names
+
+    def passing(self, filter_: Any) -> Sequence[int]:
+        """Return the numbers of the batches that may have rows that pass. Errors are those of `RowFilter.bind`."""
+        passing = self._passing(RowFilter.bind(filter_, self.schema))
+        return range(len(self._pairs)) if passing is None else passing
+
+    def _passing(self, rows: RowFilter) -> Sequence[int] | None:
+        """Return the numbers of the batches that may have rows that pass, by their statistics; None for all batches."""
+        if len(self._pairs) < 2:
+            return None
+        tree = filter_tree(rows, self.schema)
+        if tree is None:
+            return None
+        passing = passing_batches(tree, self._statistics(rows.columns), rows.columns)
+        return None if all(passing) else [number for number, passes in enumerate(passing) if passes]
+
+    def _statistics(self, columns: Sequence[int]) -> Statistics:
+        """Return the statistics, for at least these columns. Those of other columns are computed once."""
+        known = self._known
+        missing = [column for column in columns if column not in known.bounds]
+        if missing:
+            collector = StatisticsCollector(self.schema, missing, thorough=True)
+            for batch, _ in self._pairs:
+                collector.add(batch)
+            computed = collector.statistics()
+            bounds = {} if computed is None else computed.bounds
+            known = self._known = Statistics(known.num_rows, {**known.bounds, **bounds})
+        return known
+
+
+class TableReader(BatchReader):
+    """A reader over another one without metadata of batches, from which C++ code reads directly.
+
+    Args:
+        reader: The other reader.
+        filter_: The filter that it applies, for the error if that fails.
+    """
+
+    def __init__(self, reader: pa.RecordBatchReader, filter_: RowFilter | None = None) -> None:
+        # Not a method: libarrow would keep this object, and this object libarrow's reader.
+        super().__init__(reader.schema, _without_metadata(reader, filter_))
+        self._reader = reader
+        self._filter = filter_
+
+    def read_all(self) -> pa.Table:
+        """Return all remaining batches as one table."""
+        self._begin()
+        with application_errors(self._filter):
+            table = self._reader.read_all()
+        self._ended = True
+        return table
+
+    def close(self) -> None:
+        """Stop reading, and close the source."""
+        super().close()
+        self._reader.close()
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> Any:
+        self._begin()
+        self._ended = True  # the consumer of the stream reads all batches
+        return self._reader.__arrow_c_stream__(requested_schema)
+
+
+def _without_metadata(reader: pa.RecordBatchReader, filter_: RowFilter | None) -> Iterator[BatchAndMetadata]:
+    with application_errors(filter_):
+        for batch in reader:
+            yield batch, None
+
+
+def _scan(table: pa.Table, rows: RowFilter, columns: Sequence[str]) -> pa.RecordBatchReader:
+    scanner = ds.InMemoryDataset(table).scanner(columns=[*columns], filter=rows.expression, batch_size=_WHOLE_BATCH)
+    with application_errors(rows):
+        return TableReader(scanner.to_reader(), rows)
+
+
+def _is_unfilterable(type_: pa.DataType) -> bool:
+    return any(is_kind(type_) for is_kind in _UNFILTERABLE)
+
+
+def _stored_statistics(reader: MappedReader, num_rows: Sequence[int]) -> Statistics:
+    stored = None
+    if len(reader.regions) == 1:
+        stored = read_statistics(reader.regions[0].memory, reader.ends[0], reader.schema, num_rows)
+    return stored or Statistics.unknown(num_rows)
+
+
+def _close(readers: Sequence[pa.RecordBatchReader]) -> None:
+    for reader in readers:
+        reader.close()
