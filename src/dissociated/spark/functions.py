@@ -18,7 +18,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
 from itertools import chain
 from types import TracebackType
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
 #: A function that maps the batches of a partition.
-MapFunction = Callable[[Iterator[pa.RecordBatch]], Iterable[pa.RecordBatch]]
+MapFunction = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
 _NAME = "dissociated_map_in_arrow"  # by which Spark's JVM recognizes the function
 _COLUMN = "dissociated.conversation"
@@ -120,10 +120,7 @@ class _MappedFunction:
         with ExitStack() as stack:
             memory = stack.enter_context(_InputMemory())
             spaces = [memory.space]
-            if "reader" in start:
-                inputs = self._dataset(start, spaces)
-            else:
-                inputs = self._written(conversation, memory)
+            inputs = self._dataset(start, spaces) if "reader" in start else self._written(conversation, memory)
             stack.enter_context(closing(inputs))
             results = self._checked(self._results(inputs))
             stream = SharedStream(results, spaces, self._output_schema.types, max_batches=1, static_only=True)
@@ -155,15 +152,13 @@ class _MappedFunction:
     def _results(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         results = self._function(batches)
         if not isinstance(results, Iterator):
-            raise SourceError(
-                f"a function for map_in_arrow returns an iterator of batches, not {type(results).__name__}"
-            )
+            raise SourceError(f"the function returns {type(results).__name__}, not an iterator of batches")
         return results
 
     def _checked(self, results: Iterator[pa.RecordBatch]) -> Generator[pa.RecordBatch, None, None]:
         for batch in results:
             if not isinstance(batch, pa.RecordBatch):
-                raise SourceError(f"a function for map_in_arrow yields pyarrow.RecordBatch, not {type(batch).__name__}")
+                raise SourceError(f"the function yields {type(batch).__name__}, not pyarrow.RecordBatch")
             found, declared = batch.schema.types, self._output_schema
             if len(found) != len(declared):
                 raise SourceError(f"the function yields {len(found)} columns, and its schema has {len(declared)}")
@@ -171,9 +166,7 @@ class _MappedFunction:
                 if not _is_same(type_, field.type) and not (
                     is_readable(type_) and _is_same(spark_type(type_), field.type)
                 ):
-                    raise SourceError(
-                        f"the function yields column {field.name!r} as {type_}, and its schema says {field.type}: cast it"
-                    )
+                    raise SourceError(f"the function yields column {field.name!r} as {type_}, not as {field.type}")
             batch.validate()
             yield batch
 

@@ -99,6 +99,8 @@ object Column {
   def of(wanted: DataType): Column = wanted match { // for others there is none
     case NullType => new NullColumn
     case BooleanType => new BooleanColumn
+    case FloatType => new FloatColumn
+    case DoubleType => new DoubleColumn
     case FixedWidth(width) => new FixedColumn(width)
     case decimal: DecimalType =>
       if (decimal.precision <= Decimal.MAX_LONG_DIGITS) new ShortDecimalColumn(decimal) else new DecimalColumn(decimal)
@@ -187,6 +189,16 @@ class FixedColumn(width: Int) extends Column {
 
   override protected def addEmpty(): Unit = Platform.setMemory(room(1), 0, width)
   override protected def describeParts(layout: Layout): Unit = layout.buffer(values, length.toLong * width)
+}
+
+final class FloatColumn extends FixedColumn(4) {
+  override protected def add(from: SpecializedGetters, ordinal: Int): Unit =
+    Platform.putFloat(null, room(1), from.getFloat(ordinal))
+}
+
+final class DoubleColumn extends FixedColumn(8) {
+  override protected def add(from: SpecializedGetters, ordinal: Int): Unit =
+    Platform.putDouble(null, room(1), from.getDouble(ordinal))
 }
 
 /** Decimals of up to 18 digits, which are words in Spark's rows. */
