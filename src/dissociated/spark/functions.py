@@ -76,13 +76,15 @@ def map_in_arrow(
     Raises:
         OptionError: `barrier` or `profile` is given.
     """
-    from pyspark.sql.types import DataType
+    from pyspark.sql.types import DataType, StructType
 
     if barrier or profile is not None:
         raise OptionError(
             "map_in_arrow has no barrier mode and no resource profile: use DataFrame.mapInArrow for these"
         )
     fields = DataType.fromDDL(schema) if isinstance(schema, str) else schema
+    if not isinstance(fields, StructType):
+        return df.mapInArrow(function, schema)  # Spark itself refuses it
     timezone = df.sparkSession.conf.get("spark.sql.session.timeZone")
     assert timezone is not None, "it has a default"
     try:

@@ -27,7 +27,7 @@ from dissociated.errors import SourceError
 from dissociated.memory.shared import Backing, map_received, sealed_memfd
 from dissociated.spark.functions import map_in_arrow
 from dissociated.spark.session import has_jvm_source, read
-from dissociated.spark.types import conform, function_schema
+from dissociated.spark.types import TIMEZONE, conform, function_schema
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,10 +47,8 @@ def to_arrow(df: DataFrame) -> pa.Table:
     """
     if not _is_local(df.sparkSession):
         return df.toArrow()
-    timezone = df.sparkSession.conf.get("spark.sql.session.timeZone")
-    assert timezone is not None, "it has a default"
     try:
-        schema = function_schema(df.schema, timezone)
+        schema = function_schema(df.schema, TIMEZONE)
     except SourceError:
         return df.toArrow()  # Spark itself knows whether it takes these types
     with _Receiver() as receiver:
@@ -61,7 +59,7 @@ def to_arrow(df: DataFrame) -> pa.Table:
 
 
 def to_polars(df: DataFrame) -> pl.DataFrame:
-    """Return the rows of `df` as a DataFrame of Polars, which maps shared memory as far as Polars can. See `to_arrow`."""
+    """Return the rows of `df` as a DataFrame of Polars. See `to_arrow`."""
     import polars as pl
 
     found = pl.from_arrow(to_arrow(df), rechunk=False)
@@ -94,7 +92,7 @@ def create_dataframe(spark: SparkSession, data: Any) -> DataFrame:
     from dissociated.client.dataset import DatasetHandle  # imports pyarrow.dataset
 
     if isinstance(data, DatasetHandle):
-        version = {"version": data.info.version} if data.info.version else {}
+        version: dict[str, Any] = {"version": data.info.version} if data.info.version else {}
         return read(spark, data.name, data.catalog_uri, **version)
     table = _table(data)
     if not _is_local(spark) or not has_jvm_source(spark):
@@ -127,7 +125,7 @@ def _is_local(spark: SparkSession) -> bool:
     """Return whether Spark's tasks run on this host."""
     from pyspark.sql.utils import is_remote
 
-    return not is_remote() and spark.sparkContext.master.startswith("local")
+    return not is_remote() and str(spark.sparkContext.master).startswith("local")
 
 
 @once
