@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
@@ -34,7 +34,7 @@ from examples.tpch.queries import QUERIES
 import dissociated as dis
 from benchmarks.rounds import medians
 from dissociated.cli import text
-from dissociated.spark import publish, read, session
+from dissociated.spark import create_dataframe, map_in_arrow, publish, read, session, to_arrow
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -63,7 +63,13 @@ _MEMORY_ROUNDS = 5
 _MORE_ROUNDS = 3  # factor for the rounds of short measurements, which vary most: narrow rows, and queries in the JVM
 _PANDAS = 1  # largest scale at which toPandas is measured, since it makes each decimal a Python object
 
+_LOCAL_ROWS = 2_000_000  # at scale 1 and more, for data that moves between Spark and this process
 #: Goals: a measurement, the measurement that it is compared with, and the largest ratio of their times.
+FUNCTION_GOALS = [
+    ("map_in_arrow, dataset", "mapInArrow, dataset", 1 / 3),
+    ("map_in_arrow, Parquet", "mapInArrow, Parquet", 1 / 1.5),
+]
+LOCAL_GOALS = [("to_arrow", "toArrow", 1 / 4), ("create_dataframe", "createDataFrame", 1 / 2.5)]
 GOALS = [
     ("publish", "floor: mapInArrow", 0.5),
     ("publish", "no-op sink", 2),
@@ -94,6 +100,8 @@ def run(scale: float, rounds: int) -> None:
             of_these = rounds if frame is lineitem else _MORE_ROUNDS * rounds
             _compare(spark, name, frame, catalog, reader, directory, of_these, pandas=scale <= _PANDAS)
             if frame is lineitem:
+                _map(spark, frame, catalog, directory, rounds)
+                _move(spark, frame, rounds)
                 _query(spark, tables, catalog, directory, rounds)
                 _hold(spark, lineitem, catalog)
         spark.stop()
@@ -139,17 +147,61 @@ def _compare(
         for what, took in seconds.items()
     ]
     print(text.table(("WHAT", "MS", "MB/S", "OF THE FLOOR"), lines, right=(1, 2, 3)))
-    print()
-    goals = []
-    for ours, theirs, goal in GOALS:
-        ratio = seconds[ours] / seconds[theirs]
-        goals.append((f"{ours} against {theirs}", f"{ratio:.4g}x", f"{goal:g}x", "" if ratio <= goal else "missed"))
-    print(text.table(("TIME OF", "MEASURED", "GOAL", ""), goals, right=(1, 2)))
+    _print_goals(seconds, GOALS)
     print(
         f"\ndriver's memory (Python): {', '.join(f'{what} +{text.size(size)}' for what, size in grown.items())}",
         flush=True,
     )
     frame.unpersist()
+
+
+def _print_goals(seconds: Mapping[str, float], goals: Sequence[tuple[str, str, float]]) -> None:
+    lines = []
+    for ours, theirs, goal in goals:
+        ratio = seconds[ours] / seconds[theirs]
+        lines.append((f"{ours} against {theirs}", f"{ratio:.4g}x", f"{goal:.3g}x", "" if ratio <= goal else "missed"))
+    print()
+    print(text.table(("TIME OF", "MEASURED", "GOAL", ""), lines, right=(1, 2)), flush=True)
+
+
+def _map(spark: SparkSession, frame: DataFrame, catalog: str, directory: Path, rounds: int) -> None:
+    """Measure the identity function over all columns, by Spark's own `mapInArrow` and in shared memory."""
+    publish(frame, "lineitem", catalog)
+    parquet = str(directory / "lineitem.parquet")
+    frame.write.mode("overwrite").parquet(parquet)
+    sources = {"dataset": read(spark, "lineitem", catalog), "Parquet": spark.read.parquet(parquet)}
+    calls: dict[str, Callable[[], Any]] = {}
+    for name, source in sources.items():
+        calls[f"no function, {name}"] = partial(_consume, source)
+        calls[f"mapInArrow, {name}"] = partial(_consume, source.mapInArrow(_identity, source.schema))
+        calls[f"map_in_arrow, {name}"] = partial(_consume, map_in_arrow(source, _identity, source.schema))
+    seconds = medians(calls, rounds)
+    print(f"\nPython functions over lineitem, median of {rounds} rounds\n")
+    print(text.table(("WHAT", "MS"), [(what, f"{took * 1e3:,.1f}") for what, took in seconds.items()], right=(1,)))
+    _print_goals(seconds, FUNCTION_GOALS)
+
+
+def _identity(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    yield from batches
+
+
+def _move(spark: SparkSession, frame: DataFrame, rounds: int) -> None:
+    """Measure the way of rows from Spark into this process, and back."""
+    rows = frame.limit(_LOCAL_ROWS).repartition(4).cache()
+    local = to_arrow(rows)
+    calls: dict[str, Callable[[], Any]] = {
+        "toArrow": rows.toArrow,
+        "to_arrow": partial(to_arrow, rows),
+        "createDataFrame": lambda: _consume(spark.createDataFrame(local)),
+        "create_dataframe": lambda: _consume(create_dataframe(spark, local)),
+    }
+    grown = {what: _growth(calls[what]) for what in ("toArrow", "to_arrow")}
+    seconds = medians(calls, rounds)
+    print(f"\n{local.num_rows:,} rows of lineitem to and from this process, median of {rounds} rounds\n")
+    print(text.table(("WHAT", "MS"), [(what, f"{took * 1e3:,.1f}") for what, took in seconds.items()], right=(1,)))
+    _print_goals(seconds, LOCAL_GOALS)
+    print(f"\ndriver's memory (Python): {', '.join(f'{what} +{text.size(size)}' for what, size in grown.items())}")
+    rows.unpersist()
 
 
 def _query(spark: SparkSession, tables: Mapping[str, DataFrame], catalog: str, directory: Path, rounds: int) -> None:

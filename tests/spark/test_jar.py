@@ -48,6 +48,7 @@ def test_of_those_who_come_at_once_one_compiles(compiler: Path, capfd: pytest.Ca
     assert len((compiler / "calls").read_text().splitlines()) == 1
     assert {*zipfile.ZipFile(path).namelist()} == {
         "Compiled.class",
+        "META-INF/services/org.apache.spark.sql.SparkSessionExtensionsProvider",
         "META-INF/services/org.apache.spark.sql.sources.DataSourceRegister",
         "org/apache/spark/sql/dissociated/spark-version",
     }

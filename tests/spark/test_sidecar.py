@@ -130,7 +130,7 @@ def test_of_memory_that_is_used_again_one_batch_is_held_and_the_last_until_the_e
 
 
 def test_what_the_pieces_of_a_batch_share_is_copied_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dissociated.spark.sidecar._MAX_BATCH_BYTES", 5_000)
+    monkeypatch.setattr("dissociated.spark.stream._MAX_BATCH_BYTES", 5_000)
     sidecar = Sidecar()
     stream = opened(sidecar, path="data", catalog=node.uri, transport="grpc")
     answer = sidecar.next(stream)

@@ -12,6 +12,7 @@ import pyspark.daemon
 
 for name in (
     "dissociated.spark.datasource",
+    "dissociated.spark.functions",
     "dissociated.spark.reader",
     "dissociated.spark.streaming",
     "dissociated.spark.writer",

@@ -71,6 +71,11 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
         return self.info.name
 
     @property
+    def catalog_uri(self) -> str:
+        """Return the URI of the catalog that the dataset belongs to."""
+        return self._client.uri
+
+    @property
     def schema(self) -> pa.Schema:
         """Return the schema of all columns."""
         return self.info.schema

@@ -14,7 +14,19 @@ Both are one line over the data source, which any Spark session finds by itself:
 Needs `pip install 'dissociated[spark]'`. Importing this package does not import pyspark.
 """
 
+from dissociated.spark.functions import map_in_arrow
 from dissociated.spark.java import java_home
+from dissociated.spark.local import create_dataframe, to_arrow, to_pandas, to_polars
 from dissociated.spark.session import publish, read, session
 
-__all__ = ["java_home", "publish", "read", "session"]
+__all__ = [
+    "create_dataframe",
+    "java_home",
+    "map_in_arrow",
+    "publish",
+    "read",
+    "session",
+    "to_arrow",
+    "to_pandas",
+    "to_polars",
+]

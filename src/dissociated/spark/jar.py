@@ -29,9 +29,12 @@ _SOURCES = Path(__file__).parent / "jvm"
 _COMPILE_TIMEOUT = 600.0  # seconds; the compiler is slow on a busy machine
 _PACKAGE = "org/apache/spark/sql/dissociated"
 _VERSION_ENTRY = f"{_PACKAGE}/spark-version"  # holds the release of Spark that the jar fits
-#: Entries in which Java's service loader finds data sources by name.
+#: Entries in which Java's service loader finds data sources by name, and rules for the plans of new sessions.
 _SERVICES = {
-    "META-INF/services/org.apache.spark.sql.sources.DataSourceRegister": "org.apache.spark.sql.dissociated.Source\n"
+    "META-INF/services/org.apache.spark.sql.sources.DataSourceRegister": "org.apache.spark.sql.dissociated.Source\n",
+    "META-INF/services/org.apache.spark.sql.SparkSessionExtensionsProvider": (
+        "org.apache.spark.sql.dissociated.Extensions\n"
+    ),
 }
 
 

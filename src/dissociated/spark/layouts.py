@@ -103,14 +103,16 @@ class BufferLocator:
     A buffer in a region of shared memory is located in the file of the region. Any other buffer is copied to a memfd.
     """
 
-    def __init__(self, spaces: Sequence[AddressSpace]) -> None:
+    def __init__(self, spaces: Sequence[AddressSpace], static_only: bool = False) -> None:
         """Create a locator for buffers in the regions of `spaces`.
 
         Args:
             spaces: The address spaces of the connections. The caller may add more later. Their regions must stay mapped
                 at the same addresses while the locator is in use.
+            static_only: Whether to copy buffers in regions whose memory is reused when it is freed.
         """
         self._spaces = spaces
+        self._static_only = static_only
         self._new: list[str] = []
         self._region_count = 0
         self._mapped: list[tuple[int, int, int]] = []  # begin, end and number of each region
@@ -174,6 +176,8 @@ class BufferLocator:
         """
         for region in chain.from_iterable(space.regions for space in self._spaces):
             begin = region.memory.address
+            if self._static_only and not region.static:
+                continue
             if region.file is not None and begin <= first and last <= begin + region.size:
                 return region if os.access(region.file.path, os.R_OK) else None
         return None

@@ -105,17 +105,21 @@ class DatasetReader(DataSourceReader):
         return self.batches(partition, _MAX_ROWS)
 
     def batches(
-        self, partition: EndpointPartition, max_rows: int, spaces: list[AddressSpace] | None = None
+        self,
+        partition: EndpointPartition,
+        max_rows: int,
+        spaces: list[AddressSpace] | None = None,
+        in_place: bool = False,
     ) -> Generator[pa.RecordBatch, None, None]:
         """In a task: yield the rows of one partition.
 
         Args:
             partition: A partition that `partitions` returned.
             max_rows: The largest number of rows of a batch.
-            spaces: A list for the address spaces of the connections, for Spark's JVM. If given, types are those of
-                `Columns.select`, values stay in shared memory if possible, in regions of these spaces whose files are
-                kept, and batches without rows are yielded, too: they let the caller notice that its own caller has
-                gone.
+            spaces: A list for the address spaces of the connections, for Spark's JVM. If given, the files of their
+                regions are kept, and batches without rows are yielded, too: they let the caller notice that its own
+                caller has gone.
+            in_place: Whether types are those of `Columns.select`, so that more values stay in shared memory.
         """
         with self.request.catalog.connect() as client, self._refusals():
             was_known = self._lookup is not None
@@ -129,7 +133,7 @@ class DatasetReader(DataSourceReader):
                 reader, batch_filter = self._open(client, partition, spaces)
         with closing(reader), self._refusals():
             for batch in portions(reader, max_rows):
-                wanted = batch_filter.of(batch, in_place=spaces is not None)
+                wanted = batch_filter.of(batch, in_place)
                 if wanted.num_rows or spaces is not None:
                     yield wanted
 

@@ -126,7 +126,7 @@ def publish(
     if not is_remote():
         from dissociated.spark import writer
 
-        if not _writes_in_jvm(df.sparkSession):
+        if not has_jvm_source(df.sparkSession):
             writer.publish(df, target)
             return
         # Raise errors of planning here: Spark would wrap them in exceptions of its own.
@@ -200,7 +200,7 @@ def _jar() -> Path | None:
         return None
 
 
-def _writes_in_jvm(spark: SparkSession) -> bool:
+def has_jvm_source(spark: SparkSession) -> bool:
     """Return whether Spark has the data source for its JVM, and the settings do not turn it off."""
     assert spark._jvm is not None, "it is no Spark Connect"
     loader = spark._jvm.java.lang.Thread.currentThread().getContextClassLoader()

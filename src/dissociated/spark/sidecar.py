@@ -43,7 +43,7 @@ import sys
 import threading
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -57,11 +57,12 @@ from dissociated.memory.region import AddressSpace
 from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.columns import spark_schema
 from dissociated.spark.filters import as_filters
-from dissociated.spark.layouts import ArrayLayout, BufferLocator, stream_layout
+from dissociated.spark.layouts import stream_layout
 from dissociated.spark.pickled import pickled, unpickled
 from dissociated.spark.reader import DatasetReader
 from dissociated.spark.request import PlannedVersion, Request
 from dissociated.spark.staging import Writes
+from dissociated.spark.stream import SharedStream
 from dissociated.spark.target import WriteTarget
 from dissociated.spark.types import arrow_schema
 from dissociated.spark.writer import commit
@@ -69,17 +70,15 @@ from dissociated.store.commit import Commit
 
 _MAX_THREADS = 256  # the largest number of tasks of one executor
 _MAX_READERS = 64  # kept for later tasks
-_MAX_BATCHES = 64  # in one answer
 _SLICE_BYTES = 128 << 20  # per task; Spark's default for files
 _MAX_BATCH_ROWS = 1 << 20  # of one batch
-_MAX_BATCH_BYTES = 1 << 29  # of one batch: Java maps at most 2 GiB at once
 
 
 class Sidecar:
     """The calls of the JVM, by name in `calls`, and the state of their streams and readers."""
 
     def __init__(self) -> None:
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, SharedStream] = {}
         self._readers: dict[str, DatasetReader] = {}  # by pickled text; they remember their dataset for the next task
         self._opened = 0
         self._lock = threading.Lock()
@@ -130,18 +129,17 @@ class Sidecar:
             if direct and (request := found.direct_request(wanted)) is not None:
                 return {"server": request}
         spaces: list[AddressSpace] = []
-        return self._opened_stream(
-            _Stream(found.batches(wanted, _MAX_BATCH_ROWS, spaces), spaces, found.arrow_schema.types)
-        )
+        batches = found.batches(wanted, _MAX_BATCH_ROWS, spaces, in_place=True)
+        return self._opened_stream(SharedStream(batches, spaces, found.arrow_schema.types))
 
     def decode(self, reader: str, schema: str, header: str, body: str, max_body: int) -> Any:
         found = self._reader(reader)
         with pa.memory_map(body) as file:
             content = memoryview(file.read_buffer())
         batches = found.decoded(base64.b64decode(schema), base64.b64decode(header), content, max_body, _MAX_BATCH_ROWS)
-        return self._opened_stream(_Stream(batches, [], found.arrow_schema.types))
+        return self._opened_stream(SharedStream(batches, [], found.arrow_schema.types))
 
-    def _opened_stream(self, stream: _Stream) -> Any:
+    def _opened_stream(self, stream: SharedStream) -> Any:
         with self._lock:
             self._opened += 1
             self._streams[self._opened] = stream
@@ -165,80 +163,6 @@ class Sidecar:
 
     def close(self, stream: int) -> None:
         self._streams.pop(stream).close()
-
-
-class _Stream:
-    """The batches of one partition, which are described to the JVM by places in files.
-
-    Each batch is held until the next answer, and the last batch until the stream is closed. `types` are the Arrow types
-    of Spark's columns.
-    """
-
-    def __init__(
-        self, batches: Iterator[pa.RecordBatch], spaces: Sequence[AddressSpace], types: Sequence[pa.DataType]
-    ) -> None:
-        self._batches = batches
-        self._types = types
-        self._spaces = spaces
-        self._locator = BufferLocator(spaces)
-        self._held: list[pa.RecordBatch] = []
-        self._layouts: list[ArrayLayout] = []
-        self._next_count = 1  # batches in the next answer: starts small for queries with a limit
-        self._lock = threading.Lock()  # a killed task closes the stream while `next` still waits
-        self._closed = False
-
-    def next(self) -> Any:
-        try:
-            with self._lock:
-                return self._next()
-        finally:
-            if self._closed:
-                self.close()
-
-    def _next(self) -> Any:
-        del self._held[:-1]
-        self._locator.forget()
-        answer: list[Any] = []
-        while not self._closed and len(answer) < self._next_count and not self._locator.copied:
-            batch = next(self._batches, None)
-            if batch is None:
-                break
-            if batch.num_rows:
-                if not answer:
-                    self._held.clear()
-                self._held.append(batch)
-                answer += [self._place(portion) for portion in _cut_to_map(batch)]
-        # A server that reuses memory may need it back before it can send the next batch.
-        live = any(space.live for space in self._spaces)
-        self._next_count = 1 if live else min(2 * self._next_count, _MAX_BATCHES)
-        return {"regions": self._locator.new_regions(), "batches": answer, "ended": not answer}
-
-    def _place(self, batch: pa.RecordBatch) -> Any:
-        self._layouts = self._layouts or [*map(ArrayLayout.of, batch.schema.types, self._types)]
-        return {"rows": batch.num_rows, "columns": [*map(self._locator.of, batch.columns, self._layouts)]}
-
-    def close(self) -> None:
-        """Release the batches and their memory.
-
-        If a call of `next` is still waiting, that call releases them after its next batch.
-        """
-        self._closed = True
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            self._batches.close()  # type: ignore[attr-defined]  # it is a generator
-            self._held.clear()
-            self._locator.close()
-        finally:
-            self._lock.release()
-
-
-def _cut_to_map(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a batch in slices whose buffers Java can map."""
-    size = batch.get_total_buffer_size()  # `nbytes` would rely on unchecked offsets
-    step = batch.num_rows if size <= _MAX_BATCH_BYTES else max(1, batch.num_rows * _MAX_BATCH_BYTES // size)
-    for first in range(0, batch.num_rows, step):
-        yield batch.slice(first, step)
 
 
 def tables(options: Mapping[str, str]) -> Sequence[str]:

@@ -35,18 +35,20 @@ def arrow_schema(schema: StructType) -> pa.Schema:
     Raises:
         SourceError: Arrow cannot carry the type of a column. The message names the column.
     """
-    from pyspark.errors import PySparkException
+    return pa.schema([_with_kept_type(_checked_arrow_field(field), field) for field in schema.fields])
 
-    fields = []
-    for field in schema.fields:
-        try:
-            fields.append(_with_kept_type(_arrow_field(field), field))
-        except (PySparkException, ValueError) as error:  # ValueError: from pyarrow, for a void that is never null
-            raise SourceError(
-                f"column {field.name!r} has the type {field.dataType.simpleString()}, "
-                "which Arrow cannot carry: cast it, or drop the column"
-            ) from error
-    return pa.schema(fields)
+
+def function_schema(schema: StructType, timezone: str) -> pa.Schema:
+    """Return the Arrow schema under which Spark gives rows with this schema to Python functions.
+
+    Args:
+        schema: Spark's schema of the rows.
+        timezone: The time zone of the session, which timestamps carry. Spark 4.1 writes UTC.
+
+    Raises:
+        SourceError: Arrow cannot carry the type of a column. The message names the column.
+    """
+    return pa.schema([_checked_arrow_field(field, timezone) for field in schema.fields])
 
 
 def kept_type(field: pa.Field) -> DataType | None:
@@ -73,13 +75,25 @@ def kept_type(field: pa.Field) -> DataType | None:
         return None
 
 
-def _arrow_field(field: StructField) -> pa.Field:
+def _checked_arrow_field(field: StructField, timezone: str = TIMEZONE) -> pa.Field:
+    from pyspark.errors import PySparkException
+
+    try:
+        return _arrow_field(field, timezone)
+    except (PySparkException, ValueError) as error:  # ValueError: from pyarrow, for a void that is never null
+        raise SourceError(
+            f"column {field.name!r} has the type {field.dataType.simpleString()}, "
+            "which Arrow cannot carry: cast it, or drop the column"
+        ) from error
+
+
+def _arrow_field(field: StructField, timezone: str = TIMEZONE) -> pa.Field:
     import pyspark
     from pyspark.sql.pandas.types import to_arrow_schema
     from pyspark.sql.types import StructType
 
     # Spark 4.1 always makes instants in UTC, and has no argument for it.
-    in_utc: dict[str, Any] = {} if pyspark.__version__.startswith("4.1.") else {"timezone": TIMEZONE}
+    in_utc: dict[str, Any] = {} if pyspark.__version__.startswith("4.1.") else {"timezone": timezone}
     (arrow_field,) = to_arrow_schema(StructType([field]), **in_utc)
     return arrow_field
 

@@ -4,6 +4,7 @@ import scala.util.Try
 
 import org.apache.spark.sql.catalyst.expressions.SpecializedGetters
 import org.apache.spark.sql.types._
+import org.apache.spark.sql.vectorized.{ColumnarArray, ColumnVector}
 import org.apache.spark.unsafe.Platform
 
 /** Values of one type, taken from Spark's rows into the buffers of an Arrow array. */
@@ -38,6 +39,15 @@ abstract class Column extends Native {
 
   final protected def takeEach(from: RowBuffer, ordinal: Int): Unit =
     Loop.over(from.count)(index => put(from(index), ordinal))
+
+  /** Values of a vector, from one on. */
+  def take(from: ColumnVector, first: Int, count: Int): Unit = {
+    val values = new ColumnarArray(from, first, count)
+    Loop.over(count)(index => put(values, index))
+  }
+
+  /** Bytes of the values. */
+  def nbytes: Long
 
   /** There is a value for each of these rows, whatever it is for those that are null. */
   final protected def added(from: RowBuffer, ordinal: Int): Unit = {
@@ -89,9 +99,11 @@ object Column {
   def of(wanted: DataType): Column = wanted match { // for others there is none
     case NullType => new NullColumn
     case BooleanType => new BooleanColumn
+    case FloatType => new FloatColumn
+    case DoubleType => new DoubleColumn
     case FixedWidth(width) => new FixedColumn(width)
     case decimal: DecimalType =>
-      if (decimal.precision <= Decimal.MAX_LONG_DIGITS) new FixedColumn(16) else new DecimalColumn(decimal)
+      if (decimal.precision <= Decimal.MAX_LONG_DIGITS) new ShortDecimalColumn(decimal) else new DecimalColumn(decimal)
     case _: StringType => new BytesColumn(true)
     case BinaryType => new BytesColumn(false)
     case ArrayType(element, _) => new ListColumn(of(element))
@@ -110,6 +122,7 @@ object FixedWidth {
 }
 
 final class NullColumn extends Column {
+  override def nbytes: Long = 0
   override protected def add(from: SpecializedGetters, ordinal: Int): Unit = ()
   override protected def addEmpty(): Unit = ()
   override def describe(layout: Layout): Unit = layout.array(length, length)
@@ -118,6 +131,8 @@ final class NullColumn extends Column {
 
 final class BooleanColumn extends Column {
   private val bits = own(new Memory)
+
+  override def nbytes: Long = length >> 3
 
   override protected def add(from: SpecializedGetters, ordinal: Int): Unit = add(from.getBoolean(ordinal))
   override protected def addEmpty(): Unit = add(false)
@@ -135,6 +150,8 @@ final class BooleanColumn extends Column {
 /** Values of `width` bytes each, of which Spark has a word: numbers, dates, times, decimals of up to 18 digits. */
 class FixedColumn(width: Int) extends Column {
   private val values = own(new Memory)
+
+  override def nbytes: Long = length.toLong * width
 
   /** Where the next value goes, and as many after it. */
   final protected def room(count: Int): Long = {
@@ -166,15 +183,32 @@ class FixedColumn(width: Int) extends Column {
       case 1 => Platform.putByte(null, to, from.getByte(ordinal))
       case 2 => Platform.putShort(null, to, from.getShort(ordinal))
       case 4 => Platform.putInt(null, to, from.getInt(ordinal))
-      case _ =>
-        val word = from.getLong(ordinal)
-        Platform.putLong(null, to, word)
-        if (width == 16) Platform.putLong(null, to + 8, word >> 63)
+      case _ => Platform.putLong(null, to, from.getLong(ordinal))
     }
   }
 
   override protected def addEmpty(): Unit = Platform.setMemory(room(1), 0, width)
   override protected def describeParts(layout: Layout): Unit = layout.buffer(values, length.toLong * width)
+}
+
+final class FloatColumn extends FixedColumn(4) {
+  override protected def add(from: SpecializedGetters, ordinal: Int): Unit =
+    Platform.putFloat(null, room(1), from.getFloat(ordinal))
+}
+
+final class DoubleColumn extends FixedColumn(8) {
+  override protected def add(from: SpecializedGetters, ordinal: Int): Unit =
+    Platform.putDouble(null, room(1), from.getDouble(ordinal))
+}
+
+/** Decimals of up to 18 digits, which are words in Spark's rows. */
+final class ShortDecimalColumn(wanted: DecimalType) extends FixedColumn(16) {
+  override protected def add(from: SpecializedGetters, ordinal: Int): Unit = {
+    val word = from.getDecimal(ordinal, wanted.precision, wanted.scale).toUnscaledLong
+    val to = room(1)
+    Platform.putLong(null, to, word)
+    Platform.putLong(null, to + 8, word >> 63)
+  }
 }
 
 /** Decimals of more digits, of which Spark has the bytes. */
@@ -223,6 +257,8 @@ final class BytesColumn(strings: Boolean) extends Column {
   private val ends = own(new Ends)
   private val data = own(new Memory)
 
+  override def nbytes: Long = 4L * length + ends.last
+
   override protected def add(from: SpecializedGetters, ordinal: Int): Unit =
     if (strings) {
       val value = from.getUTF8String(ordinal)
@@ -268,6 +304,8 @@ final class ListColumn(parts: Column*) extends Column {
   private val ends = own(new Ends)
   parts.foreach(own(_))
 
+  override def nbytes: Long = 4L * length + parts.map(_.nbytes).sum
+
   override protected def add(from: SpecializedGetters, ordinal: Int): Unit = {
     if (parts.length == 1) {
       val list = from.getArray(ordinal)
@@ -296,6 +334,8 @@ final class ListColumn(parts: Column*) extends Column {
 
 final class StructColumn(fields: Array[Column], nullable: Array[Boolean]) extends Column {
   fields.foreach(own(_))
+
+  override def nbytes: Long = fields.iterator.map(_.nbytes).sum
 
   override protected def add(from: SpecializedGetters, ordinal: Int): Unit = {
     val struct = from.getStruct(ordinal, fields.length)

@@ -38,7 +38,13 @@ class DatasetReaderFactory(python: Python, reader: String, columns: StructType) 
 }
 
 /** Some rows of arrays, from one on. */
-case class Rows(columns: Seq[ArrayData], places: Places, from: Int, count: Int)
+case class Rows(columns: Seq[ArrayData], places: Places, from: Int, count: Int) {
+  /** The same for Spark. */
+  def batch(schema: StructType): ColumnarBatch =
+    new ColumnarBatch(schema.fields.zip(columns).map { case (field, data) =>
+      Vectors.of(field.dataType, field.nullable, new ArrayPlace(data, places, field.name, from, count))
+    }, count)
+}
 
 /** The batches of a partition. What they hold may be looked at until the next one is asked for. */
 trait Batches extends AutoCloseable {
@@ -59,16 +65,14 @@ class DatasetPartitionReader(sidecar: Sidecar, reader: String, partition: String
 
   private def open(direct: Boolean): Batches = {
     val told = sidecar.call("open", "reader" -> reader, "partition" -> partition, "direct" -> direct)
-    if (!told.has("server")) new SharedBatches(sidecar, told.get("stream").asLong)
+    if (!told.has("server")) SharedBatches.of(sidecar, told.get("stream").asLong)
     else ServerBatches.open(sidecar, reader, told.get("server")).getOrElse(open(direct = false))
   }
 
   override def next(): Boolean = {
     asking = Thread.currentThread
     val found = Option(batches).flatMap(_.next())
-    for (rows <- found) current = new ColumnarBatch(columns.fields.zip(rows.columns).map { case (field, data) =>
-      Vectors.of(field.dataType, field.nullable, new ArrayPlace(data, rows.places, field.name, rows.from, rows.count))
-    }, rows.count)
+    for (rows <- found) current = rows.batch(columns)
     if (found.isEmpty) end(this)
     found.isDefined
   }
@@ -108,15 +112,15 @@ object Feeders {
   }
 }
 
-/** Batches in files that are shared with the sidecar, which holds them. */
-final class SharedBatches(sidecar: Sidecar, stream: Long) extends Batches {
+/** Batches in files that are shared with a process of Python, which holds them: `ask` asks it for the next. */
+final class SharedBatches(ask: () => JsonNode, end: () => Unit) extends Batches {
   private val regions = new Regions
   private var batches: Iterator[JsonNode] = Iterator.empty
   private var ended = false
 
   override def next(): Option[Rows] = {
     while (!batches.hasNext && !ended) {
-      val answer = sidecar.await("next", "stream" -> stream)
+      val answer = ask()
       answer.get("regions").elements.asScala.foreach(path => regions.add(path.asText))
       batches = answer.get("batches").elements.asScala
       ended = answer.get("ended").asBoolean
@@ -128,8 +132,14 @@ final class SharedBatches(sidecar: Sidecar, stream: Long) extends Batches {
 
   override def close(): Unit = {
     regions.close()
-    sidecar.call("close", "stream" -> stream) // if it has ended, what was read last may have been used again before
+    end() // if that process has ended, what was read last may have been used again before
   }
+}
+
+object SharedBatches {
+  /** A stream of the sidecar. */
+  def of(sidecar: Sidecar, stream: Long): SharedBatches = new SharedBatches(
+    () => sidecar.await("next", "stream" -> stream), () => sidecar.call("close", "stream" -> stream))
 }
 
 /** Files that are shared with the sidecar, by number, mapped where they are looked at. */

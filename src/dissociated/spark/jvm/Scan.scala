@@ -131,8 +131,10 @@ case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, colu
     }.toArray[InputPartition]
   }
 
-  override def createReaderFactory(): PartitionReaderFactory =
-    new DatasetReaderFactory(python, plan.get("reader").asText, columns)
+  override def createReaderFactory(): PartitionReaderFactory = new DatasetReaderFactory(python, reader, columns)
+
+  /** What is read, as the sidecar says it, and any process of Python with dissociated understands it. */
+  private[dissociated] def reader: String = plan.get("reader").asText
 }
 
 /** What one task reads; `what` says so to the sidecar, and `hosts` where it lies. */

@@ -107,7 +107,7 @@ object ServerBatches extends Logging {
            layout <- Option(sidecar.call("layout", "reader" -> reader, "schema" -> bytes)).filterNot(_.isNull);
            first = messages.receive() if !first.exists(one => isCompressed(batch(server, one._1))))
         yield new ServerBatches(server, messages, told, layout, first, (header, body) => withFile(body) { file =>
-          new SharedBatches(sidecar, sidecar.call("decode", "reader" -> reader, "schema" -> bytes,
+          SharedBatches.of(sidecar, sidecar.call("decode", "reader" -> reader, "schema" -> bytes,
             "header" -> Vectors.bytes(header.address, header.size.toInt), "body" -> file, "max_body" -> server.maxBody)
             .get("stream").asLong)
         })

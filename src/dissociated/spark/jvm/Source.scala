@@ -49,7 +49,7 @@ object Source extends Logging {
   def enabled: Boolean = fits && SQLConf.get.getConfString("spark.dissociated.jvm", "true").toBoolean
 
   /** Whether this was compiled for the Spark that runs: its internal interfaces differ between releases. */
-  private lazy val fits = {
+  lazy val fits: Boolean = {
     val made = new String(getClass.getResourceAsStream("spark-version").readAllBytes(), UTF_8)
     if (made != SPARK_VERSION) logWarning(s"the jar of dissociated is for Spark $made, and this is $SPARK_VERSION: its " +
       "data source in Python stands in, which is slower. Run `dissociated spark-jar` with this Spark")

@@ -17,6 +17,7 @@ import org.apache.spark.sql.catalyst.expressions.{UnsafeProjection, UnsafeRow}
 import org.apache.spark.sql.connector.write._
 import org.apache.spark.sql.connector.write.streaming.{StreamingDataWriterFactory, StreamingWrite}
 import org.apache.spark.sql.types.StructType
+import org.apache.spark.sql.vectorized.ColumnarBatch
 
 /**
  * Takes whether Spark wants to replace what there is, or to add to it. It is written in Python where rows must be made to
@@ -102,24 +103,15 @@ class SegmentWriterFactory(plan: WritePlan) extends DataWriterFactory with Strea
 class SegmentWriter(plan: WritePlan, partition: Int, segment: String, key: Option[String])
     extends DataWriter[InternalRow] {
   private val sidecar = Sidecar.of(plan.python)
-  private val columns = plan.columns.fields.map(field => Column.of(field.dataType))
-  private val waiting = new RowBuffer(columns.length)
+  private val batch = new BatchBuilder(plan.columns)
   private var begun = false
   private var file: SegmentFile = _ // null where nothing is to be written
   private var written = 0L // rows
-  private var rows = 0 // in the columns
-  private var size = 0L // bytes of these
-  private lazy val project = UnsafeProjection.create(plan.columns)
 
   override def write(row: InternalRow): Unit = if (file != null || begin()) {
-    val unsafe = row match {
-      case one: UnsafeRow => one
-      case other => project(other)
-    }
-    if (!waiting.add(unsafe)) {
-      take()
-      if (rows >= SegmentWriter.MaxRows || size + unsafe.getSizeInBytes > SegmentWriter.MaxBytes) flush()
-      waiting.add(unsafe)
+    if (!batch.add(row)) {
+      flush()
+      batch.add(row)
     }
   }
 
@@ -132,29 +124,14 @@ class SegmentWriter(plan: WritePlan, partition: Int, segment: String, key: Optio
     file != null
   }
 
-  /** The rows that wait go into the columns. */
-  private def take(): Unit = {
-    rows += waiting.count
-    size += waiting.size
-    for (index <- columns.indices) columns(index).take(waiting, index)
-    waiting.clear()
-  }
-
-  /** The columns become a record batch. */
-  private def flush(): Unit = if (rows > 0) {
-    val layout = new Layout
-    columns.foreach(_.describe(layout))
+  private def flush(): Unit = batch.take { (rows, layout) =>
     file.write(layout.message(rows, file.position))
-    columns.foreach(_.clear())
     written += rows
-    rows = 0
-    size = 0
   }
 
   override def commit(): WriterCommitMessage =
     if (file == null) SegmentWritten(partition, null, null, 0, 0)
     else {
-      take()
       flush()
       file.close()
       val nbytes = sidecar.call("finish", "segment" -> segment, "size" -> file.position).asLong
@@ -168,13 +145,70 @@ class SegmentWriter(plan: WritePlan, partition: Int, segment: String, key: Optio
 
   override def close(): Unit = {
     if (file != null) file.close()
-    (waiting +: columns).foreach(_.free())
+    batch.free()
   }
 }
 
-object SegmentWriter {
-  private val MaxRows = 1 << 18
+/** Rows, or columns, that become record batches of some size. */
+final class BatchBuilder(schema: StructType, maxRows: Int = BatchBuilder.MaxRows) extends Native {
+  private val columns = schema.fields.map(field => own(Column.of(field.dataType)))
+  private val waiting = own(new RowBuffer(columns.length))
+  private var rows = 0 // in the columns
+  private var size = 0L // bytes of these
+  private lazy val project = UnsafeProjection.create(schema)
+
+  /** Adds a row. False, and it is not added, if the batch is full: take the batch first. */
+  def add(row: InternalRow): Boolean = {
+    val unsafe = row match {
+      case one: UnsafeRow => one
+      case other => project(other)
+    }
+    (rows + waiting.count < maxRows || rows + waiting.count == 0) && (waiting.add(unsafe) || {
+      gather()
+      val fits = rows < BatchBuilder.MaxRows && size + unsafe.getSizeInBytes <= BatchBuilder.MaxBytes
+      if (fits) waiting.add(unsafe)
+      fits
+    })
+  }
+
+  /** Adds rows of columns, from one on, and returns how many. 0 if the batch is full: take the batch first. */
+  def add(batch: ColumnarBatch, from: Int): Int = {
+    val count = Seq(BatchBuilder.Chunk, batch.numRows - from, maxRows - rows).min
+    if (count <= 0 || size > BatchBuilder.MaxBytes) 0
+    else {
+      Loop.over(columns.length)(index => columns(index).take(batch.column(index), from, count))
+      rows += count
+      size = columns.iterator.map(_.nbytes).sum
+      count
+    }
+  }
+
+  /** The rows that wait go into the columns. */
+  private def gather(): Unit = {
+    rows += waiting.count
+    size += waiting.size
+    Loop.over(columns.length)(index => columns(index).take(waiting, index))
+    waiting.clear()
+  }
+
+  /** Gives what there is to `write` as a record batch, if there are any rows, and begins anew. */
+  def take(write: (Int, Layout) => Unit): Unit = {
+    gather()
+    if (rows > 0) {
+      val layout = new Layout
+      columns.foreach(_.describe(layout))
+      write(rows, layout)
+      columns.foreach(_.clear())
+      rows = 0
+      size = 0
+    }
+  }
+}
+
+object BatchBuilder {
+  val MaxRows: Int = 1 << 18
   private val MaxBytes = 1L << 23
+  private val Chunk = 1024 // rows of columns that are copied before anybody looks at their size
 }
 
 /** Where arrays lie that become a record batch. All is aligned in the file, and filled up with zeros. */
@@ -216,10 +250,20 @@ final class SegmentFile(sidecar: Sidecar, segment: String, place: JsonNode) exte
   def write(parts: Seq[ByteBuffer]): Unit = {
     val end = position + parts.iterator.map(_.remaining.toLong).sum
     if (end > room) room = sidecar.call("reserve", "segment" -> segment, "size" -> end).asLong
-    val all = parts.toArray
-    try while (position < end) position += channel.write(all)
+    try position += SegmentFile.write(channel, parts)
     catch { case error: IOException => throw Failure(s"writing $segment: $error") }
   }
 
   override def close(): Unit = channel.close()
+}
+
+object SegmentFile {
+  /** Writes all of these, and returns how many bytes that are. */
+  def write(channel: FileChannel, parts: Seq[ByteBuffer]): Long = {
+    val all = parts.toArray
+    val size = all.iterator.map(_.remaining.toLong).sum
+    var written = 0L
+    while (written < size) written += channel.write(all)
+    size
+  }
 }

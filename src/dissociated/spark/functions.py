@@ -1,0 +1,328 @@
+"""Python functions over the batches of a DataFrame, without a socket for the data.
+
+Spark's own Python worker runs the function. References travel over a socket between the task and the worker, and the
+batches lie in memory that both map:
+
+    task      writes the rows of its partition into a memfd of the worker, one batch at a time, when the function asks
+    worker    maps the batch, or the segments of a dataset that is read directly, and calls the function
+    task      maps each batch that the function yields where it lies; the worker copies a batch into a memfd if needed
+
+The function runs only while the task waits for its next batch, so there is never more than one batch on its way.
+`jvm/Functions.scala` is the other half.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, closing
+from itertools import chain
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import pyarrow as pa
+import pyarrow.types as types
+
+from dissociated.errors import OptionError, SourceError
+from dissociated.memory.private import SharedFile
+from dissociated.memory.region import AddressSpace, Region, reserve_base
+from dissociated.memory.shared import map_read_only
+from dissociated.spark.columns import is_readable, spark_type
+from dissociated.spark.pickled import unpickled
+from dissociated.spark.stream import SharedStream
+from dissociated.spark.types import conform, function_schema
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from pyspark.sql.types import StructType
+
+#: A function that maps the batches of a partition.
+MapFunction = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
+
+_NAME = "dissociated_map_in_arrow"  # by which Spark's JVM recognizes the function
+_COLUMN = "dissociated.conversation"
+_LEAST_SIZE = 1 << 24  # bytes of a memfd that are mapped, most of them unused
+_MAX_REUSED = 64  # memfds of one partition; each takes two descriptors
+
+
+def map_in_arrow(
+    df: DataFrame, function: MapFunction, schema: StructType | str, barrier: bool = False, profile: Any = None
+) -> DataFrame:
+    """Map the batches of each partition by a Python function, as `DataFrame.mapInArrow` does, in shared memory.
+
+    The data source for Spark's JVM is needed. Without it, and for types that it does not have, this is `mapInArrow`.
+
+        def late(batches):
+            for batch in batches:
+                yield batch.filter(pc.field("dep_delay") > 60)
+
+        map_in_arrow(df, late, df.schema)
+
+    Args:
+        df: The DataFrame.
+        function: A function that takes an iterator of the pyarrow.RecordBatch of a partition, and returns an iterator
+            of result batches. Spark's Python workers run it, lazily and again after a failure.
+        schema: Spark's schema of the results, or its text. Columns are matched by position.
+        barrier: Must be False.
+        profile: Must be None.
+
+    Returns:
+        The results, for use in any plan.
+
+    Raises:
+        OptionError: `barrier` or `profile` is given.
+    """
+    from pyspark.sql.types import DataType, StructType
+
+    if barrier or profile is not None:
+        raise OptionError(
+            "map_in_arrow has no barrier mode and no resource profile: use DataFrame.mapInArrow for these"
+        )
+    fields = DataType.fromDDL(schema) if isinstance(schema, str) else schema
+    if not isinstance(fields, StructType):
+        return df.mapInArrow(function, schema)  # Spark itself refuses it
+    timezone = df.sparkSession.conf.get("spark.sql.session.timeZone")
+    assert timezone is not None, "it has a default"
+    try:
+        mapped = _MappedFunction(function, function_schema(df.schema, timezone), function_schema(fields, timezone))
+    except SourceError:
+        return df.mapInArrow(function, schema)  # Spark itself knows whether it takes these types
+    return df.mapInArrow(mapped, schema)
+
+
+class _MappedFunction:
+    """A user's function in the form that Spark calls in its workers.
+
+    Spark calls it with the batches of a partition; or, by the data source for its JVM, with one row that tells how to
+    reach the task.
+    """
+
+    def __init__(self, function: MapFunction, input_schema: pa.Schema, output_schema: pa.Schema) -> None:
+        self.__name__ = _NAME
+        self._function = function
+        self._input_schema = input_schema
+        self._output_schema = output_schema
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        first = next(batches, None)
+        if first is None or first.schema.names != [_COLUMN]:
+            yield from self._results(batches if first is None else chain([first], batches))
+        else:
+            start = json.loads(first.column(0)[0].as_py())
+            with _Conversation(start["socket"]) as conversation:
+                self._converse(conversation, start)
+            yield from ()
+
+    def _converse(self, conversation: _Conversation, start: Mapping[str, Any]) -> None:
+        """Answer the task with batches until there are no more, or it needs no more."""
+        with ExitStack() as stack:
+            memory = stack.enter_context(_InputMemory())
+            spaces = [memory.space]
+            inputs = self._dataset(start, spaces) if "reader" in start else self._written(conversation, memory)
+            stack.enter_context(closing(inputs))
+            results = self._checked(self._results(inputs))
+            stream = SharedStream(results, spaces, self._output_schema.types, max_batches=1, static_only=True)
+            stack.enter_context(closing(stream))
+            while conversation.receive("next") is not None:
+                answer = stream.next()
+                conversation.send(answer)
+                if answer["ended"]:
+                    return
+
+    def _written(self, conversation: _Conversation, memory: _InputMemory) -> Generator[pa.RecordBatch, None, None]:
+        """Yield the batches that the task writes."""
+        while True:
+            memfd = memory.take()
+            conversation.send({"write": memfd.path})
+            written = conversation.receive("size")
+            if written is None or not written["size"]:
+                return
+            yield pa.ipc.read_record_batch(pa.ipc.read_message(memfd.read(written["size"])), self._input_schema)
+
+    def _dataset(self, start: Mapping[str, Any], spaces: list[AddressSpace]) -> Generator[pa.RecordBatch, None, None]:
+        """Yield the batches of a partition of a dataset, in the memory of its segments."""
+        reader, partition = unpickled(start["reader"]), unpickled(start["partition"])
+        with closing(reader.batches(partition, start["max_rows"], spaces)) as batches:
+            for batch in batches:
+                if batch.num_rows:
+                    yield conform(batch, self._input_schema)
+
+    def _results(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        results = self._function(batches)
+        if not isinstance(results, Iterator):
+            raise SourceError(f"the function returns {type(results).__name__}, not an iterator of batches")
+        return results
+
+    def _checked(self, results: Iterator[pa.RecordBatch]) -> Generator[pa.RecordBatch, None, None]:
+        for batch in results:
+            if not isinstance(batch, pa.RecordBatch):
+                raise SourceError(f"the function yields {type(batch).__name__}, not pyarrow.RecordBatch")
+            found, declared = batch.schema.types, self._output_schema
+            if len(found) != len(declared):
+                raise SourceError(f"the function yields {len(found)} columns, and its schema has {len(declared)}")
+            for type_, field in zip(found, declared, strict=True):
+                if not _is_same(type_, field.type) and not (
+                    is_readable(type_) and _is_same(spark_type(type_), field.type)
+                ):
+                    raise SourceError(f"the function yields column {field.name!r} as {type_}, not as {field.type}")
+            batch.validate()
+            yield batch
+
+
+def _is_same(one: pa.DataType, other: pa.DataType) -> bool:
+    """Return whether two types are the same type of Spark: they may differ in time zones and nullability."""
+    if types.is_timestamp(one) and types.is_timestamp(other):
+        return bool(one.unit == other.unit and (one.tz is None) == (other.tz is None))
+    if not types.is_nested(one):
+        return bool(one.equals(other))
+    if one.id != other.id or one.num_fields != other.num_fields:
+        return False
+    fields = [(one.field(number), other.field(number)) for number in range(one.num_fields)]
+    names = types.is_struct(one)
+    return all(_is_same(a.type, b.type) and (not names or a.name == b.name) for a, b in fields)
+
+
+class _Conversation:
+    """The connection to the task whose function runs in this worker: lines of JSON, in both directions.
+
+    Several threads may receive, since a function may ask for its batches in a thread of its own.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(path)
+        self._lines = self._socket.makefile("r", encoding="utf-8")
+        self._received: dict[str, Any] = {}
+        self._ended = False
+        self._lock = threading.Lock()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        try:
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            self._ended = True  # the task has ended: `receive` tells the caller
+
+    def receive(self, kind: str) -> Any:
+        """Return the next message with the key `kind`; None if the task needs no more."""
+        with self._lock:
+            while kind not in self._received and not self._ended:
+                try:
+                    line = self._lines.readline()
+                except OSError:
+                    line = ""
+                if not line.endswith("\n"):
+                    self._ended = True
+                    break
+                message = json.loads(line)
+                self._received.update(dict.fromkeys(message, message))
+            return self._received.pop(kind, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lines.close()
+        self._socket.close()
+
+
+class _InputMemory:
+    """The memfds into which a task writes the batches of its function.
+
+    A memfd is written again when no object in this process holds its batch any more. Mappings stay until the end of the
+    partition, because the places of result batches refer to their addresses.
+    """
+
+    def __init__(self) -> None:
+        self.space = AddressSpace()
+        self._free: list[_Memfd] = []
+        self._all: list[_Memfd] = []
+        self._closed = False
+
+    def take(self) -> _Memfd:
+        """Return a memfd whose batch nobody holds."""
+        if self._free:
+            return self._free.pop()
+        if len(self._all) == _MAX_REUSED:
+            return _Memfd()
+        memfd = _ReusedMemfd(self.space, self._give_back)
+        self._all.append(memfd)
+        return memfd
+
+    def _give_back(self, memfd: _ReusedMemfd) -> None:
+        """Take a memfd back. This is called in any thread that drops a batch."""
+        if self._closed:
+            return  # The JVM may still read the last result batch, which may lie there.
+        if self._free:
+            memfd.discard()
+        self._free.append(memfd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed = True
+        for memfd in self._all:
+            memfd.close()
+
+
+class _Memfd:
+    """A memfd for one batch, whose memory is freed when the batch is collected."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create("dissociated:function", os.MFD_CLOEXEC)
+        os.fchmod(self._descriptor, 0o600)
+
+    @property
+    def path(self) -> str:
+        """The path by which the task opens the memfd."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def read(self, size: int) -> pa.Buffer:
+        """Return the first `size` bytes, which the task has written."""
+        memory = map_read_only(self._descriptor, size)
+        self.close()
+        return memory
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class _ReusedMemfd(_Memfd):
+    """A memfd that is written again when its batch was collected. It is a region of `space`."""
+
+    def __init__(self, space: AddressSpace, give_back: Callable[[_ReusedMemfd], None]) -> None:
+        super().__init__()
+        self._space = space
+        self._give_back = give_back
+        self._memory = pa.py_buffer(b"")
+
+    def read(self, size: int) -> pa.Buffer:
+        if size > self._memory.size:
+            whole = max(_LEAST_SIZE, 1 << (size - 1).bit_length())
+            os.ftruncate(self._descriptor, whole)
+            self._memory = map_read_only(self._descriptor, whole)
+            self._space.add(Region(reserve_base(whole), self._memory, file=SharedFile(os.dup(self._descriptor))))
+        holder = _Holder(self._memory)
+        weakref.finalize(holder, self._give_back, self).atexit = False
+        return pa.foreign_buffer(self._memory.address, size, holder)
+
+    def discard(self) -> None:
+        """Free the memory. The mappings stay."""
+        size = os.fstat(self._descriptor).st_size
+        os.ftruncate(self._descriptor, 0)
+        os.ftruncate(self._descriptor, size)
+
+
+class _Holder:
+    """The owner of the memory of one batch."""
+
+    def __init__(self, memory: pa.Buffer) -> None:
+        self.memory = memory

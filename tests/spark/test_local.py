@@ -1,0 +1,160 @@
+"""DataFrames of Spark, and data of this process, through shared memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+from dissociated.errors import SourceError
+from dissociated.spark import create_dataframe, to_arrow, to_pandas, to_polars
+from helpers import wait_until
+
+from .conftest import IN_JVM
+from .test_datasource import NATIVE
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+
+def every_type(spark: SparkSession) -> DataFrame:
+    values = [f"IF(id % 3 = 1, NULL, {value}) AS `{name}`" for name, value in NATIVE.items()]
+    return spark.range(0, 120, numPartitions=3).selectExpr("id", *values)
+
+
+def shared_memory() -> int:
+    """Return the bytes of memfds that this process has mapped."""
+    total = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:dissociated" in line:
+            start, end = line.split()[0].split("-")
+            total += int(end, 16) - int(start, 16)
+    return total
+
+
+def memfds() -> set[int]:
+    """Return the inodes of the memfds that this process has open."""
+    found = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # it was closed meanwhile
+            if "memfd:dissociated" in os.readlink(link):
+                found.add(os.stat(link).st_ino)
+    return found
+
+
+def collect_garbage(spark: SparkSession) -> None:
+    """Collect what neither Python nor Java uses, in both."""
+    gc.collect()
+    jvm: Any = spark._jvm
+    jvm.java.lang.System.gc()
+
+
+def test_to_arrow_is_that_of_spark(spark: SparkSession) -> None:
+    df = every_type(spark)
+    found = to_arrow(df)
+    found.validate(full=True)
+    # Spark's own toArrow refuses a null struct whose fields are not nullable.
+    assert found.drop_columns("record") == df.drop("record").toArrow()
+    assert found["record"].to_pylist() == [None if n % 3 == 1 else {"x": n, "y": {"z": f"z{n}"}} for n in range(120)]
+    assert found["id"].to_pylist() == [*range(120)]
+    assert to_arrow(df.where("id < 0")) == df.where("id < 0").toArrow()
+    assert to_arrow(df.where("id > 100")).num_rows == 19  # some partitions are empty
+    assert to_arrow(df.select()).num_rows == 120
+
+
+def test_to_arrow_takes_rows_in_the_order_of_a_sorted_dataframe(spark: SparkSession) -> None:
+    assert to_arrow(spark.range(0, 10_000).orderBy("id", ascending=False))["id"].to_pylist() == [*range(9_999, -1, -1)]
+
+
+def test_to_arrow_lies_in_shared_memory_until_nobody_holds_it(spark: SparkSession) -> None:
+    before = shared_memory()
+    table = to_arrow(spark.range(0, 1_000_000, numPartitions=2))
+    assert pa.total_allocated_bytes() < table.nbytes
+    assert shared_memory() - before >= table.nbytes
+    part = table.slice(5, 3)
+    del table
+    assert part["id"].to_pylist() == [5, 6, 7]
+    del part
+    assert shared_memory() == before
+
+
+def test_to_polars_and_to_pandas(spark: SparkSession) -> None:
+    df = spark.range(0, 1_000, numPartitions=2).selectExpr("id", "CAST(id AS STRING) AS text", "id / 2D AS half")
+    polars, pandas = to_polars(df), to_pandas(df)
+    assert polars.rows() == [(n, str(n), n / 2) for n in range(1_000)]
+    assert [*pandas.itertuples(index=False, name=None)] == polars.rows()
+
+
+def test_to_arrow_of_a_killed_task_has_each_row_once(spark: SparkSession, tmp_path: Path) -> None:
+    once = str(tmp_path / "once")
+
+    def failing(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        yield from batches
+        if not os.path.exists(once):
+            Path(once).touch()
+            os.kill(os.getpid(), 9)
+
+    df = spark.range(0, 1_000, numPartitions=2).mapInArrow(failing, "id bigint")
+    assert sorted(to_arrow(df)["id"].to_pylist()) == [*range(1_000)]
+    with pytest.raises(Exception, match="DIVIDE_BY_ZERO"):
+        to_arrow(spark.range(1).selectExpr("1 / (id - id)"))
+    assert not [thread for thread in threading.enumerate() if thread.name == "dissociated-receiver"]
+
+
+@pytest.mark.parametrize("kind", ["table", "batch", "reader", "polars", "pandas"])
+def test_create_dataframe_of_any_table(spark: SparkSession, kind: str) -> None:
+    table = pa.table({"n": [*range(1_000)], "text": [None if n % 7 == 0 else str(n) for n in range(1_000)]})
+    data: Any = {
+        "table": lambda: table,
+        "batch": lambda: table.to_batches()[0],
+        "reader": table.to_reader,
+        "polars": lambda: pl.from_arrow(table),
+        "pandas": lambda: pd.DataFrame({"n": range(1_000), "text": table["text"].to_pylist()}, index=range(5, 1_005)),
+    }[kind]()
+    df = create_dataframe(spark, data)
+    assert df.columns == ["n", "text"]
+    assert df.orderBy("n").collect() == [*zip(range(1_000), table["text"].to_pylist(), strict=True)]
+    assert df.where("text IS NULL").count() == 143
+    with pytest.raises(SourceError, match="int is no table"):
+        create_dataframe(spark, 5)
+
+
+def test_create_dataframe_of_every_type_and_back(spark: SparkSession) -> None:
+    table = to_arrow(every_type(spark))
+    found = to_arrow(create_dataframe(spark, table).orderBy("id"))
+    assert found.to_pylist() == table.to_pylist()
+
+
+def test_create_dataframe_of_a_handle_reads_its_version(spark: SparkSession, client: dis.Client) -> None:
+    client.put("numbers", pa.table({"n": [1, 2, 3]}))
+    df = create_dataframe(spark, client.dataset("numbers"))
+    assert sorted(df.collect()) == [(1,), (2,), (3,)]
+
+
+@pytest.mark.skipif(IN_JVM == "false", reason="Spark's own createDataFrame stands in")
+def test_a_created_dataframe_is_kept_for_its_plans_and_then_dropped(spark: SparkSession) -> None:
+    before = memfds()
+    df = create_dataframe(spark, pa.table({"n": range(100_000)}))
+    added = memfds() - before
+    assert added
+    derived = df.where("n > 10").selectExpr("n + 1 AS m")
+    del df
+    collect_garbage(spark)
+    assert derived.count() == 99_989
+    del derived
+
+    def is_free() -> bool:
+        collect_garbage(spark)
+        return not memfds() & added
+
+    wait_until(is_free, "its memory is free")
