@@ -293,7 +293,7 @@ class SocketConnection(Connection):
     def _check_acknowledged(self) -> None:
         """Raise ConnectionClosed if data is on its way, and the peer's host has been silent for `_MAX_SILENCE`.
 
-        The host of a peer that takes nothing acknowledges the kernel's probes. Linux before 6.15 would try for minutes.
+        The host of a peer that takes nothing acknowledges the kernel's probes. The kernel alone would try for minutes.
         """
         if self._socket.family == socket.AF_UNIX:
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from contextlib import suppress
 from typing import Any
 
 from dissociated.errors import UriError
@@ -12,21 +11,17 @@ from dissociated.transport.framed.connection import SocketConnection, SocketList
 from dissociated.uri import Uri
 
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 2))  # seconds, probes
-_TCP_RTO_MAX_MS = 44  # of Linux 6.15; the module `socket` has no name for it
 
 
 def configure_socket(sock: socket.socket) -> socket.socket:
     """Set options on a socket, which is returned: send at once, and notice a peer that has vanished."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A host that vanished is noticed within 15 seconds, also while a server waits for leases.
+    # A host that vanished is noticed within 15 seconds, also while a server waits for leases. The kernel sends no
+    # keepalive while data waits for an acknowledgement: `SocketConnection` then asks for the last acknowledgement.
+    # TCP_USER_TIMEOUT and TCP_RTO_MAX_MS would also end connections to a live peer that reads nothing for a while.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE:
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
-    # The kernel sends no keepalive while data waits for an acknowledgement. It gives up after 15 attempts, with up to
-    # two minutes between them. TCP_USER_TIMEOUT would also end connections to a live peer that reads nothing for a
-    # while.
-    with suppress(OSError):
-        sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, 1000)
     return sock
 
 
