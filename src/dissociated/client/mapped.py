@@ -158,7 +158,7 @@ class MappedVersion:
         return None if all(passing) else [number for number, passes in enumerate(passing) if passes]
 
     def _statistics(self, columns: Sequence[int]) -> Statistics:
-        """Return the statistics, for at least these columns. Those of other columns are computed once."""
+        """Return the statistics, for at least these columns. Missing statistics of a column are computed once."""
         known = self._known
         missing = [column for column in columns if column not in known.bounds]
         if missing:
