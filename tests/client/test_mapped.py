@@ -146,6 +146,9 @@ def test_memory_is_given_back(node: Node, client: dis.Client) -> None:
         "left": leave,
         "collected": lambda handle: None,
         "queried": query,
+        "exported": lambda handle: handle.close() if len(pa.table(handle)) else None,
+        "read": lambda handle: handle.close() if len(handle.to_reader(batch_size=7).read_all()) else None,
+        "limited": lambda handle: handle.close() if len(handle.head(3)) else None,
     }
     query(mapped(client, "plain"))  # the engines keep some descriptors for themselves
     gc.collect()  # expected errors of other tests hold their handles
