@@ -130,8 +130,12 @@ class Cluster:
         """Lose all packets to and from a host, as if its cable was pulled."""
         self._tell(f"cut {self.addresses[name]}")
 
+    def allow(self, name: str, *ports: int) -> None:
+        """Drop connections from other hosts to any other TCP port of a host, like a firewall."""
+        self._tell(f"allow {self.addresses[name]} {' '.join(map(str, ports))}")
+
     def mend(self, name: str) -> None:
-        """Let the packets of a host pass again."""
+        """Undo `cut` and `allow`."""
         self._tell(f"mend {self.addresses[name]}")
 
     def packets(self) -> int:

@@ -10,6 +10,7 @@ import pytest
 from certificates import certificates
 from cluster.hosts import Cluster
 from helpers import wait_until
+from machine import needs
 
 pytestmark = pytest.mark.needs("namespaces")
 
@@ -31,6 +32,21 @@ import sys, pyarrow as pa, dissociated as dis
 batch = pa.record_batch({"n": pa.array(range(1 << 17), pa.int64())})
 with dis.connect(sys.argv[1], tls_roots=sys.argv[2]) as client:
     client.put("d", pa.RecordBatchReader.from_batches(batch.schema, [batch] * 64))
+"""
+
+
+#: A server of one dataset at a URI, which it announces by a name. It prints the locations.
+SERVER = """
+import sys, pyarrow as pa, dissociated as dis
+with dis.Server([sys.argv[1]], catalog="grpc://0.0.0.0:8817", advertise=sys.argv[2]) as server:
+    server.publish("d", pa.table({"n": [1, 2, 3]}))
+    print(*server.locations("d"), flush=True)
+    sys.stdin.read()
+"""
+READ = """
+import sys, dissociated as dis
+with dis.connect(sys.argv[1], timeout=5) as client:
+    print(client.read("d", transport=sys.argv[2]).read_all()["n"].to_pylist())
 """
 
 
@@ -102,3 +118,35 @@ def test_a_reader_whose_host_is_gone_is_noticed_and_one_that_only_pauses_is_kept
         wait_until(lambda: peers() == {cluster.addresses["c"]}, "the readers are noticed to be gone", 45)
         printed, _ = readers[2].communicate("\n\n", timeout=60)
         assert int(printed) == 64 << 17
+
+
+@pytest.mark.parametrize(
+    ("uri", "announced", "advice"),
+    [
+        pytest.param("tcp://0.0.0.0:8820", "tcp://b:8820", "", id="tcp"),
+        pytest.param("ucx://0.0.0.0:8820", "ucx://b:8820", "UCX_TCP_PORT_RANGE", id="ucx", marks=needs("ucx")),
+        pytest.param(
+            "fabric://0.0.0.0:8820", "fabric://10.87.0.2:8820", "FI_TCP_PORT_LOW_RANGE", id="rxm", marks=needs("fabric")
+        ),
+        pytest.param(
+            "fabric://0.0.0.0:8820?provider=tcp",
+            "fabric://b:8820",
+            "FI_TCP_PORT_LOW_RANGE",
+            id="fabric",
+            marks=needs("fabric, tcp"),
+        ),
+    ],
+)
+def test_a_listener_on_all_interfaces_is_read_from_another_host_and_says_which_ports_are_closed(
+    uri: str, announced: str, advice: str
+) -> None:
+    with Cluster("a", "b") as cluster:
+        server = cluster["b"].start("-c", SERVER, uri, "b")
+        assert server.stdout is not None
+        assert server.stdout.readline().startswith(f"{announced}?")
+        read = ("-c", READ, "grpc://b:8817", uri.partition(":")[0])
+        assert cluster["a"].run(*read).stdout == "[1, 2, 3]\n"
+        cluster.allow("b", 8817, 8820)
+        done = cluster["a"].run(*read, check=False)
+        assert (done.stdout == "[1, 2, 3]\n") != bool(advice)
+        assert advice in done.stderr
