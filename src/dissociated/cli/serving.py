@@ -148,7 +148,8 @@ def add_node(parser: argparse.ArgumentParser) -> None:
         "--listen",
         action="append",
         metavar="URI",
-        help="where to serve, may be repeated (default: shm: and tcp://127.0.0.1:0, or tls: with a certificate)",
+        help="where to serve, may be repeated (default: shm: and tcp://127.0.0.1:0, or tls: with a certificate); "
+        "tcp://0.0.0.0:8816?advertise=HOST:PORT says where clients reach it, if that differs",
     )
     parser.add_argument(
         "--flight",
