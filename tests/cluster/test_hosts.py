@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from certificates import certificates
-from cluster.hosts import Cluster
+from cluster.hosts import Cluster, answer
 from helpers import wait_until
 from machine import needs
 
@@ -103,10 +103,8 @@ def test_a_reader_whose_host_is_gone_is_noticed_and_one_that_only_pauses_is_kept
         readers = []
         for host in "aac":  # both readers of a vanish: one that has read everything, and one that reads on later
             readers.append(cluster[host].start("-c", READER, uri.format("b"), made.roots, transport))
-            assert readers[-1].stdout.readline() == "reached\n"
-        readers[0].stdin.write("\n")
-        readers[0].stdin.flush()
-        assert int(readers[0].stdout.readline()) == 64 << 17
+            assert answer(readers[-1]) == "reached\n"
+        assert int(answer(readers[0], "\n")) == 64 << 17
 
         def peers() -> set[str]:
             where = (uri.format("localhost"), "--json", "--tls-roots", made.roots)
@@ -142,8 +140,7 @@ def test_a_listener_on_all_interfaces_is_read_from_another_host_and_says_which_p
 ) -> None:
     with Cluster("a", "b") as cluster:
         server = cluster["b"].start("-c", SERVER, uri, "b")
-        assert server.stdout is not None
-        assert server.stdout.readline().startswith(f"{announced}?")
+        assert answer(server).startswith(f"{announced}?")
         read = ("-c", READ, "grpc://b:8817", uri.partition(":")[0])
         assert cluster["a"].run(*read).stdout == "[1, 2, 3]\n"
         cluster.allow("b", 8817, 8820)

@@ -54,10 +54,12 @@ def test_a_commit_waits_for_a_node_that_has_segments(
     node = start(*arguments)
     gate = tmp_path / "gate"
 
-    def gated(batches):  # type: ignore[no-untyped-def]
+    def gated(batches):
         from pyspark import TaskContext
 
-        if TaskContext.get().partitionId() == 1:
+        context = TaskContext.get()
+        assert context is not None
+        if context.partitionId() == 1:
             while not gate.exists():
                 pass
         yield from batches

@@ -117,9 +117,8 @@ class CatalogService(ProcessBound):
                 undo.callback(database.close)
             use_grpc()
             located, advertised = Uri.parse(uri).split_advertised()
-            uri = _check_place(
-                str(located) if advertised.host else uri
-            )  # gRPC would report the errors found here, with much else, on stderr.
+            # gRPC would report the errors found here, with much else, on stderr.
+            uri = _check_place(str(located) if advertised.host else uri)
             try:
                 self._flight = FlightServer(uri, **server_options(uri, security))
                 undo.callback(self._flight.shutdown)
