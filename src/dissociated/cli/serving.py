@@ -264,7 +264,7 @@ def _wait_for_end(node: Node, stop: StopSignal, idle_exit: float | None, empty_e
         now = time.monotonic()
         if not node.idle:
             busy = held = now
-        elif node.store.versions():
+        elif not node.empty:
             held = now
         if idle_exit is not None and now - busy > idle_exit:
             break

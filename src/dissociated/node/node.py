@@ -176,9 +176,14 @@ class Node(ProcessBound):
 
     @property
     def idle(self) -> bool:
-        """Whether no client is connected, no segment waits for its commit, and no writer is about to stage one."""
-        asked = time.monotonic() - self.service.catalog.stage_asked_at < _STAGE_GRACE
-        return not asked and not self.server.connections and not any(self.store.staging.iterdir())
+        """Whether no client is connected and no segment waits for its commit."""
+        return not self.server.connections and not any(self.store.staging.iterdir())
+
+    @property
+    def empty(self) -> bool:
+        """Whether the store has no version, and no writer is about to stage a segment."""
+        is_awaited = time.monotonic() - self.service.catalog.stage_asked_at < _STAGE_GRACE
+        return not is_awaited and not self.store.versions()
 
     def retire(self) -> None:
         """Let the catalog of this node forget the node when it is closed, since it holds nothing."""
