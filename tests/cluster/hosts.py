@@ -98,8 +98,9 @@ def answer(process: subprocess.Popen[str], asked: str = "") -> str:
     """Write `asked` to a process that has pipes, and return the next line that it prints."""
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(asked)
-    process.stdin.flush()
+    if asked:
+        process.stdin.write(asked)
+        process.stdin.flush()
     return process.stdout.readline()
 
 

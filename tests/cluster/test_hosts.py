@@ -35,6 +35,33 @@ with dis.connect(sys.argv[1], tls_roots=sys.argv[2]) as client:
 """
 
 
+#: A client that appends 0, 1, 2 ... until it is told to stop. It repeats an append that failed, unless it was published.
+#: It prints the count.
+APPEND = """
+import select, sys, time, pyarrow as pa, dissociated as dis
+from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError
+
+def rows(client):
+    while True:
+        try:
+            return client.describe("d").rows
+        except DatasetNotFound:
+            return 0
+        except DissociatedError:
+            time.sleep(0.2)
+
+count = 0
+with dis.connect(sys.argv[1], timeout=30) as client:
+    while not select.select([sys.stdin], [], [], 0)[0]:
+        try:
+            client.put("d", pa.table({"n": [count]}), mode="append", transport="grpc")
+        except DissociatedError:
+            if rows(client) == count:
+                continue
+        count += 1
+        print("appended", flush=True)
+print(count, flush=True)
+"""
 #: A server of one dataset at a URI, which it announces by a name. It prints the locations.
 SERVER = """
 import sys, pyarrow as pa, dissociated as dis
@@ -147,3 +174,21 @@ def test_a_listener_on_all_interfaces_is_read_from_another_host_and_says_which_p
         done = cluster["a"].run(*read, check=False)
         assert (done.stdout == "[1, 2, 3]\n") != bool(advice)
         assert advice in done.stderr
+
+
+def test_puts_and_appends_over_a_link_that_is_cut_count_once(tmp_path: Path) -> None:
+    """The link is cut while a client appends, and mended. The client repeats only what was not published."""
+    with Cluster("a", "b", "c", delay=0.005) as cluster:
+        serve_catalog(cluster, tmp_path)
+        place = ("--store", "/dev/shm/store", "--listen", "tcp://0.0.0.0:8816", "--flight", "grpc://0.0.0.0:8817")
+        cluster["b"].dissociated("node", "--catalog", CATALOG, "--beat", "1", *place)
+        client = cluster["c"].start("-c", APPEND, CATALOG)
+        for name in "bcb":
+            assert answer(client) == "appended\n"
+            cluster.cut(name)
+            cluster["a"].run("-c", "import time; time.sleep(3)")  # an outage has no event to wait for
+            cluster.mend(name)
+        printed, _ = client.communicate("stop\n", timeout=100)
+        appended = int(printed.split()[-1])
+        read = cluster["c"].run("-c", READ, CATALOG, "tcp")
+        assert json.loads(read.stdout) == [*range(appended)]
