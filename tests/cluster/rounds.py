@@ -1,7 +1,7 @@
 """The round trips that reads and writes take between hosts: `python -m cluster.rounds`, run in `tests/`.
 
-A catalog, a node and a client run on hosts of their own. A round trip between two of them takes 200 ms, so the time of a
-call shows how many it waits for, whatever the processor does. Nothing here is a test: the numbers are for people.
+A catalog, a node and a client run on hosts of their own. A round trip between two of them takes 200 ms, so the time of
+a call shows how many it waits for, whatever the processor does. Nothing here is a test: the numbers are for people.
 """
 
 from __future__ import annotations
