@@ -69,6 +69,7 @@ CODES = {
     31: ("pyspark_not_found", "PySparkNotFound"),
     32: ("java_not_found", "JavaNotFound"),
     33: ("jar_not_made", "JarNotMade"),
+    34: ("node_unreachable", "NodeUnreachable"),
 }
 
 

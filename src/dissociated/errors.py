@@ -26,6 +26,7 @@
     ├── CatalogError             the catalog cannot be reached or refuses
     │   ├── CatalogUnreachable   no catalog answers at its address
     │   ├── CatalogDamaged       its database is corrupt
+    │   ├── NodeUnreachable      a node of the catalog that is needed does not answer
     │   └── DatasetNotFound      no dataset of that name, also a KeyError
     ├── DeviceError              a device fails, or its data cannot be accessed as requested
     │   ├── DeviceNotFound       no such device, or no driver or package for it, also a LookupError
@@ -272,6 +273,12 @@ class CatalogDamaged(CatalogError):
     code = "catalog_damaged"
 
 
+class NodeUnreachable(CatalogError):
+    """A node of a catalog that holds what is requested, or is to store it, and does not answer."""
+
+    code = "node_unreachable"
+
+
 class DatasetNotFound(CatalogError, KeyError):
     """A dataset name that the catalog does not know."""
 
@@ -354,6 +361,7 @@ NUMBERED_ERRORS: Mapping[int, type[DissociatedError]] = {
     31: PySparkNotFound,
     32: JavaNotFound,
     33: JarNotMade,
+    34: NodeUnreachable,
 }
 _CLASSES = {kind.code: kind for kind in NUMBERED_ERRORS.values()}
 #: Errors about the connection, the process or the device of the side that raises them. If a peer reports such an error,

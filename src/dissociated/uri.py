@@ -20,6 +20,8 @@ ANY_INTERFACE = ("0.0.0.0", "::")
 
 #: A parameter of this library: the want_data value that requests packed bodies, without addresses, of the same stream.
 PACKED = "packed"
+#: A parameter of a listener: HOST or HOST:PORT by which clients reach it, if these differ from where it listens.
+ADVERTISE = "advertise"
 #: A parameter of this library: the identity of the device, on this host, that the remote_handle belongs to.
 DEVICE = "device"
 
@@ -109,6 +111,27 @@ class Uri:
     def with_parameters(self, **changes: str) -> Uri:
         """Return a copy of this URI with `changes` added to its parameters, or replaced in them."""
         return replace(self, parameters=MappingProxyType({**self.parameters, **changes}))
+
+    def split_advertised(self) -> tuple[Uri, Uri]:
+        """Split the URI of a listener by its parameter `advertise`.
+
+        Returns:
+            The URI to listen at, and a URI with the host and port to announce. Both are missing there without the
+            parameter; the port is missing if it is that of the listener.
+
+        Raises:
+            UriError: if the parameter is no host, or the URI has no port.
+        """
+        parameters = dict(self.parameters)
+        written = parameters.pop(ADVERTISE, None)
+        if written is None:
+            return self, Uri(self.scheme)
+        advertised = Uri.parse(f"{self.scheme}://{written}")
+        if not advertised.host or advertised.path or advertised.parameters or advertised.host in ANY_INTERFACE:
+            raise UriError(f"{ADVERTISE}={written} in {self} is no HOST and no HOST:PORT that clients could reach")
+        if not self.host and self.path:
+            raise UriError(f"{self} has no port that could be advertised")
+        return replace(self, parameters=MappingProxyType(parameters)), advertised
 
     def with_packed_bodies(self) -> Uri | None:
         """Return the URI that requests the same stream as packed bodies; None if the server does not offer that."""

@@ -94,6 +94,16 @@ class Host:
         self._keeper.communicate()
 
 
+def answer(process: subprocess.Popen[str], asked: str = "") -> str:
+    """Write `asked` to a process that has pipes, and return the next line that it prints."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    if asked:
+        process.stdin.write(asked)
+        process.stdin.flush()
+    return process.stdout.readline()
+
+
 class Cluster:
     """Hosts with these names, each of which reaches the others by name. Use it as a context manager."""
 
@@ -114,7 +124,7 @@ class Cluster:
             command = [sys.executable, str(Path(__file__).with_name("link.py")), str(self._delay), *places]
             self._link = subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=1)
             stack.callback(self._link.communicate)  # it ends with its input
-            assert self._answer() == "ready"
+            assert answer(self._link) == "ready\n"
             self._resources = stack.pop_all()
         return self
 
@@ -130,8 +140,12 @@ class Cluster:
         """Lose all packets to and from a host, as if its cable was pulled."""
         self._tell(f"cut {self.addresses[name]}")
 
+    def allow(self, name: str, *ports: int) -> None:
+        """Drop connections from other hosts to any other TCP port of a host, like a firewall."""
+        self._tell(f"allow {self.addresses[name]} {' '.join(map(str, ports))}")
+
     def mend(self, name: str) -> None:
-        """Let the packets of a host pass again."""
+        """Undo `cut` and `allow`."""
         self._tell(f"mend {self.addresses[name]}")
 
     def packets(self) -> int:
@@ -139,10 +153,4 @@ class Cluster:
         return self._tell("mend 0.0.0.0")
 
     def _tell(self, line: str) -> int:
-        assert self._link.stdin is not None
-        self._link.stdin.write(f"{line}\n")
-        return int(self._answer())
-
-    def _answer(self) -> str:
-        assert self._link.stdout is not None
-        return self._link.stdout.readline().strip()
+        return int(answer(self._link, f"{line}\n"))

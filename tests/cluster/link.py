@@ -2,8 +2,9 @@
 
 Each host gets a TUN device, `eth0`, whose other end this process reads and writes. It is started with the delay in
 seconds and, for each host, its process and its address: `link.py 0.01 123=10.87.0.1 ...`. It prints a line once all
-devices exist. It then takes a line for each change: `cut 10.87.0.1`, `mend 10.87.0.1` or `delay 0.1`, and answers each
-with the number of packets that it has forwarded.
+devices exist. It then takes a line for each change, and answers each with the number of packets that it has forwarded:
+`cut 10.87.0.1` loses all packets of a host, `allow 10.87.0.1 8815 8816` drops connections from others to its other TCP
+ports, like a firewall, and `mend 10.87.0.1` undoes both. `delay 0.1` changes the delay.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import fcntl
 import heapq
 import os
 import select
+import socket
 import struct
 import subprocess
 import sys
@@ -46,10 +48,22 @@ def open_device(pid: int, address: str) -> int:
     return descriptor
 
 
+def _opens(packet: bytes) -> bool:
+    """Return whether an IPv4 packet asks for a TCP connection: it has the flag SYN and lacks ACK."""
+    return packet[9] == socket.IPPROTO_TCP and packet[(packet[0] & 15) * 4 + 13] & 0x12 == 0x02
+
+
+def _port(packet: bytes) -> int:
+    """Return the port that a TCP packet goes to."""
+    at = (packet[0] & 15) * 4 + 2
+    return int.from_bytes(packet[at : at + 2], "big")
+
+
 def forward(delay: float, devices: dict[bytes, int]) -> None:
     """Forward packets between `devices`, which are given by address, until the standard input ends."""
     waiting: list[tuple[float, int, int, bytes]] = []  # when to deliver a packet, its number, and the device
     absent: set[bytes] = set()
+    allowed: dict[bytes, set[int]] = {}  # by host, the TCP ports to which others may connect
     number = 0
     poll = select.poll()
     for descriptor in (*devices.values(), 0):
@@ -71,12 +85,19 @@ def forward(delay: float, devices: dict[bytes, int]) -> None:
                     delay = float(line[1])
                 else:
                     address = bytes(map(int, line[1].split(".")))
-                    (absent.add if line[0] == "cut" else absent.discard)(address)
+                    absent.discard(address)
+                    allowed.pop(address, None)
+                    if line[0] == "cut":
+                        absent.add(address)
+                    elif line[0] == "allow":
+                        allowed[address] = {int(port) for port in line[2:]}
                 print(number, flush=True)
                 continue
             packet = os.read(descriptor, 1 << 16)
             source, target = packet[12:16], packet[16:20]
-            if packet[0] >> 4 == 4 and target in devices and not absent & {source, target}:
+            if packet[0] >> 4 != 4 or target not in devices or absent & {source, target}:
+                continue
+            if target not in allowed or not _opens(packet) or _port(packet) in allowed[target]:
                 number += 1
                 heapq.heappush(waiting, (time.monotonic() + delay, number, devices[target], packet))
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from certificates import certificates
-from cluster.hosts import Cluster
+from cluster.hosts import Cluster, answer
 from helpers import wait_until
+from machine import needs
 
 pytestmark = pytest.mark.needs("namespaces")
 
@@ -31,6 +32,48 @@ import sys, pyarrow as pa, dissociated as dis
 batch = pa.record_batch({"n": pa.array(range(1 << 17), pa.int64())})
 with dis.connect(sys.argv[1], tls_roots=sys.argv[2]) as client:
     client.put("d", pa.RecordBatchReader.from_batches(batch.schema, [batch] * 64))
+"""
+
+
+#: A client that appends 0, 1, 2 ... until it is told to stop, and prints the count. It repeats an append that failed and
+#: was not published.
+APPEND = """
+import select, sys, time, pyarrow as pa, dissociated as dis
+from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError
+
+def rows(client):
+    while True:
+        try:
+            return client.describe("d").rows
+        except DatasetNotFound:
+            return 0
+        except DissociatedError:
+            time.sleep(0.2)
+
+count = 0
+with dis.connect(sys.argv[1], timeout=30) as client:
+    while not select.select([sys.stdin], [], [], 0)[0]:
+        try:
+            client.put("d", pa.table({"n": [count]}), mode="append", transport="grpc")
+        except DissociatedError:
+            if rows(client) == count:
+                continue
+        count += 1
+        print("appended", flush=True)
+print(count, flush=True)
+"""
+#: A server of one dataset at a URI, which it announces by a name. It prints the locations.
+SERVER = """
+import sys, pyarrow as pa, dissociated as dis
+with dis.Server([sys.argv[1]], catalog="grpc://0.0.0.0:8817", advertise=sys.argv[2]) as server:
+    server.publish("d", pa.table({"n": [1, 2, 3]}))
+    print(*server.locations("d"), flush=True)
+    sys.stdin.read()
+"""
+READ = """
+import sys, dissociated as dis
+with dis.connect(sys.argv[1], timeout=5) as client:
+    print(client.read("d", transport=sys.argv[2]).read_all()["n"].to_pylist())
 """
 
 
@@ -87,10 +130,8 @@ def test_a_reader_whose_host_is_gone_is_noticed_and_one_that_only_pauses_is_kept
         readers = []
         for host in "aac":  # both readers of a vanish: one that has read everything, and one that reads on later
             readers.append(cluster[host].start("-c", READER, uri.format("b"), made.roots, transport))
-            assert readers[-1].stdout.readline() == "reached\n"
-        readers[0].stdin.write("\n")
-        readers[0].stdin.flush()
-        assert int(readers[0].stdout.readline()) == 64 << 17
+            assert answer(readers[-1]) == "reached\n"
+        assert int(answer(readers[0], "\n")) == 64 << 17
 
         def peers() -> set[str]:
             where = (uri.format("localhost"), "--json", "--tls-roots", made.roots)
@@ -102,3 +143,52 @@ def test_a_reader_whose_host_is_gone_is_noticed_and_one_that_only_pauses_is_kept
         wait_until(lambda: peers() == {cluster.addresses["c"]}, "the readers are noticed to be gone", 45)
         printed, _ = readers[2].communicate("\n\n", timeout=60)
         assert int(printed) == 64 << 17
+
+
+@pytest.mark.parametrize(
+    ("uri", "announced", "advice"),
+    [
+        pytest.param("tcp://0.0.0.0:8820", "tcp://b:8820", "", id="tcp"),
+        pytest.param("ucx://0.0.0.0:8820", "ucx://b:8820", "UCX_TCP_PORT_RANGE", id="ucx", marks=needs("ucx")),
+        pytest.param(
+            "fabric://0.0.0.0:8820", "fabric://10.87.0.2:8820", "FI_TCP_PORT_LOW_RANGE", id="rxm", marks=needs("fabric")
+        ),
+        pytest.param(
+            "fabric://0.0.0.0:8820?provider=tcp",
+            "fabric://b:8820",
+            "FI_TCP_PORT_LOW_RANGE",
+            id="fabric",
+            marks=needs("fabric, tcp"),
+        ),
+    ],
+)
+def test_a_listener_on_all_interfaces_is_read_from_another_host_and_says_which_ports_are_closed(
+    uri: str, announced: str, advice: str
+) -> None:
+    with Cluster("a", "b") as cluster:
+        server = cluster["b"].start("-c", SERVER, uri, "b")
+        assert answer(server).startswith(f"{announced}?")
+        read = ("-c", READ, "grpc://b:8817", uri.partition(":")[0])
+        assert cluster["a"].run(*read).stdout == "[1, 2, 3]\n"
+        cluster.allow("b", 8817, 8820)
+        done = cluster["a"].run(*read, check=False)
+        assert (done.stdout == "[1, 2, 3]\n") != bool(advice)
+        assert advice in done.stderr
+
+
+def test_puts_and_appends_over_a_link_that_is_cut_count_once(tmp_path: Path) -> None:
+    """The link is cut while a client appends, and mended. The client repeats only what was not published."""
+    with Cluster("a", "b", "c", delay=0.005) as cluster:
+        serve_catalog(cluster, tmp_path)
+        place = ("--store", "/dev/shm/store", "--listen", "tcp://0.0.0.0:8816", "--flight", "grpc://0.0.0.0:8817")
+        cluster["b"].dissociated("node", "--catalog", CATALOG, "--beat", "1", *place)
+        client = cluster["c"].start("-c", APPEND, CATALOG)
+        for name in "bcb":
+            assert answer(client) == "appended\n"
+            cluster.cut(name)
+            cluster["a"].run("-c", "import time; time.sleep(3)")  # an outage has no event to wait for
+            cluster.mend(name)
+        printed, _ = client.communicate("stop\n", timeout=100)
+        appended = int(printed.split()[-1])
+        read = cluster["c"].run("-c", READ, CATALOG, "tcp")
+        assert json.loads(read.stdout) == [*range(appended)]

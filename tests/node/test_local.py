@@ -12,12 +12,13 @@ import pytest
 import dissociated as dis
 from dissociated.base.host import boot_id, host_name
 from dissociated.catalog.service import CatalogService
-from dissociated.errors import CatalogUnreachable
+from dissociated.errors import CatalogUnreachable, NodeUnreachable
 from dissociated.node.launch import running
 from dissociated.node.local import stage_here
 from dissociated.node.node import Node
 from dissociated.store.store import Store
-from processes import free_port
+from helpers import wait_until
+from processes import Start, free_port
 
 
 def test_a_node_that_is_the_catalog_is_the_node_of_its_host(tmp_path: Path) -> None:
@@ -69,3 +70,47 @@ def test_a_node_of_a_catalog_at_a_unix_socket_is_started_at_one(memory: Path, mo
                 assert client.read("d", transport="shm").read_all() == pa.table({"n": [1]})
         finally:
             os.kill(started.pid, signal.SIGKILL)
+
+
+def test_a_host_that_has_a_node_waits_for_it_and_starts_no_second_one(
+    memory: Path, tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISSOCIATED_NODE", f"--store {memory / 'second'}")
+    catalog = start("catalog", "--db", tmp_path / "db", "--listen", "grpc://127.0.0.1:0")
+    flight = f"grpc://127.0.0.1:{free_port()}"
+    arguments = ("node", "--store", memory / "service", "--catalog", catalog.uri, "--flight", flight, "--beat", "0.2")
+    node = start(*arguments)
+    node.kill()
+    with dis.connect(catalog.uri) as client:
+        with pytest.raises(NodeUnreachable, match=f"{flight}. Start it"):
+            stage_here(catalog.uri, dis.connect)
+        wait_until(lambda: not client.nodes()[0]["alive"], "the catalog has noticed")
+        with pytest.raises(NodeUnreachable, match=f"dissociated forget {flight}$"):
+            stage_here(catalog.uri, dis.connect)
+        assert not (memory / "second").exists()
+        start(*arguments)
+        assert stage_here(catalog.uri, dis.connect).flight == flight
+        assert len(client.nodes()) == 1
+
+
+def test_a_node_that_was_started_for_a_writer_starts_again_and_goes_when_it_is_empty(
+    memory: Path, tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = memory / "store"
+    monkeypatch.setenv("DISSOCIATED_NODE", f"--store {store} --empty-exit 0.1 --beat 0.2 --limit 12MiB")
+    catalog = start("catalog", "--db", tmp_path / "db", "--listen", "grpc://127.0.0.1:0")
+    with dis.connect(catalog.uri) as client:
+        for again in range(2):
+            assert stage_here(catalog.uri, dis.connect).limited
+            client.put("d", pa.table({"n": [again]}))
+            node = running(store)
+            assert node is not None
+            os.kill(node.pid, signal.SIGKILL)
+            os.waitpid(node.pid, 0)
+        stage_here(catalog.uri, dis.connect)
+        assert client.read("d").read_all() == pa.table({"n": [1]})  # it stays as long as it has data
+        node = running(store)
+        assert node is not None
+        client.drop("d")
+        os.waitpid(node.pid, 0)
+        wait_until(lambda: client.nodes() == [], "the catalog has forgotten it")

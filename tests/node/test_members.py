@@ -17,10 +17,30 @@ from dissociated.store.commit import StagedSegment
 from dissociated.store.segment import SegmentWriter
 from helpers import PATIENCE, wait_until
 from monitoring.test_metrics import scrape
-from nodes import SCHEMA, put, read, segments, table
+from nodes import SCHEMA, kill, put, read, segments, spawn, table
 from processes import Fork, Process, Start, free_port
 from support.injection import CLOCK
 
+#: A process that forwards connections from a local port to another.
+FORWARD = """
+import asyncio, sys
+
+async def forward(reader, writer):
+    reader_there, writer_there = await asyncio.open_connection("127.0.0.1", int(sys.argv[2]))
+    async def copy(source, sink):
+        while data := await source.read(1 << 16):
+            sink.write(data)
+            await sink.drain()
+        sink.close()
+    await asyncio.gather(copy(reader, writer_there), copy(reader_there, writer), return_exceptions=True)
+
+async def main():
+    server = await asyncio.start_server(forward, "127.0.0.1", int(sys.argv[1]))
+    print("reached", flush=True)
+    await server.serve_forever()
+
+asyncio.run(main())
+"""
 SECRET = "a secret of more than sixteen bytes"
 
 
@@ -197,3 +217,29 @@ def test_forget_removes_a_node_for_good_and_its_datasets(memory: Path, tmp_path:
         put(again.uri, "d", table(2))
         assert client.describe("d").version == 2
         assert read(catalog.uri, "d") == [2]
+
+
+def test_a_node_behind_a_port_mapping_announces_the_mapped_ports(memory: Path, tmp_path: Path, start: Start) -> None:
+    """The mapping forwards the announced ports to the ports of the listeners."""
+    catalog = start_catalog(start, tmp_path)
+    outside = {name: free_port() for name in ("data", "flight")}
+    inside = {name: free_port() for name in ("data", "flight")}
+    mappings = [spawn(FORWARD, str(outside[name]), str(inside[name])) for name in inside]
+    try:
+        start(
+            *("node", "--store", memory / "store", "--catalog", catalog.uri),
+            *("--listen", f"tcp://0.0.0.0:{inside['data']}?advertise=localhost:{outside['data']}"),
+            *("--flight", f"grpc://127.0.0.1:{inside['flight']}?advertise=localhost:{outside['flight']}"),
+        )
+        put(catalog.uri, "d", table(1, 2))
+        with dis.connect(catalog.uri) as client:
+            (node,) = client.nodes()
+            locations = client.describe("d").endpoints[0].locations
+        assert node["flight"] == f"grpc://localhost:{outside['flight']}"
+        assert [one.partition("?")[0] for one in locations if one.startswith("tcp")] == [
+            f"tcp://localhost:{outside['data']}"
+        ]
+        assert read(catalog.uri, "d", "tcp") == [1, 2]
+    finally:
+        for mapping in mappings:
+            kill(mapping)

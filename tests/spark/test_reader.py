@@ -388,7 +388,7 @@ def test_wrong_options_are_told(spark: SparkSession, options: dict[str, str], me
         ({"partitions": "0"}, "option partitions is a number from 1 on, not '0'"),
         ({"version": "latest"}, "option version is a number from 0 on, not 'latest'"),
         ({"filters": "n > 7"}, "option filters is not JSON"),
-        ({"column": "n"}, "there is no option 'column'; there are path, catalog, token_file, tls_roots, columns"),
+        ({"column": "n"}, "there is no option 'column'; there are path, catalog, token_file, tls_roots, wait, columns"),
     ],
 )
 def test_options_that_make_no_sense_are_told(options: dict[str, str], message: str) -> None:
@@ -434,7 +434,7 @@ def test_a_dataset_of_parts_on_two_nodes_has_a_partition_for_each(spark: SparkSe
                 parts.append(StagedSegment("part", node.store.id))
             client.commit(commit_of("data", parts, TABLE.schema))
             for partitions, found in ((1, 2), (4, 4)):
-                df = read(spark, "data", catalog.uri, partitions=partitions)
+                df = read(spark, "data", catalog.uri, partitions=partitions, wait=0)
                 assert df.rdd.getNumPartitions() == found
                 assert df.toArrow() == TABLE
             b.close()

@@ -7,7 +7,9 @@ the node belongs to. This module has their common code, which manages the datase
 from __future__ import annotations
 
 import logging
+import math
 import secrets
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -51,6 +53,10 @@ class Catalog(ABC):
         self.node = node
         self.holdings = holdings
         self.security = security
+        #: The time at which a writer last asked for the stage, as of time.monotonic.
+        self.stage_asked_at = -math.inf
+        #: Whether this process holds nothing and will not come back when it ends.
+        self.retiring = False
         self._backend = holdings.backend
         self._registry = holdings.registry
         self._backend.on_evicted = self._on_evicted
@@ -216,6 +222,7 @@ class Catalog(ABC):
     def stage(self, caller: Mapping[str, Any]) -> dict[str, Any]:
         """Return the directory in which writers put segments, preferably that of a node on the caller's host."""
         directory = self._backend.directory
+        self.stage_asked_at = time.monotonic()
         return {
             "directory": str(directory),
             "host": host_name(),
@@ -280,8 +287,8 @@ class Catalog(ABC):
         """Record a heartbeat of a node, with its changes since the last one. Return the state of those parts."""
 
     @abstractmethod
-    def deregister(self, node: str) -> None:
-        """Record that a node shuts down."""
+    def deregister(self, node: str, retiring: bool = False) -> None:
+        """Record that a node shuts down. If it is `retiring` and holds nothing, forget it."""
 
     # Start, reconciliation and end
 

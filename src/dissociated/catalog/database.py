@@ -199,6 +199,12 @@ class Database:
                 versions.remove_missing(row["id"], record.host)
             self._tables.run("DELETE FROM nodes WHERE id = ?", (node,))
 
+    def has_parts(self, node: str) -> bool:
+        """Return whether a node holds a part of a version."""
+        with self._transaction():
+            sql = "SELECT 1 FROM parts JOIN version_parts ON part = parts.id WHERE node = ? LIMIT 1"
+            return bool(self._tables.all(sql, node))
+
     def unreadable_parts(self) -> int:
         """Return the number of parts of current versions that no live node holds."""
         with self._transaction() as versions:

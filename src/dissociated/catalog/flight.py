@@ -268,7 +268,10 @@ def _actions(catalog: Catalog) -> dict[str, tuple[Callable[[_Body], Any], str]]:
         ),
         "register": (catalog.register, "between catalogs and nodes: register a node with all its parts"),
         "heartbeat": (catalog.heartbeat, "between catalogs and nodes: report that a node is alive"),
-        "leave": (lambda body: catalog.deregister(str(body["node"])), "between catalogs and nodes: deregister a node"),
+        "leave": (
+            lambda body: catalog.deregister(str(body["node"]), bool(body.get("retiring"))),
+            "between catalogs and nodes: deregister a node",
+        ),
     }
 
 

@@ -323,8 +323,11 @@ class LocalCatalog(Catalog):
             "unwanted": self._database.unreferenced_parts(node, announced),
         }
 
-    def deregister(self, node: str) -> None:
+    def deregister(self, node: str, retiring: bool = False) -> None:
         self._database.deregister(node)
+        if retiring and not self._database.has_parts(node):
+            self._database.forget(node)
+            self._members.forget(node)
 
     # Start, reconciliation and end
 

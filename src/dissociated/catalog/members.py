@@ -21,7 +21,14 @@ from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.codec.validation import Validator
 from dissociated.control.flight_streams import upload
-from dissociated.errors import AccessDenied, CatalogError, CatalogUnreachable, DeadlineExceeded, DissociatedError
+from dissociated.errors import (
+    AccessDenied,
+    CatalogError,
+    CatalogUnreachable,
+    DeadlineExceeded,
+    DissociatedError,
+    NodeUnreachable,
+)
 from dissociated.store.commit import StagedSegment
 from dissociated.store.version import NodeRecord, Part
 
@@ -189,13 +196,13 @@ class Members:
             ticket: The ticket of the part, perhaps with a selection.
 
         Raises:
-            CatalogError: No node with the part is alive.
+            NodeUnreachable: No node with the part is alive.
         """
         for node in part.nodes:
             if node.alive and node.id != self._own.id:
                 return self._open_on(node, ticket)
         silent = ", ".join(node.host for node in part.nodes)
-        raise CatalogError(f"a part of {name!r} is on {silent}, and no node there is alive: start the node again")
+        raise NodeUnreachable(f"a part of {name!r} is on {silent}, and no node there is alive: start the node again")
 
     def _open_on(self, node: NodeRecord, ticket: bytes) -> pa.RecordBatchReader:
         peer = Peer(node.flight, self._security)
@@ -256,7 +263,7 @@ class Members:
 
     @contextmanager
     def _call(self, node: NodeRecord) -> Iterator[Peer]:
-        """Open a client for a node, and raise CatalogError if the node does not answer.
+        """Open a client for a node, and raise NodeUnreachable if the node does not answer.
 
         The caller must not see CatalogUnreachable, which leaves the result of a commit unknown. This catalog decides
         commits itself, so a silent node only means that nothing was published.
@@ -266,7 +273,7 @@ class Members:
                 yield peer
             except (CatalogUnreachable, DeadlineExceeded) as error:
                 _log.warning("a node does not answer: host=%s flight=%s error=%s", node.host, node.flight, error)
-                raise CatalogError(
+                raise NodeUnreachable(
                     f"the node on {node.host} does not answer the catalog at {node.flight}. Is it running, and is that "
                     "port open?"
                 ) from error

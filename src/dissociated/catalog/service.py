@@ -43,6 +43,7 @@ import socket
 import threading
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
 
@@ -115,7 +116,9 @@ class CatalogService(ProcessBound):
             if database is not None:
                 undo.callback(database.close)
             use_grpc()
-            uri = _check_place(uri)  # gRPC would report the errors found here, with much else, on stderr.
+            located, advertised = Uri.parse(uri).split_advertised()
+            # gRPC would report the errors found here, with much else, on stderr.
+            uri = _check_place(str(located) if advertised.host else uri)
             try:
                 self._flight = FlightServer(uri, **server_options(uri, security))
                 undo.callback(self._flight.shutdown)
@@ -126,6 +129,8 @@ class CatalogService(ProcessBound):
             except (pa.ArrowException, OSError) as error:
                 raise TransportError(f"the catalog cannot listen at {uri}: {error}") from None
             self.uri = _advertised_uri(uri, self._flight.port, advertise)
+            if advertised.host:
+                self.uri = str(replace(advertised, port=advertised.port or self._flight.port))
             if (reach := describe_reach(uri, security)) is not None:
                 _log.info("%s: %s", self.uri, reach)
             node = NodeRecord(

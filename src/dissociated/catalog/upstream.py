@@ -119,7 +119,7 @@ class UpstreamCatalog(Catalog):
     def heartbeat(self, body: Mapping[str, Any]) -> dict[str, Any]:
         raise self._not_a_catalog()
 
-    def deregister(self, node: str) -> None:
+    def deregister(self, node: str, retiring: bool = False) -> None:
         raise self._not_a_catalog()
 
     def _not_a_catalog(self) -> CatalogError:
@@ -228,7 +228,7 @@ class UpstreamCatalog(Catalog):
 
     def close(self) -> None:
         try:
-            self._upstream.do_action("leave", {"node": self.node.id})
+            self._upstream.do_action("leave", {"node": self.node.id, "retiring": self.retiring})
         except DissociatedError as error:
             _log.info("deregistration failed: node=%s error=%s", self.node.flight, error)
         self._upstream.close()

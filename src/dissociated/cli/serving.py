@@ -148,7 +148,8 @@ def add_node(parser: argparse.ArgumentParser) -> None:
         "--listen",
         action="append",
         metavar="URI",
-        help="where to serve, may be repeated (default: shm: and tcp://127.0.0.1:0, or tls: with a certificate)",
+        help="where to serve, may be repeated (default: shm: and tcp://127.0.0.1:0, or tls: with a certificate); "
+        "tcp://0.0.0.0:8816?advertise=HOST:PORT says where clients reach it, if that differs",
     )
     parser.add_argument(
         "--flight",
@@ -185,6 +186,9 @@ def add_node(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--idle-exit", type=float, metavar="SECONDS", help="end when nobody has read or written for so long"
     )
+    parser.add_argument(
+        "--empty-exit", type=float, metavar="SECONDS", help="end when, besides, the store has been empty for so long"
+    )
     access.add_serving_arguments(parser, peers=True)
     parser.add_argument("--beat", type=float, default=5.0, metavar="SECONDS", help=argparse.SUPPRESS)
     parser.add_argument("--ready-fd", type=int, metavar="N", help=argparse.SUPPRESS)
@@ -203,6 +207,7 @@ def _run_node(arguments: argparse.Namespace) -> None:
     """Serve a store until a signal arrives."""
     from dissociated.node.node import Node
     from dissociated.store.eviction import Policy
+    from dissociated.store.layout import NODE_LOG
     from dissociated.store.store import Store
 
     _take_descriptors()
@@ -210,6 +215,8 @@ def _run_node(arguments: argparse.Namespace) -> None:
     listen, flight = access.serving_uris(arguments)
     options = access.serving(arguments, peers=True)
     store = Store(arguments.store, arguments.limit, Policy(arguments.policy), arguments.spill, arguments.forget)
+    if arguments.ready_fd is None:
+        (store.directory / NODE_LOG).unlink(missing_ok=True)  # by which tasks of Spark know a node that they may start
     before = store.versions()  # before any client knows this node
     with Node(
         store,
@@ -241,15 +248,29 @@ def _run_node(arguments: argparse.Namespace) -> None:
                 target=stop_with_starter, args=(arguments.starter_fd, node, before, stop), daemon=True
             )
             follow.start()
-        busy = time.monotonic()
-        while not stop.wait(None if arguments.idle_exit is None else _IDLE_CHECK_INTERVAL):
-            if not node.idle:
-                busy = time.monotonic()
-            elif time.monotonic() - busy > arguments.idle_exit:
-                break
+        _wait_for_end(node, stop, arguments.idle_exit, arguments.empty_exit)
         waited = time.monotonic()
         if not node.drain(arguments.drain, lambda found: _print_waiting(found, arguments.drain)):
             print(f"stopping cuts off what is in progress after {text.duration(time.monotonic() - waited)}", flush=True)
+
+
+def _wait_for_end(node: Node, stop: StopSignal, idle_exit: float | None, empty_exit: float | None) -> None:
+    """Wait for a signal, or until the node has been idle, or idle and empty, for as many seconds."""
+    if idle_exit is empty_exit is None:
+        stop.wait()
+        return
+    busy = held = time.monotonic()
+    while not stop.wait(_IDLE_CHECK_INTERVAL):
+        now = time.monotonic()
+        if not node.idle:
+            busy = held = now
+        elif not node.empty:
+            held = now
+        if idle_exit is not None and now - busy > idle_exit:
+            break
+        if empty_exit is not None and now - held > empty_exit:
+            node.retire()
+            break
 
 
 def _print_waiting(found: Sequence[ConsumerStatus], timeout: float) -> None:

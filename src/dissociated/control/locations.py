@@ -14,7 +14,7 @@ from dissociated.base import strict_json
 from dissociated.base.display import count, html, html_table, plain_table, plural, shorten, size
 from dissociated.control.messages import FieldTypes, has_fields, is_moment
 from dissociated.datasets.tensor_info import TensorsInfo, parse_tensors_info
-from dissociated.errors import CatalogError, UriError
+from dissociated.errors import CatalogError, NodeUnreachable, UriError
 from dissociated.transport import registry
 from dissociated.uri import DEVICE, Uri
 
@@ -328,10 +328,11 @@ def reachable(name: str, endpoint: Endpoint, scheme: str | None, allow_rma: bool
         The routes. They are empty if only Flight reaches the endpoint.
 
     Raises:
-        CatalogError: Its node does not respond, or no route and no Flight server reaches it.
+        NodeUnreachable: Its node does not respond.
+        CatalogError: No route and no Flight server reaches it.
     """
     if not endpoint.locations and endpoint.hosts:
-        raise CatalogError(
+        raise NodeUnreachable(
             f"a part of {name!r} is on {', '.join(endpoint.hosts)}, and no node there is alive: start the node again"
         )
     routes = [

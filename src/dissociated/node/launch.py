@@ -91,6 +91,7 @@ def ensure(
     listen: Sequence[str] = ("shm:", "tcp://127.0.0.1:0"),
     flight: str | None = None,
     idle_exit: float | None = None,
+    empty_exit: float | None = None,
     options: Sequence[str] = (),
     starter: int | None = None,
     timeout: float = 30.0,
@@ -109,6 +110,7 @@ def ensure(
         listen: The URIs at which the node serves datasets.
         flight: The URI of the node's catalog. By default, only this user can reach the catalog: see `Node`.
         idle_exit: The number of seconds without readers or writers after which the node ends. Committed data stay.
+        empty_exit: The number of seconds without readers, writers and data after which the node ends.
         options: Further options of the command `dissociated node`, for example for access control.
         starter: The read end of a pipe, which the caller keeps. When the write end is closed in all processes, the node
             ends if no version was committed and no client is connected.
@@ -130,6 +132,7 @@ def ensure(
         ("limit", limit),
         ("spill", spill),
         ("idle-exit", idle_exit),
+        ("empty-exit", empty_exit),
     ):
         if value is not None:
             arguments += [f"--{option}", os.fspath(value) if isinstance(value, os.PathLike) else str(value)]

@@ -14,22 +14,26 @@ from dissociated.base.host import boot_id, host_name
 from dissociated.client.client import Client
 from dissociated.control.catalog_uri import is_unix
 from dissociated.control.stage import StagePlace
-from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded, StoreError, UriError
+from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded, NodeUnreachable, StoreError, UriError
 from dissociated.node.launch import NodeAddress, default_store, ensure
+from dissociated.store.layout import NODE_LOG
 from dissociated.uri import Uri
 
 #: The environment variable with options of `dissociated node` for a node that is started on this host.
 OPTIONS = "DISSOCIATED_NODE"
 
 _CATALOG_PORT = 8815
+_EMPTY_EXIT = 600.0  # seconds after which an empty and unused node ends that was started here
 
 
 def stage_here(catalog: str, connect: Callable[[str], Client], timeout: float = 30.0) -> StagePlace:
     """Return the stage of a node on this host that belongs to `catalog`, and start a node if there is none.
 
-    Any writable node of the current boot is suitable. Nodes with the same host name are tried first. A started node has
-    a store in memory for this catalog alone, and listens at the address that this host uses towards the catalog. It
-    continues when this process ends. The variable DISSOCIATED_NODE has further options for it.
+    Any writable node of the current boot is suitable. Nodes with the same host name are tried first. A node is only
+    started on a host that has none, or if an earlier call started the one that it has. A started node has a store in
+    memory for this catalog alone, and listens at the address that this host uses towards the catalog. It continues when
+    this process ends, and ends when its store has been empty and unused for a while. The variable DISSOCIATED_NODE has
+    further options for it.
 
     Args:
         catalog: The URI of the catalog.
@@ -40,13 +44,27 @@ def stage_here(catalog: str, connect: Callable[[str], Client], timeout: float = 
         CatalogError: The catalog cannot be reached, or refuses the request.
         AccessDenied: The catalog refuses the caller.
         StoreError: No node can be started in time.
+        NodeUnreachable: The node of this host does not answer, and it is not for callers to start it.
     """
     with connect(catalog) as client:
-        nodes = [node for node in client.nodes() if node["alive"] and node["boot_id"] == boot_id()]
+        nodes = [node for node in client.nodes() if node["boot_id"] == boot_id() and node.get("registered", True)]
+    away = []
     for node in sorted(nodes, key=lambda node: bool(node["host"] != host_name())):
-        place = _stage(node["flight"], connect)
-        if place is not None:
-            return place
+        try:
+            if node["alive"] and (place := _stage(node["flight"], connect)) is not None:
+                return place
+        except (CatalogUnreachable, DeadlineExceeded):
+            pass  # The node was killed, and the catalog has not noticed yet.
+        else:
+            if node["alive"]:
+                continue  # The node belongs to another user, or to another container on this host.
+        if node["host"] == host_name():
+            away.append(node["flight"])
+    if away and not _was_started_here(_store(catalog, _options())):
+        raise NodeUnreachable(
+            f"the node of this host, {host_name()}, does not answer at {away[0]}. Start it. If it will not come "
+            f"back, remove it from the catalog: dissociated forget {away[0]}"
+        )
     address = _ensure_here(catalog, timeout)
     place = _stage(address.uri, connect)
     if place is None:
@@ -58,12 +76,12 @@ def restart_here(catalog: str, timeout: float = 30.0) -> bool:
     """Restart the node that `stage_here` once started on this host for `catalog`, if it has ended.
 
     Returns:
-        False if no such node was ever started, which is the case if its store is missing.
+        False if no such node was ever started: its store is missing, or belongs to a node that is started otherwise.
 
     Raises:
         CatalogError, AccessDenied, StoreError: The node cannot be started. See `stage_here`.
     """
-    if not _store(catalog, _options()).exists():
+    if not _was_started_here(_store(catalog, _options())):
         return False
     _ensure_here(catalog, timeout)
     return True
@@ -77,9 +95,15 @@ def _ensure_here(catalog: str, timeout: float) -> NodeAddress:
         catalog=catalog,
         listen=() if _option_value("--listen", options) else ("shm:", f"tcp://{address}:0"),
         flight=None if is_unix(catalog) else f"grpc://{address}:0",
+        empty_exit=_EMPTY_EXIT,
         options=options,
         timeout=timeout,
     )
+
+
+def _was_started_here(store: Path) -> bool:
+    """Return whether the node of a store was last started in the background, and not by a service."""
+    return (store / NODE_LOG).exists()
 
 
 def _options() -> list[str]:
@@ -87,12 +111,9 @@ def _options() -> list[str]:
 
 
 def _stage(flight: str, connect: Callable[[str], Client]) -> StagePlace | None:
-    """Return the stage of the node at `flight`; None if no node answers or the stage is not writable."""
-    try:
-        with connect(flight) as client:
-            place = client.stage()
-    except (CatalogUnreachable, DeadlineExceeded):
-        return None  # The node was killed, and the catalog has not noticed yet.
+    """Return the stage of the node at `flight`; None if this process cannot write to it."""
+    with connect(flight) as client:
+        place = client.stage()
     return place if place.here else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
@@ -34,6 +35,7 @@ RETAIN = 300.0
 _SHM_SOCKET = "shm.sock"
 _MEMFD_SOCKET = "memfd.sock"
 _FLIGHT_SOCKET = "flight.sock"
+_STAGE_GRACE = 2.0  # seconds between the answer to a writer and its first file
 _PATH_MAX = 107  # bytes in the path of a Unix socket
 
 
@@ -176,6 +178,16 @@ class Node(ProcessBound):
     def idle(self) -> bool:
         """Whether no client is connected and no segment waits for its commit."""
         return not self.server.connections and not any(self.store.staging.iterdir())
+
+    @property
+    def empty(self) -> bool:
+        """Whether the store has no version, and no writer is about to stage a segment."""
+        is_awaited = time.monotonic() - self.service.catalog.stage_asked_at < _STAGE_GRACE
+        return not is_awaited and not self.store.versions()
+
+    def retire(self) -> None:
+        """Let the catalog of this node forget the node when it is closed, since it holds nothing."""
+        self.service.catalog.retiring = True
 
     def drain(
         self, timeout: float, on_waiting: Callable[[Sequence[ConsumerStatus]], None] = lambda waited: None

@@ -26,6 +26,11 @@ class Endpoints:
         self._listeners = listeners
         self._parameters = dict((SELECT_PARAMETER, FILTER_PARAMETER) if chooses_rows else (SELECT_PARAMETER,))
         self._advertise = advertise
+        self._advertised: dict[Listener, Uri] = {}
+
+    def advertise(self, listener: Listener, advertised: Uri) -> None:
+        """Announce a listener by the host and the port of `advertised`, as far as it has them."""
+        self._advertised[listener] = advertised
 
     @property
     def by_address(self) -> bool:
@@ -88,6 +93,7 @@ class Endpoints:
 
     def _location(self, listener: Listener, dataset: Dataset | None, streams: Streams, packed: bool) -> Uri:
         uri = listener.uri
+        advertised = self._advertised.get(listener, uri)
         by_address = not packed and bool(streams & Streams.BODIES)
         memory = None
         if dataset is not None and by_address and listener.exposes_memory:
@@ -97,8 +103,8 @@ class Endpoints:
         regions = () if memory is None else memory.regions()
         located = Uri(
             uri.scheme,
-            host=self._advertise if uri.host in ANY_INTERFACE else uri.host,
-            port=uri.port,
+            host=self._advertise if advertised.host in ANY_INTERFACE else advertised.host,
+            port=advertised.port or uri.port,
             path=uri.path,
             want_data=want_tag(streams, packed),
             free_data=FREE_DATA if regions or (by_address and transport(uri.scheme).shares_memory) else None,

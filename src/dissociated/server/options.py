@@ -25,7 +25,9 @@ class ServerOptions:
 
     Addresses:
 
-    - `listen`: URIs of transports. The server chooses missing parts, as in `shm:` and `tcp://127.0.0.1:0`.
+    - `listen`: URIs of transports. The server chooses missing parts, as in `shm:` and `tcp://127.0.0.1:0`. The
+      parameter `advertise=HOST:PORT`, or `advertise=HOST`, says where clients reach the listener, if that differs: for
+      example behind a container's port mapping. A URI of the catalog may have it, too.
     - `catalog`: the Arrow Flight URI that the catalog listens at. None for no catalog.
     - `advertise`: the host name in locations of listeners on all interfaces. Default: the name of this host.
     - `metrics`: HOST:PORT of an HTTP server with `/metrics` for Prometheus. It asks for no token.

@@ -83,7 +83,11 @@ class Server(ProcessBound):
         self._closed = False
         try:
             for text in options.listen:
-                self._listeners.append(open_listener(Uri.parse(text), guarded.certificate, options.allow_rma))
+                uri, advertised = Uri.parse(text).split_advertised()
+                listener = open_listener(uri, guarded.certificate, options.allow_rma)
+                self._listeners.append(listener)
+                if advertised.host:
+                    self.endpoints.advertise(listener, advertised)
             if options.catalog is not None:
                 from dissociated.catalog.backend import StageBackend
                 from dissociated.catalog.service import CatalogService

@@ -10,14 +10,17 @@ from typing import TypeVar
 
 from dissociated.base.access import read_token
 from dissociated.client.client import Client, connect
-from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded
+from dissociated.client.request import TIMEOUT
+from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded, NodeUnreachable, OptionError
 
 T = TypeVar("T")
 
 #: Environment variable with the URI of the catalog. The option `catalog` wins over it.
 VARIABLE = "DISSOCIATED_CATALOG"
-_RETRY_TIMEOUT = 60.0  # seconds that a killed catalog has to start again
-_CATALOG_RETRY_DELAY = 0.5
+#: The seconds for which tasks wait for a catalog or a node that is away, unless an option says otherwise.
+WAIT = 60.0
+_MAX_WAIT = 86_400.0
+RETRY_DELAY = 0.5  # seconds between two attempts
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class CatalogConfig:
     uri: str
     token_file: str | None = None
     tls_roots: str | None = None
+    #: The seconds for which a call is repeated while the catalog or a node does not answer.
+    wait: float = WAIT
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> CatalogConfig:
@@ -37,6 +42,7 @@ class CatalogConfig:
 
         Raises:
             CatalogError: Neither the options nor the environment name the catalog.
+            OptionError: The option `wait` is invalid.
         """
         return cls(
             required(
@@ -47,9 +53,10 @@ class CatalogConfig:
             ),
             token_file=options.get("token_file"),
             tls_roots=options.get("tls_roots"),
+            wait=_parse_wait(options.get("wait")),
         )
 
-    def connect(self, uri: str | None = None) -> Client:
+    def connect(self, uri: str | None = None, timeout: float = TIMEOUT) -> Client:
         """Connect to the catalog or, with `uri`, to a node of it.
 
         Returns:
@@ -59,24 +66,33 @@ class CatalogConfig:
             DissociatedError: The connection failed as `dis.connect` describes.
         """
         token = None if self.token_file is None else read_token(self.token_file)
-        return connect(uri or self.uri, token=token, tls_roots=self.tls_roots)
+        return connect(uri or self.uri, timeout=timeout, token=token, tls_roots=self.tls_roots)
+
+    def retry(self, call: Callable[[], T]) -> T:
+        """Return the result of `call`, repeated for `wait` seconds while the catalog or a node does not answer.
+
+        Raises:
+            CatalogUnreachable, NodeUnreachable: The catalog, or a node that `call` needs, did not answer in that time.
+            DeadlineExceeded: The last call took too long.
+        """
+        deadline = time.monotonic() + self.wait
+        while True:
+            try:
+                return call()
+            except (CatalogUnreachable, NodeUnreachable, DeadlineExceeded):
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(RETRY_DELAY)
 
 
-def wait_for_catalog(call: Callable[[], T]) -> T:
-    """Return the result of `call`, repeating the call for up to a minute while the catalog does not answer.
-
-    Raises:
-        CatalogUnreachable: The catalog did not answer within that minute.
-        DeadlineExceeded: The last call took too long.
-    """
-    deadline = time.monotonic() + _RETRY_TIMEOUT
-    while True:
-        try:
-            return call()
-        except (CatalogUnreachable, DeadlineExceeded):
-            if time.monotonic() >= deadline:
-                raise
-        time.sleep(_CATALOG_RETRY_DELAY)
+def _parse_wait(text: str | None) -> float:
+    try:
+        wait = WAIT if text is None else float(text)
+    except ValueError:
+        wait = -1.0
+    if not 0 <= wait <= _MAX_WAIT:
+        raise OptionError(f"the option wait is a number of seconds from 0 to {_MAX_WAIT:g}, not {text!r}")
+    return wait
 
 
 def required(options: Mapping[str, str], key: str, advice: str) -> str:

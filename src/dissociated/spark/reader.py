@@ -29,9 +29,8 @@ from dissociated.client.plan import Capabilities, PartPlan, plan_part
 from dissociated.client.request import Filtering, ReadRequest
 from dissociated.codec.join import Messages, join
 from dissociated.control.locations import DatasetInfo, Endpoint, locations
-from dissociated.errors import DatasetNotFound, DissociatedError, ReadOnce, SourceError
+from dissociated.errors import DatasetNotFound, DissociatedError, NodeUnreachable, ReadOnce, SourceError
 from dissociated.memory.region import AddressSpace
-from dissociated.spark.catalog import wait_for_catalog
 from dissociated.spark.columns import Columns, spark_schema
 from dissociated.spark.filters import exact_filters
 from dissociated.spark.partitions import EndpointPartition, Slice, slices
@@ -149,7 +148,10 @@ class DatasetReader(DataSourceReader):
             return None
         with self.request.catalog.connect() as client:
             lookup, endpoint, read_request = self._request(client, partition)
-            routes = client.endpoints.routes(lookup.info, endpoint, read_request)
+            try:
+                routes = client.endpoints.routes(lookup.info, endpoint, read_request)
+            except NodeUnreachable:
+                return None  # `batches` waits for the node
             return _direct_request(plan_part(read_request, lookup.info.schema, endpoint, routes))
 
     def decoded(
@@ -206,7 +208,7 @@ class DatasetReader(DataSourceReader):
         lookup = self._lookup
         planned = PlannedVersion(partition.version, partition.lineage_id)
         if lookup is None or lookup.planned != planned or not planned.version or time.monotonic() > lookup.until:
-            info = wait_for_catalog(lambda: self._describe(client, planned))
+            info = self.request.catalog.retry(lambda: self._describe(client, planned))
             batch_filter = _BatchFilter(self.request, self.schema, info.schema)
             conditions = exact_filters(self.conditions, info.schema)
             lookup = _Lookup(planned, info, batch_filter, conditions, time.monotonic() + _LOOKUP_TTL, {})

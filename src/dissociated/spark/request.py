@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,14 +15,24 @@ from dissociated.client.client import Client
 from dissociated.client.request import ReadRequest
 from dissociated.codec.filter.conditions import Conditions
 from dissociated.control.locations import DatasetInfo, Endpoint
-from dissociated.errors import CatalogError, OptionError, TransportError, WrongKind
+from dissociated.errors import (
+    CatalogError,
+    CatalogUnreachable,
+    DatasetNotFound,
+    DeadlineExceeded,
+    DissociatedError,
+    OptionError,
+    TransportError,
+    WrongKind,
+)
 from dissociated.node.local import restart_here
-from dissociated.spark.catalog import CatalogConfig, required
+from dissociated.spark.catalog import RETRY_DELAY, CatalogConfig, required
 from dissociated.spark.columns import spark_schema
 from dissociated.spark.filters import parse_filters
 
+_ANSWER_TIMEOUT = 5.0  # seconds in which a node answers a look at it
 _OPTIONS = (
-    *("path", "catalog", "token_file", "tls_roots"),
+    *("path", "catalog", "token_file", "tls_roots", "wait"),
     *("columns", "filters", "version", "transport", "partitions", "nanoseconds"),
     *("startingOffsets", "maxRowsPerTrigger", "maxBytesPerTrigger", "rowsPerPartition"),
 )
@@ -110,8 +121,9 @@ class Request:
     ) -> pa.RecordBatchReader:
         """Open an endpoint for reading.
 
-        If the endpoint lies on a node of this host that tasks had started and that has ended, the node is started
-        again: its store still exists.
+        While no node with the endpoint answers, the endpoint is looked up and opened again, for the `wait` of the
+        catalog. It may have moved. If it lies on a node of this host that tasks had started and that has ended, the
+        node is started again: its store still exists.
 
         Returns:
             A reader, which the caller closes after use.
@@ -119,19 +131,53 @@ class Request:
         Raises:
             DissociatedError: The endpoint cannot be opened, as `Client.read_endpoint` describes.
         """
-        try:
-            return client.endpoints.open(info, endpoint, read_request)
-        except (CatalogError, TransportError):
-            if host_name() not in endpoint.hosts or not restart_here(self.catalog.uri):
+        deadline = time.monotonic() + self.catalog.wait
+        number = info.endpoints.index(endpoint) if endpoint in info.endpoints else None
+        restarted = False
+        while True:
+            try:
+                return client.endpoints.open(info, endpoint, read_request)
+            except DatasetNotFound:
                 raise
-            endpoints = self.describe(client, PlannedVersion(info.version, info.lineage_id)).endpoints
-            (endpoint,) = [one for one in endpoints if one.ticket == endpoint.ticket] or [endpoint]
-            return client.endpoints.open(info, endpoint, read_request)
+            except (CatalogError, TransportError, DeadlineExceeded):
+                if not restarted and host_name() in endpoint.hosts and restart_here(self.catalog.uri):
+                    restarted = True
+                elif time.monotonic() >= deadline or not self._is_away(client, endpoint):
+                    raise
+            time.sleep(RETRY_DELAY)
+            if number is not None:
+                info = self._describe_again(client, info)
+                endpoint = info.endpoints[number]
+
+    def _describe_again(self, client: Client, info: DatasetInfo) -> DatasetInfo:
+        planned = PlannedVersion(info.version, info.lineage_id)
+        return self.catalog.retry(lambda: self.describe(client, planned))
+
+    def _is_away(self, client: Client, endpoint: Endpoint) -> bool:
+        """Return whether none of the nodes with an endpoint answers."""
+        flights = [uri for uri in endpoint.locations if uri.startswith("grpc")]
+        if not flights and endpoint.locations:
+            return not _answers(client)  # the catalog has the endpoint itself
+        for uri in flights:
+            with self.catalog.connect(uri, _ANSWER_TIMEOUT) as node:
+                if _answers(node):
+                    return False
+        return True
 
     def check_columns(self, schema: StructType) -> None:
         """Raise OptionError if the names in `schema` contradict the option `columns`."""
         if self.columns is not None and [*self.columns] != schema.fieldNames():
             raise OptionError("say which columns by .schema(...) or by the option columns, not both")
+
+
+def _answers(client: Client) -> bool:
+    try:
+        client.nodes()
+    except (CatalogUnreachable, DeadlineExceeded):
+        return False
+    except DissociatedError:
+        pass
+    return True
 
 
 def _columns(text: str | None) -> tuple[str, ...] | None:

@@ -18,7 +18,7 @@ from pyspark.sql.types import StructType
 
 from dissociated.errors import StoreError
 from dissociated.node.local import stage_here
-from dissociated.spark.catalog import CatalogConfig, wait_for_catalog
+from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.pickled import pickled, unpickled
 from dissociated.spark.target import WriteTarget
 from dissociated.spark.types import arrow_schema
@@ -93,7 +93,7 @@ class _StagedSegment:
     """A segment in the stage of the node on this host, whose record batches the JVM writes."""
 
     def __init__(self, catalog: CatalogConfig, segment: str, schema: pa.Schema) -> None:
-        stage = wait_for_catalog(lambda: stage_here(catalog.uri, catalog.connect))
+        stage = catalog.retry(lambda: stage_here(catalog.uri, catalog.connect))
         self.node = stage.node
         with stage.open() as staging, ExitStack() as stack:
             reserve = stack.enter_context(catalog.connect(stage.flight)).reserve if stage.limited else None
@@ -149,4 +149,4 @@ def _is_committed(catalog: CatalogConfig, key: str) -> bool:
         with catalog.connect() as client:
             return client.committed(key)
 
-    return wait_for_catalog(ask)
+    return catalog.retry(ask)

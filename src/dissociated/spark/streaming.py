@@ -28,7 +28,6 @@ from pyspark.sql.types import StructType
 from dissociated.client.client import Client
 from dissociated.control.locations import DatasetInfo
 from dissociated.errors import CatalogError, DatasetNotFound, OptionError, PySparkNotFound, StoreError
-from dissociated.spark.catalog import wait_for_catalog
 from dissociated.spark.columns import Columns
 from dissociated.spark.fitting import Fitting
 from dissociated.spark.reader import portions
@@ -70,12 +69,12 @@ class DatasetStreamWriter(DataSourceStreamArrowWriter):
         self.target = target
         self.catalog = target.catalog
         self.schema = schema
-        self.fitting = wait_for_catalog(lambda: Fitting.of(schema, target))
+        self.fitting = target.catalog.retry(lambda: Fitting.of(schema, target))
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskCommit:
         """In a task: write its partition into a segment, unless the whole batch has been committed before."""
         key = _key()
-        if wait_for_catalog(lambda: self._is_committed(key)):
+        if self.catalog.retry(lambda: self._is_committed(key)):
             return TaskCommit(key, None)
         # An earlier run of the batch, by a killed driver, may have left segments of tasks with the same numbers.
         run = secrets.token_hex(4)

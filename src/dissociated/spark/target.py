@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from dissociated.errors import OptionError
-from dissociated.spark.catalog import CatalogConfig, required
+from dissociated.spark.catalog import WAIT, CatalogConfig, required
 from dissociated.store.commit import Commit
 
-_NAMES_OF_OPTIONS = ("catalog", "mergeSchema", "path", "tags", "token_file", "tls_roots", "ttl")
+_NAMES_OF_OPTIONS = ("catalog", "mergeSchema", "path", "tags", "token_file", "tls_roots", "ttl", "wait")
 _SPARKS_OWN = ("checkpointlocation", "queryname")
 _KNOWN_OPTIONS = {*(name.lower() for name in _NAMES_OF_OPTIONS), *_SPARKS_OWN}
 
@@ -58,6 +58,7 @@ class WriteTarget:
             "catalog": self.catalog.uri,
             "token_file": self.catalog.token_file,
             "tls_roots": self.catalog.tls_roots,
+            "wait": None if self.catalog.wait == WAIT else self.catalog.wait,
             "tags": json.dumps(self.commit.tags) if self.commit.tags else None,
             "ttl": self.commit.ttl,
             "mergeSchema": "true" if self.merge_schema else None,

@@ -26,7 +26,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 
 from dissociated.errors import CatalogUnreachable, DeadlineExceeded, DissociatedError
 from dissociated.node.local import stage_here
-from dissociated.spark.catalog import CatalogConfig, wait_for_catalog
+from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.fitting import Fitting
 from dissociated.spark.target import WriteTarget
 from dissociated.spark.types import arrow_schema
@@ -71,7 +71,7 @@ def write_segment(catalog: CatalogConfig, key: str, fitting: Fitting, iterator: 
     first = next(batches, None)
     if first is None:
         return Written(partition, None, None, 0, 0)
-    stage = wait_for_catalog(lambda: stage_here(catalog.uri, catalog.connect))
+    stage = catalog.retry(lambda: stage_here(catalog.uri, catalog.connect))
     segment = f"{key}-{partition:06}-{context.taskAttemptId()}.arrows"
     with ExitStack() as stack:
         reserve = stack.enter_context(catalog.connect(stage.flight)).reserve if stage.limited else None
@@ -98,7 +98,7 @@ def commit(target: WriteTarget, key: str, schema: pa.Schema, messages: Sequence[
         with catalog.connect() as client:
             client.commit(replace(target.commit, key=key, schema=schema, segments=placed))
 
-    wait_for_catalog(once)
+    catalog.retry(once)
 
 
 def abort(catalog: CatalogConfig, key: str) -> None:
@@ -108,7 +108,7 @@ def abort(catalog: CatalogConfig, key: str) -> None:
         with catalog.connect() as client:
             client.abort(key)
 
-    wait_for_catalog(once)
+    catalog.retry(once)
 
 
 class DatasetWriter(DataSourceArrowWriter):
@@ -149,7 +149,7 @@ class DatasetWriter(DataSourceArrowWriter):
                 return client.committed(self.key)
 
         with suppress(DissociatedError):
-            return wait_for_catalog(once)
+            return self.target.catalog.retry(once)
         return False
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:

@@ -170,7 +170,10 @@ class FabricConnection(NativeConnection):
         if self._failure is not None:
             raise self._failure
         if not (done() or self._peer_ended):
-            raise DeadlineExceeded(f"connecting to {self._peer}: no answer for {timeout:g} s")
+            raise DeadlineExceeded(
+                f"connecting to {self._peer}: no answer for {timeout:g} s. libfabric uses further ports for data: set "
+                "FI_TCP_PORT_LOW_RANGE and FI_TCP_PORT_HIGH_RANGE on both hosts, and open these ports"
+            )
 
     # Sending
 

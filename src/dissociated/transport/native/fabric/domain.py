@@ -9,6 +9,7 @@ from typing import Any
 
 from dissociated.transport.native.fabric import _ofi as c
 from dissociated.transport.native.fabric._ofi import Ofi
+from dissociated.uri import ANY_INTERFACE
 
 #: Limit of operations in progress of an endpoint, in each direction. Libfabric's default takes 40 MB per endpoint.
 QUEUE = 256
@@ -33,7 +34,11 @@ def find_info(ofi: Ofi, provider: str, node: str, service: str | None, flags: in
     hints.tx_attr.size = hints.rx_attr.size = QUEUE
     result = ffi.new("struct fi_info **")
     where = ffi.NULL if service is None else service.encode()
-    code = lib.fi_getinfo(c.API, node.encode(), where, flags, hints, result)
+    # rxm has no endpoints on all interfaces. Given 0.0.0.0, it would take the loopback address. Given nothing, it takes
+    # the first address of this host that others reach.
+    chooses = node in ANY_INTERFACE and provider.endswith("ofi_rxm") and service is not None
+    host = ffi.NULL if chooses else node.encode()
+    code = lib.fi_getinfo(c.API, host, where, flags, hints, result)
     lib.fi_freeinfo(hints)
     ofi.check(code, action)
     return result[0]

@@ -32,7 +32,7 @@ from dissociated.transport.native.fabric.provider import (
 from dissociated.transport.native.listener import NativeListener, Withdraw, withdraw_with
 from dissociated.transport.native.runs import OFFER
 from dissociated.transport.native.threads import MAX_SLEEP
-from dissociated.uri import Uri
+from dissociated.uri import ANY_INTERFACE, Uri
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +78,9 @@ class FabricListener(NativeListener):
             undo.callback(self._waker.close)
             for _ in range(CONTROL_BUFFERS):
                 self._listen(self._ffi.new(f"char[{CONTROL_SIZE}]"))
-            port = host_and_port(endpoint.name)[1]
+            host, port = host_and_port(endpoint.name)
+            if self._host in ANY_INTERFACE and self._provider != "tcp":
+                self._host = host  # the address that rxm has chosen
             undo.pop_all()
         parameters = {
             "provider": self._provider,
