@@ -115,7 +115,7 @@ class _MappedFunction:
             start = json.loads(first.column(0)[0].as_py())
             with _Conversation(start["socket"]) as conversation:
                 self._converse(conversation, start)
-            yield from ()
+            yield from batches  # There are none, but Spark uses a worker again only if its input was read to the end.
 
     def _converse(self, conversation: _Conversation, start: Mapping[str, Any]) -> None:
         """Answer the task with batches until there are no more, or it needs no more."""
