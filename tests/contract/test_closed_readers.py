@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -57,10 +58,14 @@ def test_a_reader_that_another_thread_reads_can_be_closed() -> None:
 
     with dis.Server(["tcp://127.0.0.1:0"]) as server, dis.connect(server.catalog_uri) as client:
         server.publish("slow", lambda: pa.RecordBatchReader.from_batches(TABLE.schema, slow()))
-        for options in [*CHOICES, {"device": "test:0"}]:
+        openers: list[Callable[[], Any]] = [
+            *(partial(client.read, "slow", **options) for options in CHOICES),
+            partial(client.read_on_device, "slow", "test:0"),
+        ]
+        for open_reader in openers:
             going_on.clear()
             begun = threading.Event()
-            reader = client.read("slow", **options)
+            reader = open_reader()
             reader.read_next_batch()
             failures: list[Exception] = []
 
@@ -78,7 +83,7 @@ def test_a_reader_that_another_thread_reads_can_be_closed() -> None:
             reader.close()
             going_on.set()
             thread.join(PATIENCE)
-            assert [type(one) for one in failures] == [StoreError], (options, failures)
+            assert [type(one) for one in failures] == [StoreError], (open_reader, failures)
             wait_until(lambda: connections_left(server) == 0, "the stream has ended")
 
 
