@@ -35,8 +35,8 @@ with dis.connect(sys.argv[1], tls_roots=sys.argv[2]) as client:
 """
 
 
-#: A client that appends 0, 1, 2 ... until it is told to stop, and prints the count. It repeats an append that failed and
-#: was not published.
+#: A client that appends 0, 1, 2 ... until it is told to stop, and prints the count. It repeats an append that failed
+#: and was not published.
 APPEND = """
 import select, sys, time, pyarrow as pa, dissociated as dis
 from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError
