@@ -127,7 +127,7 @@ class CatalogService(ProcessBound):
                 raise TransportError(f"the catalog cannot listen at {uri}: {error}") from None
             self.uri = _advertised_uri(uri, self._flight.port, advertise)
             if (reach := describe_reach(uri, security)) is not None:
-                _log.info("%s: %s", self.uri, reach)
+                _log.info("catalog is reachable: catalog=%s access=%r", self.uri, reach)
             node = NodeRecord(
                 holdings.backend.id, host_name(), boot_id(), self.uri, tuple(holdings.endpoints.base_locations())
             )
