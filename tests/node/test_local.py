@@ -82,7 +82,7 @@ def test_a_host_that_has_a_node_waits_for_it_and_starts_no_second_one(
     node = start(*arguments)
     node.kill()
     with dis.connect(catalog.uri) as client:
-        with pytest.raises(NodeUnreachable, match=f"{flight}. Start it"):
+        with pytest.raises(NodeUnreachable, match=f"{flight}: start it"):
             stage_here(catalog.uri, dis.connect)
         wait_until(lambda: not client.nodes()[0]["alive"], "the catalog has noticed")
         with pytest.raises(NodeUnreachable, match=f"dissociated forget {flight}$"):
