@@ -1,4 +1,6 @@
-"""A runner for the code on the documentation pages: each page has one namespace, one directory, one shell environment.
+"""A runner for the code on the documentation pages and in docstrings.
+
+Each page has one namespace, one directory and one shell environment.
 
 The language of a block decides how it runs. Blocks of `python` and `sh` are executed. In a `console` block, the
 commands behind "$" are executed, and the lines below each command are its expected output in a terminal. A `text` block
@@ -28,14 +30,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import dedent
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import dissociated as dis
 from processes import Process, forking_command, free_port, in_terminal
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SOURCE = ROOT / "src" / "dissociated"
+_EXAMPLE = re.compile(r"^ *```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _BLOCK = re.compile(r"^(?:<!-- (.+?) -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SERVES = re.compile(r"dissociated (node|catalog|serve) ")
 _PORT = re.compile(r"(?<=[\w\]]):(4433|4434|8080|8815|8816|8817|13337|31337)\b")
@@ -78,6 +83,33 @@ def blocks(page: Path) -> list[Block]:
         Block(page, text.count("\n", 0, found.start(3)) + 1, found[2], found[3], found[1] or "")
         for found in _BLOCK.finditer(text)
     ]
+
+
+class Example(NamedTuple):
+    """The example in a docstring of the library, and the dotted name of its owner in the module."""
+
+    owner: str
+    block: Block
+
+    def __str__(self) -> str:
+        return f"{self.block.page.relative_to(SOURCE).with_suffix('')}.{self.owner}"
+
+
+def examples() -> Iterator[Example]:
+    """Yield all examples in docstrings of the library."""
+
+    def walk(page: Path, nodes: Iterable[ast.stmt], within: str) -> Iterator[Example]:
+        for node in nodes:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                owner = f"{within}{node.name}"
+                for found in _EXAMPLE.finditer(ast.get_docstring(node) or ""):
+                    needs = "needs torch" if page.parent.name == "torch" else ""
+                    line = node.body[0].lineno + found.string.count("\n", 0, found.start(1))
+                    yield Example(owner, Block(page, line, "python", dedent(found[1]), needs))
+                yield from walk(page, node.body, f"{owner}.")
+
+    for page in sorted(SOURCE.rglob("*.py")):
+        yield from walk(page, ast.parse(page.read_text()).body, "")
 
 
 class Reader:

@@ -53,13 +53,13 @@ class Uri:
 
     def __post_init__(self) -> None:
         if not _SCHEME.match(self.scheme):
-            raise UriError(f"a URI starts with a scheme such as tcp: or shm:, not with {self.scheme!r}")
+            raise UriError(f"the URI scheme {self.scheme!r} is not valid: begin the URI with one such as tcp: or shm:")
         for name in ("want_data", "free_data"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= _UINT64_MAX:
-                raise UriError(f"{name}={value} is not an unsigned 64-bit integer")
+                raise UriError(f"the URI parameter {name}={value!r} is not an unsigned 64-bit integer")
         if (self.host or self.port is not None) and self.path and not self.path.startswith("/"):
-            raise UriError(f"the path {self.path!r} after a host must start with a slash")
+            raise UriError(f"the path {self.path!r} after a host does not start with a slash")
 
     @classmethod
     def parse(cls, text: str) -> Uri:
@@ -153,9 +153,11 @@ class Uri:
             UriError: if the URI has no want_data parameter.
         """
         if self.want_data is None and self.scheme.startswith("grpc"):
-            raise UriError(f"at {self} a catalog answers, which gives no stream itself: connect(...) asks it")
+            raise UriError(
+                f"{str(self)!r} is the URI of a catalog, which sends no stream itself: open it with connect(...)"
+            )
         if self.want_data is None:
-            raise UriError(f"{self} has no want_data parameter, which is required to request a stream")
+            raise UriError(f"{str(self)!r} has no want_data parameter, which is required to request a stream")
         return self.want_data
 
 
@@ -163,7 +165,7 @@ def _uint64(text: str | None, name: str, uri: str) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) <= _UINT64_MAX):
-        raise UriError(f"{name}={text} in {uri!r} is not an unsigned 64-bit integer")
+        raise UriError(f"the parameter {name}={text!r} of {uri!r} is not an unsigned 64-bit integer")
     return int(text)
 
 
@@ -173,4 +175,4 @@ def _base64(text: str, uri: str) -> bytes:
     try:
         return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except ValueError as error:  # binascii.Error, or a character outside ASCII
-        raise UriError(f"remote_handle in {uri!r} is not base64: {error}") from None
+        raise UriError(f"the parameter remote_handle of {uri!r} is not base64: {error}") from None

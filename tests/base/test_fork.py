@@ -244,7 +244,7 @@ UCX = """
         try:
             call()
         except dis.errors.ForkedError as error:
-            assert "by spawn or forkserver" in str(error)
+            assert "with spawn or forkserver" in str(error)
             return
         raise AssertionError("the child could use UCX")
 

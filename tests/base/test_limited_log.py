@@ -62,9 +62,9 @@ def test_a_peer_has_some_lines_and_then_one_now_and_then(
     clock.now += 1000.0
     for number in range(4):
         refuse(number, "tcp client 10.0.0.9")
-    assert ("suppressed lines; the last was: refused 12", "tcp client 10.0.0.7", 1) in lines(caplog)
+    assert ("lines suppressed: last=refused 12", "tcp client 10.0.0.7", 1) in lines(caplog)
     log.close()
-    assert lines(caplog) == [("suppressed lines; the last was: refused 3", "tcp client 10.0.0.9", 1)]
+    assert lines(caplog) == [("lines suppressed: last=refused 3", "tcp client 10.0.0.9", 1)]
     log.close()
     assert lines(caplog) == []
 
@@ -112,7 +112,7 @@ def test_a_client_that_asks_for_nonsense_again_and_again_fills_no_log(caplog: py
     # Leave out the lines that say who can reach the catalog.
     records = [one for one in records if one["name"] != "dissociated.catalog.service"]
     assert 4 * 20 <= len(records) <= 4 * 30
-    written = [one for one in records if not one["message"].startswith("suppressed lines")]
+    written = [one for one in records if not one["message"].startswith("lines suppressed")]
     assert (
         len(written) + sum(one.get("suppressed", 0) for one in records) == 5 * 60
     )  # the second call over Flight logs two lines

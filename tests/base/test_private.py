@@ -61,13 +61,13 @@ def test_a_directory_that_is_not_this_users_alone_is_refused(tmp_path: Path) -> 
     with leaving_nothing():
         os.close(open_private_directory(mine))
         for path in (str(link), f"{link}/"):
-            with case(path), pytest.raises(NotPrivate, match=f"{link} is a symbolic link.*name the directory"):
+            with case(path), pytest.raises(NotPrivate, match=f"{link}' is a symbolic link.*name the directory"):
                 open_private_directory(path, create=True)
-        with pytest.raises(NotPrivate, match=f"{file} is no directory"):
+        with pytest.raises(NotPrivate, match=f"{file}' is not a directory"):
             open_private_directory(file, create=True)
         for open_to in (0o701, 0o710, 0o704, 0o770, 0o777, 0o1777):
             mine.chmod(open_to)
-            with case(oct(open_to)), pytest.raises(NotPrivate, match=rf"{mine} is open to other users .*chmod 700"):
+            with case(oct(open_to)), pytest.raises(NotPrivate, match=rf"{mine}' is open to other users .*chmod 700"):
                 open_private_directory(mine, create=True)
         with pytest.raises(FileNotFoundError):
             open_private_directory(tmp_path / "missing")
@@ -96,7 +96,7 @@ def test_a_file_is_claimed_without_being_opened(tmp_path: Path) -> None:
     assert database.read_text() == "rows"
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "missing")
-    with pytest.raises(NotPrivate, match=f"{link} is a symbolic link"):
+    with pytest.raises(NotPrivate, match=f"{link}' is a symbolic link"):
         claim_private_file(link, create=True)
     with pytest.raises(FileNotFoundError):
         claim_private_file(tmp_path / "missing")
@@ -109,11 +109,11 @@ def test_what_another_user_owns_is_refused_unless_that_user_is_trusted(tmp_path:
     file.write_text("theirs")
     os.chown(directory, NOBODY, NOBODY)
     os.chown(file, NOBODY, NOBODY)
-    with pytest.raises(NotPrivate, match=f"{directory} belongs to user .*choose another directory"):
+    with pytest.raises(NotPrivate, match=f"{directory}' belongs to user .*choose another directory"):
         open_private_directory(directory, create=True)
-    with pytest.raises(NotPrivate, match=f"{file} belongs to user"):
+    with pytest.raises(NotPrivate, match=f"{file}' belongs to user"):
         read_private_file(file)
-    with pytest.raises(NotPrivate, match=f"{file} belongs to user"):
+    with pytest.raises(NotPrivate, match=f"{file}' belongs to user"):
         open_private_file(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     assert file.read_text() == "theirs"
     os.close(open_private_directory(directory, owners=[NOBODY]))
@@ -128,12 +128,12 @@ def test_a_file_that_is_not_this_users_alone_is_neither_read_nor_written(tmp_pat
     truncating = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     with leaving_nothing():
         for flags in (os.O_RDONLY, truncating):
-            with pytest.raises(NotPrivate, match=f"{link} is a symbolic link.*name the regular file"):
+            with pytest.raises(NotPrivate, match=f"{link}' is a symbolic link.*name the regular file"):
                 open_private_file(link, flags)
-            with pytest.raises(NotPrivate, match=f"{fifo} is no regular file"):
+            with pytest.raises(NotPrivate, match=f"{fifo}' is not a regular file"):
                 open_private_file(fifo, flags)
         letter.chmod(0o622)
-        with pytest.raises(NotPrivate, match=rf"other users can write to {letter} .*chmod 600"):
+        with pytest.raises(NotPrivate, match=rf"{letter}' can be written by other users .*chmod 600"):
             open_private_file(letter, truncating)
         assert letter.read_text() == "keep"
         letter.chmod(0o644)

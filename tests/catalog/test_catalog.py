@@ -326,7 +326,7 @@ def test_options_mean_the_same_over_every_transport(client: dis.Client, transpor
         ).read_all()
 
     assert read(included_fields=[2, 0]) == TABLE.select([0, 2])
-    with pytest.raises(dis.errors.OptionError, match="there is no field 9"):
+    with pytest.raises(dis.errors.OptionError, match="field 9 does not exist"):
         read(included_fields=[9])
     with pytest.raises(dis.errors.OptionError, match="columns or included_fields"):
         read(["n"], included_fields=[0])
@@ -335,5 +335,5 @@ def test_options_mean_the_same_over_every_transport(client: dis.Client, transpor
 @pytest.mark.parametrize("transport", ["shm", "tcp", "inproc", "grpc"])
 def test_depth_is_limited_over_every_transport(server: dis.Server, client: dis.Client, transport: str) -> None:
     server.publish("nested", pa.table({"l": [[1]]}))
-    with pytest.raises(dis.errors.FormatError, match="nested 2 deep"):
+    with pytest.raises(dis.errors.FormatError, match="nested 2 levels deep"):
         client.read("nested", transport=transport, options=dis.ReadOptions(max_recursion_depth=1)).read_all()

@@ -131,7 +131,7 @@ def test_damage_that_comes_while_a_catalog_runs_is_told(memory: Path) -> None:
             )
     with closing(Database(str(path))) as database:
         path.write_bytes(path.read_bytes().replace(b"y" * 1000, b"z" * 1000))
-        with pytest.raises(CatalogDamaged, match=r"catalog\.db is damaged .* sets it aside"):
+        with pytest.raises(CatalogDamaged, match=r"catalog\.db' is damaged .* sets the database aside"):
             database.datasets()
 
 

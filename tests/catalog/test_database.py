@@ -313,7 +313,7 @@ def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
     path.write_text("precious " * 1000)
     with leaving_nothing(), pytest.raises(CatalogError, match=r"catalog.db: file is not a database"):
         Database(str(path))
-    with leaving_nothing(), pytest.raises(CatalogError, match=r"catalog.db: No such file or directory"):
+    with leaving_nothing(), pytest.raises(CatalogError, match=r"catalog\.db': No such file or directory"):
         Database(str(tmp_path / "no" / "catalog.db"))
 
 
@@ -341,9 +341,9 @@ def test_a_database_that_others_could_write_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "catalog.db"
     Database(str(path)).close()
     for entry, mode, refused in (
-        (path, 0o660, f"other users can write to {path}"),
-        (tmp_path, 0o777, f"{tmp_path} is open to other users"),
-        (tmp_path, 0o1777, f"{tmp_path} is open to other users"),
+        (path, 0o660, f"'{path}' can be written by other users"),
+        (tmp_path, 0o777, f"'{tmp_path}' is open to other users"),
+        (tmp_path, 0o1777, f"'{tmp_path}' is open to other users"),
     ):
         before = stat.S_IMODE(entry.stat().st_mode)
         entry.chmod(mode)
@@ -352,10 +352,10 @@ def test_a_database_that_others_could_write_is_refused(tmp_path: Path) -> None:
         entry.chmod(before)
     link, log = tmp_path / "link.db", tmp_path / "catalog.db-wal"
     link.symlink_to(path)
-    with pytest.raises(CatalogError, match=r"link\.db is a symbolic link"):
+    with pytest.raises(CatalogError, match=r"link\.db' is a symbolic link"):
         Database(str(link))
     log.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CatalogError, match=r"catalog\.db-wal is a symbolic link"):
+    with pytest.raises(CatalogError, match=r"catalog\.db-wal' is a symbolic link"):
         Database(str(path))
 
 

@@ -53,10 +53,10 @@ def test_a_dataset_of_a_foreign_server_is_found_and_one_that_is_not_there_is_nam
                 client.describe("no")
             assert "{" not in str(raised.value)
             assert "no" in str(raised.value)
-            with pytest.raises(CatalogError, match="does not list what it has"):
+            with pytest.raises(CatalogError, match="does not list its datasets"):
                 client.list()
             assert main(["ls", server.uri]) == 1
-            assert "does not list what it has" in capsys.readouterr().err
+            assert "does not list its datasets" in capsys.readouterr().err
             assert main(["ls", f"{server.uri}/d"]) == 0
             capsys.readouterr()
 

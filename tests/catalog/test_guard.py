@@ -139,7 +139,7 @@ def test_a_callable_decides(caplog: pytest.LogCaptureFixture) -> None:
                         client.list()
     assert [*dict.fromkeys(asked)] == ["sesame", "wrong", "broken"]  # an empty list is requested twice
     errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
-    assert errors == ["a token could not be checked: KeyError in authorize"]
+    assert errors == ["token check failed in authorize: error=KeyError"]
 
 
 def test_a_withdrawn_token_is_refused_at_the_next_call() -> None:
@@ -180,8 +180,8 @@ def test_an_endpoint_is_shown_without_its_ticket(server: dis.Server, certified: 
     [
         ({"catalog": TLS}, "needs a certificate and its key"),
         ({"catalog": TLS, "tls_cert": "x"}, "give both"),
-        ({"catalog": TLS, "tls_cert": "/nowhere/c.pem", "tls_key": "/nowhere/k.pem"}, "cannot read /nowhere/c.pem"),
-        ({"catalog": "grpc://127.0.0.1:0", "authorize": []}, "there is no token"),
+        ({"catalog": TLS, "tls_cert": "/nowhere/c.pem", "tls_key": "/nowhere/k.pem"}, "cannot read '/nowhere/c.pem'"),
+        ({"catalog": "grpc://127.0.0.1:0", "authorize": []}, "authorize has no token"),
     ],
 )
 def test_what_cannot_be_guarded(options: dict[str, Any], sentence: str) -> None:

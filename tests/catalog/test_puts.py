@@ -176,9 +176,9 @@ def test_a_source_that_fails_is_named_and_publishes_nothing(place: tuple[str, Pa
         for source, why in (
             (broken, "the source of 'd' failed: RuntimeError: no more"),
             (corrupt_parquet(tmp_path / "broken.parquet"), "the source of 'd' failed: "),
-            (tmp_path / "nowhere.parquet", "there is no such file"),
+            (tmp_path / "nowhere.parquet", "the file does not exist"),
             (object(), "cannot publish a object"),
-            (pa.Tensor.from_numpy(BATCH["n"].to_numpy()), "Flight has no messages for them"),
+            (pa.Tensor.from_numpy(BATCH["n"].to_numpy()), "for which Flight has no messages"),
         ):
             with pytest.raises(SourceError, match=why):
                 client.put("d", source)
@@ -191,10 +191,10 @@ def test_a_source_that_fails_is_named_and_publishes_nothing(place: tuple[str, Pa
         pq.write_table(OLD, tmp_path / "differ" / "1.parquet")
         pq.write_table(OLD.append_column("more", OLD["n"]), tmp_path / "differ" / "2.parquet")
         for wrong, why in (
-            (tmp_path / "differ", "2.parquet is not of one dataset with .*1.parquet: there is a column 'more' more"),
-            (iter(()), "say it, schema="),
+            (tmp_path / "differ", "2.parquet' and .*1.parquet' have different schemas: there is a new column 'more'"),
+            (iter(()), "give schema="),
             ([BATCH, pa.record_batch({"n": ["text"]})], "column 'n' is string, not int64"),
-            (iter([BATCH, 7]), "a int came, which is no record batch"),
+            (iter([BATCH, 7]), "the source gave a int instead of a record batch"),
             (b"no Arrow IPC at all", "the source of 'd' failed"),
         ):
             with pytest.raises(SourceError, match=why):
@@ -418,7 +418,7 @@ def test_the_command_put_refuses_what_makes_no_sense_before_it_looks_for_a_catal
     for arguments, why in (
         (["--ttl", "-1"], "is not a positive number of seconds"),
         (["--ttl", "nan"], "is not a positive number of seconds"),
-        (["--tag", "team"], "--tag team gives it no value: KEY=VALUE"),
+        (["--tag", "team"], "--tag 'team' has no value: give KEY=VALUE"),
         (["--tag", "=x"], "are not plain texts by name"),
         (["--tag", "team=\udcff"], "are not plain texts by name"),  # Python's form of a byte that is not text
     ):

@@ -273,7 +273,7 @@ reading.write_away(pa.RecordBatchReader.from_batches(schema, batches()), io.Byte
 def test_put_that_fails_leaves_no_node(tmp_path: Path) -> None:
     store = tmp_path / "store"
     with command("put", tmp_path / "nowhere.parquet", "d", "--store", store) as process:
-        assert "there is no such file" in ended(process)
+        assert "the file does not exist" in ended(process)
     assert not store.exists()
     with command("put", corrupt_parquet(tmp_path / "corrupt.parquet"), "d", "--store", store) as process:
         assert "the source of 'd' failed" in ended(process)

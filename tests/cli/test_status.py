@@ -193,7 +193,7 @@ def test_commands_show_their_token_and_check_the_certificate(
         ([], "is not to be trusted"),
         (roots, "asks for a token"),
         ([*roots, "--token-file", directory / "wrong"], "does not accept this token"),
-        ([*roots, "--token-file", "/nowhere"], "cannot read tokens from /nowhere"),
+        ([*roots, "--token-file", "/nowhere"], "cannot read tokens from '/nowhere'"),
     ]:
         refused = run(asked, uri, *more, *options)
         assert refused.returncode == 1
@@ -232,7 +232,7 @@ def test_metrics_and_the_log_of_serve(guarded: tuple[str, str, Path], certified:
         (["--tls-cert", "x"], "give both"),
         (["--token-file", "/nowhere"], "cannot read tokens"),
         (["--ticket-lifetime", "-1"], "positive number of seconds"),
-        (["--metrics", "nowhere"], "is no place for metrics"),
+        (["--metrics", "nowhere"], "is not an address for metrics"),
         (["--catalog", "grpc+tls://127.0.0.1:0"], "needs a certificate"),
     ],
 )

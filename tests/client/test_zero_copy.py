@@ -255,7 +255,10 @@ def test_ctrl_c_while_a_stream_is_left_keeps_no_connection(shm: dis.Server) -> N
 def test_where_no_thread_gives_back_the_stream_fails_and_the_connection_ends(shm: dis.Server) -> None:
     shm.publish("live", live)
     reader = read(shm, "live")
-    with no_threads(), pytest.raises(TransportError, match="to give back takes a thread: can't start new thread"):
+    with (
+        no_threads(),
+        pytest.raises(TransportError, match="cannot start the thread to give back: can't start new thread"),
+    ):
         reader.read_next_batch()
     assert connections_left(shm, patience=2) == 0
     assert read(shm, "live").read_next_batch() == BATCHES[0]

@@ -30,32 +30,32 @@ from dissociated.ipc import (
 V4, V5 = pa.ipc.MetadataVersion.V4, pa.ipc.MetadataVersion.V5
 
 NONSENSE: list[tuple[dict[str, Any], str]] = [
-    ({"allow_64bit": 1}, "allow_64bit is a bool, not 1"),
-    ({"max_recursion_depth": 0}, "max_recursion_depth is from 1 to 64, libarrow's own limit, not 0"),
-    ({"max_recursion_depth": 65}, "not 65"),
-    ({"max_recursion_depth": 2.5}, "not 2.5"),
-    ({"max_recursion_depth": True}, "not True"),
-    ({"alignment": 0}, "alignment is 8, 16, 32 or 64 bytes, not 0"),
-    ({"alignment": 24}, "not 24"),
-    ({"alignment": 128}, "not 128"),
-    ({"alignment": 64.0}, "not 64.0"),
-    ({"alignment": "64"}, "not '64'"),
-    ({"write_legacy_ipc_format": None}, "write_legacy_ipc_format is a bool, not None"),
-    ({"memory_pool": "jemalloc"}, "memory_pool is a MemoryPool, not 'jemalloc'"),
-    ({"codec": "gzip"}, "Arrow IPC knows the codecs lz4 and zstd, not 'gzip'"),
-    ({"codec": 3}, "not 3"),
-    ({"codec": pa.Codec("snappy")}, "not 'snappy'"),
-    ({"min_space_savings": -0.1}, "min_space_savings is a part of the size, from 0 to 1, not -0.1"),
-    ({"min_space_savings": 1.5}, "not 1.5"),
-    ({"min_space_savings": math.nan}, "not nan"),
-    ({"min_space_savings": "10%"}, "not '10%'"),
-    ({"min_space_savings": True}, "not True"),
-    ({"use_threads": "yes"}, "use_threads is a bool, not 'yes'"),
-    ({"emit_dictionary_deltas": 2}, "emit_dictionary_deltas is a bool, not 2"),
-    ({"unify_dictionaries": 0}, "unify_dictionaries is a bool, not 0"),
-    ({"metadata_version": 5}, "metadata_version is a MetadataVersion, not 5"),
-    ({"metadata_version": pa.ipc.MetadataVersion.V3}, "metadata is written in version V4 or V5, not V3"),
-    ({"metadata_version": V4, "codec": "lz4"}, "bodies can be compressed with metadata version V5 only"),
+    ({"allow_64bit": 1}, "allow_64bit is 1; it must be a bool"),
+    ({"max_recursion_depth": 0}, "max_recursion_depth is 0; it must be from 1 to 64, the limit of libarrow"),
+    ({"max_recursion_depth": 65}, " is 65;"),
+    ({"max_recursion_depth": 2.5}, " is 2.5;"),
+    ({"max_recursion_depth": True}, " is True;"),
+    ({"alignment": 0}, "alignment is 0; it must be 8, 16, 32 or 64 bytes"),
+    ({"alignment": 24}, " is 24;"),
+    ({"alignment": 128}, " is 128;"),
+    ({"alignment": 64.0}, " is 64.0;"),
+    ({"alignment": "64"}, " is '64';"),
+    ({"write_legacy_ipc_format": None}, "write_legacy_ipc_format is None; it must be a bool"),
+    ({"memory_pool": "jemalloc"}, "memory_pool is 'jemalloc'; it must be a MemoryPool"),
+    ({"codec": "gzip"}, "the codec 'gzip' is unknown: Arrow IPC has lz4 and zstd"),
+    ({"codec": 3}, "codec 3 is"),
+    ({"codec": pa.Codec("snappy")}, "codec 'snappy' is"),
+    ({"min_space_savings": -0.1}, "min_space_savings is -0.1; it must be from 0 to 1"),
+    ({"min_space_savings": 1.5}, " is 1.5;"),
+    ({"min_space_savings": math.nan}, " is nan;"),
+    ({"min_space_savings": "10%"}, " is '10%';"),
+    ({"min_space_savings": True}, " is True;"),
+    ({"use_threads": "yes"}, "use_threads is 'yes'; it must be a bool"),
+    ({"emit_dictionary_deltas": 2}, "emit_dictionary_deltas is 2; it must be a bool"),
+    ({"unify_dictionaries": 0}, "unify_dictionaries is 0; it must be a bool"),
+    ({"metadata_version": 5}, "metadata_version is 5; it must be a MetadataVersion"),
+    ({"metadata_version": pa.ipc.MetadataVersion.V3}, "metadata_version is V3; only V4 and V5 can be written"),
+    ({"metadata_version": V4, "codec": "lz4"}, "compression needs metadata version V5"),
 ]
 
 
@@ -78,7 +78,7 @@ def _publish(**given: Any) -> None:
 TAKES_OPTIONS: dict[str, tuple[Callable[[], object], str]] = {
     "publish": (lambda: _publish(options=OTHERS), "WriteOptions"),
     "publish live": (lambda: _publish(options=OTHERS, live=dis.Live()), "WriteOptions"),
-    "publish no Live": (lambda: _publish(live=True), "live is a dissociated.Live, not True"),
+    "publish no Live": (lambda: _publish(live=True), "live is True; it must be a dissociated.Live"),
     "StreamWriter": (lambda: StreamWriter(io.BytesIO(), TABLE.schema, OTHERS), "WriteOptions"),
     "FileWriter": (lambda: FileWriter(io.BytesIO(), TABLE.schema, OTHERS), "WriteOptions"),
     "write_tensor": (lambda: write_tensor(pa.Tensor.from_numpy(np.zeros(2)), io.BytesIO(), OTHERS), "WriteOptions"),
@@ -170,7 +170,7 @@ def test_depth_is_limited() -> None:
     nested = pa.record_batch({"n": pa.array([[[1]]])})
     assert read(written(nested, max_recursion_depth=3)) == [nested]
     for write in (written, lambda batch, **fields: written_file(pa.table(batch), **fields)):
-        with pytest.raises(FormatError, match="the field 'n' is nested 3 deep; max_recursion_depth is 2"):
+        with pytest.raises(FormatError, match="field 'n' is nested 3 levels deep; max_recursion_depth is 2"):
             write(nested, max_recursion_depth=2)
 
 

@@ -183,7 +183,7 @@ def test_fields_are_chosen_like_columns(either: Route) -> None:
     either.publish(TABLE)
     arrived = either.open(options=dis.ReadOptions(included_fields=[3, 1, 3])).read_all()
     assert arrived == TABLE.select(["n", "d"])
-    with pytest.raises(dis.errors.OptionError, match="there is no field 8 to include: the schema has 8"):
+    with pytest.raises(dis.errors.OptionError, match="field 8 does not exist: the schema has 8"):
         either.open(options=dis.ReadOptions(included_fields=[1, 8]))
 
 
@@ -232,7 +232,7 @@ def test_more_selections_than_are_kept(either: Route) -> None:
 
 def test_a_selection_that_cannot_be_read_is_refused(either: Route) -> None:
     either.publish(TABLE)
-    with pytest.raises(dis.errors.RemoteError, match="some columns or batches that cannot be read"):
+    with pytest.raises(dis.errors.RemoteError, match="columns, batches or rows that cannot be read"):
         either.request(either.uris(), identifier(either.ticket(), ["n"])[:-1])
 
 

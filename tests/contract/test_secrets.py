@@ -30,5 +30,5 @@ def test_the_text_of_a_source_s_exception_stays_in_the_log(
 
 def test_what_this_library_says_of_a_source_is_told(quick: Route) -> None:
     quick.publish(lambda: iter([BATCH, pa.record_batch({"m": [1]})]))
-    with pytest.raises(DissociatedError, match="the record batches differ"):
+    with pytest.raises(DissociatedError, match="the record batches have different schemas"):
         quick.open().read_all()

@@ -115,7 +115,7 @@ def test_a_late_consumer_is_refused_where_the_publisher_says_so(serve: Serve) ->
     with Fed() as fed:
         server.publish("live", fed.reader(), live=dis.Live(late="refuse", consumers=2))
         first, second = open_live(server, "shm"), open_live(server, "tcp")
-        with pytest.raises(dis.errors.RemoteError, match="'live' has begun, and takes nobody who comes later"):
+        with pytest.raises(dis.errors.RemoteError, match="'live' has begun, and refuses late readers"):
             open_live(server, "shm")
         fed.put(batch(0))
         fed.put(None)

@@ -95,8 +95,8 @@ def failing() -> Any:
         (lambda: 42, "cannot publish a int: give a Table"),
         (None, "cannot publish a NoneType: give a Table"),
         (failing, "the source of 'data' failed: RuntimeError: no more"),
-        ("/no/such/file", "/no/such/file: there is no such file"),
-        ("/", "cannot publish /: it is a directory"),
+        ("/no/such/file", "'/no/such/file': the file does not exist"),
+        ("/", "cannot publish '/': a directory must have Parquet files only"),
     ],
 )
 def test_what_cannot_be_published(source: Any, problem: str) -> None:
@@ -108,7 +108,7 @@ def test_what_cannot_be_published(source: Any, problem: str) -> None:
 def test_a_callable_that_gives_the_same_reader_again(once: Any) -> None:
     """The reader would yield the rest, or nothing, as if that were the whole."""
     made = make_dataset("data", lambda: once)
-    with pytest.raises(SourceError, match=r"the callable gives the same .* each time"):
+    with pytest.raises(SourceError, match=r"the callable gave the same .* again"):
         made.open_reader()
 
 
@@ -138,9 +138,9 @@ def test_parquet_that_is_written_anew_is_read_as_one_state_of_it_or_not(kind: st
             assert [reader.read_next_batch()["n"].to_pylist() for reader in readers] == [[1, 1], [1, 1]]
         write(2, rows)
         for reader in readers:
-            with pytest.raises(SourceError, match="was written anew while it was read"):
+            with pytest.raises(SourceError, match="was modified during a read"):
                 reader.read_all()
-    with pytest.raises(SourceError, match="has 2 rows, and had 6 when it was published: publish it anew"):
+    with pytest.raises(SourceError, match="has 2 rows, and had 6 at publication: publish the file anew"):
         made.open_reader()
     write(3, 6)
     assert made.open_reader().read_all()["n"].to_pylist() == [3] * 6
@@ -165,7 +165,7 @@ def test_a_file_of_another_kind(tmp_path: Path) -> None:
 def test_a_reader_is_given_once() -> None:
     made: Dataset = make_dataset("data", TABLE.to_reader())
     made.open_reader()
-    with pytest.raises(SourceError, match="which can be read once, and has been"):
+    with pytest.raises(SourceError, match="which can be read once and was read"):
         made.open_reader()
 
 

@@ -193,7 +193,7 @@ def test_bodies_by_address_and_metadata_of_another_connection_count_alike(serve:
 def test_an_error_within_the_copy_reaches_each_reader_until_it_passes(serve: Serve) -> None:
     server = serve("shm:")
     large = pa.Table.from_batches([*TABLE.to_batches(), *map(batch, range(80, 90))])
-    why = "no space left for shared memory"
+    why = "no space is left for shared memory"
     server.publish("t", large)
     copy_of(server)
     with little_space():
@@ -215,7 +215,7 @@ def test_a_copy_ahead_that_fails_is_made_when_it_is_asked_for(serve: Serve, capl
     server = serve("shm:")
     with little_space():
         server.publish("t", pa.concat_tables([TABLE, TABLE]))
-        wait_until(lambda: "no space left" in caplog.text, "the copy to fail")
+        wait_until(lambda: "no space is left" in caplog.text, "the copy to fail")
     assert open_shm(server).read_all() == pa.concat_tables([TABLE, TABLE])
 
 

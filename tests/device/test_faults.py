@@ -201,7 +201,10 @@ def test_a_body_that_its_buffers_would_leave_is_copied_nowhere(emulated: Emulate
     values = pa.py_buffer(bytes(80))
     for at, length in ((1 << 40, 80), (-80, 80), (8, 80)):
         header = encode_record_batch(10, [(10, 0)], [(0, 0), (at, length)], (), 80)
-        with closing(Mover(emulated)) as mover, pytest.raises(RemoteProtocolError, match="leaves its body of 80 bytes"):
+        with (
+            closing(Mover(emulated)) as mover,
+            pytest.raises(RemoteProtocolError, match="extends beyond its body of 80 bytes"),
+        ):
             mover.move(header, parse_header(header), [0, values.address], values)
 
 
@@ -212,7 +215,7 @@ def test_what_libarrow_would_look_into_is_refused(device: Device, server: dis.Se
     nodes, buffers = [(7_000, -1), (7_000, 0), (7_000, 0)], [(0, length) for _, length in first.extents]
     unknown = encode_record_batch(7_000, nodes, buffers, (), first.parsed.body_length)
     dataset.placed = [schema, first._replace(header=unknown), *rest]
-    with pytest.raises(RemoteProtocolError, match="how many nulls"):
+    with pytest.raises(RemoteProtocolError, match="number of nulls"):
         whole(client, device)
     odd = [(address + 1 if length else 0, length) for address, length in first.extents]
     for extents in (first.extents, odd):  # read in place, and copied to a place that libarrow accepts
@@ -223,7 +226,7 @@ def test_what_libarrow_would_look_into_is_refused(device: Device, server: dis.Se
                 whole(client, device)
     beyond = [(address + (1 << 40), length) for address, length in first.extents]
     dataset.placed = [schema, first._replace(extents=beyond), *rest]
-    with pytest.raises(RemoteProtocolError, match="lies in no region"):
+    with pytest.raises(RemoteProtocolError, match="is in no region"):
         whole(client, device)
     dataset.placed = [schema, first._replace(extents=odd)]
     (batch,) = client.read_on_device("numbers", device)

@@ -251,7 +251,7 @@ def test_dlpack_columns_and_lists_of_batches(device: Device, server: dis.Server,
     server.publish("list", batches)
     server.publish("batch", batches[1])
     first = batches[0]
-    with pytest.raises(SourceError, match="rows: they must have as many"):
+    with pytest.raises(SourceError, match="rows: give columns of equal length"):
         server.publish("ragged", {"a": _last(device)["n"], "b": first["n"]})
     with pytest.raises(SourceError, match="differ"):
         server.publish("mixed", [_last(device), on_device(device, ALL_TYPES).read_next_batch()])

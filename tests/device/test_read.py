@@ -211,7 +211,7 @@ def test_flat_columns_are_arrays(client: dis.Client, device: Device) -> None:
     types = client.read_on_device("types", device).read_next_batch()
     _, kind, shape = tensor_of(types["decimal128 full"])
     assert (kind, shape) == (64, (19, 2)), "two integers, the lower one first"
-    with pytest.raises(BufferError, match="stays on"):
+    with pytest.raises(BufferError, match="is not copied to another device"):
         batch["f"].__dlpack__(dl_device=(1, 0))
     with pytest.raises(BufferError, match="column of string"):
         batch["s"].__dlpack__()
@@ -227,9 +227,9 @@ def test_a_column_with_fewer_values_than_rows_is_no_array(device: Device) -> Non
         batch = join(iter_messages((schema, None), (header, pa.py_buffer(bytes(length))))).read_next_batch()
         column = DeviceColumn(device, batch["n"], None, False)
         for options in ({}, {"copy": True}, {"max_version": (1, 0)}):
-            with case(f"{rows} rows in {length} bytes"), pytest.raises(BufferError, match=f"and {length} came"):
+            with case(f"{rows} rows in {length} bytes"), pytest.raises(BufferError, match=f"its buffer has {length}"):
                 column.__dlpack__(**options)
-        with pytest.raises(AttributeError, match=f"and {length} came"):
+        with pytest.raises(AttributeError, match=f"its buffer has {length}"):
             column.array_interface()
 
 

@@ -444,7 +444,7 @@ def test_client_of_another_user(serve: Serve, spawn: Spawn, runtime: str, mode: 
         assert heard.startswith("TransportError connecting to the shm server")
         assert "Permission denied" in heard
     else:
-        assert heard == "AccessDenied This server does not allow user 65534. Its owner can add the user to `allow`."
+        assert heard == "AccessDenied this server does not allow user 65534: its owner can add the user to `allow`"
     good.check()
 
 
@@ -461,7 +461,7 @@ def test_client_of_a_user_who_is_allowed(serve: Serve, spawn: Spawn, runtime: st
     assert heard == {
         65534: str(3 * ROWS),
         12345: str(3 * ROWS),
-        54321: "AccessDenied This server does not allow user 54321. Its owner can add the user to `allow`.",
+        54321: "AccessDenied this server does not allow user 54321: its owner can add the user to `allow`",
     }
     good.check()
 
@@ -472,7 +472,7 @@ def test_server_of_another_user(spawn: Spawn, runtime: str) -> None:
     process = spawn("-c", AS_NOBODY, f"{runtime}/own.sock", "serve")
     assert process.stdout is not None
     uri = process.stdout.readline().strip()
-    sentence = r"runs as another user, whose memory is not trusted\. To trust it, use trusted_users=\[65534\]"
+    sentence = r"runs as another user, whose memory is not trusted: to trust it, use trusted_users=\[65534\]"
     for trusted in ("", "&allow=12345"):
         with pytest.raises(dis.errors.TransportError, match=sentence):
             dis.open_stream(uri + trusted, b"ticket")

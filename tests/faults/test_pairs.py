@@ -86,7 +86,7 @@ def test_good_pair(scripted: Scripted) -> None:
 
 def test_second_server_is_not_there(scripted: Scripted, runtime: str) -> None:
     first = scripted("shm", RawConnection.hold)
-    with pytest.raises(TransportError, match="Check that it runs on this host"):
+    with pytest.raises(TransportError, match="check that it runs on this host"):
         dis.open_stream([first.uri, f"shm://{runtime}/nobody.sock?want_data=1"], b"ticket")
     first.wait_done()
 

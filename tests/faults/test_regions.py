@@ -213,7 +213,7 @@ LEAVING = {
     "far before": ((0, 8000), "in no region"),
     "behind": ((BASE + SIZE, 8000), "in no region"),
     "far behind": ((2**63, 8000), "in no region"),
-    "over the end": ((BASE + SIZE - 7992, 8000), "leaves <Region"),
+    "over the end": ((BASE + SIZE - 7992, 8000), "extends beyond <Region"),
     "over the end of the addresses": ((2**64 - 8, 8000), "in no region"),
 }
 
@@ -235,7 +235,7 @@ def test_extent_into_the_next_region(scripted: Scripted) -> None:
         connection.send(stream((0, 0), (BASE + SIZE - 4000, 8000)))
         connection.hold()
 
-    refused(scripted("shm", script), "leaves <Region")
+    refused(scripted("shm", script), "extends beyond <Region")
 
 
 def test_descriptors_that_no_region_claims(scripted: Scripted) -> None:

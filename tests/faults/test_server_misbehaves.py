@@ -102,21 +102,23 @@ FRAMES = [
 ]
 
 METADATA = [
-    Case("shorter than the prefix", frame(UNTAGGED, b"\x01\0\0\0"), BROKEN, "the prefix alone has 5"),
-    Case("empty", frame(UNTAGGED), BROKEN, "the prefix alone has 5"),
+    Case("shorter than the prefix", frame(UNTAGGED, b"\x01\0\0\0"), BROKEN, "the prefix alone needs 5"),
+    Case("empty", frame(UNTAGGED), BROKEN, "the prefix alone needs 5"),
     Case("unknown kind", frame(UNTAGGED, b"\x02\0\0\0\0"), BROKEN, "unknown kind 2"),
     Case("end of stream with a tail", SCHEMA + frame(UNTAGGED, b"\0\1\0\0\0\0"), BROKEN, "instead of exactly 5"),
     Case("end before the schema", end(0), BROKEN, "before its first message"),
     Case("end before what was sent", SCHEMA + META + end(1), BROKEN, "ended the stream at 1"),
     Case("two ends", SCHEMA + end(2) + end(2), BROKEN, "not allowed"),
-    Case("no flatbuffer", metadata(0, b""), BROKEN, "no Arrow IPC message"),
-    Case("garbage for a flatbuffer", metadata(0, b"\xff" * 64), BROKEN, "no Arrow IPC message"),
+    Case("no flatbuffer", metadata(0, b""), BROKEN, "not an Arrow IPC message"),
+    Case("garbage for a flatbuffer", metadata(0, b"\xff" * 64), BROKEN, "not an Arrow IPC message"),
     Case("zeros for a flatbuffer", metadata(0, bytes(64)), BROKEN, "unknown type 0"),
-    Case("a batch instead of the schema", metadata(0, BATCH_HEADER), BROKEN, "it comes first"),
+    Case("a batch instead of the schema", metadata(0, BATCH_HEADER), BROKEN, "which comes first"),
     Case("a second schema", SCHEMA + metadata(1, SCHEMA_HEADER), BROKEN, "one schema"),
     Case("a message twice", SCHEMA + META + META, BROKEN, "twice"),
     Case("a message far ahead", SCHEMA + metadata(2**30, BATCH_HEADER) + end(2), BROKEN, "but has sent message 1073"),
-    Case("a message after the end", SCHEMA + end(2) + metadata(2, BATCH_HEADER), BROKEN, "after ending at 2"),
+    Case(
+        "a message after the end", SCHEMA + end(2) + metadata(2, BATCH_HEADER), BROKEN, "after it ended the stream at 2"
+    ),
 ]
 
 BODIES = [
@@ -131,10 +133,13 @@ BODIES = [
     Case("a short body first", SCHEMA + body(1, BODY[:-8]) + META, BROKEN, "its metadata announced 8000"),
     Case("an enormous body", SCHEMA + META + head(TAGGED, 2**55, 1), BROKEN, "its metadata announced 8000"),
     Case(
-        "an enormous body first", SCHEMA + head(TAGGED, 2**55, 1), BROKEN, r"at most 17179869184 are taken \(max_body\)"
+        "an enormous body first",
+        SCHEMA + head(TAGGED, 2**55, 1),
+        BROKEN,
+        r"at most 17179869184 are taken \(max_body\)",
     ),
     Case("the largest body of all", SCHEMA + head(TAGGED, 2**56 - 1, 1), BROKEN, "at most 17179869184 are taken"),
-    Case("a body after the end", SCHEMA + end(2) + body(5, BODY), BROKEN, "after ending at 2"),
+    Case("a body after the end", SCHEMA + end(2) + body(5, BODY), BROKEN, "after it ended the stream at 2"),
 ]
 
 
@@ -156,13 +161,13 @@ RUNS = [
     Case("of too much", SCHEMA + run(2, 8, 8, bytes(16), bytes(16)), BROKEN, "a run of 2 messages"),
     Case("of 2**60 times nothing", SCHEMA + run(2**60, 0, 0), BROKEN, "a run of 1152921504606846976 messages"),
     Case("of sizes beyond all bounds", SCHEMA + run(1, 2**63, 2**63, bytes(8)), BROKEN, "a run of 1 messages"),
-    Case("of empty messages", SCHEMA + run(100, 0, 0, bytes(800)), BROKEN, "the prefix alone has 5"),
+    Case("of empty messages", SCHEMA + run(100, 0, 0, bytes(800)), BROKEN, "the prefix alone needs 5"),
     Case(
         "of garbage", SCHEMA + run(16, 96, 48, b"\xff" * 128, b"\xff" * 1536, b"\xff" * 768), BROKEN, "unknown kind 255"
     ),
     Case("with a tag", SCHEMA + head(RUN, 24, 1), BROKEN, "has no tag"),
     Case("beyond the cap", SCHEMA + head(RUN, 2**26 + 1), BROKEN, "at most 67108864 bytes"),
-    Case("instead of the schema", _run((0, BY_ADDRESS, PAIRS), first=b""), BROKEN, "it comes first"),
+    Case("instead of the schema", _run((0, BY_ADDRESS, PAIRS), first=b""), BROKEN, "which comes first"),
     Case("twice", _run((1, BY_ADDRESS | 1, PAIRS), (1, BY_ADDRESS | 1, PAIRS)), BROKEN, "no region|twice"),
     Case("with a gap", _run((2, BY_ADDRESS | 2, PAIRS)) + end(3) + abort(b"done"), RemoteError, "done"),
     Case("of other bodies", _run((1, BY_ADDRESS | 2, PAIRS)) + abort(b"done"), RemoteError, "done"),
@@ -174,7 +179,12 @@ RUNS = [
     Case(
         "with a wrong total", _run((1, BY_ADDRESS | 1, addresses((0, 0), (64, 8000), total=1))), BROKEN, "whose total"
     ),
-    Case("with other lengths", _run((1, BY_ADDRESS | 1, addresses((0, 0), (64, 80)))), BROKEN, "buffer 1 80 bytes"),
+    Case(
+        "with other lengths",
+        _run((1, BY_ADDRESS | 1, addresses((0, 0), (64, 80)))),
+        BROKEN,
+        "gives 80 bytes to buffer 1",
+    ),
 ]
 
 
@@ -194,15 +204,22 @@ ADDRESS_LISTS = [
     ),
     Case("fewer buffers than announced", _list(addresses((1, 8000))), BROKEN, "announced"),
     Case("more buffers than announced", _list(addresses(*BUFFERS, (1, 8))), BROKEN, "announced"),
-    Case("other lengths", _list(addresses((0, 0), (64, 8008))), BROKEN, "8008 bytes; its metadata announced 8000"),
+    Case(
+        "other lengths",
+        _list(addresses((0, 0), (64, 8008))),
+        BROKEN,
+        "8008 bytes to buffer 1; its metadata announced 8000",
+    ),
     Case(
         "lengths swapped",
         _list(addresses((64, 8000), (0, 0))),
         BROKEN,
-        "gives buffer 0 8000 bytes; its metadata announced 0",
+        "gives 8000 bytes to buffer 0; its metadata announced 0",
     ),
-    Case("no region at all", _list(addresses((0, 0), (64, 8000))), BROKEN, "in no region it shared"),
-    Case("the last address there is", _list(addresses((0, 0), (2**64 - 8, 8000))), BROKEN, "in no region it shared"),
+    Case("no region at all", _list(addresses((0, 0), (64, 8000))), BROKEN, "in no region that it shared"),
+    Case(
+        "the last address there is", _list(addresses((0, 0), (2**64 - 8, 8000))), BROKEN, "in no region that it shared"
+    ),
 ]
 
 ALL = [

@@ -355,7 +355,7 @@ def test_addresses_outside_of_what_the_uri_names_are_not_fetched(serve: Serve) -
     before, _, spans = uri.partition("remote_memory=")
     base, _, rest = spans.partition("-")
     moved = f"{before}remote_memory={int(base, 16) + (1 << 20):x}-{rest}"
-    with pytest.raises(RemoteProtocolError, match="lies in no memory that its URI names"):
+    with pytest.raises(RemoteProtocolError, match="is in no memory that its URI names"):
         dis.open_stream(moved, good.server.ticket("good"), allow_rma=True).read_all()
 
 
@@ -432,7 +432,7 @@ BAD: dict[str, tuple[list[list[object]], str]] = {
     "a body of another length": ([SCHEMA, META, ["tag", 1, BODY[:-8].hex()]], "7992 bytes"),
     "addresses": ([SCHEMA, META, ["tag", 1 << 56 | 1, struct.pack("<6Q", 8000, 2, 0, 0, 64, 8000).hex()]], "address"),
     "an unknown kind of metadata": ([["am", "0200000000"]], "unknown kind 2"),
-    "half a prefix": ([["am", "0100"]], "the prefix alone has 5"),
+    "half a prefix": ([["am", "0100"]], "the prefix alone needs 5"),
 }
 
 

@@ -140,13 +140,13 @@ class TestRefusal:
     @pytest.mark.parametrize(
         ("header", "reason"),
         [
-            pytest.param(b"", "no Arrow IPC message", id="nothing"),
+            pytest.param(b"", "not an Arrow IPC message", id="nothing"),
             pytest.param(bytes(4), "unknown type 0", id="zeros"),
-            pytest.param(patched(0, "ffffffff"), "no Arrow IPC message", id="root outside"),
-            pytest.param(patched(16, "11000000"), "no Arrow IPC message", id="vtable before the message"),
+            pytest.param(patched(0, "ffffffff"), "not an Arrow IPC message", id="root outside"),
+            pytest.param(patched(16, "11000000"), "not an Arrow IPC message", id="vtable before the message"),
             # -86 is the position of the vtable relative to the end of the message.
-            pytest.param(patched(16, "66000000"), "no Arrow IPC message", id="vtable from the end"),
-            pytest.param(patched(16, "00000080"), "no Arrow IPC message", id="vtable after the message"),
+            pytest.param(patched(16, "66000000"), "not an Arrow IPC message", id="vtable from the end"),
+            pytest.param(patched(16, "00000080"), "not an Arrow IPC message", id="vtable after the message"),
             pytest.param(patched(20, "00"), "unknown type 0", id="type none"),
             pytest.param(patched(20, "06"), "unknown type 6", id="type 6"),
             pytest.param(patched(20, "ff"), "unknown type 255", id="type 255"),
@@ -155,7 +155,7 @@ class TestRefusal:
             pytest.param(patched(28, "ff" * 8), "body of -1 bytes", id="negative body"),
             pytest.param(patched(54, "03000000"), "3 buffers lie outside", id="one buffer too many"),
             pytest.param(patched(54, "ffffffff"), "buffers lie outside", id="2^32 - 1 buffers"),
-            pytest.param(patched(50, "ff000000"), "no Arrow IPC message", id="vector outside"),
+            pytest.param(patched(50, "ff000000"), "not an Arrow IPC message", id="vector outside"),
             pytest.param(patched(20, "01"), "100 bytes for a schema", id="schema with a body"),
             pytest.param(patched(20, "02"), "dictionary batch without data", id="dictionary without data"),
             pytest.param(patched(20, "04"), "1 buffers lie outside", id="tensor without data"),

@@ -98,9 +98,9 @@ def test_buffers_stay_as_aligned_as_they_were_and_neighbours_in_one_piece() -> N
 def test_a_batch_that_does_not_fit_the_schema_is_refused() -> None:
     one = messages([pa.record_batch({"a": [1]})], None)
     two = messages([pa.record_batch({"a": [1], "b": [1]})], None)
-    with pytest.raises(FormatError, match="other buffers than its schema tells"):
+    with pytest.raises(FormatError, match="buffers that its schema does not explain"):
         Projection(two[0].header, [0]).project(one[1].header, one[1].parsed)
-    with pytest.raises(FormatError, match="stands among record batches"):
+    with pytest.raises(FormatError, match="message is among the record batches"):
         Projection(two[0].header, [0]).project(two[0].header, two[0].parsed)
 
 

@@ -73,7 +73,7 @@ def test_csf_may_give_lengths_in_bytes() -> None:
 
 
 def test_a_record_batch_is_no_tensor() -> None:
-    with pytest.raises(FormatError, match="holds no tensor"):
+    with pytest.raises(FormatError, match="has no tensor"):
         parse_tensor(BY_HAND)
 
 

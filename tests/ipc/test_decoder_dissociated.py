@@ -294,7 +294,7 @@ def test_a_peer_that_breaks_the_protocol_is_refused(messages: list[Fed]) -> None
 def test_addresses_need_a_region() -> None:
     peer = Peer(NUMBERS, [1])
     decoder = DissociatedDecoder(CollectListener())
-    with pytest.raises(RemoteProtocolError, match="lies in no region it shared"):
+    with pytest.raises(RemoteProtocolError, match="is in no region that it shared"):
         feed(decoder, peer.fed)
 
 
@@ -307,7 +307,7 @@ def test_content_that_libarrow_refuses() -> None:
 
 def test_buffers_that_the_schema_does_not_have() -> None:
     _, *rest = Peer(NUMBERS).fed
-    with pytest.raises(RemoteProtocolError, match="message 1 has 5 buffers; by the schema it has 4"):
+    with pytest.raises(RemoteProtocolError, match="message 1 has 5 buffers; its schema needs 4"):
         feed(DissociatedDecoder(CollectListener()), [Peer(WORDS).fed[0], *rest])
 
 

@@ -523,14 +523,14 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
             with pytest.raises(StoreError, match="closed"):
                 kind(closed)
             for wrong in (7, None, ["path"]):
-                with pytest.raises(OptionError, match="path, a buffer, or a binary file"):
+                with pytest.raises(OptionError, match="path, a buffer or a binary file"):
                     kind(wrong)
             with pytest.raises(FormatError):
                 kind(b"")
             with pytest.raises(FormatError):
                 kind(b"neither a file nor a stream, but long enough for both")
         writing = os.open(tmp_path / "fifo", os.O_RDWR)
-        with pytest.raises(StoreError, match="no regular file"):
+        with pytest.raises(StoreError, match="not a regular file"):
             open_file(tmp_path / "fifo")
         os.close(writing)
 
@@ -552,7 +552,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     with open(path, "rb", 0) as file, open_file(path, memory_map=False) as reader, open_file(file) as other:
         os.truncate(path, 1000)
         for one in (reader, other):
-            with pytest.raises(FormatError, match="cut off"):
+            with pytest.raises(FormatError, match="truncated"):
                 one.get_batch(4)
 
 
@@ -579,7 +579,7 @@ def test_a_block_of_the_footer_that_is_no_record_batch() -> None:
     block = spans[2][0].to_bytes(8, "little")
     at = content.rindex(block)
     content[at : at + 8] = spans[1][0].to_bytes(8, "little")  # the dictionary
-    with open_file(bytes(content)) as reader, pytest.raises(FormatError, match="where there is none"):
+    with open_file(bytes(content)) as reader, pytest.raises(FormatError, match="and none is there"):
         reader.count_rows()
 
 

@@ -212,7 +212,7 @@ def test_a_table_is_no_tensor() -> None:
     pa.ipc.new_stream(sink, pa.schema([("n", pa.int8())])).close()
     with pytest.raises(FormatError, match="the message is a SCHEMA"):
         read_tensor(sink.getvalue())
-    with pytest.raises(FormatError, match="a Table is no tensor"):
+    with pytest.raises(FormatError, match="a Table is not a tensor"):
         write_tensor(pa.table({}), io.BytesIO())
 
 
@@ -232,7 +232,7 @@ def test_what_libarrow_could_not_expand_is_not_written() -> None:
     ids=["coo", "csr"],
 )
 def test_a_tensor_whose_index_leaves_it_is_not_written(tensor: Any) -> None:
-    with pytest.raises(FormatError, match="nobody could read a sparse tensor"):
+    with pytest.raises(FormatError, match="cannot be written as Arrow IPC: the sparse tensor"):
         write_tensor(tensor, io.BytesIO())
 
 
@@ -340,7 +340,7 @@ def test_an_index_that_leaves_the_tensor_is_refused(name: str, at: int, value: i
     content = bytearray(GOLDEN[name])
     at += index_of(name)
     content[at : at + 8] = value.to_bytes(8, "little", signed=True)
-    with pytest.raises(FormatError, match=r"index outside|do not follow"):
+    with pytest.raises(FormatError, match=r"index outside|not in order"):
         read_tensor(bytes(content))
 
 
@@ -375,7 +375,7 @@ def test_libarrow_reads_every_tensor(reader: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["missing", "."])
 def test_a_path_that_cannot_be_read_or_written_is_a_store_error(tmp_path: Path, path: str) -> None:
-    with pytest.raises(StoreError, match="opening"):
+    with pytest.raises(StoreError, match=r"opening|is a directory"):
         read_tensor(tmp_path / path)
     with pytest.raises(StoreError, match="creating"):
         write_tensor(pa.Tensor.from_numpy(CUBE), tmp_path if path == "." else tmp_path / path / "tensor")
@@ -391,5 +391,5 @@ def test_a_closed_file_object_is_a_store_error() -> None:
 
 
 def test_a_tensor_is_not_compressed_in_silence() -> None:
-    with pytest.raises(OptionError, match="no compressed tensors"):
+    with pytest.raises(OptionError, match="tensors cannot be compressed"):
         write_tensor(pa.Tensor.from_numpy(CUBE), io.BytesIO(), WriteOptions(codec="zstd"))

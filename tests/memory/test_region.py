@@ -36,7 +36,7 @@ def test_a_space_holds_regions_that_do_not_overlap(spans: list[tuple[int, int]])
         if homes:
             assert [space.find(address).base] == homes
         else:
-            with pytest.raises(RemoteProtocolError, match=f"{address:#x}, which lies in no region"):
+            with pytest.raises(RemoteProtocolError, match=f"{address:#x}, which is in no region"):
                 space.find(address)
 
 
@@ -74,7 +74,7 @@ def test_extents_lie_within_their_region(address: int, length: int) -> None:
     if address >= 1000 and address + length <= 1100:
         assert space.locate([address], [length]).offsets == [address - 1000]
     else:
-        with pytest.raises(RemoteProtocolError, match=r"leaves <Region 0x3e8 to 0x44c>|lies in no region"):
+        with pytest.raises(RemoteProtocolError, match=r"extends beyond <Region 0x3e8 to 0x44c>|is in no region"):
             space.locate([address], [length])
 
 
@@ -114,7 +114,7 @@ def test_gathering_puts_extents_where_they_are_wanted() -> None:
 @pytest.mark.parametrize("at", [-1, 14, 16, 2**62])
 def test_gathering_does_not_leave_the_body(at: int) -> None:
     located = spaced(Region(0, pa.py_buffer(bytes(100)))).locate([10], [3])
-    with pytest.raises(RemoteProtocolError, match="leaves its body of 16 bytes"):
+    with pytest.raises(RemoteProtocolError, match="extends beyond its body of 16 bytes"):
         located.gather([3], [at], pa.allocate_buffer(16))
 
 

@@ -53,7 +53,10 @@ def test_an_empty_mapping() -> None:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_explained(number: int) -> None:
-    with pytest.raises(StoreError, match=r"no space left for the segment .*: free some"), store_errors("the segment"):
+    with (
+        pytest.raises(StoreError, match=r"no space is left for the segment .*: free some"),
+        store_errors("the segment"),
+    ):
         raise OSError(number, os.strerror(number))
 
 

@@ -113,7 +113,7 @@ def test_other_sites_cannot_read_what_is_at_this_host(serve: Serve) -> None:
 
 
 def test_places_that_are_none(serve: Serve) -> None:
-    with pytest.raises(OptionError, match="no place for the page"):
+    with pytest.raises(OptionError, match="not an address for the page"):
         serve(http="here")
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(TransportError, match="the page"):
         serve(http=f"127.0.0.1:{taken.getsockname()[1]}")

@@ -149,6 +149,6 @@ def test_a_record_as_text() -> None:
 
 @pytest.mark.parametrize(("format", "level"), [("xml", "info"), ("json", "loud")])
 def test_formats_and_levels_there_are_not(format: str, level: str) -> None:
-    with pytest.raises(OptionError, match="a log is text or json, from debug, info, warning, error on"):
+    with pytest.raises(OptionError, match="the formats are text, json, and the levels debug, info, warning, error"):
         configure(format, level)
     assert logging.getLogger("dissociated").handlers == []

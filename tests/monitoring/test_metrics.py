@@ -139,7 +139,7 @@ def test_what_is_no_place(where: str) -> None:
 def test_a_port_in_use_is_named(serve: Serve) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(TransportError, match=f"cannot listen on {where} for metrics"):
+        with pytest.raises(TransportError, match=f"cannot listen on '{where}' for metrics"):
             serve("inproc:", metrics=where)
 
 

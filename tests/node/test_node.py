@@ -249,7 +249,7 @@ def test_a_full_file_system_is_told_to_whoever_puts_and_harms_nobody(tmp_path: P
     put(node.uri, "d", table(1, 2))
     large = pa.table({"n": pa.array(range(2 * MIB), pa.int64())})
     for _ in range(2):
-        with pytest.raises(CatalogError, match=r"the file system of .*/small/store is full: .*in Docker, --shm-size"):
+        with pytest.raises(CatalogError, match=r"the file system of .*/small/store' is full: .*in Docker, --shm-size"):
             put(node.uri, "large", large)
     # A segment that fits is accepted: nothing remains of the one that did not.
     put(node.uri, "e", large.slice(0, MIB // 2))
@@ -338,7 +338,9 @@ def test_a_node_that_cannot_start_says_why(memory: Path) -> None:
         pass
     (memory / "store" / "segments").rmdir()
     (memory / "store" / "segments").write_text("in the way")
-    with pytest.raises(StoreError, match=r"no node could be started for .*: dissociated: segments is no directory"):
+    with pytest.raises(
+        StoreError, match=r"no node could be started for .*: dissociated: 'segments' is not a directory"
+    ):
         ensure(memory / "store")
 
 

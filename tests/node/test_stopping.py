@@ -90,8 +90,8 @@ def test_it_says_whom_it_waits_for(node: Process, log: Path, capsys: pytest.Capt
     slow = spawn(SLOW, node.uri, "big")
     node.signal(signal.SIGTERM)
     line = node.line()
-    assert line.startswith("stopping waits for tcp client 127.0.0.1:")
-    assert line.endswith(" (big), 600 s at most\n")
+    assert line.startswith("stopping: waiting up to 600 s for tcp client 127.0.0.1:")
+    assert line.endswith(" (big)\n")
     assert "shm" not in line
     found = state(node.uri)
     assert found.state == "stopping"
@@ -113,8 +113,8 @@ def test_what_is_in_progress_at_the_deadline_is_cut_off(memory: Path, start: Sta
     put(node.uri, "big", numbers(BIG))
     slow = spawn(SLOW, node.uri, "big")
     node.signal(signal.SIGTERM)
-    assert node.line().startswith("stopping waits for tcp client ")
-    assert node.line().startswith("stopping cuts off what is in progress after ")
+    assert node.line().startswith("stopping: waiting up to 0.3 s for tcp client ")
+    assert node.line().startswith("stopping: streams in progress are cut off after ")
     assert node.wait() == 0
     assert slow.communicate("\n", timeout=PATIENCE)[0] in ("RemoteError\n", "ConnectionClosed\n", "TransportError\n")
 

@@ -27,7 +27,7 @@ def test_columns_are_found_in_the_order_of_the_schema(selection: Selection, indi
 def test_what_is_not_there_is_named_beside_what_is() -> None:
     with pytest.raises(ColumnNotFound, match="there is no column 'x'; there are a, b, a, ü"):
         Selection(columns=("a", "x")).indices(NAMES)
-    with pytest.raises(OptionError, match="there is no field 4 to include: the schema has 4"):
+    with pytest.raises(OptionError, match="field 4 does not exist: the schema has 4"):
         Selection(fields=(0, 4)).indices(NAMES)
 
 
@@ -108,7 +108,7 @@ HEAD = b"DISSCOL\x01\x01\x00\x00\x00t"
     ],
 )
 def test_what_is_no_selection_is_refused(rest: bytes) -> None:
-    with pytest.raises(RemoteProtocolError, match="some columns or batches that cannot be read"):
+    with pytest.raises(RemoteProtocolError, match="columns, batches or rows that cannot be read"):
         parse_identifier(HEAD + rest)
 
 

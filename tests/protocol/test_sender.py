@@ -76,7 +76,7 @@ class TestWhatTheClientSends:
     @pytest.mark.parametrize("state", [State.IDLE, State.STREAMING, State.ENDING])
     def test_a_run_is_refused(self, state):
         run = Run(1, memoryview(bytes(5)), 5, memoryview(FREE.to_bytes(8, "little")), memoryview(uint64s(64)), 8)
-        with pytest.raises(RemoteProtocolError, match="which only servers do"):
+        with pytest.raises(RemoteProtocolError, match="which only servers may send"):
             sender(state).receive(run)
 
     @pytest.mark.parametrize("state", [State.IDLE, State.STREAMING, State.ENDING])
@@ -174,7 +174,7 @@ class TestWhatTheServerSends:
 
     def test_what_was_encoded_beforehand_goes_where_it_belongs_alone(self):
         sending = sender()
-        with pytest.raises(LocalProtocolError, match="from 3 on went out where 1 was due"):
+        with pytest.raises(LocalProtocolError, match="from number 3 on were sent; number 1 comes next"):
             sending.sent(3, 2)
         assert sending.sequence == 1
 

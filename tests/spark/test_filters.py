@@ -166,7 +166,9 @@ def test_all_of_one_list_must_be_true() -> None:
 def test_what_is_not_certain_is_refused_with_the_column(condition: list[Any]) -> None:
     filters = parsed([condition])
     for decide in (filters.expression, lambda schema: filters.mask(pa.RecordBatch.from_pylist([], schema))):
-        with pytest.raises(OptionError, match=f"column '{filters.columns[0]}.* is not certain: filter what was read"):
+        with pytest.raises(
+            OptionError, match=f"column '{filters.columns[0]}.* is not certain: filter the rows after reading"
+        ):
             decide(TABLE.schema)
 
 

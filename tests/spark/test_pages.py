@@ -1,4 +1,4 @@
-"""Code on the pages that uses a Spark session: it runs exactly as printed."""
+"""Code on the pages, and in docstrings, that uses a Spark session: it runs exactly as printed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from dissociated.node.node import Node
 from dissociated.spark import publish
 from dissociated.store.store import Store
-from pages import PAGES, Reader, blocks
+from pages import PAGES, Reader, blocks, examples
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -35,3 +35,12 @@ def test_the_code_on_a_page_runs(page: Path, spark: SparkSession, memory: Path, 
             finally:
                 for query in spark.streams.active:
                     query.stop()
+
+
+def test_the_examples_of_docstrings_run(spark: SparkSession, memory: Path, tmp_path: Path) -> None:
+    found = [example.block for example in examples() if example.block.page.parent.name == "spark"]
+    assert len(found) >= 3
+    with Node(Store(memory / "store"), ["shm:", "tcp://127.0.0.1:0"], flight="grpc://127.0.0.1:0") as node:
+        publish(spark.createDataFrame([("IAH",), ("ORD",)], "dest string"), "flights", node.uri)
+        with Reader(tmp_path, {"catalog": node.uri, "spark": spark}, node.uri) as reader:
+            reader.run(found)

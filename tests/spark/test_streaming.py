@@ -352,7 +352,7 @@ def test_what_is_gone_is_told_to_the_driver_and_to_tasks(node: Node, reader: Dat
 def test_a_live_source_is_refused(server: dis.Server) -> None:
     server.publish("in", lambda: pa.table({"id": [1]}).to_reader())
     reader = DatasetStreamReader(Request(CatalogConfig(server.catalog_uri), "in"), SCHEMA, StreamOptions(ALL))
-    with pytest.raises(CatalogError, match="not a source that is read live"):
+    with pytest.raises(CatalogError, match="not a live source"):
         reader.latestOffset(reader.initialOffset(), ALL)
     reader.stop()
 

@@ -68,7 +68,7 @@ def test_a_class_is_kept_if_it_is_sparks_own(caplog: pytest.LogCaptureFixture) -
     assert [kept_type(field) for field in arrow_schema(wanted)] == [field.dataType for field in wanted]
     assert not caplog.records
     assert kept_type(arrow_schema(StructType().add("theirs", TheirUDT())).field("theirs")) is None
-    assert "column 'theirs' is of a user-defined type, and comes back as struct" in caplog.text
+    assert "column of a user-defined type is read as its storage type: column='theirs' type=struct" in caplog.text
     (field,) = arrow_schema(StructType().add("v", VectorUDT()))
     ((key, told),) = field.metadata.items()
     for own in (b"pyspark.ml.linalg.VectorUDT", b"org.apache.spark.ml.linalg.VectorUDT"):

@@ -49,7 +49,7 @@ def put(store: Store, name: str, batch: pa.RecordBatch = ROWS) -> None:
 
 def test_a_folder_that_is_no_store_is_refused_and_stays_as_it_is(folder: Path, memory: Path) -> None:
     before = files(folder)
-    refused = f"{folder} is no store, and is not empty: it has 'segments'. Choose an empty directory"
+    refused = f"{folder}' is not a store, and is not empty: it has 'segments': choose an empty directory"
     with leaving_nothing():
         with pytest.raises(StoreError, match=refused):
             Store(folder)
@@ -67,14 +67,14 @@ def test_a_folder_with_an_id_that_no_store_has_written_is_refused(folder: Path, 
     (folder / "id").write_text("passport 123\n")
     before = files(folder)
     for use in (Store, ensure):
-        with case(use), pytest.raises(StoreError, match=f"{folder} is no store: its file 'id'"):
+        with case(use), pytest.raises(StoreError, match=f"{folder}' is not a store: its file 'id'"):
             use(folder)
     assert files(folder) == before
     (folder / "id").unlink()
     (folder / "id").symlink_to(known / "id")
     before = files(folder)
     for use in (Store, ensure):
-        with case(use), pytest.raises(NotPrivate, match="id is a symbolic link"):
+        with case(use), pytest.raises(NotPrivate, match="id' is a symbolic link"):
             use(folder)
     assert files(folder) == before
 
@@ -122,15 +122,15 @@ def test_a_store_that_others_could_have_made_is_not_used(memory: Path) -> None:
         pass
     link.symlink_to(store)
     for use in (Store, ensure, running):
-        with case(use), pytest.raises(NotPrivate, match=f"{link} is a symbolic link"):
+        with case(use), pytest.raises(NotPrivate, match=f"{link}' is a symbolic link"):
             use(link)
         store.chmod(0o750)
-        with case(use), pytest.raises(NotPrivate, match=f"{store} is open to other users"):
+        with case(use), pytest.raises(NotPrivate, match=f"{store}' is open to other users"):
             use(store)
         store.chmod(0o700)
     (store / "trash").rmdir()
     (store / "trash").symlink_to(memory)
-    with pytest.raises(NotPrivate, match="trash is a symbolic link"):
+    with pytest.raises(NotPrivate, match="trash' is a symbolic link"):
         Store(store)
 
 
@@ -140,10 +140,10 @@ def test_whoever_starts_a_node_truncates_nothing_through_a_link(memory: Path) ->
         pass
     letter.write_text("Dear Sir")
     (store / "starting").symlink_to(letter)
-    with pytest.raises(NotPrivate, match="starting is a symbolic link"):
+    with pytest.raises(NotPrivate, match="starting' is a symbolic link"):
         ensure(store)
     (store / "starting").unlink()
     (store / "node.log").symlink_to(letter)
-    with pytest.raises(NotPrivate, match=r"node\.log is a symbolic link"):
+    with pytest.raises(NotPrivate, match=r"node\.log' is a symbolic link"):
         ensure(store)
     assert letter.read_text() == "Dear Sir"

@@ -165,10 +165,10 @@ def test_a_put_of_unknown_size_takes_no_more_than_it_has_come_to_need(memory: Pa
             client.put(name, pa.Table.from_batches([rows] * 4))
         for count, last, left, why in (
             (2, None, "abc", "no more comes|broke off"),
-            (2, twenty, "abc", "it would never fit$"),
+            (2, twenty, "abc", "can never fit$"),
             (4, None, "bc", "no more comes|broke off"),
-            (6, twenty, "bc", "it would never fit$"),
-            (8, twenty, "c", r"it would never fit\. So far 1 dataset had been evicted for it: 'b'$"),
+            (6, twenty, "bc", "can never fit$"),
+            (8, twenty, "c", r"can never fit; evicted for the write before: 1 dataset, 'b'$"),
         ):
             with pytest.raises(DissociatedError, match=why):
                 client.put("d", source(count, last))
@@ -188,13 +188,13 @@ def test_the_tasks_of_one_write_are_told_what_was_evicted_for_all_of_them(memory
             put(store, name, 4)
         tasks = [store.writer(f"key-{number:06}-{number}.arrows", SCHEMA) for number in range(3)]
         batch = pa.record_batch({"n": pa.array([7] * (MIB // 8), pa.int64())})
-        with pytest.raises(StoreFull, match=r"So far 3 datasets had been evicted for it: 'a', 'b', 'c'$"):
+        with pytest.raises(StoreFull, match=r"evicted for the write before: 3 datasets, 'a', 'b', 'c'$"):
             write_in_turns(tasks, batch)
         for task in tasks:
             task.abort()
         store.discard(f"key-{number:06}-{number}.arrows" for number in range(3))
         (store.staging / "key-3").touch(0o600)
-        with pytest.raises(StoreError, match=r"it would never fit$"):
+        with pytest.raises(StoreError, match=r"can never fit$"):
             store.reserve("key-3", 15 * MIB)
 
 
@@ -264,7 +264,7 @@ def test_a_put_that_can_never_fit_removes_nothing(memory: Path, tmp_path: Path) 
         client.put("b", large.slice(0, 5 * rows))
         for source in (large, *sorted(tmp_path.iterdir())):
             for transport in ("shm", "grpc"):
-                with case((source, transport)), pytest.raises(DissociatedError, match=r"it would never fit$"):
+                with case((source, transport)), pytest.raises(DissociatedError, match=r"can never fit$"):
                     client.put("c", source, transport=transport)
         assert [info.name for info in client.list()] == ["a", "b"]
         assert list(node.store.staging.iterdir()) == []

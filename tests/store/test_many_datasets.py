@@ -134,7 +134,7 @@ def test_what_was_damaged_while_it_was_closed_is_an_error_of_its_readers_alone(m
     with Node(Store(memory)) as node, dis.connect(node.uri) as client:
         assert {info.name for info in client.list()} == set("abcd")
         for transport in ("shm", "tcp", "grpc"):
-            for name, why in (("a", "cannot be read"), ("b", "are gone"), ("c", "is not what was committed")):
+            for name, why in (("a", "cannot be read"), ("b", "are gone"), ("c", "were modified after the commit")):
                 with pytest.raises(DissociatedError, match=why):
                     client.read(name, transport=transport).read_all()
             assert client.read("d", transport=transport).read_all() == table(1, 2, 3)

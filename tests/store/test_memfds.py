@@ -93,7 +93,7 @@ UNSAFE = {
 @pytest.mark.parametrize("seals", UNSAFE.values(), ids=UNSAFE)
 def test_a_memfd_that_could_change_is_refused(memory: Path, seals: int) -> None:
     with leaving_nothing(), Store(memory / "store") as store:
-        with memfd(table(1), seals) as descriptor, pytest.raises(StoreError, match="could still be changed"):
+        with memfd(table(1), seals) as descriptor, pytest.raises(StoreError, match="can still be modified"):
             store.hand_over(descriptor)
         assert store.usage().total == 0
 
@@ -104,7 +104,7 @@ def test_what_is_no_memfd_is_refused(memory: Path, tmp_path: Path) -> None:
         read, write = os.pipe()
         file = os.open(tmp_path / "file", os.O_RDONLY)
         for descriptor in (read, write, file):
-            with pytest.raises(StoreError, match="could still be changed"):
+            with pytest.raises(StoreError, match="can still be modified"):
                 store.hand_over(descriptor)
             os.close(descriptor)
 
@@ -161,7 +161,7 @@ def test_holes_count_for_what_they_take_when_they_are_read(memory: Path) -> None
         os.write(descriptor, sink.getvalue())
         os.ftruncate(descriptor, 1 << 40)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
-        with pytest.raises(StoreError, match="it would never fit"):
+        with pytest.raises(StoreError, match="can never fit"):
             store.hand_over(descriptor)
 
 
@@ -285,9 +285,9 @@ def test_handing_over_what_a_node_refuses_says_why(memory: Path, start: Start) -
     node = start("node", "--store", memory / "store", "--limit", "1MiB")
     with dis.connect(node.uri) as client:
         for data, seals, sentence in (
-            (table(1), 0, "could still be changed"),
+            (table(1), 0, "can still be modified"),
             (b"garbage", SEALS, "the memory that was handed over: "),
-            (large(2), SEALS, "it would never fit"),
+            (large(2), SEALS, "can never fit"),
         ):
             with memfd(data, seals) as descriptor, pytest.raises(StoreError, match=sentence):
                 client.hand_over(descriptor)
@@ -310,8 +310,8 @@ def test_whoever_says_nothing_or_nonsense_at_the_socket_harms_nobody(memory: Pat
             return connection.recv(4096)
 
     with memfd(table(1)) as descriptor:
-        assert b"there was no descriptor" in say(b"\0")
-        assert b"there was no descriptor" in say(bytes(1 << 16))
+        assert b"no descriptor arrived" in say(b"\0")
+        assert b"no descriptor arrived" in say(bytes(1 << 16))
         assert b'"segment"' in say(b"\0", descriptor, descriptor)  # the kernel drops all descriptors but the first
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
             silent.connect(path)

@@ -264,6 +264,6 @@ def test_nothing_can_be_appended_to_a_table(serve: Serve, tmp_path: Path) -> Non
 def test_segments_have_one_schema(serve: Serve, tmp_path: Path) -> None:
     server = serve("shm:")
     other = Segment.in_memory("other", pa.table({"n": np.arange(3)}).to_reader())
-    with pytest.raises(SourceError, match="must have one schema, and in what is added there is no column"):
+    with pytest.raises(SourceError, match="must have one schema, and in the added ones there is no column"):
         server.publish_segments("data", [Segment.open(written(tmp_path / "segment", batch("x"))), other])
     assert server.names() == []

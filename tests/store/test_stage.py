@@ -85,12 +85,12 @@ def test_a_directory_that_is_not_this_users_alone_is_not_used(tmp_path: Path) ->
     home, other = tmp_path / f"dissociated-{os.geteuid()}", tmp_path / "other"
     other.mkdir(mode=0o700)
     home.symlink_to(other)
-    with pytest.raises(NotPrivate, match=f"{home} is a symbolic link"):
+    with pytest.raises(NotPrivate, match=f"{home}' is a symbolic link"):
         _ = Stage(tmp_path).directory
     home.unlink()
     home.mkdir()
     home.chmod(0o777)
-    with pytest.raises(NotPrivate, match=f"{home} is open to other users"):
+    with pytest.raises(NotPrivate, match=f"{home}' is open to other users"):
         _ = Stage(tmp_path).directory
     assert [*home.iterdir()] == [*other.iterdir()] == []
 

@@ -108,7 +108,7 @@ def test_everything_is_closed_to_others_and_segments_are_read_only(memory: Path)
 
 def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    with pytest.raises(StoreError, match="closed to others"), Store(tmp_path):
+    with pytest.raises(StoreError, match="open to other users"), Store(tmp_path):
         pass
 
 
@@ -181,7 +181,10 @@ def test_a_commit_that_cannot_be_leaves_what_was_staged(memory: Path) -> None:
         name = write(store, "a", 1)
         with store.writer("b", pa.schema([("s", pa.string())])):
             pass
-        for names, why in (([name, "missing"], "missing is not in .* any more"), ([name, "b"], "must have one schema")):
+        for names, why in (
+            ([name, "missing"], "'missing' is not in .* any more"),
+            ([name, "b"], "must have one schema"),
+        ):
             with pytest.raises(StoreError, match=why):
                 store.commit(commit_of("some", names, key="k"))
         assert sorted(os.listdir(store.staging)) == ["a", "b"]
@@ -227,7 +230,7 @@ def test_an_entry_that_is_damaged_or_foreign_is_set_aside_and_the_rest_is_served
                 assert store.versions() == [good]
                 assert numbers(store, good) == [1]
                 (aside,) = store.set_aside
-                assert str(aside).startswith(f"{str(entry)!r} is set aside: its manifest.json is damaged")
+                assert str(aside).startswith(f"{str(entry)!r} is set aside: manifest.json is damaged")
                 assert aside.serial == other.serial
                 assert store.usage().aside > 0
                 late = put(store, "late", 3)
@@ -255,13 +258,13 @@ def test_what_is_no_version_is_set_aside_with_the_reason(memory: Path) -> None:
     os.mkfifo(memory / "segments" / "pipe inside" / "manifest.json")
     shutil.copytree(written, memory / "segments" / "copy")
     reasons = {
-        later: "a later version of this library wrote it (format 2): use that one to read it",
-        "empty": "it has no manifest.json",
-        "file\x1b\udcff": "it is no directory",
-        "pipe": "it is no directory",
-        "link": "it is no directory",
-        "pipe inside": "its manifest.json is no regular file",
-        "copy": f"its manifest.json is that of {good.id!r}",
+        later: "the version was written by a later release (format 2): read it with that release",
+        "empty": "the entry has no manifest.json",
+        "file\x1b\udcff": "the entry is not a directory",
+        "pipe": "the entry is not a directory",
+        "link": "the entry is not a directory",
+        "pipe inside": "manifest.json is not a regular file",
+        "copy": f"manifest.json is that of {good.id!r}",
     }
     before = sorted(os.listdir(memory / "segments"))
     with leaving_nothing(), Store(memory) as store:
@@ -291,14 +294,14 @@ def test_the_status_the_metrics_and_the_log_tell_what_is_set_aside(
 ) -> None:
     with Store(memory):
         (memory / "segments" / "letters").mkdir()
-    sentence = f"'{memory}/segments/letters' is set aside: it has no manifest.json"
+    sentence = f"'{memory}/segments/letters' is set aside: the entry has no manifest.json"
     with Node(Store(memory), ["shm:"], metrics="127.0.0.1:0") as node, dis.connect(node.uri) as client:
         status = client.status()
         assert status.store is not None
         assert status.store.set_aside == (sentence,)
         main(["status", node.uri, "--once"])
         assert sentence in capsys.readouterr().out.splitlines()
-        assert sentence in caplog.text
+        assert f"path='{memory}/segments/letters' reason=the entry has no manifest.json" in caplog.text
         with urllib.request.urlopen(node.server.metrics_uri) as answer:
             assert b"\ndissociated_store_set_aside 1.0\n" in answer.read()
 
@@ -312,7 +315,7 @@ def test_a_manifest_that_there_is_no_room_for_is_not_written_in_part(memory: Pat
         """Limit files to one page, so that longer writes are short, like on a file system with one page left."""
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
         try:
-            with pytest.raises(StoreError, match="there is no space left for"):
+            with pytest.raises(StoreError, match="no space is left for"):
                 yield
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -505,7 +508,7 @@ def test_a_full_store_refuses_with_numbers_and_says_what_to_do(memory: Path) -> 
         store.commit(commit_of("a", [write_large(store, "a", 3)], key="a"))
         with pytest.raises(StoreError, match=r"is full: it holds [\d,]+ bytes of at most 8,388,608.*drop datasets"):
             write_large(store, "b", 6)
-        with pytest.raises(StoreError, match="it would never fit"), store.writer("c", SCHEMA) as writer:
+        with pytest.raises(StoreError, match="can never fit"), store.writer("c", SCHEMA) as writer:
             writer.write(batch(*[7] * (2 * MIB)))
         store.sweep()
         assert store.usage().total <= 8 * MIB
@@ -664,7 +667,7 @@ def test_a_full_file_system_is_told_in_a_sentence_and_can_be_evicted_from(tmp_pa
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert not done.returncode, done.stderr
     sentence, staged, rows, left, *refused = done.stdout.splitlines()
-    assert f"the file system of {root}/store is full" in sentence
+    assert f"the file system of '{root}/store' is full" in sentence
     assert "in Docker, --shm-size" in sentence
     assert (staged, rows, left) == ("[]", str(3 << 17), "['b']")
     assert refused == ["['b', 'm']", "['b', 'c']"]

@@ -31,10 +31,10 @@ def strange(directory: Path, outside: Path) -> dict[str, str]:
     with socket.socket(socket.AF_UNIX) as one:
         one.bind(str(directory / "socket"))
     return {
-        "fifo": "no regular file",
+        "fifo": "not a regular file",
         "link": "symbolic link",
         "dangling": "symbolic link",
-        "socket": "no regular file",
+        "socket": "not a regular file",
     }
 
 

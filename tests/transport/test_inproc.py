@@ -29,10 +29,10 @@ def test_a_buffer_is_handed_over_by_reference() -> None:
 def test_names_are_taken_once_and_free_again_after_closing() -> None:
     with closing(INPROC.listen(Uri.parse("inproc://name"))) as listener:
         assert INPROC.reachable(listener.uri)
-        with pytest.raises(TransportError, match="Another server listens at inproc://name already"):
+        with pytest.raises(TransportError, match="another server listens at inproc://name already"):
             INPROC.listen(Uri.parse("inproc://name"))
     assert not INPROC.reachable(listener.uri)
-    with pytest.raises(TransportError, match="No server listens at inproc://name in this process"):
+    with pytest.raises(TransportError, match="no server listens at inproc://name in this process"):
         INPROC.connect(listener.uri, PATIENCE)
     INPROC.listen(Uri.parse("inproc://name")).close()
 

@@ -76,7 +76,7 @@ class Signer:
 
     def __init__(self, secret: bytes, lifetime: float) -> None:
         if not lifetime > 0:
-            raise OptionError(f"the lifetime of tickets is a positive number of seconds, not {lifetime}")
+            raise OptionError(f"ticket_lifetime is {lifetime!r}; it must be a positive number of seconds")
         _check_secret(secret)
         self._secret = secret
         self._lifetime = max(_EXPIRY_STEPS, round(min(lifetime, 1e9) * 1000))  # milliseconds
@@ -127,7 +127,7 @@ class Unsigned:
             OptionError: The grant is for some columns only.
         """
         if grant.columns is not None:
-            raise OptionError("only signed tickets can be for some columns: give the server a ticket_lifetime")
+            raise OptionError("tickets for some columns must be signed: give the server a ticket_lifetime")
         return Ticket(grant.identifier, None)
 
     def check(self, ticket: bytes, now: float) -> Grant:
@@ -180,7 +180,7 @@ def security(
         OptionError: The options contradict each other, or are invalid.
     """
     if secret is not None and ticket_lifetime is None and not peers:
-        raise OptionError("a secret signs tickets, which needs a ticket_lifetime")
+        raise OptionError("a secret signs tickets only if they expire: give ticket_lifetime, too")
     if secret is not None:
         _check_secret(secret)
     if (tls_cert is None) != (tls_key is None):
@@ -205,14 +205,14 @@ class Tokens:
 
     def __init__(self, tokens: Iterable[str] | Mapping[str, Owner]) -> None:
         if isinstance(tokens, str):
-            raise OptionError("give a list of tokens, not one string")
+            raise OptionError("authorize is one string: give a list of tokens")
         named = tokens if isinstance(tokens, Mapping) else {one: f"token {n}" for n, one in enumerate(tokens, 1)}
         if not named:
-            raise OptionError("there is no token, so nobody could come in: give at least one")
+            raise OptionError("authorize has no token, so every client would be refused: give at least one token")
         self._owners: dict[bytes, Identity] = {}
         for token, owner in named.items():
             if token in TOKEN_ROLES:
-                raise OptionError("the name of a role is no token: a role comes after a name and a token")
+                raise OptionError("a token is the name of a role: a role comes after a name and a token")
             self._owners[_digest(check_token(token))] = _identity(owner)
 
     @classmethod
@@ -225,7 +225,9 @@ class Tokens:
         lines = _lines(path)
         found = {line.token: (line.name or f"token {n}", line.role) for n, line in enumerate(lines, 1)}
         if len(found) < len(lines):
-            raise OptionError(f"a token stands in {path} twice: give everybody another, with one role")
+            raise OptionError(
+                f"the file {str(path)!r} has a token twice: give each owner a token of their own, with one role"
+            )
         return cls(found)
 
     def __call__(self, token: str) -> Identity | None:
@@ -241,7 +243,7 @@ def read_token(path: str | Path) -> str:
     """
     for line in _lines(path):
         return check_token(line.token)
-    raise OptionError(f"there is no token in {path}")
+    raise OptionError(f"the file {str(path)!r} has no token")
 
 
 def read_secret(path: str | os.PathLike[str]) -> bytes:
@@ -254,7 +256,7 @@ def read_secret(path: str | os.PathLike[str]) -> bytes:
         secret = Path(path).read_bytes().strip()
         _warn_if_readable(path)
     except OSError as error:
-        raise OptionError(f"cannot read a secret from {os.fspath(path)}: {error.strerror}") from None
+        raise OptionError(f"cannot read the secret from {os.fspath(path)!r}: {error.strerror}") from None
     _check_secret(secret)
     return secret
 
@@ -266,7 +268,7 @@ def check_token(token: str) -> str:
         OptionError: The token is invalid in a header. The message does not quote it.
     """
     if not (token and token.isascii() and token.isprintable() and " " not in token):
-        raise OptionError("a token consists of printable ASCII characters and has no spaces")
+        raise OptionError("the token has a space or a character other than printable ASCII")
     return token
 
 
@@ -295,7 +297,7 @@ def _identity(owner: object) -> Identity:
 
 def _check_secret(secret: bytes) -> None:
     if len(secret) < 16:
-        raise OptionError(f"a secret of {len(secret)} bytes can be guessed: take secrets.token_bytes(32)")
+        raise OptionError(f"a secret of {len(secret)} bytes can be guessed: create one with secrets.token_bytes(32)")
 
 
 class _Line(NamedTuple):
@@ -309,7 +311,9 @@ def _lines(path: str | Path) -> list[_Line]:
         text = Path(path).read_text("utf-8")
         _warn_if_readable(path)
     except (OSError, UnicodeError) as error:
-        raise OptionError(f"cannot read tokens from {path}: {getattr(error, 'strerror', None) or error}") from None
+        raise OptionError(
+            f"cannot read tokens from {str(path)!r}: {getattr(error, 'strerror', None) or error}"
+        ) from None
     return [
         _line(path, number, words)
         for number, words in enumerate(map(str.split, text.splitlines()), 1)
@@ -327,7 +331,9 @@ def _line(path: str | Path, number: int, words: list[str]) -> _Line:
         case [name, token, role] if role in TOKEN_ROLES:
             return _Line(name, token, TOKEN_ROLES[role])
     roles = ", ".join(TOKEN_ROLES)
-    raise OptionError(f"line {number} of {path} is not TOKEN, NAME TOKEN or NAME TOKEN ROLE; the roles are {roles}")
+    raise OptionError(
+        f"line {number} of {str(path)!r} is not TOKEN, NAME TOKEN or NAME TOKEN ROLE; the roles are {roles}"
+    )
 
 
 def _warn_if_readable(path: str | os.PathLike[str]) -> None:
@@ -337,7 +343,7 @@ def _warn_if_readable(path: str | os.PathLike[str]) -> None:
     """
     mode = os.stat(path).st_mode
     if stat.S_ISREG(mode) and mode & (stat.S_IRGRP | stat.S_IROTH):
-        _log.warning("other users of this host may read %s: chmod 600 %s", path, path)
+        _log.warning("secret file is readable by other users, close it with chmod 600: path=%s", path)
 
 
 def _digest(token: str) -> bytes:

@@ -60,7 +60,7 @@ class StreamThread(threading.Thread):
         try:
             super().start()
         except RuntimeError as error:
-            raise TransportError(f"to {self.name} takes a thread: {error}") from None
+            raise TransportError(f"cannot start the thread to {self.name}: {error}") from None
 
     def stop(self) -> None:
         """Stop the thread through its owner, if the owner still exists."""

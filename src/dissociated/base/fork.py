@@ -43,7 +43,8 @@ class ProcessBound:
         """Raise ForkedError if this is a child's copy of a resource of its parent."""
         if self.is_inherited:
             raise ForkedError(
-                f"this {type(self).__name__} belongs to the process that this one was forked from: make one here"
+                f"this {type(self).__name__} belongs to the process that forked this one: make a new one in this "
+                "process"
             )
 
 
@@ -85,7 +86,7 @@ def use_grpc() -> None:
         _grpc = os.getpid()
     elif _grpc != os.getpid():
         raise ForkedError(
-            "gRPC, which catalogs are asked by, was used before this process was forked, and does not work in it: "
-            "start the process by spawn or forkserver, which a Client can be sent to, or fork before the first call; "
-            "endpoints that are known can be read here over shm or tcp, with read_endpoint or open_stream"
+            "gRPC, which clients use to ask catalogs, was used before this process was forked, and does not work in "
+            "it: start the process with spawn or forkserver, or fork before the first call; known endpoints can be "
+            "read here over shm or tcp, with read_endpoint or open_stream"
         )

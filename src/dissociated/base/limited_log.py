@@ -119,4 +119,4 @@ class LimitedLog(ProcessBound):
         for (_, peer), bucket in buckets:
             if bucket.suppressed:
                 extra = {"suppressed": bucket.suppressed, **({"peer": peer} if peer else {})}
-                self._logger.log(bucket.level, "suppressed lines; the last was: %s", bucket.last_line, extra=extra)
+                self._logger.log(bucket.level, "lines suppressed: last=%s", bucket.last_line, extra=extra)

@@ -21,7 +21,7 @@ def store_errors(what: str) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise StoreError(
-                f"there is no space left for {what} ({error.strerror}): free some, enlarge the file system, "
-                "or choose another directory"
+                f"no space is left for {what} ({error.strerror}): free some, enlarge the file system, or choose "
+                "another directory"
             ) from error
         raise StoreError(f"{what}: {error.strerror or error}") from error

@@ -81,13 +81,13 @@ def _check_directory(descriptor: int, path: _Name, *, owners: Collection[int] = 
         raise NotPrivate(_type_error(path, status.st_mode, "directory"))
     if status.st_uid not in (os.geteuid(), *owners):
         raise NotPrivate(
-            f"{os.fspath(path)} belongs to {_user(status.st_uid)}, not to {_user(os.geteuid())} who runs this: choose "
-            "another directory, or remove it if nobody needs it"
+            f"{os.fspath(path)!r} belongs to {_user(status.st_uid)}, and this process runs as {_user(os.geteuid())}: "
+            "choose another directory, or remove this one if it is not needed"
         )
     if status.st_mode & (0o022 if readable else 0o077):
         raise NotPrivate(
-            f"{os.fspath(path)} is open to other users (mode {stat.S_IMODE(status.st_mode):04o}) and must be closed to "
-            "others: chmod 700, or choose another directory"
+            f"{os.fspath(path)!r} is open to other users (mode {stat.S_IMODE(status.st_mode):04o}): close it with "
+            "chmod 700, or choose another directory"
         )
 
 
@@ -154,13 +154,13 @@ def _check_file(status: os.stat_result, path: _Name) -> None:
         raise NotPrivate(_type_error(path, status.st_mode, "regular file"))
     if status.st_uid not in (os.geteuid(), 0):
         raise NotPrivate(
-            f"{os.fspath(path)} belongs to {_user(status.st_uid)}, not to {_user(os.geteuid())} who runs this: move it "
-            "away"
+            f"{os.fspath(path)!r} belongs to {_user(status.st_uid)}, and this process runs as {_user(os.geteuid())}: "
+            "move the file away"
         )
     if status.st_mode & 0o022:
         raise NotPrivate(
-            f"other users can write to {os.fspath(path)} (mode {stat.S_IMODE(status.st_mode):04o}): if its content is "
-            "right, chmod 600"
+            f"{os.fspath(path)!r} can be written by other users (mode {stat.S_IMODE(status.st_mode):04o}): close it "
+            "with chmod 600 if its content is right"
         )
 
 
@@ -197,8 +197,8 @@ def write_private_file(path: _Name, content: bytes, *, within: int | None = None
 
 def _type_error(path: _Name, mode: int, expected: str) -> str:
     if stat.S_ISLNK(mode):
-        return f"{os.fspath(path)} is a symbolic link, which is not followed: name the {expected} that it leads to"
-    return f"{os.fspath(path)} is no {expected}: move it away, or choose another path"
+        return f"{os.fspath(path)!r} is a symbolic link, which is not followed: name the {expected} that it leads to"
+    return f"{os.fspath(path)!r} is not a {expected}: move it away, or choose another path"
 
 
 def _user(uid: int) -> str:

@@ -37,7 +37,7 @@ class Role(IntEnum):
         try:
             return TOKEN_ROLES[str(text)]
         except KeyError:
-            raise OptionError(f"the role of a token is {', '.join(TOKEN_ROLES)}, and nothing else") from None
+            raise OptionError(f"the role is unknown: the roles of tokens are {', '.join(TOKEN_ROLES)}") from None
 
 
 #: The roles that a token may have, by name.

@@ -21,7 +21,7 @@ def loads(content: bytes) -> Any:
     try:
         plain = json.loads(text, parse_int=_integer, parse_float=_finite, parse_constant=_refuse)
     except RecursionError:
-        raise ValueError(f"it nests deeper than {_MAX_NESTING}") from None
+        raise ValueError(f"JSON is nested deeper than {_MAX_NESTING} levels") from None
     _check_nesting(plain)
     if "\\u" in text:
         json.dumps(plain, ensure_ascii=False).encode()  # raises UnicodeEncodeError, a ValueError, for a lone surrogate
@@ -42,7 +42,7 @@ def _finite(digits: str) -> float:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number of JSON")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def _check_nesting(plain: Any) -> None:
@@ -52,4 +52,4 @@ def _check_nesting(plain: Any) -> None:
         if not containers:
             return
         level = [inner for one in containers for inner in (one.values() if isinstance(one, dict) else one)]
-    raise ValueError(f"it nests deeper than {_MAX_NESTING}")
+    raise ValueError(f"JSON is nested deeper than {_MAX_NESTING} levels")

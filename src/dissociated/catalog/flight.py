@@ -80,9 +80,9 @@ def flight_errors(log: LimitedLog, context: Any) -> Iterator[None]:
         raise flight.FlightUnauthorizedError(str(error), error_details(error)) from None
     except DissociatedError as error:
         if error.reference is None:
-            log.write(logging.INFO, "%s", error, event="refused", peer=context.peer())
+            log.write(logging.INFO, "call refused: error=%s", error, event="refused", peer=context.peer())
         else:  # The client receives the reference, which must lead to this line of the log.
-            _log.log(log_level(error), "%s", log_message(error))
+            _log.log(log_level(error), "call failed: error=%s", log_message(error))
         kind = flight.FlightServerError
         if isinstance(error, CatalogUnreachable):
             kind = flight.FlightUnavailableError

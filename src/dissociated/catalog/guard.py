@@ -72,7 +72,7 @@ class Guard(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow ha
             # `authorize` is the operator's code, so the text of its error may be anything, even the token.
             except Exception as error:
                 kind = type(error).__name__
-                self._log.write(logging.ERROR, "a token could not be checked: %s in authorize", kind, event="authorize")
+                self._log.write(logging.ERROR, "token check failed in authorize: error=%s", kind, event="authorize")
                 raise self._unauthenticated(info, "the catalog could not check the token") from None
             if owner is not None:
                 fields = {"identity": owner.name} if owner.name else {}
@@ -83,7 +83,9 @@ class Guard(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow ha
     def _unauthenticated(self, info: Any, reason: str) -> flight.FlightUnauthenticatedError:
         method = info.method.name
         fields = {"method": method}
-        self._log.write(logging.WARNING, "%s was refused: %s", method, reason, event=method, fields=fields)
+        self._log.write(
+            logging.WARNING, "call refused: method=%s reason=%s", method, reason, event=method, fields=fields
+        )
         return flight.FlightUnauthenticatedError(reason)
 
 
@@ -98,7 +100,7 @@ class Caller(flight.ServerMiddleware):  # type: ignore[misc]  # pyarrow has no t
         """Raise FlightUnauthorizedError unless the caller has `role`, which `call` needs, or a higher role."""
         if self._role >= role:
             return
-        line = "%s was refused: it needs the role %s, and the caller has %s"
+        line = "call refused: method=%s needed_role=%s role=%s"
         self._log.write(logging.WARNING, line, call, role, self._role, event=call)
         if role is Role.PEER:
             raise flight.FlightUnauthorizedError(
@@ -129,4 +131,4 @@ def _read(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise OptionError(f"cannot read {path} for TLS: {error.strerror}") from None
+        raise OptionError(f"cannot read {str(path)!r} for TLS: {error.strerror}") from None

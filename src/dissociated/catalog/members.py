@@ -127,7 +127,7 @@ class Members:
         before = self._clocks.get(node, 0.0)
         self._clocks[node] = ahead
         if abs(ahead - before) > CLOCK_TOLERANCE and (sentence := describe_clock(ahead)):
-            _log.warning("a clock is wrong: node=%s %s", node, sentence)
+            _log.warning("clock is wrong: node=%s difference=%r", node, sentence)
         return ahead
 
     def refuse(self, node: NodeRecord, reason: str) -> None:
@@ -274,8 +274,8 @@ class Members:
             except (CatalogUnreachable, DeadlineExceeded) as error:
                 _log.warning("a node does not answer: host=%s flight=%s error=%s", node.host, node.flight, error)
                 raise NodeUnreachable(
-                    f"the node on {node.host} does not answer the catalog at {node.flight}. Is it running, and is that "
-                    "port open?"
+                    f"the node on {node.host} does not answer the catalog at {node.flight}: start the node, and open "
+                    "that port"
                 ) from error
 
     def _nearest(self, caller: Mapping[str, Any]) -> NodeRecord:

@@ -132,7 +132,7 @@ class CatalogService(ProcessBound):
             if advertised.host:
                 self.uri = str(replace(advertised, port=advertised.port or self._flight.port))
             if (reach := describe_reach(uri, security)) is not None:
-                _log.info("%s: %s", self.uri, reach)
+                _log.info("catalog is reachable: catalog=%s access=%r", self.uri, reach)
             node = NodeRecord(
                 holdings.backend.id, host_name(), boot_id(), self.uri, tuple(holdings.endpoints.base_locations())
             )

@@ -237,8 +237,8 @@ class Tables(ProcessBound):
 
     def _damaged(self, why: object) -> CatalogDamaged:
         return CatalogDamaged(
-            f"the catalog's database {self._path} is damaged ({why}). A catalog that starts sets it aside, and learns "
-            "from its nodes what they have"
+            f"the catalog's database {str(self._path)!r} is damaged ({why}): restart the catalog, which sets the "
+            "database aside and asks its nodes for their datasets"
         )
 
     @contextmanager
@@ -300,9 +300,9 @@ def _close_to_others(path: Path) -> None:
             with suppress(FileNotFoundError):
                 claim_private_file(f"{path}{log}")
     except NotPrivate as error:
-        raise CatalogError(f"the catalog's database {path}: {error}") from None
+        raise CatalogError(f"the catalog's database {str(path)!r}: {error}") from None
     except OSError as error:
-        raise CatalogError(f"the catalog's database {path}: {error.strerror}") from None
+        raise CatalogError(f"the catalog's database {str(path)!r}: {error.strerror}") from None
 
 
 def _checksum(*values: object) -> int:
@@ -358,6 +358,6 @@ def _set_aside(path: Path) -> Path:
                 source.rename(f"{new_path}{suffix}")
     except OSError as error:
         raise CatalogError(
-            f"the catalog's database {path} is damaged, and could not be renamed to {new_path}: {error.strerror}"
+            f"the catalog's database {str(path)!r} is damaged, and could not be renamed to {new_path}: {error.strerror}"
         ) from None
     return new_path

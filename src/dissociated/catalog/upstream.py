@@ -205,7 +205,11 @@ class UpstreamCatalog(Catalog):
         changed = abs(offset - self._registry.clock_offset) > CLOCK_TOLERANCE
         self._registry.clock_offset = offset
         if changed and (sentence := describe_clock(-offset)):
-            _log.warning("a clock is wrong: upstream=%s %s; its time decides", self._upstream.uri, sentence)
+            _log.warning(
+                "clock differs from the upstream catalog, whose time counts: upstream=%s difference=%r",
+                self._upstream.uri,
+                sentence,
+            )
 
     def _changed_parts(self) -> dict[str, Any] | None:
         """Return the changes for a heartbeat, or None if everything must be reported."""

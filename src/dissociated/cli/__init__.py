@@ -19,7 +19,7 @@ COMMANDS = {
     "versions": ("datasets", "list the versions of a dataset that can be read"),
     "head": ("reading", "show the first rows of a dataset"),
     "cat": ("reading", "write a dataset to the standard output"),
-    "sql": ("reading", "ask a question of datasets, by DuckDB"),
+    "sql": ("reading", "query datasets in SQL, with DuckDB"),
     "get": ("reading", "copy a dataset into a file"),
     "put": ("put", "publish files as a dataset of a node"),
     "drop": ("datasets", "make a dataset unavailable"),
@@ -28,18 +28,18 @@ COMMANDS = {
     "node": ("serving", "serve a store of segments, one for each host"),
     "catalog": ("serving", "run a catalog for the nodes of many hosts"),
     "status": ("status", "show what a server is doing"),
-    "completion": ("integrations", "let a shell complete commands, options and names"),
-    "inspect": ("inspect", "show what lies where in an Arrow IPC file"),
+    "completion": ("integrations", "print the completion script of a shell"),
+    "inspect": ("inspect", "show the messages and buffers of an Arrow IPC file"),
     "spark-jar": ("integrations", "print the path of the jar for Spark"),
 }
 
 #: Phrases in the library's error messages about parameters of Python, and their replacements for the command line.
 #: `_reworded` replaces the names of options without this table.
 _WORDS = {
-    "publish a reader of it, pyarrow.ipc.open_stream(path)": r"add it: printf '\377\377\377\377\0\0\0\0' >> FILE",
+    "publish a reader, pyarrow.ipc.open_stream(path)": r"add the marker: printf '\377\377\377\377\0\0\0\0' >> FILE",
     "publish each stream by itself": "publish each stream by itself (dissociated put FILE NAME --append)",
-    "is not certain: filter what was read": "says nothing that is certain: write a value of that type",
-    "a directory to spill to": "a directory to spill to, --spill DIR",
+    "is not certain: filter the rows after reading": "is not certain: write a value of that type",
+    "give a directory with the policy spill": "give --spill DIR with the policy spill",
     "connect(uri, token=...)": "--token-file FILE, or DISSOCIATED_TOKEN",
     "(tls_roots says which certificates are)": "(--tls-roots FILE says which certificates are)",
 }
@@ -74,9 +74,9 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="dissociated",
         formatter_class=_Help,
-        description="Move Apache Arrow data between processes and hosts, by shared memory where it can be shared.",
-        epilog="To begin: dissociated put FILE NAME, then dissociated ls, dissociated head NAME. "
-        "A dataset is NAME, of the catalog in DISSOCIATED_CATALOG or of your node on this host, or URI/NAME.",
+        description="Move Apache Arrow data between processes and hosts, over shared memory if possible.",
+        epilog="To begin: dissociated put FILE NAME, then dissociated ls, dissociated head NAME. A dataset is "
+        "URI/NAME, or NAME in the catalog of DISSOCIATED_CATALOG (by default, your node on this host).",
     )
     top.add_argument("--version", action="version", version=f"dissociated {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND")

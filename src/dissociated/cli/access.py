@@ -22,12 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--token-file",
         metavar="FILE",
-        help=f"holds the token that the catalog asks for (or: {_TOKEN_VARIABLE}, a token)",
+        help=f"file with the token for the catalog (or set {_TOKEN_VARIABLE} to a token)",
     )
     group.add_argument(
         "--tls-roots",
         metavar="FILE",
-        help=f"PEM file of the certificates to trust, in place of the system's (or: {_ROOTS})",
+        help=f"PEM file of the certificates to trust instead of the system's (or set {_ROOTS})",
     )
     _add_log_arguments(parser.add_argument_group("log"), None)
 
@@ -35,14 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_log_arguments(group: argparse._ArgumentGroup, level: str | None) -> None:
     """Add the options of the log, which `main` reads. Without a level there is no log."""
     group.add_argument(
-        "--log-format", choices=log.LOG_FORMATS, default="text", help="how the log is written, to stderr"
+        "--log-format", choices=log.LOG_FORMATS, default="text", help="format of the log, which goes to stderr"
     )
     group.add_argument(
         "--log-level",
         choices=log.LOG_LEVELS,
         default=level,
-        help=f"log this level and those above it (default: {level or 'no log'}); debug has a line for each message "
-        "that is sent or received, without its contents",
+        help=f"lowest level of the log (default: {level or 'no log'}); debug has a line for each message of the "
+        "protocol, without its content",
     )
 
 
@@ -61,33 +61,36 @@ def add_serving_arguments(parser: argparse.ArgumentParser, peers: bool = False) 
     """Add the options that `serving` and `main` read, with `peers` also the ones for nodes and their catalog."""
     group = parser.add_argument_group("access")
     group.add_argument("--tls-cert", metavar="FILE", help="PEM file of this server's certificate, with its chain")
-    group.add_argument("--tls-key", metavar="FILE", help="PEM file of its key")
+    group.add_argument("--tls-key", metavar="FILE", help="PEM file of this server's key")
     group.add_argument(
-        "--token-file", metavar="FILE", help="tokens that the catalog accepts, one a line, each alone or after a name"
+        "--token-file",
+        metavar="FILE",
+        help="file of the tokens that the catalog accepts, one a line: TOKEN, NAME TOKEN or NAME TOKEN ROLE",
     )
     group.add_argument(
         "--ticket-lifetime",
         type=float,
         metavar="S",
-        help="sign tickets, and let them expire after so many seconds (default: good until a dataset is replaced)",
+        help="sign tickets, and let them expire after this time (default: tickets are valid until the dataset is "
+        "replaced)",
     )
     if peers:
         group.add_argument(
             "--secret-file",
             metavar="FILE",
-            help="the secret by which a catalog and its nodes know each other, and with which they sign tickets",
+            help="file of the secret that a catalog and its nodes share, and sign tickets with",
         )
         group.add_argument(
             "--tls-roots",
             metavar="FILE",
-            help="PEM file of the certificates that a catalog and its nodes trust in each other (or: the system's)",
+            help="PEM file of the certificates that a catalog and its nodes trust (default: the system's)",
         )
     group = parser.add_argument_group("monitoring and log")
-    group.add_argument("--metrics", metavar="HOST:PORT", help="where Prometheus is answered, at /metrics")
+    group.add_argument("--metrics", metavar="HOST:PORT", help="address for Prometheus, at /metrics")
     group.add_argument(
         "--http",
         metavar="HOST:PORT",
-        help="a page for browsers that shows what goes on, with /metrics and /healthz beside it",
+        help="address of a web page that shows the state of the server; also /metrics and /healthz",
     )
     _add_log_arguments(group, "warning")
 

@@ -59,7 +59,7 @@ class _ConditionParser:
 
     def parse(self) -> pc.Expression:
         condition = self._any_of()
-        return condition if self._kind == "end" else self._fail("nothing more")
+        return condition if self._kind == "end" else self._fail("the end")
 
     def _any_of(self) -> pc.Expression:
         return self._joined(self._all_of, "or", pc.or_kleene)
@@ -78,7 +78,7 @@ class _ConditionParser:
     def _negation(self) -> pc.Expression:
         self._depth += 1
         if self._depth > _DEEPEST:
-            raise OptionError(f"the condition has more than {_DEEPEST} levels")
+            raise OptionError(f"the condition is nested deeper than {_DEEPEST} levels")
         if self._take("not"):
             found = pc.invert(self._negation())
         elif self._take("("):
@@ -132,7 +132,7 @@ class _ConditionParser:
                 return (
                     "contains" if begins and ends else "starts with" if begins else "ends with" if ends else "="
                 ), inner
-        raise OptionError(f"of like, 'x%', '%x' and '%x%' are known, not {pattern!r}")
+        raise OptionError(f"the pattern {pattern!r} of like is not supported: use 'x%', '%x' or '%x%'")
 
     def _column(self) -> list[str]:
         path = [self._name()]
@@ -180,7 +180,7 @@ class _ConditionParser:
         if found is None:
             self._kind = ""
             open_quote = self._written[self._at :].lstrip()[0] in "'\""
-            self._fail("a quote that ends it" if open_quote else "a name, a value or a comparison")
+            self._fail("a closing quote" if open_quote else "a name, a value or a comparison")
         self._kind, self._next_at = str(found.lastgroup), found.end()
         quote = {"text": "'", "quoted": '"'}.get(self._kind, "")
         self._token = found[self._kind].replace(quote * 2, quote) if quote else found[self._kind]
@@ -188,8 +188,8 @@ class _ConditionParser:
     def _fail(self, expected: str) -> NoReturn:
         rest = self._written[self._at :].strip()
         raise OptionError(
-            f"the condition {self._written!r} cannot be read {f'at {rest!r}' if rest else 'at its end'}: "
-            f"{expected} is expected there"
+            f"the condition {self._written!r} is invalid {f'at {rest!r}' if rest else 'at its end'}: expected "
+            f"{expected}"
         )
 
 

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from dissociated.client.client import Client
 
 _LS = """\
-List the datasets of a catalog: all, one, or those whose names begin alike, as in "team/*"."""
+List the datasets of a catalog: all, one, or all whose names begin with a prefix, as in "team/*"."""
 
 
 def add_ls(parser: argparse.ArgumentParser) -> None:
     """Add the description, the options and the function of `ls` to its parser."""
     parser.description = _LS
     target.add_arguments(parser, "[URI/][NAME]", optional=True)
-    parser.add_argument("-l", "--long", action="store_true", help="show when they were made and where they are, too")
-    parser.add_argument("--tag", action="append", default=[], metavar="KEY=VALUE", help="only those that have this tag")
+    parser.add_argument("-l", "--long", action="store_true", help="also show creation times and locations")
+    parser.add_argument("--tag", action="append", default=[], metavar="KEY=VALUE", help="only datasets with this tag")
     parser.add_argument("--json", action="store_true", help="print JSON, for other programs")
     parser.set_defaults(run=_run_ls)
 
@@ -80,15 +80,15 @@ def _print_list(found: list[DatasetInfo], long: bool) -> None:
     terminal.print_table(heads, zip(*(cells for _, cells in columns), strict=True), right=(1, 2, 3, 4))
 
 
-_DESCRIBE = "Show the columns of a dataset, its version and tags, and where its parts are."
+_DESCRIBE = "Show the columns, version, tags and locations of a dataset."
 
 
 def add_describe(parser: argparse.ArgumentParser) -> None:
     """Add the description, the options and the function of `describe` to its parser."""
     parser.description = _DESCRIBE
     target.add_arguments(parser)
-    parser.add_argument("--version", type=int, metavar="N", help="a version that was replaced and is still kept")
-    parser.add_argument("-l", "--long", action="store_true", help="show the URIs that it can be read at, too")
+    parser.add_argument("--version", type=int, metavar="N", help="show a replaced version that is still kept")
+    parser.add_argument("-l", "--long", action="store_true", help="also show the URIs of the parts")
     parser.add_argument("--json", action="store_true", help="print JSON, for other programs")
     parser.set_defaults(run=_run_describe)
 
@@ -160,7 +160,7 @@ def tags(written: Sequence[str]) -> dict[str, str]:
     """Parse tags in the form KEY=VALUE. Raises OptionError if a value is missing."""
     for one in written:
         if "=" not in one:
-            raise OptionError(f"--tag {one} gives it no value: KEY=VALUE")
+            raise OptionError(f"--tag {one!r} has no value: give KEY=VALUE")
     return dict(one.partition("=")[::2] for one in written)
 
 
@@ -182,8 +182,8 @@ def _plain_info(info: DatasetInfo) -> dict[str, Any]:
 
 
 _VERSIONS = """\
-List the versions of a dataset that can be read, the oldest first: the current one, and those that were replaced and
-are kept for a while. dissociated cat --version N reads one."""
+List the readable versions of a dataset, oldest first: the current version, and replaced versions that are still kept.
+Read one with dissociated cat --version N."""
 
 
 def add_versions(parser: argparse.ArgumentParser) -> None:
@@ -216,7 +216,7 @@ def _run_versions(arguments: argparse.Namespace) -> None:
     terminal.print_table(("VERSION", "ROWS", "CREATED", "STATE"), rows, right=(0, 1))
 
 
-_DROP = "Make a dataset unavailable. Readers that have begun go on; then a node removes the segments."
+_DROP = "Make a dataset unavailable. Readers that have begun can finish; the node then removes the segments."
 
 
 def add_drop(parser: argparse.ArgumentParser) -> None:

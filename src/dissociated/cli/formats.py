@@ -115,7 +115,7 @@ def of_file(path: Path) -> FileFormat:
         if path.suffix in one.endings:
             return one
     endings = ", ".join(ending for one in FILE_FORMATS.values() for ending in one.endings)
-    raise OptionError(f"{path} has none of the endings {endings}: give it one, or say --format")
+    raise OptionError(f"{str(path)!r} has none of the endings {endings}: rename the file, or give --format")
 
 
 class _JsonLines:
@@ -123,7 +123,7 @@ class _JsonLines:
 
     def __init__(self, sink: Any, schema: pa.Schema) -> None:
         if len({*schema.names}) < len(schema.names):
-            raise OptionError("two columns have one name, and an object of JSON has no name twice: choose --columns")
+            raise OptionError("two columns have the same name, which a JSON object cannot have: choose --columns")
         self._sink = sink
 
     def write_batch(self, batch: pa.RecordBatch) -> None:
@@ -136,4 +136,4 @@ class _JsonLines:
 def _encode(value: object) -> object:
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
-    raise TypeError(f"JSON has no {type(value).__name__}")
+    raise TypeError(f"JSON cannot hold a {type(value).__name__}")

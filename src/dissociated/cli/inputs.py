@@ -53,7 +53,7 @@ def open_input(path: Path, written: str | None, owned: ExitStack) -> Dataset:
         return _open_stdin(written, owned)
     if written is not None and path.is_file():
         return make_dataset(path.name, _open_text(path.name, str(path), written))
-    check_arrow(path, "--format csv or jsonl says which text it is")
+    check_arrow(path, "give --format csv or jsonl for text")
     return make_dataset(path.name, path)
 
 
@@ -61,7 +61,7 @@ def check_arrow(path: Path, advice: str, parquet: bool = True) -> None:
     """Raise SourceError with the kind of a file if it is not Arrow IPC, nor Parquet if `parquet` is set."""
     kind = _kind(path)
     if kind is not None and not (parquet and kind == _KIND_BY_MAGIC[b"PAR1"]):
-        raise SourceError(f"{path} is {kind}, not Arrow IPC{' or Parquet' if parquet else ''}: {advice}")
+        raise SourceError(f"{str(path)!r} is {kind}, not Arrow IPC{' or Parquet' if parquet else ''}: {advice}")
 
 
 def _kind(path: Path) -> str | None:
@@ -82,7 +82,7 @@ def _is_text(begin: bytes) -> bool:
 
 def _open_stdin(written: str | None, owned: ExitStack) -> Dataset:
     if sys.stdin.isatty():
-        raise OptionError('"-" is the standard input, and that is this terminal: pipe something into it')
+        raise OptionError('"-" is the standard input, which is this terminal: pipe data into the command')
     stdin: Any = sys.stdin.buffer
     if written == "csv":
         return make_dataset("-", _open_text("the standard input", stdin, written))
@@ -98,13 +98,13 @@ def _open_stdin(written: str | None, owned: ExitStack) -> Dataset:
         except SourceError as error:
             raise SourceError(str(error).replace(path, "the standard input")) from None
     if not stdin.peek(1):
-        raise SourceError("nothing came by the standard input")
+        raise SourceError("the standard input is empty")
     try:
         file = _StreamFile(stdin)
         reader = pa.ipc.open_stream(file)
     except pa.ArrowException:
         raise SourceError(
-            "the standard input is not Arrow IPC or Parquet: --format csv or jsonl says which text it is"
+            "the standard input is not Arrow IPC or Parquet: give --format csv or jsonl for text"
         ) from None
     return make_dataset("-", BatchReader(reader.schema, file.checked(reader)))
 
@@ -132,8 +132,8 @@ class _StreamFile:
         yield from batches(reader)
         if self._ended:
             raise SourceError(
-                "the Arrow IPC stream on the standard input broke off: it has no end-of-stream marker, which a writer "
-                "adds when it is closed"
+                "the Arrow IPC stream on the standard input has no end-of-stream marker, so it may be incomplete: "
+                "run its writer again"
             )
         rest = bytearray()
         while len(rest) <= MAX_STATISTICS and (more := self._file.read(1 << 20)):

@@ -19,8 +19,8 @@ from dissociated.format.message import Header, HeaderType, buffer_extents
 from dissociated.memory.shared import map_read_only
 
 _INSPECT = """\
-Show what lies where in an Arrow IPC stream or file: its columns, and for each message its type, where it begins, and
-how long its metadata and its body are, in bytes. No body is read, however large the file is."""
+Show the columns of an Arrow IPC stream or file, and the type, position and length in bytes of each message. Bodies are
+not read, so large files take no longer."""
 _DEFAULT_LIMIT = 20  # messages shown without --all
 _NAMES = {
     HeaderType.SCHEMA: "schema",
@@ -36,8 +36,8 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
     """Add the description, the options and the function of `inspect` to its parser."""
     parser.description = _INSPECT
     parser.add_argument("file", type=Path, metavar="FILE", help="an Arrow IPC stream or file")
-    parser.add_argument("--all", action="store_true", help=f"every message, not the first {_DEFAULT_LIMIT}")
-    parser.add_argument("--buffers", action="store_true", help="where the buffers of each message lie, too")
+    parser.add_argument("--all", action="store_true", help=f"show every message instead of the first {_DEFAULT_LIMIT}")
+    parser.add_argument("--buffers", action="store_true", help="also show the place of each buffer")
     parser.add_argument("--json", action="store_true", help="print JSON, for other programs: every message and buffer")
     parser.set_defaults(run=_run_inspect)
 
@@ -70,7 +70,7 @@ def _run_inspect(arguments: argparse.Namespace) -> None:
     """Print the messages of a file."""
     path: Path = arguments.file
     if path.is_dir():
-        raise SourceError(f"{path} is a directory: inspect shows one file")
+        raise SourceError(f"{str(path)!r} is a directory: give one file")
     check_arrow(path, "inspect shows Arrow IPC only", parquet=False)
     with store_errors(f"opening {path}"), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -85,7 +85,7 @@ def _run_inspect(arguments: argparse.Namespace) -> None:
         else:
             _print(path, memory, index, messages, arguments)
     except FormatError as error:
-        raise FormatError(f"{path}: {error}") from None
+        raise FormatError(f"{str(path)!r}: {error}") from None
 
 
 def _message(index: Index, number: int) -> _Message:
@@ -119,7 +119,7 @@ def _read_details(header: bytes, parsed: Header) -> _Details:
             return _add_batch(found, dictionary.table(1, 4))
         return _Details(version)
     except (struct.error, IndexError) as error:
-        raise FormatError(f"there is a damaged {parsed.type.name} message ({error})") from None
+        raise FormatError(f"a {parsed.type.name} message is damaged ({error})") from None
 
 
 def _add_batch(found: _Details, batch: Table) -> _Details:

@@ -7,13 +7,14 @@ import argparse
 from dissociated.errors import OptionError
 
 _COMPLETION = """\
-Print what makes a shell complete commands, options, and the names of datasets. For this shell, or in its startup file:
+Print the completion script of a shell, for commands, options and names of datasets. Use it in this shell or in its
+startup file:
 
   bash  eval "$(dissociated completion bash)"     in ~/.bashrc
   zsh   eval "$(dissociated completion zsh)"      in ~/.zshrc, after compinit
   fish  dissociated completion fish | source      in ~/.config/fish/config.fish
 
-Names are those of the catalog that the command would ask, if that answers within a second."""
+The names come from the catalog that the command would use, if it answers within a second."""
 
 
 def add_completion(parser: argparse.ArgumentParser) -> None:
@@ -33,10 +34,11 @@ def _run_completion(arguments: argparse.Namespace) -> None:
 
 
 _SPARK_JAR = """\
-Print the path of the data source for Spark's JVM, for the setting spark.jars. Where it has not been compiled for this
-Spark yet, it is now, by the compiler that Spark brings.
+Print the path of the data source for Spark's JVM, for the setting spark.jars. If it is not compiled for this Spark yet,
+it is compiled now, with Spark's own compiler.
 
-dissociated.spark.session() does this by itself: this command is for clusters, and for sessions that others start."""
+dissociated.spark.session() does this by itself. Use this command for clusters, and for sessions that other programs
+start."""
 
 
 def add_spark_jar(parser: argparse.ArgumentParser) -> None:

@@ -22,17 +22,17 @@ from dissociated.datasets.base import Dataset
 from dissociated.errors import SourceError
 
 _PUT = """\
-Publish files of one schema as one dataset, whole and at once. The node keeps a copy: the dataset stays when this
-command has ended, and when the files are gone.
+Publish files with the same schema as one dataset, all at once. The node keeps a copy, so the dataset stays available
+after this command has ended and the files are deleted.
 
-  Arrow IPC, Parquet  known by what is in them
-  a directory         of Parquet files alone
-  .csv                types are guessed from the first 16 MB
-  .jsonl .ndjson      the same
+  Arrow IPC, Parquet  detected from the content
+  a directory         must have Parquet files only
+  .csv                types are inferred from the first 16 MB
+  .jsonl .ndjson      types are inferred from the first 16 MB
 
-"-" is the standard input: an Arrow IPC stream or file, Parquet, or the text that --format names.
+"-" is the standard input: an Arrow IPC stream or file, Parquet, or the text format that --format names.
 
-A name without a URI is one at your node on this host, which is started where there is none."""
+A name without a URI is a dataset of your node on this host. The node is started if it does not run."""
 
 
 def add_put(parser: argparse.ArgumentParser) -> None:
@@ -41,11 +41,15 @@ def add_put(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "file", nargs="+", type=Path, metavar="FILE", help='a file or a directory, "-" for standard input'
     )
-    parser.add_argument("uri", metavar="[URI/]NAME", help="grpc://HOST:PORT/NAME, or NAME alone")
-    parser.add_argument("-f", "--format", choices=("csv", "jsonl"), help="the format of text (default: by the ending)")
-    parser.add_argument("--append", action="store_true", help="add to the dataset instead of replacing it")
-    parser.add_argument("--tag", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
-    parser.add_argument("--ttl", type=float, metavar="SECONDS", help="after which the dataset is gone")
+    parser.add_argument("uri", metavar="[URI/]NAME", help="name of the dataset: grpc://HOST:PORT/NAME, or NAME alone")
+    parser.add_argument(
+        "-f", "--format", choices=("csv", "jsonl"), help="format of text (default: by the ending of the file)"
+    )
+    parser.add_argument("--append", action="store_true", help="append to the dataset instead of replacing it")
+    parser.add_argument(
+        "--tag", action="append", default=[], metavar="KEY=VALUE", help="tag of the version; may be repeated"
+    )
+    parser.add_argument("--ttl", type=float, metavar="SECONDS", help="time after which the dataset is removed")
     target.add_options(parser)
     parser.set_defaults(run=_run_put)
 
@@ -64,7 +68,7 @@ def _run_put(arguments: argparse.Namespace) -> None:
         for file, source in zip(arguments.file, sources, strict=True):
             if source.schema != schema:
                 difference = schema_difference(schema, source.schema)
-                raise SourceError(f"{file} is not of one dataset with {arguments.file[0]}: {difference}")
+                raise SourceError(f"{str(file)!r} and {str(arguments.file[0])!r} have different schemas: {difference}")
         catalog = owned.enter_context(_catalog(arguments))
         client = owned.enter_context(access.client(catalog, arguments))
         advance = owned.enter_context(progress(name, _total(sources)))

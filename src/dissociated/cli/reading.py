@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 _HEAD = """\
-Show the first rows of a dataset, as a table or as --format says. No more is read than that takes.
-In a terminal the table has the columns that fit: --columns chooses others."""
+Show the first rows of a dataset, as a table or in the format of --format. Only these rows are read.
+In a terminal, the table has the columns that fit: choose others with --columns."""
 
 
 def add_head(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def add_head(parser: argparse.ArgumentParser) -> None:
     parser.description = _HEAD
     add_arguments(parser)
     parser.add_argument(
-        "-n", "--rows", type=_row_count, default=10, metavar="N", help="how many (default: %(default)s)"
+        "-n", "--rows", type=_row_count, default=10, metavar="N", help="number of rows (default: %(default)s)"
     )
     add_format_argument(parser, FILE_FORMATS, "table")
     parser.set_defaults(run=_run_head)
@@ -51,7 +51,7 @@ def add_head(parser: argparse.ArgumentParser) -> None:
 
 def _row_count(written: str) -> int:
     if not written.isdecimal():
-        raise argparse.ArgumentTypeError(f"{written!r} is no number of rows")
+        raise argparse.ArgumentTypeError(f"{written!r} is not a number of rows")
     return int(written)
 
 
@@ -62,8 +62,8 @@ def _run_head(arguments: argparse.Namespace) -> None:
 
 
 _CAT = """\
-Write the rows of a dataset to the standard output: as a table for people, or as --format says for programs.
-In a terminal the table has the columns that fit; elsewhere it has them all."""
+Write the rows of a dataset to the standard output, as a table or in the format of --format.
+In a terminal, the table has the columns that fit; elsewhere, all columns."""
 
 
 def add_cat(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +82,7 @@ def _run_cat(arguments: argparse.Namespace) -> None:
 
 
 _GET = """\
-Copy a dataset into a file, in the format that --format or the file's ending says:
+Copy a dataset into a file, in the format of --format or of the file's ending:
 
   arrow    .arrow .feather  Arrow IPC file
   arrows   .arrows          Arrow IPC stream
@@ -90,15 +90,15 @@ Copy a dataset into a file, in the format that --format or the file's ending say
   csv      .csv             CSV
   jsonl    .jsonl .ndjson   JSON, an object a line
 
-The file appears when it is whole; a device or a FIFO is written to as it is. "-" writes to the standard output, an
-Arrow IPC stream if --format says nothing."""
+The file appears when it is complete; devices and FIFOs are written directly. "-" writes to the standard output, as an
+Arrow IPC stream unless --format is given."""
 
 
 def add_get(parser: argparse.ArgumentParser) -> None:
     """Add the description, the options and the function of `get` to its parser."""
     parser.description = _GET
     add_arguments(parser)
-    parser.add_argument("-o", "--output", required=True, metavar="FILE", help='where to write, "-" for standard output')
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help='file to write, "-" for standard output')
     add_rows_argument(parser)
     add_format_argument(parser, [name for name in FILE_FORMATS if name != "table"], "what the ending of FILE says")
     parser.set_defaults(run=_run_get)
@@ -108,9 +108,9 @@ def _run_get(arguments: argparse.Namespace) -> None:
     """Copy the rows, and print a summary with the rate to stderr."""
     path = None if arguments.output == "-" else Path(arguments.output)
     if path is not None and not path.parent.is_dir():
-        raise OptionError(f"there is no directory {path.parent}")
+        raise OptionError(f"the directory {str(path.parent)!r} does not exist")
     if path is not None and path.is_dir():
-        raise OptionError(f"{path} is a directory: give a file in it")
+        raise OptionError(f"{str(path)!r} is a directory: give a file in it")
     if arguments.format:
         written = FILE_FORMATS[arguments.format]
     else:
@@ -179,9 +179,9 @@ def _umask() -> int:
 #: DuckDB has one class for everything that its catalog lacks, and names the missing table in the text alone.
 _MISSING = re.compile("Table with name (.+) does not exist!")
 _SQL = """\
-Ask a question in SQL, which DuckDB answers (pip install duckdb). Tables are the datasets of the catalog, by their
-names; a name that is not of letters and digits is written in double quotes. Only the columns and rows that the question
-needs are read. What is no dataset is looked up by DuckDB, so 'other.parquet' is a file.
+Run an SQL query with DuckDB (pip install duckdb). The tables are the datasets of the catalog. Write a name in double
+quotes if it has other characters than letters, digits and underscores. Only the columns and rows that the query needs
+are read. DuckDB resolves all other names, so 'other.parquet' is a file.
 
     dissociated sql "SELECT dest, count(*) FROM flights GROUP BY dest"
     dissociated sql -f csv < question.sql > answer.csv"""
@@ -190,7 +190,9 @@ needs are read. What is no dataset is looked up by DuckDB, so 'other.parquet' is
 def add_sql(parser: argparse.ArgumentParser) -> None:
     """Add the description, the options and the function of `sql` to its parser."""
     parser.description = _SQL
-    parser.add_argument("query", nargs="?", default="-", metavar="QUERY", help="left out or -: from standard input")
+    parser.add_argument(
+        "query", nargs="?", default="-", metavar="QUERY", help="the query (default, or -: read from standard input)"
+    )
     add_format_argument(parser, FILE_FORMATS, "table")
     target.add_options(parser)
     parser.set_defaults(uri="", run=_run_sql)
@@ -203,7 +205,7 @@ def _run_sql(arguments: argparse.Namespace) -> None:
     except ImportError:
         raise OptionError("sql needs DuckDB: pip install duckdb") from None
     if arguments.query == "-" and sys.stdin.isatty():
-        raise OptionError('there is no question: dissociated sql "SELECT ...", or one on standard input')
+        raise OptionError('no query is given: dissociated sql "SELECT ...", or a query on the standard input')
     query = sys.stdin.read() if arguments.query == "-" else arguments.query
     with access.client(target.find(arguments).catalog, arguments) as client, duckdb.connect() as connection:
         connection.execute("SET python_enable_replacements = false")  # names must not refer to Python variables
@@ -258,7 +260,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is read")
     group.add_argument("--columns", metavar="A,B,…", help="only these columns, in the order of the schema")
     group.add_argument("--filter", metavar="CONDITION", help="only rows that pass: \"dep_delay > 60 and dest = 'IAH'\"")
-    group.add_argument("--version", type=int, metavar="N", help="a version that was replaced and is still kept")
+    group.add_argument("--version", type=int, metavar="N", help="read a replaced version that is still kept")
     group.add_argument(
         "--transport", metavar="SCHEME", help="shm, tcp, tls, ucx, fabric or grpc (default: the nearest that works)"
     )
@@ -267,20 +269,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_rows_argument(parser: argparse.ArgumentParser) -> None:
     """Add the option for a range of rows."""
     parser.add_argument(
-        "--rows", type=parse_rows, metavar="A:B", help="from row A, the first is 0, up to and without B: 0:100, or 500:"
+        "--rows",
+        type=parse_rows,
+        metavar="A:B",
+        help="rows from A up to, but not including, B; the first is 0: 0:100, or 500:",
     )
 
 
 def add_format_argument(parser: argparse.ArgumentParser, choices: Iterable[str], default: str) -> None:
     """Add the option for the output format."""
-    parser.add_argument("-f", "--format", choices=[*choices], help=f"how they are written (default: {default})")
+    parser.add_argument("-f", "--format", choices=[*choices], help=f"format of the output (default: {default})")
 
 
 def parse_rows(written: str) -> range:
     """Parse a range of rows: 10:20, :20, or 10:."""
     found = _ROWS.fullmatch(written)
     if found is None or not any(found.groups()):
-        raise argparse.ArgumentTypeError(f"{written!r} are no rows: 0:100, or 500: for all from there on")
+        raise argparse.ArgumentTypeError(
+            f"{written!r} is not a range of rows: give 0:100, or 500: for all rows from 500 on"
+        )
     first, end = found.groups()
     return range(int(first or 0), int(end or _NO_END))
 
@@ -319,8 +326,8 @@ def check_rows(info: DatasetInfo) -> None:
     """Raise WrongKind if a dataset holds tensors."""
     if info.tensors is not None:
         raise WrongKind(
-            f"{info.name!r} holds tensors, which have no rows: dissociated describe shows them, and in Python "
-            f"client.read_tensors({info.name!r}) reads them"
+            f"{info.name!r} holds tensors, which have no rows: dissociated describe shows them, and "
+            f"client.read_tensors({info.name!r}) reads them in Python"
         )
 
 
@@ -385,7 +392,7 @@ def to_stdout(
     Raises OptionError if the format is no text, and the standard output is a terminal.
     """
     if not written.is_text and sys.stdout.isatty():
-        raise OptionError("this format is no text, and the standard output is a terminal: give a file, -o FILE")
+        raise OptionError("this format is binary, and the standard output is a terminal: give a file, -o FILE")
     if isinstance(sys.stdout.buffer, io.RawIOBase):  # with PYTHONUNBUFFERED, a write may be partial
         with open(sys.stdout.fileno(), "wb", closefd=False) as sink:
             return write_away(reader, sink, written, advance)

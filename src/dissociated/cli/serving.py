@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 _SERVE = """\
-Publish files under their names without ending, until interrupted (Ctrl-C or SIGTERM).
+Publish files under their names without the ending, until Ctrl-C or SIGTERM.
 
-Arrow IPC streams and files are mapped and served from where they lie; Parquet files are read anew by each client.
-A directory stands for the files in it that end in .arrow, .arrows, .feather or .parquet."""
+Arrow IPC streams and files are mapped and served in place. Parquet files are read again for each client.
+A directory stands for its files that end in .arrow, .arrows, .feather or .parquet."""
 _ENDINGS = {".arrow", ".arrows", ".feather", ".parquet"}
 
 
@@ -39,21 +39,21 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "--listen",
         action="append",
         metavar="URI",
-        help="where to serve, may be repeated (default: shm: and tcp://127.0.0.1:0, or tls: with a certificate); "
+        help="URI to serve at, may be repeated (default: shm: and tcp://127.0.0.1:0, or tls: with a certificate); "
         "shm:///PATH?allow=USER,... serves other users of this host, too",
     )
     parser.add_argument(
         "--catalog",
         metavar="URI",
-        help="where the catalog, Arrow Flight, answers: grpc+unix: is for this user alone (default: "
-        "grpc://127.0.0.1:0, or grpc+tls: with a certificate; port 0 is one that is free)",
+        help="URI of the catalog, which speaks Arrow Flight: grpc+unix: is for this user alone (default: "
+        "grpc://127.0.0.1:0, or grpc+tls: with a certificate; port 0 takes a free port)",
     )
     parser.add_argument(
         "--retain",
         type=float,
         default=0.0,
         metavar="SECONDS",
-        help="how long the tickets of a replaced version stay good (default: %(default)g)",
+        help="time for which tickets of a replaced version stay valid (default: %(default)g)",
     )
     access.add_serving_arguments(parser)
     parser.set_defaults(run=_run_serve)
@@ -103,21 +103,25 @@ def _sources(paths: list[Path]) -> dict[str, Path]:
     for path in paths:
         files = sorted(f for f in path.iterdir() if f.suffix in _ENDINGS) if path.is_dir() else [path]
         if not files:
-            raise SourceError(f"there are no files to serve in {path}: they end in {', '.join(sorted(_ENDINGS))}")
+            raise SourceError(
+                f"{str(path)!r} has no files to serve: their names must end in {', '.join(sorted(_ENDINGS))}"
+            )
         for file in files:
             check_arrow(file, "dissociated put takes CSV and JSON lines, and keeps a copy")
             if file.stem in sources:
-                raise SourceError(f"{file} and {sources[file.stem]} would have the same name, {file.stem}")
+                raise SourceError(
+                    f"{str(file)!r} and {str(sources[file.stem])!r} would have the same name, {file.stem!r}"
+                )
             sources[file.stem] = file
     return sources
 
 
 _NODE = """\
-Serve whatever is committed in a store, a directory in memory or on disk, until SIGTERM or Ctrl-C. Data in it outlives
-whoever wrote it, and the node: killed and started again, it serves the same datasets under the same tickets.
+Serve all committed versions of a store, which is a directory in memory or on disk, until Ctrl-C or SIGTERM. The data
+outlives its writers and the node: after a restart, the node serves the same datasets under the same tickets.
 
-When the store reaches its limit, the policy says what happens: whoever writes is told (refuse), the oldest datasets
-that nobody reads are removed (evict), or the oldest move to a directory on disk and are served from there (spill)."""
+The policy applies when the store reaches its limit: a write fails (refuse), the oldest datasets that are not being read
+are removed (evict), or the oldest datasets move to a directory on disk and are served from there (spill)."""
 _IDLE_CHECK_INTERVAL = 0.5  # seconds between checks whether the node is idle
 _MAX_TOLD = 10  # streams in progress that are printed
 _IDLE_CHECKS = 3  # idle checks in a row after which an unused node ends
@@ -132,62 +136,69 @@ def add_node(parser: argparse.ArgumentParser) -> None:
 
     parser.description = _NODE
     parser.add_argument(
-        "--store", type=Path, default=default_store(), metavar="DIR", help="where segments lie (default: %(default)s)"
+        "--store",
+        type=Path,
+        default=default_store(),
+        metavar="DIR",
+        help="directory of the store (default: %(default)s)",
     )
     parser.add_argument(
-        "--limit", type=_size, metavar="SIZE", help="how much they may take, as in 8GiB or 500MB (default: no limit)"
+        "--limit", type=_size, metavar="SIZE", help="maximum size of the store, as in 8GiB or 500MB (default: no limit)"
     )
     parser.add_argument(
         "--policy",
         choices=[policy.value for policy in Policy],
         default=Policy.REFUSE.value,
-        help="what happens at the limit (default: %(default)s)",
+        help="action at the limit (default: %(default)s)",
     )
     parser.add_argument("--spill", type=Path, metavar="DIR", help="the directory on disk for --policy spill")
     parser.add_argument(
         "--listen",
         action="append",
         metavar="URI",
-        help="where to serve, may be repeated (default: shm: and tcp://127.0.0.1:0, or tls: with a certificate); "
-        "tcp://0.0.0.0:8816?advertise=HOST:PORT says where clients reach it, if that differs",
+        help="URI to serve at, may be repeated (default: shm: and tcp://127.0.0.1:0, or tls: with a certificate); "
+        "tcp://0.0.0.0:8816?advertise=HOST:PORT gives the address for clients, if it differs",
     )
     parser.add_argument(
         "--flight",
         metavar="URI",
-        help="where its own catalog, Arrow Flight, answers: grpc+unix: is for this user alone, grpc://HOST:PORT for "
-        "whoever reaches that (default: grpc+unix:; with a certificate grpc+tls://127.0.0.1:0; with a --catalog at "
-        "grpc://, grpc://127.0.0.1:0; port 0 is one that is free)",
+        help="URI of the node's own catalog, which speaks Arrow Flight: grpc+unix: is for this user alone, "
+        "grpc://HOST:PORT for everybody who reaches it (default: grpc+unix:; with a certificate "
+        "grpc+tls://127.0.0.1:0; with a --catalog at grpc://, grpc://127.0.0.1:0; port 0 takes a free port)",
     )
-    parser.add_argument("--catalog", metavar="URI", help="the catalog of several nodes to register at (default: none)")
+    parser.add_argument("--catalog", metavar="URI", help="catalog of several nodes to register with (default: none)")
     parser.add_argument(
-        "--advertise", metavar="HOST", help="the name of this host for others, if a listener is on all interfaces"
+        "--advertise", metavar="HOST", help="name of this host for other hosts, if a listener is on all interfaces"
     )
     parser.add_argument(
         "--retain",
         type=float,
         default=RETAIN,
         metavar="SECONDS",
-        help="how long the tickets of a replaced version stay good (default: %(default)g)",
+        help="time for which tickets of a replaced version stay valid (default: %(default)g)",
     )
     parser.add_argument(
         "--forget",
         type=float,
         default=FORGOTTEN,
         metavar="SECONDS",
-        help="how long a segment that was written waits to be committed (default: %(default)g)",
+        help="time after which an uncommitted segment is removed (default: %(default)g)",
     )
     parser.add_argument(
         "--drain",
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="how long streams in progress may go on after SIGTERM (default: %(default)g)",
+        help="time that streams in progress have after SIGTERM (default: %(default)g)",
     )
     parser.add_argument(
-        "--idle-exit", type=float, metavar="SECONDS", help="end when nobody has read or written for so long"
+        "--idle-exit", type=float, metavar="SECONDS", help="end after this time without readers and writers"
     )
     parser.add_argument(
-        "--empty-exit", type=float, metavar="SECONDS", help="end when, besides, the store has been empty for so long"
+        "--empty-exit",
+        type=float,
+        metavar="SECONDS",
+        help="end after this time with an empty store, without readers and writers",
     )
     access.add_serving_arguments(parser, peers=True)
     parser.add_argument("--beat", type=float, default=5.0, metavar="SECONDS", help=argparse.SUPPRESS)
@@ -251,7 +262,10 @@ def _run_node(arguments: argparse.Namespace) -> None:
         _wait_for_end(node, stop, arguments.idle_exit, arguments.empty_exit)
         waited = time.monotonic()
         if not node.drain(arguments.drain, lambda found: _print_waiting(found, arguments.drain)):
-            print(f"stopping cuts off what is in progress after {text.duration(time.monotonic() - waited)}", flush=True)
+            print(
+                f"stopping: streams in progress are cut off after {text.duration(time.monotonic() - waited)}",
+                flush=True,
+            )
 
 
 def _wait_for_end(node: Node, stop: StopSignal, idle_exit: float | None, empty_exit: float | None) -> None:
@@ -275,10 +289,10 @@ def _wait_for_end(node: Node, stop: StopSignal, idle_exit: float | None, empty_e
 
 def _print_waiting(found: Sequence[ConsumerStatus], timeout: float) -> None:
     """Print the streams that a stopping node waits for."""
-    whom = [f"{one.peer} ({one.dataset or 'has asked for nothing yet'})" for one in found[:_MAX_TOLD]]
+    whom = [f"{one.peer} ({one.dataset or 'no request yet'})" for one in found[:_MAX_TOLD]]
     if len(found) > _MAX_TOLD:
         whom.append(f"{len(found) - _MAX_TOLD:,} more")
-    print(text.printable(f"stopping waits for {', '.join(whom)}, {timeout:g} s at most"), flush=True)
+    print(text.printable(f"stopping: waiting up to {timeout:g} s for {', '.join(whom)}"), flush=True)
 
 
 def stop_with_starter(starter: int, node: Node, before: list[Version], stop: StopSignal) -> None:
@@ -301,29 +315,33 @@ def stop_with_starter(starter: int, node: Node, before: list[Version], stop: Sto
 
 
 _CATALOG = """\
-Run a catalog, Arrow Flight, that holds no data itself: nodes register at it, dissociated node --catalog URI. It runs
-until SIGTERM or Ctrl-C; what it knows is in the database, and is there again when it starts again."""
+Run a catalog, which speaks Arrow Flight and holds no data itself, until Ctrl-C or SIGTERM. Nodes register with it:
+dissociated node --catalog URI. All its knowledge is in the database, and is available again after a restart."""
 
 
 def add_catalog(parser: argparse.ArgumentParser) -> None:
     """Add the description, the options and the function of `catalog` to its parser."""
     parser.description = _CATALOG
-    parser.add_argument("--db", required=True, metavar="FILE", help="its SQLite database, made where there is none")
+    parser.add_argument(
+        "--db", required=True, metavar="FILE", help="SQLite database of the catalog, created if it is missing"
+    )
     parser.add_argument(
         "--listen",
         metavar="URI",
-        help="where it answers: grpc+unix:///PATH.sock is for this user alone (default: grpc://127.0.0.1:8815, or "
+        help="URI of the catalog: grpc+unix:///PATH.sock is for this user alone (default: grpc://127.0.0.1:8815, or "
         "grpc+tls: with a certificate)",
     )
     parser.add_argument(
-        "--advertise", metavar="HOST", help="the name of this host for others, if it listens on all interfaces"
+        "--advertise",
+        metavar="HOST",
+        help="name of this host for other hosts, if the catalog listens on all interfaces",
     )
     parser.add_argument(
         "--retain",
         type=float,
         default=300.0,
         metavar="SECONDS",
-        help="how long the tickets of a replaced version stay good (default: %(default)g)",
+        help="time for which tickets of a replaced version stay valid (default: %(default)g)",
     )
     access.add_serving_arguments(parser, peers=True)
     parser.set_defaults(run=_run_catalog)

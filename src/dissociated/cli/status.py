@@ -16,10 +16,10 @@ from dissociated.errors import DissociatedError
 from dissociated.monitoring.status import ConsumerStatus, DatasetStatus, NodeStatus, ServerStatus
 
 _STATUS = """\
-Show what a server, a node or a catalog publishes, who reads it, what readers hold and how fast they are.
+Show the datasets of a server, a node or a catalog, with their readers, leases and transfer rates.
 
-In a terminal the view is renewed until Ctrl-C; elsewhere, and with --once or --json, it is shown once. Rates are those
-since the last look; at the first look those of the connections that are open, and of the server since it began."""
+In a terminal, the view is updated until Ctrl-C. Elsewhere, and with --once or --json, it is printed once. Rates are
+averages since the last update. The first rates are averages since each connection and the server started."""
 _CLEAR = "\x1b[H\x1b[J"
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # the alternate screen, without a cursor
 
@@ -28,10 +28,10 @@ def add_status(parser: argparse.ArgumentParser) -> None:
     """Add the description, the options and the function of `status` to its parser."""
     parser.description = _STATUS
     target.add_arguments(parser, "URI", optional=True)
-    parser.add_argument("--once", action="store_true", help="show it once, also in a terminal")
+    parser.add_argument("--once", action="store_true", help="show the status once, also in a terminal")
     parser.add_argument("--json", action="store_true", help="print JSON once, for other programs")
     parser.add_argument(
-        "--interval", type=_seconds, default=1.0, metavar="S", help="seconds between two looks (default: 1)"
+        "--interval", type=_seconds, default=1.0, metavar="S", help="seconds between updates (default: 1)"
     )
     parser.set_defaults(run=_run_status)
 
@@ -40,7 +40,7 @@ def _seconds(value: str) -> float:
     with suppress(ValueError):
         if 0.1 <= (seconds := float(value)) <= 3600:
             return seconds
-    raise argparse.ArgumentTypeError(f"from 0.1 to 3600 seconds, not {value!r}")
+    raise argparse.ArgumentTypeError(f"{value!r} is not a number of seconds from 0.1 to 3600")
 
 
 def _run_status(arguments: argparse.Namespace) -> None:

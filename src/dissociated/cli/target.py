@@ -40,9 +40,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--catalog",
         metavar="URI",
-        help=f"the catalog to ask where no URI is given (or: {_CATALOG}; default: your node on this host)",
+        help=f"catalog to ask if no URI is given (or set {_CATALOG}; default: your node on this host)",
     )
-    group.add_argument("--store", type=Path, metavar="DIR", help="or: the node on this host that has this store")
+    group.add_argument("--store", type=Path, metavar="DIR", help="ask the node on this host with this store")
     access.add_arguments(parser)
 
 
@@ -51,8 +51,9 @@ def find(arguments: argparse.Namespace) -> Target:
     uri = catalog(arguments)
     if uri is None:
         raise CatalogError(
-            f"no catalog is named, and no node with the store {arguments.store or default_store()} runs on this host: "
-            f"give grpc://HOST:PORT/NAME, set {_CATALOG}, or start one: dissociated node, or dissociated put FILE NAME"
+            f"no catalog is given, and no node with the store {str(arguments.store or default_store())!r} runs on "
+            f"this host: give grpc://HOST:PORT/NAME, set {_CATALOG}, or start a node: dissociated node, or "
+            "dissociated put FILE NAME"
         )
     return Target(uri, _split(arguments.uri)[1])
 
@@ -80,7 +81,9 @@ def name(written: str) -> str:
     """Return the name of the dataset in an argument. Raises UriError if it has none."""
     found = _split(written)[1]
     if not found:
-        raise UriError(f"{written!r} names no dataset: write {written.rstrip('/')}/NAME; dissociated ls lists them")
+        raise UriError(
+            f"{written!r} has no dataset name: give {written.rstrip('/')}/NAME; dissociated ls lists the names"
+        )
     return found
 
 
@@ -91,7 +94,7 @@ def catalog(arguments: argparse.Namespace, timeout: float = 5.0) -> str | None:
     """
     named, _ = _split(arguments.uri)
     if arguments.store is not None and (named or arguments.catalog):
-        raise OptionError("--store says which catalog, too: give one of them")
+        raise OptionError("--store and a catalog are both given: give one of them")
     default = arguments.catalog or (None if arguments.store else os.environ.get(_CATALOG))
     if named:
         return named
@@ -104,5 +107,5 @@ def catalog(arguments: argparse.Namespace, timeout: float = 5.0) -> str | None:
 def _split(written: str) -> tuple[str, str]:
     """Return the catalog and the name in an argument. Either may be empty."""
     if _ADDRESS.fullmatch(written):
-        raise UriError(f"{written} has no scheme: write grpc://{written}, or grpc+tls://{written}")
+        raise UriError(f"{written!r} has no scheme: give grpc://{written}, or grpc+tls://{written}")
     return text.split_name(written) if "://" in written else ("", written)

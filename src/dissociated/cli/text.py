@@ -25,7 +25,7 @@ def parse_size(written: str) -> int:
     """Parse a size such as 8GiB, 500MB or 4096 into bytes. Raises ValueError."""
     found = _SIZE.fullmatch(written.strip())
     if found is None:
-        raise ValueError(f"{written!r} is not a size: 8GiB, 500MB, or a number of bytes")
+        raise ValueError(f"{written!r} is not a size: give 8GiB, 500MB, or a number of bytes")
     number, prefix, binary = found.groups()
     power = "_KMGTP".index(prefix.upper()) if prefix else 0
     return int(float(number) * (1024 if binary else 1000) ** power)

@@ -135,8 +135,8 @@ class CatalogClient:
             if current.lineage_id == lineage_id:
                 return current
         raise DatasetNotFound(
-            f"version {version} of {name!r} is gone: it was replaced, dropped or evicted, and is kept no longer. Look "
-            "the dataset up again, or refresh() a handle, for the version that is there now"
+            f"version {version} of {name!r} is gone, because it was replaced, dropped or evicted: look the dataset "
+            "up again, or refresh() the handle, to read the current version"
         )
 
     def versions(self, name: str) -> Sequence[dict[str, Any]]:
@@ -247,8 +247,8 @@ class CatalogClient:
             raise
         except CatalogError as error:
             raise CatalogError(
-                f"the server at {self.uri} is no catalog of this library, and would take what describes the put for a "
-                f"name: put there by DoPut of pyarrow.flight ({error})"
+                f"the server at {self.uri} is not a catalog of this library, and would take the description of the "
+                f"put as a name: use do_put of pyarrow.flight ({error})"
             ) from None
 
     def _stage_here(self) -> StagePlace | None:
@@ -401,5 +401,5 @@ class CatalogClient:
         """Return the value under `key` in the answer to an action."""
         found = self.do_action(action, body).get(key)
         if not isinstance(found, kind):
-            raise CatalogError(f"the server at {self.uri} answers to {action!r} without {key!r}, so it is no catalog")
+            raise CatalogError(f"the server at {self.uri} is not a catalog: it answers to {action!r} without {key!r}")
         return found

@@ -68,7 +68,7 @@ def _open_session(
     tags = [one.require_want_data() for one in uris]
     if any(DEVICE in one.parameters for one in uris):
         if request.device is None or request.device.identity != uris[-1].parameters.get(DEVICE):
-            raise UriError("the URI is for who reads onto the device where the dataset lies: take another location")
+            raise UriError("the URI is for readers on the device of the dataset: use another location")
     elif not request.allow_rma and any(one.remote_handle is not None for one in uris):
         raise UriError(
             "the URI has a remote_handle, and fetching from the server's memory would let the server write to ours: "

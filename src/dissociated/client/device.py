@@ -37,7 +37,7 @@ def place_on_device(delivery: Delivery, bodies: Bodies, mover: Mover) -> DeviceM
     if is_compressed(header):
         raise DeviceError("compressed bodies are not decompressed on a device: read them here")
     if not nulls_are_counted(header):
-        raise RemoteProtocolError("the server does not say how many nulls there are in what lies on a device")
+        raise RemoteProtocolError("the server does not give the number of nulls in data on a device")
     if placed is None:
         return mover.move(header, parsed, *_packed(delivery, body))
     if placed.is_empty:

@@ -165,7 +165,7 @@ class EndpointReader:
         except TransportError as error:
             if not waited or part.endpoint.rows is None:
                 raise
-            _log.info("a part was cut off while it waited for its turn, and is opened again: %s", error)
+            _log.info("part was cut off while it waited for its turn, it is opened again: error=%s", error)
         for batch, metadata in batches(self._open_counted(part)):
             skipped = min(rows, batch.num_rows)
             rows -= skipped

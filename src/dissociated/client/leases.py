@@ -122,7 +122,7 @@ class ClientLeases(ProcessBound):
                     self._connection.send([Message(self._free_data, (body,))], self._timeout)
             except DissociatedError as error:
                 # A server that is gone needs no frees. Mapped memory stays readable without it.
-                _log.debug("%r: %s", self._connection, error)
+                _log.debug("sending frees failed: connection=%r error=%s", self._connection, error)
                 listening = False
         if not self._stopped.is_set():
             self._close_devices()

@@ -55,8 +55,8 @@ class Lookup:
                 return [*client.list_flights(criteria, self._calls.options())]
             except NotImplementedError:
                 raise CatalogError(
-                    f"the server at {self._calls.uri} does not list what it has (it has no ListFlights): "
-                    "ask for a dataset by its name"
+                    f"the server at {self._calls.uri} does not list its datasets (it has no ListFlights): ask for a "
+                    "dataset by its name"
                 ) from None
 
         return [self._parse(info, descriptor_name(info.descriptor)) for info in self._calls.call(list_flights)]

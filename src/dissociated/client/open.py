@@ -73,6 +73,15 @@ def open_stream(
         WrongKind: The stream has tensors.
         ColumnNotFound: A column does not exist.
         OptionError: An argument is invalid.
+
+    Example:
+        ```python
+        import dissociated as dis
+
+        uri, ticket = server.locations("flights")[0], server.ticket("flights")
+        reader = dis.open_stream(uri, ticket, columns=["dest"], limit=100)
+        assert reader.read_all().num_rows == 100
+        ```
     """
     request = ReadRequest(
         columns=columns,
@@ -182,6 +191,15 @@ def open_tensors(
 
     Raises:
         WrongKind: The stream has record batches. Errors of `open_stream` are raised, too.
+
+    Example:
+        ```python
+        import dissociated as dis
+
+        server.publish("weights", pa.Tensor.from_numpy(np.eye(3)))
+        (weights,) = dis.open_tensors(server.locations("weights")[0], server.ticket("weights"))
+        assert weights.shape == (3, 3)
+        ```
     """
     request = ReadRequest(timeout=timeout, max_body=max_body, max_metadata=max_metadata, allow_rma=allow_rma)
     return open_part_tensors(_plan(uri, ticket, request))

@@ -64,7 +64,9 @@ def open_part_on_device(part: PartPlan, device: Device, open_flight: OpenFlight 
         try:
             return _open_in_place(part, device, step)
         except (TransportError, DeviceError) as error:
-            _log.info("a part cannot be read where it lies on %s, and is copied there: %s", device, error)
+            _log.info(
+                "part is copied to the device, since it cannot be opened in place: device=%s error=%s", device, error
+            )
             refused = error
     if not part.steps:
         raise refused
@@ -99,7 +101,7 @@ def _first(part: PartPlan, open_step: Callable[[Step], T]) -> T:
             if not waiting or (isinstance(error, ForkedError) and not waiting[0].route.uris):
                 raise  # gRPC does not survive a fork
             failure = Failure.of(error)
-            _log.info("a part is read by its next route: %s", error)
+            _log.info("part is read by its next route: error=%s", error)
         except CatalogError:
             if failure is None or step.route.uris:
                 raise

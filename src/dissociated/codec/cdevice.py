@@ -140,7 +140,7 @@ def destructor(name: bytes, release: Callable[[Any], None]) -> Any:
 def pointer(capsule: object, name: bytes) -> int:
     """Return the pointer in a capsule with this name. Raises SourceError for any other object."""
     if not _is_capsule(id(capsule), name):
-        raise SourceError(f"a capsule named {name.decode()} was to come, and a {type(capsule).__name__} did")
+        raise SourceError(f"the object gave a {type(capsule).__name__} instead of a capsule named {name.decode()!r}")
     return int(_capsule_pointer(id(capsule), name))
 
 
@@ -295,9 +295,9 @@ def export_stream(schema: pa.Schema, device: Device, fills: Iterator[Fill]) -> A
 def check_request(requested_schema: object, schema: pa.Schema, options: dict[str, Any]) -> None:
     """Raise DeviceError for a request of another schema, and NotImplementedError for unknown options."""
     if requested_schema is not None and not pa.Schema._import_from_c_capsule(requested_schema).equals(schema):
-        raise DeviceError("what lies on a device cannot be cast to another schema here: ask for none")
+        raise DeviceError("data on a device cannot be cast to another schema: request no schema")
     if unknown := [name for name, value in options.items() if value is not None]:
-        raise NotImplementedError(f"options that are not known: {', '.join(unknown)}")
+        raise NotImplementedError(f"unknown options: {', '.join(unknown)}")
 
 
 # Import
@@ -371,7 +371,7 @@ def _pulled(from_capsule: object, stream: _ArrowDeviceArrayStream) -> Iterator[I
         _checked(stream, stream.get_next(ctypes.addressof(stream), ctypes.addressof(imported.struct)))
         release = ctypes.cast(imported.array.release, ctypes.c_void_p).value
         if release == ctypes.cast(_UNTOUCHED, ctypes.c_void_p).value:
-            raise SourceError("a source on a device gave neither a batch nor its end: was it interrupted?")
+            raise SourceError("a source on a device gave neither a batch nor its end; it may have been interrupted")
         if not release:
             return
         yield imported
@@ -393,5 +393,5 @@ def device_name(struct: ArrowDeviceArray) -> str | None:
     if struct.device_type == DeviceType.CPU:
         return None
     if struct.device_type not in kinds:
-        raise SourceError(f"what lies on a device of type {struct.device_type} of the Arrow C Device interface")
+        raise SourceError(f"the device type {struct.device_type} of the Arrow C Device interface is not supported")
     return f"{kinds[DeviceType(struct.device_type)]}:{struct.device_id}"

@@ -91,7 +91,7 @@ def slice_rows(reader: pa.RecordBatchReader, rows: range) -> pa.RecordBatchReade
                 yield batch.slice(first, end - first), metadata
             at += batch.num_rows
         if at < rows.stop:
-            raise RemoteProtocolError(f"the stream ended after {at:,} rows, and should have {rows.stop:,} or more")
+            raise RemoteProtocolError(f"the stream ended after {at:,} rows; {rows.stop:,} or more were expected")
 
     return BatchReader(reader.schema, pairs())
 

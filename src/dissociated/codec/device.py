@@ -296,7 +296,9 @@ class _Seen:
             case HeaderType.DICTIONARY_BATCH:
                 number, delta = dictionary_of(message.header)
                 if delta:
-                    raise DeviceError("a dictionary that grows cannot be put together on a device")
+                    raise DeviceError(
+                        "dictionaries with deltas cannot be joined on a device: read this dataset on the host"
+                    )
                 self._dictionaries[number] = message
             case _:
                 self._last = (message,)

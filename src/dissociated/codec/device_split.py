@@ -49,9 +49,9 @@ class DeviceSplitter:
         """Return the messages of `batch`: its dictionaries, then the batch. Addresses are valid while it lives."""
         whole = batch.array
         if whole.n_children != len(self._types):
-            raise SourceError(f"a batch with {whole.n_children} columns came, and its schema has {len(self._types)}")
+            raise SourceError(f"a batch has {whole.n_children} columns, and its schema has {len(self._types)}")
         if whole.buffers[0] and whole.null_count:
-            raise SourceError("a batch came with rows that are null as a whole: give its columns, not a struct")
+            raise SourceError("a batch has rows that are null as a whole: give its columns instead of a struct")
         walk = _Walk(batch, self._copies, itertools.count(), [])
         for type_, child in zip(self._types, whole.children[: whole.n_children], strict=True):
             walk.visit(type_, child.contents, whole.offset, whole.length)

@@ -31,9 +31,9 @@ def _differences(before: pa.Schema, after: pa.Schema) -> Iterator[str]:
             yield f"column {name!r} may {'' if new.nullable else 'not '}be null"
         elif not old.equals(new, check_metadata=True):
             yield f"column {name!r} has other metadata"
-    yield from (f"there is a column {name!r} more" for name in after.names if name not in before.names)
+    yield from (f"there is a new column {name!r}" for name in after.names if name not in before.names)
     if before.names != after.names and {*before.names} == {*after.names}:
-        yield f"the columns come in another order, {', '.join(after.names)}"
+        yield f"the columns have another order, {', '.join(after.names)}"
     if before.equals(after) and before.metadata != after.metadata:
         yield f"the columns are the same, and the metadata of the schema are not{_keys(before, after)}"
 

@@ -135,14 +135,15 @@ class DeviceColumn:
         """
         code, bits, words = self._element()
         if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
-            raise BufferError(f"the column stays on {self.device.name}: it is copied to no other device")
+            raise BufferError(f"the column is on {self.device.name}, and is not copied to another device")
         versioned = max_version is not None and max_version[0] >= _DLPACK_VERSION[0]
         read_only = self._shared and not copy
         if read_only and not versioned:  # DLPack without versions cannot express this
             if copy is False:
                 raise BufferError(
-                    "the column lies in its server's memory, which must not be written to, and a DLPack without "
-                    "versions cannot say so: let it be copied, ask for version 1, or take it as Arrow"
+                    "the column is in the memory of its server, which must not be written to, and DLPack without "
+                    "versions cannot mark it as read-only: request a copy, request DLPack version 1, or take the "
+                    "column as Arrow"
                 )
             copy, read_only = True, False
         there = self._array, self._event, self._address(bits * words)
@@ -170,7 +171,7 @@ class DeviceColumn:
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """The interface for CuPy, Numba and others, once the column has arrived. Only CUDA devices have it."""
         if self.device.type is not DeviceType.CUDA:
-            raise AttributeError(f"{self.device.name} is no device of CUDA")
+            raise AttributeError(f"{self.device.name} is not a CUDA device")
         return self.array_interface()
 
     def array_interface(self) -> dict[str, Any]:
@@ -214,9 +215,11 @@ class DeviceColumn:
         ):
             code = _INT
         else:
-            raise BufferError(f"a column of {self.type} has no number for each row: take it as Arrow")
+            raise BufferError(f"a column of {self.type} does not have a number for each row: take the column as Arrow")
         if self.null_count:
-            raise BufferError(f"the column has {self.null_count} nulls, which an array cannot: take it as Arrow")
+            raise BufferError(
+                f"the column has {self.null_count} nulls, which an array cannot hold: take the column as Arrow"
+            )
         bits: int = type_.bit_width
         return code, min(bits, 64), max(1, bits // 64)
 
@@ -242,7 +245,7 @@ class DeviceColumn:
         *_, values = self._array.buffers()
         there, needed = 0 if values is None else int(values.size), (self._array.offset + len(self)) * bits // 8
         if len(self) and there < needed:
-            raise BufferError(f"the column has {len(self)} rows, which need {needed} bytes, and {there} came")
+            raise BufferError(f"the column has {len(self)} rows, which need {needed} bytes, and its buffer has {there}")
         return int(values.address) + self._array.offset * bits // 8 if len(self) else 0
 
     def __repr__(self) -> str:
@@ -271,7 +274,7 @@ def import_columns(columns: Mapping[str, Any]) -> tuple[pa.Schema, list[Imported
     """
     places = {tuple(map(int, column.__dlpack_device__())) for column in columns.values()}
     if len(places) > 1:
-        raise SourceError("columns of one dataset lie on one device, and these on several")
+        raise SourceError("the columns are on several devices: put all columns of a dataset on one device")
     ((kind, number),) = places
     struct = ArrowDeviceArray()
     if kind in _HOST_DEVICE:
@@ -280,7 +283,7 @@ def import_columns(columns: Mapping[str, Any]) -> tuple[pa.Schema, list[Imported
         struct.device_type = DeviceType.CPU
         return batch.schema, [ImportedArray(struct)]
     if kind not in (DeviceType.CUDA, DeviceType.EXTENSION):
-        raise SourceError(f"columns on a device of type {kind} of DLPack")
+        raise SourceError(f"the device type {kind} of DLPack is not supported")
     device = open_device(f"{'cuda' if kind == DeviceType.CUDA else 'test'}:{number}")
     stream = device.stream()
     capsules = [_capsule(column, stream.handle or None) for column in columns.values()]
@@ -288,7 +291,7 @@ def import_columns(columns: Mapping[str, Any]) -> tuple[pa.Schema, list[Imported
     event = stream.record()
     lengths = {tensor.shape[0] for tensor in tensors}
     if len(lengths) > 1:
-        raise SourceError(f"the columns have {', '.join(map(str, sorted(lengths)))} rows: they must have as many")
+        raise SourceError(f"the columns have {', '.join(map(str, sorted(lengths)))} rows: give columns of equal length")
     (length,) = lengths
     arrays = [_array(length, (ctypes.c_void_p * 2)(None, (one.data or 0) + one.byte_offset)) for one in tensors]
     whole = _array(length, (ctypes.c_void_p * 1)())
@@ -324,5 +327,5 @@ def _tensor(name: str, capsule: Any) -> _Tensor:
         tensor = _ManagedTensor.from_address(pointer(capsule, _TENSOR)).tensor
     flat = tensor.ndim == 1 and tensor.lanes == 1 and (not tensor.strides or tensor.strides[0] == 1)
     if not flat or (tensor.code, tensor.bits) not in _ARROW_TYPES:
-        raise SourceError(f"the column {name!r} is not of one dimension, contiguous, and of integers or floats")
+        raise SourceError(f"column {name!r} is not a contiguous, one-dimensional array of integers or floats")
     return tensor  # type: ignore[no-any-return]  # ctypes' fields are Any

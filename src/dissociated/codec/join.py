@@ -111,8 +111,8 @@ class StreamFile(Readable, ABC):
             return  # libarrow will report the damage
         if length > self._max_body:
             raise self._error_type(
-                f"a body of {len(body)} bytes would have {length} when it is decompressed; "
-                f"at most {self._max_body} are taken (max_body)"
+                f"a body of {len(body)} bytes would have {length} bytes when decompressed; at most {self._max_body} "
+                "are accepted (max_body)"
             )
 
     def close(self) -> None:

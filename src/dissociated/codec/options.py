@@ -25,7 +25,16 @@ T = TypeVar("T", "ReadOptions", "WriteOptions")
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """Options of reading messages. Raises OptionError for invalid values."""
+    """Options of reading messages. Raises OptionError for invalid values.
+
+    Example:
+        ```python
+        import dissociated as dis
+
+        options = dis.ReadOptions(included_fields=[0, 1])
+        reader = client.read("flights", options=options)
+        ```
+    """
 
     #: The deepest nesting of types that is accepted; a flat column has depth 1.
     max_recursion_depth: int = MAX_DEPTH
@@ -48,7 +57,7 @@ class ReadOptions:
         _check_type(self, "included_fields", Iterable)
         object.__setattr__(self, "included_fields", tuple(self.included_fields))
         if any(not _is_integer(index) or index < 0 for index in self.included_fields):
-            raise OptionError(f"included_fields are indices of fields, from 0 on, not {self.included_fields}")
+            raise OptionError(f"included_fields is {self.included_fields!r}; it must be indices of fields, from 0 on")
         _check_type(self, "ensure_alignment", pa.ipc.Alignment)
         if self.pre_buffer_cache_options is not None:
             _check_type(self, "pre_buffer_cache_options", pa.CacheOptions)
@@ -66,7 +75,7 @@ class ReadOptions:
         """Raise OptionError if `included_fields` has an index that the whole `schema` lacks."""
         for index in self.included_fields:
             if index >= len(schema):
-                raise OptionError(f"there is no field {index} to include: the schema has {len(schema)}")
+                raise OptionError(f"field {index} does not exist: the schema has {len(schema)} fields")
 
     def check_depth(self, schema: pa.Schema) -> None:
         """Raise FormatError if a field of `schema` nests too deep."""
@@ -75,7 +84,15 @@ class ReadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteOptions:
-    """Options of writing messages. Raises OptionError for invalid values."""
+    """Options of writing messages. Raises OptionError for invalid values.
+
+    Example:
+        ```python
+        import dissociated as dis
+
+        server.publish("small", table, options=dis.WriteOptions(codec="zstd"))
+        ```
+    """
 
     #: Whether arrays may have 2**31 elements or more, which some implementations cannot read.
     allow_64bit: bool = False
@@ -103,19 +120,19 @@ class WriteOptions:
     def __post_init__(self) -> None:
         _check_common(self)
         if not isinstance(self.alignment, int) or self.alignment not in _ALIGNMENTS:
-            raise OptionError(f"alignment is 8, 16, 32 or 64 bytes, not {self.alignment!r}")
+            raise OptionError(f"alignment is {self.alignment!r}; it must be 8, 16, 32 or 64 bytes")
         name = self.codec.name if isinstance(self.codec, pa.Codec) else self.codec
         if name is not None and name not in _CODECS:
-            raise OptionError(f"Arrow IPC knows the codecs lz4 and zstd, not {name!r}")
+            raise OptionError(f"the codec {name!r} is unknown: Arrow IPC has lz4 and zstd")
         savings = self.min_space_savings
         if savings is not None and not ((_is_integer(savings) or isinstance(savings, float)) and 0 <= savings <= 1):
-            raise OptionError(f"min_space_savings is a part of the size, from 0 to 1, not {savings!r}")
+            raise OptionError(f"min_space_savings is {savings!r}; it must be from 0 to 1")
         _check_type(self, "metadata_version", pa.ipc.MetadataVersion)
         if self.metadata_version not in (pa.ipc.MetadataVersion.V4, pa.ipc.MetadataVersion.V5):
-            raise OptionError(f"metadata is written in version V4 or V5, not {self.metadata_version.name}")
+            raise OptionError(f"metadata_version is {self.metadata_version.name}; only V4 and V5 can be written")
         if name is not None and self.metadata_version is pa.ipc.MetadataVersion.V4:
             # libarrow would write such bodies, and read other values back.
-            raise OptionError("bodies can be compressed with metadata version V5 only")
+            raise OptionError("compression needs metadata version V5")
 
     def to_pyarrow(self) -> pa.ipc.IpcWriteOptions:
         """Return the options that libarrow applies."""
@@ -139,7 +156,7 @@ def check_options(options: T | None, kind: type[T]) -> T:
     if options is None:
         return kind()
     if not isinstance(options, kind):
-        raise OptionError(f"options are a dissociated.{kind.__name__}, not {options!r}")
+        raise OptionError(f"{options!r} is not a dissociated.{kind.__name__}")
     return options
 
 
@@ -149,7 +166,7 @@ def _check_common(options: Any) -> None:
             _check_type(options, field.name, bool)
     depth = options.max_recursion_depth
     if not _is_integer(depth) or not 1 <= depth <= MAX_DEPTH:
-        raise OptionError(f"max_recursion_depth is from 1 to {MAX_DEPTH}, libarrow's own limit, not {depth}")
+        raise OptionError(f"max_recursion_depth is {depth!r}; it must be from 1 to {MAX_DEPTH}, the limit of libarrow")
     if options.memory_pool is not None:
         _check_type(options, "memory_pool", pa.MemoryPool)
 
@@ -161,13 +178,13 @@ def _is_integer(value: object) -> bool:
 def _check_type(options: Any, name: str, wanted: type) -> None:
     value = getattr(options, name)
     if not isinstance(value, wanted):
-        raise OptionError(f"{name} is a {wanted.__name__}, not {value!r}")
+        raise OptionError(f"{name} is {value!r}; it must be a {wanted.__name__}")
 
 
 def _check_depth(schema: pa.Schema, limit: int) -> None:
     for field in schema:
         if (depth := _depth(field.type)) > limit:
-            raise FormatError(f"the field {field.name!r} is nested {depth} deep; max_recursion_depth is {limit}")
+            raise FormatError(f"field {field.name!r} is nested {depth} levels deep; max_recursion_depth is {limit}")
 
 
 def _depth(type_: pa.DataType) -> int:

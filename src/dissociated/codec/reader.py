@@ -64,7 +64,7 @@ def _translated(error: Exception, error_type: type[DissociatedError]) -> Excepti
         return error
     # libarrow raises ArrowInvalid for all errors of content. Only the text tells these two cases apart.
     if str(error).startswith("Out of bounds field index"):  # an error of the caller, not of the content
-        return OptionError(f"included_fields has a field that the schema has not: {error}")
+        return OptionError(f"included_fields has a field that is not in the schema: {error}")
     if _FILE_MAGIC_ERROR in str(error):
         return error_type("this begins like an Arrow IPC file, which is no stream: read it as a file")
     peer = error_type is RemoteProtocolError
@@ -139,8 +139,8 @@ class Reading:
         self.check_open()
         if self._taking and not self.ended:
             raise StoreError(
-                "this reader was interrupted while it read, or another thread reads from it now: read again from the "
-                "beginning"
+                "this reader was interrupted during a read, or another thread reads from it now: read again from "
+                "the beginning"
             )
 
     def check_open(self) -> None:
@@ -171,7 +171,7 @@ class ReadOnce:
         """Raise StoreError if all batches were read already."""
         if self._ended:
             raise StoreError(
-                "this reader was read to its end, and can be read once: read it again, or take a handle, "
+                "this reader was read to its end, and can be read once: open a new one, or use a handle, "
                 "client.dataset(name), which can be read again and again"
             )
 

@@ -83,7 +83,7 @@ class FileSink(Sink):
                     if count is None and not isinstance(self._file, io.RawIOBase):
                         break  # such files write everything and return None
                     if not count:
-                        raise StoreError("a file object that does not block takes no more: give one that waits")
+                        raise StoreError("the file object accepts no more bytes without blocking: give one that waits")
                     left = left[count:]
 
     def close(self) -> None:

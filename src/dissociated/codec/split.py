@@ -145,7 +145,7 @@ class Splitter:
 
     @property
     def stats(self) -> pa.ipc.WriteStats:
-        """libarrow's counters of written messages."""
+        """The counters of written messages in libarrow."""
         return self._writer.stats
 
     def split(self, batch: pa.RecordBatch, metadata: Metadata | None = None) -> list[SplitMessage]:
@@ -157,7 +157,7 @@ class Splitter:
             FormatError: libarrow cannot write the batch.
         """
         if metadata and self.options.metadata_version is pa.ipc.MetadataVersion.V4:
-            raise OptionError("libarrow reads custom metadata of a batch with metadata version V5 only")
+            raise OptionError("custom metadata of a batch needs metadata version V5")
         batch = self._validator.check(batch)
         try:
             self._writer.write_batch(batch, custom_metadata=metadata)
@@ -265,7 +265,7 @@ def _unwritable(error: pa.ArrowException) -> FormatError:
             " Where dictionaries only grow, emit_dictionary_deltas helps; where the whole table is at hand, "
             "unify_dictionaries and write_table."
         )
-    return FormatError(f"this cannot be written as Arrow IPC: {error}{advice}")
+    return FormatError(f"cannot write this as Arrow IPC: {error}{advice}")
 
 
 def split(reader: pa.RecordBatchReader, options: WriteOptions | None = None) -> Iterator[SplitMessage]:

@@ -56,9 +56,9 @@ def tensor_errors() -> Iterator[None]:
     try:
         yield
     except RemoteProtocolError:  # its text is about a peer
-        raise FormatError("no Arrow IPC message, or a damaged one") from None
+        raise FormatError("the bytes are not an Arrow IPC message, or are damaged") from None
     except pa.ArrowException as error:
-        raise FormatError(f"libarrow does not take this tensor: {error}") from None
+        raise FormatError(f"libarrow rejects this tensor: {error}") from None
 
 
 def split_tensor(tensor: Tensor, options: WriteOptions | None = None) -> SplitMessage:
@@ -73,7 +73,7 @@ def split_tensor(tensor: Tensor, options: WriteOptions | None = None) -> SplitMe
     """
     options = check_options(options, WriteOptions)
     if options.codec is not None:
-        raise OptionError("Arrow IPC has no compressed tensors: leave the codec out")
+        raise OptionError("tensors cannot be compressed in Arrow IPC: give no codec")
     header, arrays = _disassemble(tensor)
     parts: list[Buffer] = []
     offsets, end = [], 0
@@ -91,7 +91,7 @@ def split_tensor(tensor: Tensor, options: WriteOptions | None = None) -> SplitMe
     try:
         join_tensor(encoded, arrays)
     except FormatError as error:
-        raise FormatError(f"this tensor cannot be written: nobody could read {error}") from None
+        raise FormatError(f"this tensor cannot be written as Arrow IPC: {error}") from None
     return SplitMessage(encoded, parse_header(encoded), [part for part in parts if len(part)])
 
 
@@ -101,7 +101,7 @@ def slice_buffers(header: bytes, parsed: Header, body: Buffer) -> list[pa.Buffer
     buffers = []
     for offset, length in zip(*buffer_extents(header, parsed), strict=True):
         if offset < 0 or length < 0 or offset + length > whole.size:
-            raise FormatError(f"a buffer at {offset} of {length} bytes leaves its body of {whole.size} bytes")
+            raise FormatError(f"a buffer at {offset} of {length} bytes extends beyond its body of {whole.size} bytes")
         buffers.append(whole.slice(offset, length))
     return buffers
 
@@ -168,12 +168,12 @@ def _array(buffer: Buffer, type_: str, shape: tuple[int, ...], strides: tuple[in
 
 def _check_indices(indices: Array, size: int) -> None:
     if len(indices) and (indices.min() < 0 or indices.max() >= size):
-        raise FormatError(f"a sparse tensor with an index outside a dimension of {size}")
+        raise FormatError(f"the sparse tensor has an index outside a dimension of {size}")
 
 
 def _check_begins(begins: Array, end: int) -> None:
     if begins[0] != 0 or begins[-1] != end or (begins[1:] < begins[:-1]).any():
-        raise FormatError("a sparse tensor whose rows or fibers do not follow each other")
+        raise FormatError("the sparse tensor has rows or fibers that are not in order")
 
 
 def _disassemble(tensor: Tensor) -> tuple[TensorHeader, list[Array]]:
@@ -181,7 +181,7 @@ def _disassemble(tensor: Tensor) -> tuple[TensorHeader, list[Array]]:
     format_ = TENSOR_FORMATS.get(type(tensor))
     if format_ is None:
         raise FormatError(
-            f"a {type(tensor).__name__} is no tensor: give a pyarrow.Tensor or one of pyarrow's sparse ones"
+            f"a {type(tensor).__name__} is not a tensor: give a pyarrow.Tensor or a sparse tensor of pyarrow"
         )
     shape = tensor.shape
     names = (*tensor.dim_names, *[""] * len(shape))[: len(shape)]
@@ -215,7 +215,8 @@ def _axis_order(tensor: Tensor, values: Array, indptr: list[Array], indices: lis
     shape = tensor.shape
     if len(shape) > _MAX_ORDERED:
         raise FormatError(
-            f"a CSF tensor of {len(shape)} dimensions cannot be written, at most one of {_MAX_ORDERED}: make it COO"
+            f"a CSF tensor of {len(shape)} dimensions cannot be written; at most {_MAX_ORDERED} dimensions can: "
+            "convert the tensor to COO"
         )
 
     def same(order: tuple[int, ...]) -> bool:
@@ -227,7 +228,9 @@ def _axis_order(tensor: Tensor, values: Array, indptr: list[Array], indices: lis
     nan = bool(values.dtype.kind == "f" and np.isnan(values).any())  # NaN equals no value
     if nan:
         if math.prod(shape) * values.itemsize > _MAX_EXPANDED:
-            raise FormatError("a large CSF tensor with NaN among its values cannot be written: make it COO")
+            raise FormatError(
+                "a large CSF tensor with NaN among its values cannot be written: convert the tensor to COO"
+            )
         expanded = tensor.to_tensor().to_numpy().tobytes()
     dense_order = tuple(sorted(range(len(shape)), key=lambda axis: shape[axis]))  # libarrow's order for dense tensors
     fitting_axes = [
@@ -236,4 +239,4 @@ def _axis_order(tensor: Tensor, values: Array, indptr: list[Array], indices: lis
     for order in chain([dense_order], permutations(range(len(shape)))):
         if all(axis in some for axis, some in zip(order, fitting_axes, strict=True)) and same(order):
             return order
-    raise FormatError("a CSF tensor whose indices leave its shape cannot be written")
+    raise FormatError("a CSF tensor whose indices exceed its shape cannot be written")

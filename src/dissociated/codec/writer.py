@@ -64,7 +64,7 @@ class RecordBatchWriter(ABC):
         """Write a batch, after the dictionaries that it needs. Raises FormatError and SourceError."""
         self._check_open()
         if not isinstance(batch, pa.RecordBatch):
-            raise FormatError(f"a {type(batch).__name__} is no record batch")
+            raise FormatError(f"a {type(batch).__name__} is not a record batch")
         self._emit(self._splitter.split(batch, custom_metadata))
 
     def write_table(self, table: pa.Table, max_chunksize: int | None = None) -> None:
@@ -81,11 +81,11 @@ class RecordBatchWriter(ABC):
         """
         self._check_open()
         if not isinstance(table, pa.Table):
-            raise FormatError(f"a {type(table).__name__} is no table")
+            raise FormatError(f"a {type(table).__name__} is not a table")
         if max_chunksize == -1:
             max_chunksize = None
         if max_chunksize is not None and not (isinstance(max_chunksize, int) and max_chunksize > 0):
-            raise OptionError(f"max_chunksize is a number of rows, 1 or more, not {max_chunksize!r}; -1 is no maximum")
+            raise OptionError(f"max_chunksize is {max_chunksize!r}; it must be 1 or more rows, or -1 for no maximum")
         for batch in table.to_batches(max_chunksize):
             self.write_batch(batch)
 
@@ -199,6 +199,14 @@ class StreamWriter(EncapsulatedWriter):
 
     The file of a path is created or overwritten. A file object is written from its current position, flushed at the
     end, and stays open. An aborted stream has no end. Raises StoreError if the sink fails.
+
+    Example:
+        ```python
+        from dissociated import ipc
+
+        with ipc.StreamWriter("copy.arrows", table.schema) as writer:
+            writer.write_table(table)
+        ```
     """
 
     def __init__(self, sink: Any, schema: pa.Schema, options: WriteOptions | None = None) -> None:
@@ -214,6 +222,14 @@ class FileWriter(EncapsulatedWriter):
 
     Dictionaries cannot be replaced. With the option `unify_dictionaries`, each table gets a single dictionary per
     column.
+
+    Example:
+        ```python
+        from dissociated import ipc
+
+        with ipc.FileWriter("copy.arrow", table.schema, metadata={"source": "example"}) as writer:
+            writer.write_table(table)
+        ```
     """
 
     def __init__(

@@ -75,7 +75,7 @@ def check_socket(path: Path) -> None:
         except FileNotFoundError:
             return
         if not is_socket:
-            raise TransportError(f"the catalog cannot listen at {path}: a file that is not a socket is there")
+            raise TransportError(f"the catalog cannot listen at {str(path)!r}: a file that is not a socket is there")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.setblocking(False)
             try:
@@ -83,10 +83,10 @@ def check_socket(path: Path) -> None:
             except ConnectionRefusedError:
                 return  # The server was killed, and gRPC will replace its socket.
     except NotPrivate as error:
-        raise TransportError(f"the catalog cannot listen at {path}: {error}") from None
+        raise TransportError(f"the catalog cannot listen at {str(path)!r}: {error}") from None
     except OSError as error:
-        raise TransportError(f"the catalog cannot listen at {path}: {error.strerror}") from None
-    raise TransportError(f"the catalog cannot listen at {path}: another server answers there")
+        raise TransportError(f"the catalog cannot listen at {str(path)!r}: {error.strerror}") from None
+    raise TransportError(f"the catalog cannot listen at {str(path)!r}: another server answers there")
 
 
 def check_owner(path: Path) -> None:

@@ -78,7 +78,7 @@ class StagePlace:
         path = Path(self.directory)
         with store_errors(f"the staging directory {path}"):
             if self.boot_id != boot_id():
-                raise StoreError(f"the staging directory {path} is on another host")
+                raise StoreError(f"the staging directory {str(path)!r} is on another host")
             store = open_private_directory(path.parent)
             try:
                 if path.name != STAGING or store_id(store, path.parent) != self.node:

@@ -1,0 +1,1 @@
+"""Published datasets: their sources, and the messages that clients are sent."""

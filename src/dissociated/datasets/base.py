@@ -90,7 +90,7 @@ class Dataset(ABC):
 
     def appendable(self) -> Sequence[Segment]:
         """Return the segments, to which others can be appended. Raise SourceError if the dataset has no segments."""
-        raise SourceError(f"{self.name!r} was not written in segments, so nothing can be appended to it")
+        raise SourceError(f"{self.name!r} was not written in segments, so no rows can be appended")
 
     def check_unchanged(self) -> None:
         """Raise SourceError if the dataset lies in a user's file that was modified since it was published."""
@@ -198,7 +198,7 @@ class Dataset(ABC):
         Raises:
             OptionError: if the batches of this dataset have no numbers.
         """
-        raise OptionError(f"the batches of {self.name!r} cannot be picked")
+        raise OptionError(f"the batches of {self.name!r} cannot be selected by number")
 
     @abstractmethod
     def _select(self, indices: tuple[int, ...]) -> Dataset:
@@ -212,4 +212,7 @@ class Dataset(ABC):
         Raises:
             ReadOnce: if the dataset is a stream that is read once for all clients.
         """
-        raise ReadOnce(f"the batches of {self.name!r} have no numbers: it is read once for all")
+        raise ReadOnce(
+            f"the batches of {self.name!r} have no numbers, because all clients share one stream: request all of the "
+            "stream"
+        )

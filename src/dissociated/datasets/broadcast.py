@@ -43,7 +43,7 @@ class Broadcast(BroadcastDataset):
 
     def __init__(self, name: str, source: Source, live: Live, limit: int, options: WriteOptions | None = None) -> None:
         if not isinstance(live, Live):
-            raise OptionError(f"live is a dissociated.Live, not {live!r}")
+            raise OptionError(f"live is {live!r}; it must be a dissociated.Live")
         check_options(options, WriteOptions)
         reader = open_source(name, source)
         super().__init__(name, reader.schema)

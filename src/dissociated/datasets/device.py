@@ -100,7 +100,7 @@ class DeviceDataset(StreamedDataset):
         try:
             chosen = [*project_messages(self.placed, Projection(self.placed[0].header, indices))]
         except FormatError as error:
-            raise SourceError(f"{self.name!r} holds what no columns can be chosen of: {error}") from None
+            raise SourceError(f"columns of {self.name!r} cannot be selected: {error}") from None
         return DeviceDataset(self.name, select_fields(self.schema, indices), self.segment, chosen)
 
     def slice_batches(self, first: int, stop: int) -> Dataset:
@@ -144,13 +144,15 @@ def as_device_dataset(name: str, source: Any, options: WriteOptions | None = Non
         return None
     names = {device_name(array.struct) for array in arrays}
     if len(names) > 1:
-        raise SourceError(f"{name!r} lies on several devices: {', '.join(sorted(map(str, names)))}")
+        raise SourceError(
+            f"the batches of {name!r} are on several devices: {', '.join(sorted(map(str, names)))}; copy them to one"
+        )
     where = names.pop() if names else None
     if where is None:
         batches = [pa.RecordBatch._import_from_c(ctypes.addressof(array.struct), schema) for array in arrays]
         return TableDataset(name, pa.Table.from_batches(batches, schema), options)
     if options is not None:
-        raise SourceError(f"cannot publish {name!r} with options: what lies on a device is sent as it lies")
+        raise SourceError(f"cannot publish {name!r} with options: data on a device is sent unchanged")
     with Copies(open_device(where)) as copies:
         return _place(name, schema, copies, arrays)
 
@@ -160,7 +162,7 @@ def _all_batches(sources: Sequence[Any]) -> tuple[pa.Schema, list[ImportedArray]
     schema = found[0][0]
     for other, _ in found:
         if not other.equals(schema):
-            raise SourceError(f"the batches differ: {schema_difference(schema, other)}")
+            raise SourceError(f"the batches have different schemas: {schema_difference(schema, other)}")
     return schema, [array for _, arrays in found for array in arrays]
 
 

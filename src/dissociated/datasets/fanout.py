@@ -189,7 +189,9 @@ class Fanout:
             if self._over:
                 raise _ended(self._reason or f"the live stream {self.name!r} has ended", self._reference)
             if self._pump is not None and self._live.late == "refuse":
-                raise SourceError(f"the live stream {self.name!r} has begun, and takes nobody who comes later")
+                raise SourceError(
+                    f'the live stream {self.name!r} has begun, and refuses late readers (Live(late="refuse"))'
+                )
             consumer = Consumer(self, wake, on_cut_off or wake)
             for item in (
                 LiveMessage.inline(self._schema),
@@ -263,10 +265,10 @@ class Fanout:
                         break
         except DissociatedError as error:
             reason, reference = error.peer_reason or str(error), error.reference
-            _log.log(log_level(error), "%r: %s", self.name, log_message(error))
+            _log.log(log_level(error), "live stream failed: dataset=%r error=%s", self.name, log_message(error))
         except BaseException:
-            reason = f"the live stream {self.name!r} failed for a reason that the server's log tells"
-            _log.exception("%r: a live stream failed for a reason of ours", self.name)
+            reason = f"the live stream {self.name!r} failed: see the log of the server"
+            _log.exception("live stream failed, internal error: dataset=%r", self.name)
         finally:
             messages = None  # type: ignore[assignment]  # releases the source
             with self.changed:
@@ -291,7 +293,9 @@ class Fanout:
                 return False
             region = self._memory.region(length)
             if region is None:
-                raise SourceError(f"the source of {self.name!r} gave a batch of {length} bytes, which no region takes")
+                raise SourceError(
+                    f"the source of {self.name!r} gave a batch of {length} bytes, which exceeds the largest region"
+                )
             self._wait_for_room(length)
             self._busy = True
         # Written without holding `changed`, which would delay consumers. Only the pump writes to the region.
@@ -388,7 +392,7 @@ class Fanout:
         return self._memory.has_room(length, other_bytes=queued)
 
     def _cut_off(self, consumer: Consumer) -> None:
-        _log.warning("%r: a consumer neither took nor freed anything in time, and is cut off", self.name)
+        _log.warning("consumer cut off, it neither took nor freed data in time: dataset=%r", self.name)
         self.detach(consumer)
         consumer.reason = (
             f"this reader of the live stream {self.name!r} held up the others for {self._live.stall_timeout:g} s: "

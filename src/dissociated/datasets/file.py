@@ -38,8 +38,8 @@ class FileDataset(SegmentsDataset):
         segment = Segment.open(path)
         if not segment.index.is_ended:
             raise SourceError(
-                f"{path} breaks off: it has no end-of-stream marker, which a writer of Arrow adds when it is closed. "
-                "Where it is whole all the same, publish a reader of it, pyarrow.ipc.open_stream(path)"
+                f"{str(path)!r} has no end-of-stream marker, so it may be incomplete: write the file anew; if it "
+                "is complete, publish a reader, pyarrow.ipc.open_stream(path)"
             )
         check_alone(str(path), segment.index)
         super().__init__(name, [segment])
@@ -48,8 +48,8 @@ class FileDataset(SegmentsDataset):
     def check_unchanged(self) -> None:
         if file_state(os.fstat(self._descriptor)) != self._published:
             raise SourceError(
-                f"{self._path} has been written to since it was published: publish it anew. To have the old one served "
-                "meanwhile, write another file and rename it"
+                f"{str(self._path)!r} was modified after it was published: publish the file anew; to serve the old "
+                "content meanwhile, write a new file and rename it"
             )
 
     def _batches(self) -> Iterator[BatchAndMetadata]:
@@ -78,8 +78,8 @@ def check_alone(where: str, index: Index) -> None:
     """Raise SourceError if other data follow an Arrow IPC stream or file, since no reader would read them."""
     if index.is_file and re.search(FILE_MAGIC * 2, index.rest):  # the end of a file, and the beginning of the next
         raise SourceError(
-            f"{where} holds several Arrow IPC files after each other, where the footer of the last counts for "
-            "all of it: publish each file by itself"
+            f"{where!r} holds several Arrow IPC files in a row, of which readers see the last footer only: publish "
+            "each file by itself"
         )
     if not index.is_file:
         check_rest(where, index.rest)
@@ -89,6 +89,6 @@ def check_rest(where: str, rest: Buffer) -> None:
     """Raise SourceError if `rest`, which follows the end-of-stream marker, is not the statistics of the stream."""
     if len(rest) and not is_statistics(rest):
         raise SourceError(
-            f"{where} goes on after its end-of-stream marker, where a reader of Arrow stops: publish each stream by "
+            f"{where!r} has data after its end-of-stream marker, where Arrow readers stop: publish each stream by "
             "itself"
         )

@@ -36,8 +36,8 @@ def select(whole: Dataset, selection: Selection | None) -> Dataset:
     if selection is None or selection.rows is None:
         return whole if selection is None else whole.select(selection)
     if not whole.filterable:
-        why = f"{whole.name!r} is no stream of rows that are read for one client"
-        raise FilterRefused(f"this server does not filter so: {why}")
+        why = f"{whole.name!r} is not a stream of rows that is read for one client"
+        raise FilterRefused(f"this server does not apply the filter: {why}")
     whole = whole.open()
     wanted = selection.indices(whole.schema.names)
     if selection.rows.filter is None:
@@ -49,7 +49,7 @@ def select(whole: Dataset, selection: Selection | None) -> Dataset:
         received = parse_filter(selection.rows.filter)
         rows, filter_columns = received.bind(whole.schema)
     except FormatError as error:
-        raise FilterRefused(f"this server does not filter so: {error}") from None
+        raise FilterRefused(f"this server does not apply the filter: {error}") from None
     needed = sorted({*wanted, *filter_columns}) if selection.rows.exact else wanted
     chosen = _batches(
         whole.select_positions(needed), whole.passing_batches(received.tree, filter_columns), selection.batches
@@ -92,4 +92,4 @@ class FilteredDataset(StreamedDataset):
         return split(self.open_reader(), self.options)
 
     def _select(self, indices: tuple[int, ...]) -> Dataset:
-        raise SourceError(f"the columns of some rows of {self.name!r} have been chosen already")
+        raise SourceError(f"the columns of filtered rows of {self.name!r} are already selected")

@@ -10,7 +10,15 @@ from dissociated.errors import OptionError
 
 @dataclass(frozen=True, kw_only=True)
 class Live:
-    """Options of a stream that is read once and shared by all clients. Raises OptionError for invalid values."""
+    """Options of a stream that is read once and shared by all clients. Raises OptionError for invalid values.
+
+    Example:
+        ```python
+        import dissociated as dis
+
+        server.publish("ticks", table.to_reader(), live=dis.Live(consumers=2, stall_timeout=5))
+        ```
+    """
 
     #: Whether clients that connect after the stream has begun "join" at its current position, or are sent away
     #: ("refuse").
@@ -22,8 +30,8 @@ class Live:
 
     def __post_init__(self) -> None:
         if self.late not in ("join", "refuse"):
-            raise OptionError(f'late is "join" or "refuse", not {self.late!r}')
+            raise OptionError(f'late is {self.late!r}; it must be "join" or "refuse"')
         if self.consumers < 1:
-            raise OptionError(f"a live stream begins with one consumer or more, not {self.consumers}")
+            raise OptionError(f"consumers is {self.consumers!r}; a live stream begins with one consumer or more")
         if not self.stall_timeout > 0:
-            raise OptionError(f"stall_timeout is a positive number of seconds, not {self.stall_timeout}")
+            raise OptionError(f"stall_timeout is {self.stall_timeout!r}; it must be a positive number of seconds")

@@ -26,7 +26,7 @@ from dissociated.errors import SourceError
 _ROWS, _BYTES = 1 << 16, 1 << 30
 _CHUNK_HEADERS = 1 << 9  # bytes of a column chunk that may be headers instead of values
 _BUFFER_SIZE = 1 << 20  # bytes of a column that are read in one call
-_DIRECTORY = "it is a directory, and a dataset is made of files: name them, or one that has Parquet files alone"
+_DIRECTORY = "a directory must have Parquet files only: give such a directory, or the files by name"
 
 
 def is_parquet(path: Path) -> bool:
@@ -35,7 +35,7 @@ def is_parquet(path: Path) -> bool:
         with path.open("rb") as file:
             return file.read(4) == b"PAR1"
     except OSError as error:
-        raise SourceError(f"cannot read {path}: {error.strerror}") from error
+        raise SourceError(f"cannot read {str(path)!r}: {error.strerror}") from error
 
 
 def parquet_file(name: str, path: Path, options: WriteOptions | None) -> Dataset:
@@ -52,7 +52,7 @@ def parquet_file(name: str, path: Path, options: WriteOptions | None) -> Dataset
             reading.min_size,
         )
     except (OSError, pa.ArrowInvalid) as error:
-        raise SourceError(f"cannot read {path}: {error}") from error
+        raise SourceError(f"cannot read {str(path)!r}: {error}") from error
 
 
 class _ParquetDataset(LiveDataset):
@@ -130,7 +130,7 @@ def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Da
 
     files = [*_parquet_files(path)]
     if not files:
-        raise SourceError(f"cannot publish {path}: {_DIRECTORY}")
+        raise SourceError(f"cannot publish {str(path)!r}: {_DIRECTORY}")
 
     def states() -> list[FileState]:
         return [file_state(file.stat()) for file in files]
@@ -149,8 +149,8 @@ def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Da
             if not fragment.physical_schema.equals(common):
                 difference = schema_difference(common, fragment.physical_schema)
                 raise SourceError.told(
-                    f"{file} is not of one dataset with {files[0]}: {difference}",
-                    f"the files are not of one dataset any more: {difference}",
+                    f"{str(file)!r} and {str(files[0])!r} have different schemas: {difference}",
+                    f"the files have different schemas: {difference}",
                 )
         rows = sum(fragment.metadata.num_rows for fragment in fragments)
         return inspected.schema, rows, sum(_min_size(common, fragment.metadata) for fragment in fragments)
@@ -185,14 +185,14 @@ def _parquet_files(directory: Path) -> Iterator[Path]:
         elif entry.is_file() and is_parquet(entry):
             yield entry
         else:
-            raise SourceError(f"cannot publish {directory}: {_DIRECTORY} ({entry.name} is none)")
+            raise SourceError(f"cannot publish {str(directory)!r}: {_DIRECTORY} ({entry.name!r} is not a Parquet file)")
 
 
 def _check_rows(path: Path, found: int, published: int | None) -> None:
     """Raise SourceError if the number of rows has changed since publication, since clients rely on that number."""
     if published is not None and found != published:
-        changed = f"has {found:,} rows, and had {published:,} when it was published: publish it anew"
-        raise SourceError.told(f"{path} {changed}", f"the file {changed}")
+        changed = f"has {found:,} rows, and had {published:,} at publication: publish the file anew"
+        raise SourceError.told(f"{str(path)!r} {changed}", f"the file {changed}")
 
 
 def _unchanged(
@@ -211,8 +211,8 @@ def _unchanged(
         except (pa.ArrowException, OSError) as error:
             failed = error
         if not _is_true(is_unchanged):
-            changed = "was written anew while it was read: read it again"
-            raise SourceError.told(f"{path} {changed}", f"the file {changed}") from failed
+            changed = "was modified during a read: read the dataset again"
+            raise SourceError.told(f"{str(path)!r} {changed}", f"the file {changed}") from failed
         if failed is not None:
             raise failed
         if batch is None:

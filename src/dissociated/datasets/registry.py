@@ -54,7 +54,7 @@ class Registry:
             self._check_open()
             old = self._by_name.get(new.name)
             if self._by_identifier.get(new.ticket, old) is not old:
-                raise DissociatedError(f"another dataset than {new.name!r} has this ticket already")
+                raise DissociatedError(f"the ticket for {new.name!r} is already the ticket of another dataset")
             self._by_name[new.name] = self._by_identifier[new.ticket] = new
             return old
 
@@ -144,7 +144,9 @@ class Registry:
         identifier, columns = self.tickets.check(ticket, self.now())
         dataset = self.lookup(identifier)
         if dataset is None:
-            raise DatasetNotFound("no dataset has this ticket: it may have been replaced or dropped; look it up again")
+            raise DatasetNotFound(
+                "no dataset has this ticket, which may have been replaced or dropped: look the dataset up again"
+            )
         return dataset, dataset if columns is None else isolate_columns(dataset, columns)
 
     def select(self, whole: Dataset, selection: Selection | None) -> Dataset:
@@ -154,7 +156,7 @@ class Registry:
             FilterRefused: if the selection has rows and this process does not choose rows for clients.
         """
         if selection is not None and selection.rows is not None and not self._chooses_rows:
-            raise FilterRefused("this server does not filter so: it was told not to choose rows")
+            raise FilterRefused("this server does not apply filters: choose_rows=False")
         return select(whole, selection)
 
     def issue_ticket(self, dataset: Dataset, columns: Sequence[str] | None = None) -> Ticket:

@@ -31,7 +31,9 @@ from dissociated.store.segment import Segment
 def make_dataset(
     name: str, source: Source, options: WriteOptions | None = None, schema: pa.Schema | None = None
 ) -> Dataset:
-    """Make a dataset of a source. The kind of the source decides how the dataset is held and read:
+    """Make a dataset of a source.
+
+    The kind of the source decides how the dataset is held and read:
 
     - A Table, a RecordBatch, or a list of these is held in memory. So is Arrow IPC in a Buffer, in bytes or in a
       RecordBatchFileReader; no other data may follow the stream or file in it.
@@ -63,7 +65,10 @@ def make_dataset(
     if options is not None:
         check_options(options, WriteOptions)
     if schema is not None and not (isinstance(source, list | tuple | Iterator) or callable(source)):
-        raise OptionError(f"schema is for iterators and lists of record batches: a {type(source).__name__} has its own")
+        raise OptionError(
+            f"a {type(source).__name__} has its own schema: give schema= only with iterators and lists of record "
+            "batches"
+        )
     dataset = _make_dataset(name, source, options, schema)
     if options is not None:
         options.check_depth(dataset.schema)
@@ -86,13 +91,13 @@ def _make_dataset(name: str, source: Source, options: WriteOptions | None, schem
         if path.is_dir():
             return parquet_directory(name, path, options)
         if not path.is_file():
-            raise SourceError(f"cannot publish {path}: {_why_no_file(path)}")
+            raise SourceError(f"cannot publish {str(path)!r}: {_why_no_file(path)}")
         if is_parquet(path):
             return parquet_file(name, path, options)
         if options is not None:
             raise SourceError(
-                f"cannot publish {path} with options: an Arrow IPC file is served as it is. Publish a callable that "
-                "opens it, whose batches are then written anew"
+                f"cannot publish {str(path)!r} with options: an Arrow IPC file is served unchanged; publish a "
+                "callable that opens the file, whose batches are then encoded anew"
             )
         return FileDataset(name, path)
     if not isinstance(source, pa.RecordBatchReader):
@@ -140,8 +145,8 @@ class _NewEachTime:
             return found
         if found is self._last():
             raise SourceError.told(
-                f"the callable gives the same {type(found).__name__} each time, which can be read once: make a new one "
-                "in it, or publish that one itself"
+                f"the callable gave the same {type(found).__name__} again, which can be read once: create a new one "
+                f"in each call, or publish the {type(found).__name__} itself"
             )
         try:
             self._last = weakref.ref(found)
@@ -165,9 +170,9 @@ def _open_reader(source: Source, schema: pa.Schema | None = None) -> pa.RecordBa
     if hasattr(source, "to_reader"):
         return source.to_reader()
     raise SourceError.told(
-        f"cannot publish a {type(source).__name__}: give a Table, record batches, a RecordBatchReader, an object with "
-        "__arrow_c_stream__, a dataset of pyarrow, a callable that returns one of these, the path of an Arrow IPC or "
-        "Parquet file, or one or more tensors"
+        f"cannot publish a {type(source).__name__}: give a Table, record batches, a RecordBatchReader, an object "
+        "with __arrow_c_stream__, a pyarrow dataset, a callable that returns one of these, the path of an Arrow IPC "
+        "or Parquet file, or one or more tensors"
     )
 
 
@@ -183,7 +188,7 @@ def _chain_batches(pieces: Iterator[Any], schema: pa.Schema | None) -> pa.Record
     if schema is None:
         first = next(pieces, None)
         if first is None:
-            raise SourceError.told("there is no record batch that would tell the schema: say it, schema=...")
+            raise SourceError.told("the source has no record batch, so its schema is unknown: give schema=...")
         _check_piece(first, None)
         schema, pieces = first.schema, chain([first], pieces)
     common = schema
@@ -199,9 +204,9 @@ def _chain_batches(pieces: Iterator[Any], schema: pa.Schema | None) -> pa.Record
 
 def _check_piece(piece: Any, schema: pa.Schema | None) -> None:
     if not isinstance(piece, pa.RecordBatch | pa.Table):
-        raise SourceError.told(f"a {type(piece).__name__} came, which is no record batch")
+        raise SourceError.told(f"the source gave a {type(piece).__name__} instead of a record batch")
     if schema is not None and not piece.schema.equals(schema):
-        raise SourceError.told(f"the record batches differ: {schema_difference(schema, piece.schema)}")
+        raise SourceError.told(f"the record batches have different schemas: {schema_difference(schema, piece.schema)}")
 
 
 def _in_memory(name: str, source: Any, options: WriteOptions | None) -> Dataset:
@@ -240,4 +245,4 @@ def isolate_columns(whole: Dataset, columns: Sequence[str]) -> Dataset:
 
 
 def _why_no_file(path: Path) -> str:
-    return "it is neither a file nor a directory" if path.exists() else "there is no such file"
+    return "the path is neither a file nor a directory" if path.exists() else "the file does not exist"

@@ -135,7 +135,7 @@ class StaticColumns(StaticDataset):
                 try:
                     self._projected[segment] = [*self._project(messages)]
                 except FormatError as error:
-                    raise SourceError(f"{self.name!r} holds what no columns can be chosen of: {error}") from None
+                    raise SourceError(f"columns of {self.name!r} cannot be selected: {error}") from None
             return self._projected[segment]
 
     def _project(self, messages: Sequence[StaticMessage]) -> Iterator[StaticMessage]:
@@ -218,15 +218,15 @@ class SegmentsDataset(StaticDataset):
     def __init__(self, name: str, segments: Sequence[Segment]) -> None:
         if len(segments) > MAX_REGIONS:
             raise SourceError(
-                f"{name!r} would have {len(segments)} segments; at most {MAX_REGIONS} can be shared: "
-                "write it in fewer, from Spark after df.coalesce(...)"
+                f"{name!r} would have {len(segments)} segments; at most {MAX_REGIONS} can be shared: write fewer "
+                "segments, from Spark after df.coalesce(...)"
             )
         self.segments = segments
         first = segments[0]
         for other in segments[1:]:
             if other.messages[0].header != first.messages[0].header:
                 raise SourceError(
-                    f"all of {name!r} must have one schema, and in what is added "
+                    f"the segments of {name!r} must have one schema, and in the added ones "
                     f"{schema_difference(first.schema, other.schema)}"
                 )
         super().__init__(name, first.schema)
@@ -312,7 +312,7 @@ class StoredDataset(Dataset):
         opened = self._open()
         # Only the names are compared, since the types differ if an extension type was registered meanwhile.
         if (opened.rows, opened.nbytes, opened.schema.names) != (self.rows, self.nbytes, self.schema.names):
-            raise SourceError(f"{self.name!r} is not what was committed: its segments have been changed since")
+            raise SourceError(f"the segments of {self.name!r} were modified after the commit: publish the dataset anew")
         return opened
 
     def open_exposed(self) -> SegmentsDataset:

@@ -61,8 +61,8 @@ class LiveDataset(StreamedDataset):
             if reader is not None:
                 return reader
             raise SourceError(
-                f"{self.name!r} was published from a reader, which can be read once, and has been: "
-                "publish a Table, a file, or a callable that gives a new reader each time"
+                f"{self.name!r} was published from a reader, which can be read once and was read: publish a Table, a "
+                "file, or a callable that returns a new reader each time"
             )
         return _check_schema(self, self._open_reader())
 
@@ -77,9 +77,7 @@ def _check_schema(dataset: Dataset, reader: pa.RecordBatchReader) -> pa.RecordBa
     """Return `reader`. Raise SourceError if its schema differs from that of the dataset."""
     if not reader.schema.equals(dataset.schema):
         difference = schema_difference(dataset.schema, reader.schema)
-        raise SourceError(
-            f"the source of {dataset.name!r} now has another schema than when it was published: {difference}"
-        )
+        raise SourceError(f"the source of {dataset.name!r} has another schema than at publication: {difference}")
     return reader
 
 

@@ -103,7 +103,11 @@ class TableDataset(StaticDataset):
                 pass
         except DissociatedError as error:
             why = str(error)  # not the error itself, whose traceback would keep this dataset alive in captured logs
-            _log.warning("copying %r into shared memory: %s; it is tried again when somebody asks", self.name, why)
+            _log.warning(
+                "copying into shared memory failed, it is tried again at the next request: dataset=%r error=%s",
+                self.name,
+                why,
+            )
 
     def _copy_more(self) -> bool:
         """Copy one more step. Only one Table is copied at a time, so that each sees the memory that others have taken.

@@ -55,8 +55,7 @@ class TensorDataset(StaticDataset):
 
     def open_reader(self) -> pa.RecordBatchReader:
         raise SourceError(
-            f"{self.name!r} holds tensors, which are no record batches, and Flight has no messages for them: "
-            "read it with read_tensors, over another transport"
+            f"{self.name!r} holds tensors, for which Flight has no messages: use read_tensors, over another transport"
         )
 
     def packed(self) -> Sequence[StaticMessage]:

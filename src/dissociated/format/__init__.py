@@ -1,0 +1,1 @@
+"""The Arrow IPC format: messages, schemas, footers and tensors, without pyarrow."""

@@ -81,10 +81,10 @@ def footer_at(memory: memoryview) -> int:
     """
     tail = len(memory) - FOOTER_TAIL
     if tail < 8 or bytes(memory[-len(FILE_MAGIC) :]) != FILE_MAGIC:
-        raise FormatError("the Arrow IPC file is cut off: it does not end with its magic")
+        raise FormatError("the Arrow IPC file is cut off: the magic at its end is missing")
     begin: int = tail - _length.unpack_from(memory, tail)[0]
     if not 8 <= begin <= tail:
-        raise FormatError("the Arrow IPC file has a footer that lies outside it")
+        raise FormatError("the Arrow IPC file has a footer that extends beyond the file")
     return begin
 
 
@@ -113,13 +113,13 @@ def message_at(memory: memoryview, at: int, end: int) -> Encapsulated | None:
             return None
         body_at = at + length
         if body_at > end:
-            raise FormatError(f"not an Arrow IPC stream, or cut off: metadata at byte {at} leaves its end")
+            raise FormatError(f"not an Arrow IPC stream, or cut off: the metadata at byte {at} extends beyond its end")
         header = bytes(memory[at:body_at])
         parsed = parse_header(header)
     except (struct.error, RemoteProtocolError):
-        raise FormatError(f"not an Arrow IPC stream, or cut off: there is no message at byte {begin}") from None
+        raise FormatError(f"not an Arrow IPC stream, or cut off: no message begins at byte {begin}") from None
     if body_at + parsed.body_length > end:
-        raise FormatError(f"the Arrow IPC stream is cut off: a body at byte {body_at} leaves its end")
+        raise FormatError(f"the Arrow IPC stream is cut off: a body at byte {body_at} extends beyond its end")
     return Encapsulated(header, parsed, body_at)
 
 

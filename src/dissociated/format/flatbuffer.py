@@ -27,7 +27,7 @@ def fields(header: bytes, table: int, count: int) -> tuple[int, ...]:
     """
     vtable = table - _i32(header, table)[0]
     if vtable < 0:
-        raise IndexError("a table outside the message")
+        raise IndexError("a table is outside the message")
     present = (_u16(header, vtable)[0] - 4) // 2
     if present >= count:
         offsets: tuple[int, ...] = _SLOTS[count](header, vtable + 4)
@@ -102,7 +102,7 @@ class Table(NamedTuple):
         try:
             return self.content(number).decode()
         except UnicodeDecodeError as error:
-            raise FormatError(f"a name that is no UTF-8 ({error})") from None
+            raise FormatError(f"a name is not valid UTF-8 ({error})") from None
 
     def content(self, number: int) -> bytes:
         """Return the bytes of a string without decoding them, empty if the field is left out."""
@@ -120,7 +120,7 @@ class Table(NamedTuple):
         vector = follow(self.header, self.at + self.fields[number])
         count = int(_u32(self.header, vector)[0])
         if vector + 4 + count * width > len(self.header):
-            raise IndexError(f"a vector of {count} elements leaves the message")
+            raise IndexError(f"a vector of {count} elements extends beyond the message")
         return vector + 4, count, width
 
 

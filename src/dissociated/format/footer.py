@@ -104,5 +104,5 @@ def _blocks(footer: Buffer, root: int, field: int) -> np.ndarray:
         & (blocks["body_length"] < _MAX_FILE_SIZE)
     )
     if not sensible.all():
-        raise FormatError(f"the Arrow IPC file has a footer with a block {blocks[~sensible][0]} that can be in no file")
+        raise FormatError(f"the Arrow IPC file has a footer with the impossible block {blocks[~sensible][0]}")
     return blocks

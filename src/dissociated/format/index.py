@@ -107,7 +107,7 @@ class Index:
             or found.body_at != entry.offset + entry.metadata_length
             or found.parsed.body_length != entry.body_length
         ):
-            raise FormatError(f"the footer of the Arrow IPC file does not fit its message at byte {entry.offset}")
+            raise FormatError(f"the footer of the Arrow IPC file disagrees with the message at byte {entry.offset}")
         return found
 
     def _listed(self, start: int) -> tuple[np.ndarray, ...]:

@@ -68,7 +68,7 @@ class SchemaLayout:
         """Count a field in the layout `into`. The values of an encoded field count in the layout of its dictionary."""
         self._left -= 1
         if self._left < 0 or depth > _MAX_DEPTH:
-            raise FormatError("a schema has fields without end")
+            raise FormatError("the schema has a cycle of fields")
         if field.fields[4]:
             encoding = field.table(4, 2)
             id_ = encoding.scalar(0, "q")
@@ -122,7 +122,7 @@ class SchemaLayout:
             for field in fields:
                 check_sizes(iter(field.shapes), nodes, lengths, views, rows)
         except (struct.error, IndexError, StopIteration) as error:
-            raise RemoteProtocolError(f"the peer sent metadata that is not of its schema ({error!r})") from None
+            raise RemoteProtocolError(f"the peer sent metadata that does not match its schema ({error!r})") from None
 
 
 @lru_cache(maxsize=_MAX_CACHED_SCHEMAS)
@@ -152,7 +152,7 @@ def dictionary_of(header: bytes) -> tuple[int, bool]:
         batch = Table.read(header, root(header), 3).table(2, 3)
         return batch.scalar(0, "q"), bool(batch.scalar(2, "B"))
     except (struct.error, IndexError) as error:
-        raise RemoteProtocolError(f"the peer sent metadata that is no Arrow IPC message ({error})") from None
+        raise RemoteProtocolError(f"the peer sent metadata that is not an Arrow IPC message ({error})") from None
 
 
 def _batch(header: bytes) -> Table:
@@ -171,7 +171,7 @@ def nulls_are_counted(header: bytes) -> bool:
     try:
         return all(nulls >= 0 for _, nulls in _batch(header).vector(1, "qq"))
     except (struct.error, IndexError) as error:
-        raise RemoteProtocolError(f"the peer sent metadata that is no Arrow IPC message ({error})") from None
+        raise RemoteProtocolError(f"the peer sent metadata that is not an Arrow IPC message ({error})") from None
 
 
 def is_little_endian(schema: bytes) -> bool:
@@ -183,4 +183,4 @@ def is_little_endian(schema: bytes) -> bool:
     try:
         return Table.read(schema, root(schema), 3).table(2, 4).scalar(0, "h") == 0
     except (struct.error, IndexError) as error:
-        raise RemoteProtocolError(f"the peer sent metadata that is no Arrow IPC message ({error})") from None
+        raise RemoteProtocolError(f"the peer sent metadata that is not an Arrow IPC message ({error})") from None

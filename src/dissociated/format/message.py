@@ -94,7 +94,7 @@ def parse_envelope(header: Buffer) -> tuple[HeaderType, int]:
 
 
 def _no_message(error: Exception) -> RemoteProtocolError:
-    return RemoteProtocolError(f"the peer sent metadata that is no Arrow IPC message ({error})")
+    return RemoteProtocolError(f"the peer sent metadata that is not an Arrow IPC message ({error})")
 
 
 def _envelope(header: bytes) -> tuple[HeaderType, int, int, int]:
@@ -173,7 +173,7 @@ def extents_within(header: bytes, parsed: Header, size: int) -> tuple[tuple[int,
     offsets, lengths = buffer_extents(header, parsed)
     for offset, length in zip(offsets, lengths, strict=True):
         if length and not 0 <= offset <= size - length:
-            raise RemoteProtocolError(f"a buffer at {offset} of {length} bytes leaves its body of {size} bytes")
+            raise RemoteProtocolError(f"a buffer at {offset} of {length} bytes extends beyond its body of {size} bytes")
     return offsets, lengths
 
 

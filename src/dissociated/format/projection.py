@@ -90,7 +90,7 @@ class Projection:
                     header, parsed, range(parsed.buffer_count), [BodySlice(0, 0, parsed.body_length)], 0
                 )
             if parsed.type is not HeaderType.RECORD_BATCH:
-                raise FormatError(f"a {parsed.type.name} stands among record batches")
+                raise FormatError(f"a {parsed.type.name} message is among the record batches")
             return self._project(header, parsed)
 
     def _project(self, header: bytes, parsed: Header) -> ProjectedMessage:
@@ -99,7 +99,7 @@ class Projection:
         nodes, extents = batch.vector(1, "qq"), _extents(header, parsed)
         variadic = [count for (count,) in batch.vector(4, "q")]
         if any(count < 0 for count in variadic):
-            raise FormatError("a record batch has fewer than no buffers")
+            raise FormatError("a record batch has a negative number of buffers")
         kept: tuple[list[tuple[int, int]], list[int], list[int]] = [], [], []
         node = buffer = view = 0
         for index, layout in enumerate(self._layouts):
@@ -110,7 +110,7 @@ class Projection:
                 kept[2].extend(variadic[view : view + layout.views])
             node, buffer, view = *ends, view + layout.views
         if (node, buffer, view) != (len(nodes), len(extents), len(variadic)):
-            raise FormatError("a record batch has other buffers than its schema tells")
+            raise FormatError("a record batch has a number of buffers that its schema does not explain")
         chosen = [extents[index] for index in kept[1]]
         offsets, cuts, length, padding = _packed(chosen)
         moved = [(offset, size) for offset, (_, size) in zip(offsets, chosen, strict=True)]

@@ -25,7 +25,7 @@ def _by_unit(*widths: int, default: int = 0) -> Callable[[Table], tuple[_Buffer,
     def buffers(type_: Table) -> tuple[_Buffer, ...]:
         unit = type_.scalar(0, "h", default)
         if not 0 <= unit < len(widths):
-            raise FormatError(f"a schema has a field of the unknown unit {unit}")
+            raise FormatError(f"the schema has a field of the unknown unit {unit}")
         return ((widths[unit], False),)
 
     return buffers
@@ -91,7 +91,7 @@ def shape_of(field: Table, version: int) -> Shape:
     """
     type_ = field.scalar(2, "B")
     if type_ not in _BUFFERS:
-        raise FormatError(f"a schema has a field of the unknown type {type_}")
+        raise FormatError(f"the schema has a field of the unknown type {type_}")
     details = field.table(3, 3)
     validity = not (type_ == _NULL or (type_ in (_UNION, _RUN_END_ENCODED) and version >= _V5))
     buffers = _BUFFERS[type_](details)
@@ -132,14 +132,14 @@ def check_sizes(
     shape = next(shapes)
     count, nulls = next(nodes)
     if count < max(least, 0):
-        raise RemoteProtocolError(f"the peer sent a column of {count} values where there must be {least}")
+        raise RemoteProtocolError(f"the peer sent a column of {count} values; at least {least} are required")
     needed = [count if nulls else 0] if shape.validity else []
     needed += [(count + more) * bits for bits, more in shape.buffers]
     for bits in needed:
         length = next(lengths)
         if 8 * length < bits and (count or length):  # without values, offsets may be left out
             raise RemoteProtocolError(
-                f"the peer sent a buffer of {length} bytes for {count} values, which take {-(-bits // 8)}"
+                f"the peer sent a buffer of {length} bytes for {count} values, which need {-(-bits // 8)} bytes"
             )
     for _ in range(next(views) if shape.views else 0):
         next(lengths)

@@ -117,9 +117,9 @@ def parse_tensor(header: bytes) -> TensorHeader:
         elif kind == _SPARSE_TENSOR:
             found = _sparse(message.table(2, 7))
         else:
-            raise FormatError("an Arrow IPC message that holds no tensor")
+            raise FormatError("the Arrow IPC message has no tensor")
     except (struct.error, IndexError) as error:
-        raise FormatError(f"a damaged tensor message ({error})") from None
+        raise FormatError(f"the tensor message is damaged ({error})") from None
     _check(found)
     return found
 
@@ -155,7 +155,7 @@ def _sparse(tensor: Table) -> TensorHeader:
         buffers = [index.struct(2, _BUFFER_FORMAT), index.struct(4, _BUFFER_FORMAT), data]
         axis = index.scalar(0, "h")
         if axis not in (0, 1):
-            raise FormatError(f"a sparse matrix whose compressed axis is {axis}, neither row nor column")
+            raise FormatError(f"the sparse matrix has the compressed axis {axis}, which is neither row nor column")
         format_, types = (TensorFormat.CSR, TensorFormat.CSC)[axis], (_int(index.table(1, 2)), _int(index.table(3, 2)))
         found = TensorHeader(format_, type_, shape, names, (), (), (), count, *types)
     elif kind == _CSF:  # { indptrType, indptrBuffers, indicesType, indicesBuffers, axisOrder }
@@ -165,7 +165,7 @@ def _sparse(tensor: Table) -> TensorHeader:
         buffers = [*_csf_buffers(index, count, types, len(shape)), data]
         found = TensorHeader(TensorFormat.CSF, type_, shape, names, (), (), (), count, *types, order)
     else:
-        raise FormatError(f"a sparse tensor with an index of unknown kind {kind}")
+        raise FormatError(f"the sparse tensor has an index of the unknown kind {kind}")
     offsets, lengths = zip(*buffers, strict=True)
     return found._replace(offsets=offsets, lengths=lengths)
 
@@ -177,24 +177,24 @@ def _type_and_shape(tensor: Table) -> tuple[str, tuple[int, ...], tuple[str, ...
     elif kind == _FLOATING_POINT:
         precision = tensor.table(1, 1).scalar(0, "h")
         if not 0 <= precision < len(_FLOATS):
-            raise FormatError(f"a tensor of floating-point numbers of unknown precision {precision}")
+            raise FormatError(f"the tensor has floating-point numbers of the unknown precision {precision}")
         type_ = _FLOATS[precision]
     else:
-        raise FormatError("a tensor of something else than integers or floating-point numbers")
+        raise FormatError("the tensor has a type other than integers and floating-point numbers")
     dimensions = tensor.tables(2, 2)  # TensorDim { size, name }
     if len(dimensions) > MAX_DIMENSIONS:
-        raise FormatError(f"a tensor of {len(dimensions)} dimensions; at most {MAX_DIMENSIONS} are taken")
+        raise FormatError(f"the tensor has {len(dimensions)} dimensions; at most {MAX_DIMENSIONS} are accepted")
     shape = tuple(dimension.scalar(0, "q") for dimension in dimensions)
     # Strides must be computable from the other dimensions also if some dimensions are empty.
     if min(shape, default=0) < 0 or size_in_bytes([size or 1 for size in shape], type_) >= _MAX_TENSOR_SIZE:
-        raise FormatError(f"a tensor of the impossible shape {shape}")
+        raise FormatError(f"the tensor has the impossible shape {shape}")
     return type_, shape, tuple(dimension.text(1) for dimension in dimensions)
 
 
 def _int(table: Table) -> str:
     bits, signed = table.scalar(0, "i"), table.scalar(1, "B")
     if bits not in (8, 16, 32, 64):
-        raise FormatError(f"integers of {bits} bits")
+        raise FormatError(f"the tensor has integers of {bits} bits")
     return f"<{'i' if signed else 'u'}{bits // 8}"
 
 
@@ -202,14 +202,14 @@ def _csf_buffers(index: Table, count: int, types: tuple[str, str], levels: int) 
     """Return offset and length of each index buffer. Lengths are in bytes, whichever unit the flatbuffer has."""
     indptr, indices = index.vector(1, _BUFFER_FORMAT), index.vector(3, _BUFFER_FORMAT)
     if levels < 2 or len(indices) != levels or len(indptr) != levels - 1:
-        raise FormatError(f"a CSF index of {len(indptr)} and {len(indices)} buffers for {levels} dimensions")
+        raise FormatError(f"the CSF index has {len(indptr)} and {len(indices)} buffers for {levels} dimensions")
     for units in ((1, 1), (value_width(types[0]), value_width(types[1]))):
         begins = [divmod(length, units[0]) for _, length in indptr]
         sizes = [divmod(length, units[1]) for _, length in indices]
         if sizes[-1] == (count, 0) and begins == [(size + 1, 0) for size, _ in sizes[:-1]]:
             break
     else:
-        raise FormatError("a CSF index whose levels do not fit each other")
+        raise FormatError("the CSF index has levels that disagree")
     return [
         (offset, length // unit * value_width(type_))
         for buffers, unit, type_ in zip((indptr, indices), units, types, strict=True)
@@ -221,9 +221,9 @@ def _check(found: TensorHeader) -> None:
     """Raise FormatError if a buffer is too short for the shape or has an impossible position."""
     shape, count, lengths = found.shape, found.non_zero, found.lengths
     if any(offset < 0 or length < 0 for offset, length in zip(found.offsets, lengths, strict=True)):
-        raise FormatError("a tensor with a buffer at no possible place")
+        raise FormatError("the tensor has a buffer at an impossible place")
     if count < 0:
-        raise FormatError(f"a sparse tensor of {count} values")
+        raise FormatError(f"the sparse tensor has {count} values")
     if found.format is TensorFormat.DENSE:
         needed = [_strided(shape, found.strides, found.type)]
     else:
@@ -232,21 +232,21 @@ def _check(found: TensorHeader) -> None:
         needed.insert(0, _strided((count, len(shape)), found.strides, found.indices_type))
     elif found.format in (TensorFormat.CSR, TensorFormat.CSC):
         if len(shape) != 2:
-            raise FormatError(f"a sparse matrix of {len(shape)} dimensions")
+            raise FormatError(f"the sparse matrix has {len(shape)} dimensions")
         compressed = shape[0] if found.format is TensorFormat.CSR else shape[1]
         needed[:0] = (compressed + 1) * value_width(found.indptr_type), count * value_width(found.indices_type)
     elif found.format is TensorFormat.CSF:
         if sorted(found.axis_order) != [*range(len(shape))]:
-            raise FormatError(f"a CSF index whose levels are the dimensions {found.axis_order}")
+            raise FormatError(f"the CSF index has levels for the dimensions {found.axis_order}")
         needed[:0] = lengths[:-1]  # `_csf_buffers` has checked these
     for length, least in zip(lengths, needed, strict=True):
         if length < least:
-            raise FormatError(f"a tensor with a buffer of {length} bytes where {least} are needed")
+            raise FormatError(f"the tensor has a buffer of {length} bytes; at least {least} are required")
 
 
 def _strided(shape: tuple[int, ...], strides: tuple[int, ...], type_: str) -> int:
     if len(strides) != len(shape) or min(strides, default=0) < 0:
-        raise FormatError(f"a tensor of the shape {shape} with the strides {strides}")
+        raise FormatError(f"the tensor has the shape {shape} with the strides {strides}")
     # At least the size of the values: with strides of 0, a buffer of a few bytes could claim terabytes.
     return max(spanned(shape, strides, type_), size_in_bytes(shape, type_))
 

@@ -272,6 +272,14 @@ async def open_async(
 
     `source` and the options are the arguments of `open_file`, and so are the errors. Reads run in up to 4 threads that
     end with the reader, or in `executor`, which the caller keeps and shuts down.
+
+    Example:
+        ```python
+        from dissociated import ipc
+
+        async with await ipc.open_async("flights.arrow") as reader:
+            batch = await reader.get_batch(0)
+        ```
     """
     threads = Threads(_THREADS, executor)
 

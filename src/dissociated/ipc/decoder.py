@@ -42,6 +42,17 @@ class StreamDecoder(Decoder):
     Raises:
         FormatError: The data is no valid IPC stream, or exceeds a limit.
         MemoryError: There is no memory for the size that a compressed buffer announces.
+
+    Example:
+        ```python
+        from pathlib import Path
+
+        from dissociated import ipc
+
+        listener = ipc.CollectListener()
+        decoder = ipc.StreamDecoder(listener)
+        decoder.consume(Path("flights.arrows").read_bytes())
+        ```
     """
 
     def __init__(
@@ -130,7 +141,7 @@ class DissociatedDecoder(Decoder):
         max_body: int = MAX_BODY,
     ) -> None:
         if (address_space is None) is not (returns is None):
-            raise OptionError("give the space that addresses lie in, and where they are returned to, or neither")
+            raise OptionError("address_space and returns depend on each other: give both or neither")
         self._address_space = AddressSpace() if address_space is None else address_space
         self._leases = _DecoderLeases(SimpleQueue() if returns is None else returns)
         super().__init__(listener, options, max_metadata, max_body, PeerReader, RemoteProtocolError)
@@ -180,7 +191,7 @@ class DissociatedDecoder(Decoder):
 
     def _check(self, length: int, limit: int, name: str) -> None:
         if length > limit:
-            raise RemoteProtocolError(f"a message has a part of {length} bytes; at most {limit} are taken ({name})")
+            raise RemoteProtocolError(f"a message has a part of {length} bytes; at most {limit} are accepted ({name})")
 
     def _clear(self) -> None:
         self._receiver = Receiver.with_limits(self._max_metadata, self._max_body)

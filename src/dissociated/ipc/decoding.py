@@ -25,8 +25,8 @@ from dissociated.format.layout import dictionary_of
 from dissociated.format.message import HeaderType
 
 _NOTHING_READ = ReadStats(0, 0, 0, 0, 0)
-_REENTERED = "a listener cannot feed the decoder that has called it"
-_FAILED = "this stream has failed before: reset the decoder, and feed it another from the beginning"
+_REENTERED = "a listener cannot feed the decoder that calls the listener"
+_FAILED = "the stream failed before: reset the decoder, and feed a stream from its beginning"
 
 
 class Decoding:
@@ -84,14 +84,14 @@ class Decoding:
             self._waiting_bytes += len(header) + body_length
             if self._waiting_bytes > self._max_waiting:
                 raise self._error_type(
-                    f"dictionaries of {self._waiting_bytes} bytes wait for a batch; at most {self._max_waiting} may, "
-                    "which is max_metadata and max_body together"
+                    f"dictionaries of {self._waiting_bytes} bytes wait for a batch; at most {self._max_waiting} may "
+                    "(max_metadata and max_body together)"
                 )
         else:
             decoded = self._read()
             self._waiting_stats = _NOTHING_READ
             if decoded is None:
-                raise self._error_type("libarrow cannot read this: it takes a message for the end of the stream")
+                raise self._error_type("libarrow cannot read this stream: a message reads as the end of the stream")
             self._waiting_bytes = 0
             self._listener.on_record_batch_with_metadata_decoded(*decoded)
 
@@ -100,7 +100,7 @@ class Decoding:
         if self._reader is None:
             raise self._error_type("the stream ended before its schema")
         if self._read() is not None:
-            raise self._error_type("libarrow cannot read this: it has a batch after the last message")
+            raise self._error_type("libarrow cannot read this stream: a batch follows the last message")
         self._waiting_stats = _NOTHING_READ
         self.drop()
         self._listener.on_eos()
@@ -236,7 +236,7 @@ class Listener:
 
         Raises NotImplementedError if neither is overridden.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no on_record_batch_decoded")
+        raise NotImplementedError(f"{type(self).__name__} does not implement on_record_batch_decoded")
 
     def on_record_batch_with_metadata_decoded(
         self, batch: pa.RecordBatch, custom_metadata: pa.KeyValueMetadata | None

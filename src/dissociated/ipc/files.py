@@ -40,7 +40,7 @@ class FileReader:
     def __init__(self, source: RandomAccess, footer_offset: int | None, options: ReadOptions) -> None:
         if footer_offset is not None and not 0 < footer_offset <= source.size:
             raise OptionError(
-                f"footer_offset is where the Arrow file ends, from 1 to {source.size}, not {footer_offset}"
+                f"footer_offset is {footer_offset!r}; it must be the end of the Arrow file, from 1 to {source.size}"
             )
         self._source = source
         self._end = footer_offset or source.size
@@ -61,7 +61,9 @@ class FileReader:
         try:
             return pa.ipc.MetadataVersion(self.footer.version)
         except ValueError:
-            raise FormatError(f"the footer of the Arrow IPC file names version {self.footer.version}") from None
+            raise FormatError(
+                f"the footer of the Arrow IPC file has the unknown version {self.footer.version}"
+            ) from None
 
     @property
     def metadata(self) -> dict[bytes, bytes] | None:
@@ -174,7 +176,7 @@ class FileReader:
         for index in indices:
             if not 0 <= index < self.num_record_batches:
                 raise OptionError(
-                    f"there is no record batch {index}: the file has {self.num_record_batches}, from 0 on"
+                    f"record batch {index} does not exist: the file has {self.num_record_batches}, from 0 on"
                 )
 
     def _span(self, index: int) -> ByteRange:
@@ -190,7 +192,7 @@ class FileReader:
                 return rows
         except RemoteProtocolError:
             pass
-        raise FormatError(f"the footer of the Arrow IPC file has a record batch at byte {offset}, where there is none")
+        raise FormatError(f"the footer of the Arrow IPC file lists a record batch at byte {offset}, and none is there")
 
     def __enter__(self) -> FileReader:
         return self
@@ -221,6 +223,15 @@ def open_file(
         FormatError: The source is no Arrow IPC file, is damaged, or nests deeper than `options` allow.
         StoreError: The source cannot be opened or read.
         OptionError: An argument is invalid.
+
+    Example:
+        ```python
+        from dissociated import ipc
+
+        with ipc.open_file("flights.arrow") as reader:
+            print(reader.num_record_batches, reader.count_rows())
+            batch = reader.get_batch(0)
+        ```
     """
     options = check_options(options, ReadOptions)
     opened = random_access(source, memory_map, options.memory_pool)
@@ -242,6 +253,15 @@ def open_stream(source: Any, *, memory_map: bool = True, options: ReadOptions | 
 
     Returns:
         The reader. Opening and reading raise the errors of `open_file`.
+
+    Example:
+        ```python
+        from dissociated import ipc
+
+        with ipc.open_stream("flights.arrows") as reader:
+            for batch in reader:
+                print(batch.num_rows)
+        ```
     """
     options = check_options(options, ReadOptions)
     return StreamReader(sequential(source, memory_map, options.memory_pool), options)

@@ -35,14 +35,14 @@ def random_access(source: Any, memory_map: bool, pool: pa.MemoryPool | None) -> 
         descriptor, name, regular = _open(source)
         if not regular:
             os.close(descriptor)
-            raise StoreError(f"opening {name}: it is no regular file, so it can only be read as a stream")
+            raise StoreError(f"{name!r} is not a regular file: read it as a stream")
         return _of_descriptor(descriptor, name, memory_map, pool)
     if isinstance(source, pa.MemoryMappedFile | pa.BufferReader):
         return _of_mapping(source)
     if hasattr(source, "read"):
         with file_errors(source):
             if not source.seekable():
-                raise StoreError(f"{source!r} cannot seek, so it can only be read as a stream")
+                raise StoreError(f"{source!r} cannot seek: read it as a stream")
         return FileSource(FileObject(source), pool)
     return MemorySource(_buffer(source))
 
@@ -75,7 +75,7 @@ def _open(path: str | os.PathLike[str]) -> tuple[int, str, bool]:
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISDIR(mode):
         os.close(descriptor)
-        raise StoreError(f"opening {name}: it is a directory")
+        raise StoreError(f"{name!r} is a directory: give a file")
     return descriptor, name, stat.S_ISREG(mode)
 
 
@@ -104,5 +104,5 @@ def _buffer(source: Any) -> pa.Buffer:
         return pa.py_buffer(source)
     except TypeError:
         raise OptionError(
-            f"IPC is read from a path, a buffer, or a binary file, not from a {type(source).__name__}"
+            f"cannot read Arrow IPC from a {type(source).__name__}: give a path, a buffer or a binary file"
         ) from None

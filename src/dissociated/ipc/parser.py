@@ -175,7 +175,9 @@ class StreamParser:
 
     def _magic(self, part: memoryview) -> None:
         if part[:2] != FILE_MAGIC[_MARKER_SIZE:]:
-            raise FormatError("this is neither an Arrow IPC stream nor a file: it begins like the magic of a file only")
+            raise FormatError(
+                "the data is neither an Arrow IPC stream nor a file: only its beginning looks like a file"
+            )
         self._await(StreamParser._prefix, _MARKER_SIZE)
 
     def _prefix(self, part: memoryview) -> ParsedMessage | None:
@@ -190,11 +192,13 @@ class StreamParser:
             self._await(StreamParser._prefix, 0)
             return END
         if length < 0:
-            raise FormatError(f"this is no Arrow IPC stream: message {self._cut} begins with {bytes(part).hex(' ')}")
+            raise FormatError(
+                f"the data is not an Arrow IPC stream: message {self._cut} begins with {bytes(part).hex(' ')}"
+            )
         if length > self._max_metadata:
             raise FormatError(
-                f"message {self._cut} announces metadata of {length} bytes; "
-                f"at most {self._max_metadata} are taken (max_metadata)"
+                f"message {self._cut} announces metadata of {length} bytes; at most {self._max_metadata} are "
+                "accepted (max_metadata)"
             )
         self._await(StreamParser._metadata, length)
         return None
@@ -211,11 +215,11 @@ class StreamParser:
         try:
             type_, body_length = parse_envelope(header)
         except RemoteProtocolError:
-            raise FormatError(f"the metadata of message {self._cut} is no Arrow IPC message") from None
+            raise FormatError(f"the metadata of message {self._cut} is not an Arrow IPC message") from None
         if body_length > self._max_body:
             raise FormatError(
-                f"message {self._cut} announces a body of {body_length} bytes; "
-                f"at most {self._max_body} are taken (max_body)"
+                f"message {self._cut} announces a body of {body_length} bytes; at most {self._max_body} are accepted "
+                "(max_body)"
             )
         return type_, body_length
 

@@ -43,12 +43,12 @@ class DescriptorFile:
     def fill(self, offset: int, view: memoryview) -> None:
         """See `PositionedFile.fill`."""
         if not self._close.alive:  # the descriptor may be another file's by now
-            raise StoreError(f"reading {self._name}: the reader is closed")
+            raise StoreError(f"the reader of {self._name!r} is closed")
         try:
             while view:
                 count = os.preadv(self._descriptor, [view], offset)
                 if not count:
-                    raise FormatError(f"{self._name} was cut off at byte {offset} while it was read")
+                    raise FormatError(f"{self._name!r} was truncated at byte {offset} during a read")
                 view, offset = view[count:], offset + count
         except OSError:
             with store_errors(f"reading {self._name}"):
@@ -74,7 +74,7 @@ class FileObject:
             self._file.seek(offset)
             count = _fill(self._file, view)
         if count < len(view):
-            raise FormatError(f"{self._file!r} was cut off at byte {offset + count} while it was read")
+            raise FormatError(f"{self._file!r} was truncated at byte {offset + count} during a read")
 
     def close(self) -> None:
         """Do nothing: the caller closes the file."""
@@ -94,7 +94,7 @@ class SequentialFile(Readable):
         try:
             content = pa.allocate_buffer(size, self._pool)
         except MemoryError:
-            raise FormatError(f"there is no memory for the {size} bytes that a message announces") from None
+            raise FormatError(f"no memory is left for the {size} bytes that a message announces") from None
         with file_errors(self._file):
             return content.slice(0, _fill(self._file, byte_view(content)))
 
@@ -117,7 +117,7 @@ def _fill(file: Any, view: memoryview) -> int:
             if count:
                 view[done : done + count] = content
         if count is None:
-            raise StoreError(f"{file!r} does not block: give a file that waits for what it reads")
+            raise StoreError(f"{file!r} does not block: give a file that waits for its data")
         if not count:
             break
         done += count

@@ -44,7 +44,7 @@ class ReadAheadOptions:
 
     def __post_init__(self) -> None:
         if self.readahead < 0 or self.readahead_bytes < 0:
-            raise OptionError("readahead and readahead_bytes are numbers of batches and of bytes, from 0 on")
+            raise OptionError("readahead and readahead_bytes must be 0 or more")
 
 
 class _PendingRead:
@@ -130,7 +130,7 @@ class AsyncBatches(AsyncIterator[Any]):
             else:
                 self._jobs.popleft()
                 if job.future.cancelled():
-                    job.error = StoreError("the executor was shut down while a file was read")
+                    job.error = StoreError("the executor was shut down during a read")
                 if job.error is not None:
                     self._reading.stop_by(job.error)
                     self._stop()
@@ -208,7 +208,7 @@ class Threads:
         try:
             future = self._executor.submit(call, *args, **kwargs)
         except RuntimeError as error:
-            raise StoreError(f"the executor takes no calls: {error}") from None
+            raise StoreError(f"the executor accepts no calls: {error}") from None
         self._running.add(future)
         future.add_done_callback(self._running.discard)
         return future

@@ -43,6 +43,16 @@ def write_tensor(tensor: Tensor, sink: Any, options: WriteOptions | None = None)
         FormatError: The tensor cannot be written.
         OptionError: The options have a compression codec.
         StoreError: Writing to the sink failed.
+
+    Example:
+        ```python
+        from dissociated import ipc
+
+        with open("weights.tensor", "wb") as file:
+            ipc.write_tensor(pa.Tensor.from_numpy(np.eye(3)), file)
+        with open("weights.tensor", "rb") as file:
+            assert ipc.read_tensor(file).shape == (3, 3)
+        ```
     """
     options = check_options(options, WriteOptions)
     message = split_tensor(tensor, options)
@@ -88,12 +98,14 @@ def _next_tensor(source: pa.NativeFile) -> Tensor:
     start = bytes(_take(source, 4))
     length = int.from_bytes(bytes(_take(source, 4)) if start == CONTINUATION else start, "little", signed=True)
     if length <= 0:
-        raise FormatError("there is no tensor: the stream of messages ends here")
+        raise FormatError("the stream of messages has ended: no tensor follows")
     header = bytes(_take(source, length))
     with tensor_errors():
         parsed = parse_header(header)
     if not parsed.is_tensor:
-        raise FormatError(f"the message is a {parsed.type.name}, no tensor: read it as an Arrow IPC stream or file")
+        raise FormatError(
+            f"the message is a {parsed.type.name} instead of a tensor: read it as an Arrow IPC stream or file"
+        )
     return join_tensor(header, slice_buffers(header, parsed, _take(source, parsed.body_length)))
 
 
@@ -125,5 +137,5 @@ def _take(source: pa.NativeFile, size: int) -> pa.Buffer:
             read += piece
         content = pa.py_buffer(read)
     if len(content) < size:
-        raise FormatError(f"the tensor is cut off: {size} bytes should follow, and {len(content)} do")
+        raise FormatError(f"the tensor is cut off: {len(content)} of {size} bytes follow")
     return content

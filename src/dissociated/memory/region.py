@@ -98,7 +98,9 @@ class Located(NamedTuple):
         source, target = memoryview(self.memory), memoryview(packed)
         for offset, length, at in zip(self.offsets, lengths, wanted, strict=True):
             if length and not 0 <= at <= len(target) - length:
-                raise RemoteProtocolError(f"a buffer at {at} of {length} bytes leaves its body of {len(target)} bytes")
+                raise RemoteProtocolError(
+                    f"a buffer at {at} of {length} bytes extends beyond its body of {len(target)} bytes"
+                )
             target[at : at + length] = source[offset : offset + length]
         return packed
 
@@ -175,7 +177,7 @@ class AddressSpace:
             region = regions[at]
             if address < region.base + region.size:
                 return region
-        raise RemoteProtocolError(f"the peer sent the address {address:#x}, which lies in no region it shared")
+        raise RemoteProtocolError(f"the peer sent the address {address:#x}, which is in no region that it shared")
 
     def locate(self, addresses: Sequence[int], lengths: Sequence[int]) -> Located:
         """Locate the buffers of a message in this process.
@@ -201,12 +203,13 @@ class AddressSpace:
                 base, end, shift = region.base, region.base + region.size, region.memory.address - region.base
             if address + length > end:
                 raise RemoteProtocolError(
-                    f"the peer sent the address {address:#x} with {length} bytes, which leaves {self.find(address)!r}"
+                    f"the peer sent the address {address:#x} with {length} bytes, which extends beyond "
+                    f"{self.find(address)!r}"
                 )
             places.append(address + shift)
         device = regions[0].device
         if any(region.device is not device for region in regions):
-            raise RemoteProtocolError("the peer sent a message that lies partly on a device, and partly elsewhere")
+            raise RemoteProtocolError("the peer sent a message that is partly on a device and partly on the host")
         memory = regions[0].memory if len(regions) == 1 else _spanning(regions)
         start = memory.address
         offsets = [place - start if length else 0 for place, length in zip(places, lengths, strict=True)]

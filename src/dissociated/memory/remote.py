@@ -61,10 +61,12 @@ def parse_spans(uri: Uri) -> list[Span]:
             at += length
     except ValueError:
         raise UriError(
-            f"{_SPANS_PARAMETER}={text} does not agree with the remote_handle of {len(handle)} bytes"
+            f"the parameter {_SPANS_PARAMETER}={text!r} does not match the remote_handle of {len(handle)} bytes"
         ) from None
     if at != len(handle):
-        raise UriError(f"{_SPANS_PARAMETER}={text} does not agree with the remote_handle of {len(handle)} bytes")
+        raise UriError(
+            f"the parameter {_SPANS_PARAMETER}={text!r} does not match the remote_handle of {len(handle)} bytes"
+        )
     return spans
 
 
@@ -87,7 +89,7 @@ class RemoteAddressSpace:
             if address + length <= span.base + span.size:
                 return span
         raise RemoteProtocolError(
-            f"the peer sent the address {address:#x} with {length} bytes, which lies in no memory that its URI names"
+            f"the peer sent the address {address:#x} with {length} bytes, which is in no memory that its URI names"
         )
 
 

@@ -1,0 +1,1 @@
+"""Status, metrics, changes and logs of a server."""

@@ -81,11 +81,11 @@ class HttpService(ProcessBound):
         security = security or Security()
         place = Uri.parse(f"http://{where}")
         if not place.host or place.port is None or place != Uri("http", place.host, place.port):
-            raise OptionError(f"{where!r} is no place for {what}: HOST:PORT")
+            raise OptionError(f"{where!r} is not an address for {what}: give HOST:PORT")
         try:
             self._http = _Http((place.host, place.port), pages, security)
         except OSError as error:
-            raise TransportError(f"cannot listen on {where} for {what}: {error.strerror or error}") from None
+            raise TransportError(f"cannot listen on {where!r} for {what}: {error.strerror or error}") from None
         host = f"[{place.host}]" if ":" in place.host else place.host
         scheme = "http" if security.certificate is None else "https"
         #: The URI of the server: http://HOST:PORT or https://HOST:PORT, without a path.
@@ -160,7 +160,7 @@ class _Http(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log that a client disconnected early, or did not send HTTP."""
-        _log.debug("a request for a page ended early", exc_info=True)
+        _log.debug("request ended early", exc_info=True)
 
     def accepts_host(self, host: str) -> bool:
         """Return whether a request may name this host.
@@ -184,23 +184,25 @@ class _Handler(BaseHTTPRequestHandler):
         page = self.server.pages.get(path)
         try:
             if page is None:
-                response = _plain(404, f"there is nothing here: only {', '.join(sorted(self.server.pages))}")
+                response = _plain(404, f"the path does not exist: the paths are {', '.join(sorted(self.server.pages))}")
             elif not self.server.accepts_host(self.headers.get("Host", "")):
-                response = _plain(421, "ask by 127.0.0.1 or localhost")
+                response = _plain(421, "the Host header names another host: use 127.0.0.1 or localhost")
             else:
                 needed = PAGES.get(path, Role.ADMIN)
                 role = _role(self.server.authorize, self.headers.get("Authorization", ""))
                 if needed is None:
                     response = page(self.headers)
                 elif role is None:
-                    response = _plain(401, "a token of the catalog's is asked for: as a bearer token, or the password")
+                    response = _plain(
+                        401, "a token of the catalog is required: give it as a bearer token or as the password"
+                    )
                 elif role < needed:
-                    response = _plain(403, f"this needs a token of the role {needed}, and this one has the role {role}")
+                    response = _plain(403, f"a token of the role {needed} is required; this token has the role {role}")
                 else:
                     response = page(self.headers)
         except Exception:
-            _log.exception("%s could not be answered", path)
-            response = _plain(500, "this could not be answered: the log says why")
+            _log.exception("request failed: path=%s", path)
+            response = _plain(500, "the request failed: see the log of the server")
         self._send(response)
 
     def do_HEAD(self) -> None:
@@ -246,5 +248,5 @@ def _role(authorize: Authorize | None, header: str) -> Role | None:
         return None if owner is None else owner.role
     # `authorize` is the operator's code, so the text of its error may be anything, even the token.
     except Exception as error:
-        _log.error("a token could not be checked: %s in authorize", type(error).__name__)
+        _log.error("token check failed in authorize: error=%s", type(error).__name__)
         return None

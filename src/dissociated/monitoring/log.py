@@ -44,10 +44,18 @@ def configure(format: str = "text", level: str = "info") -> None:
 
     Raises:
         OptionError: The format or level is unknown.
+
+    Example:
+        ```python
+        from dissociated.monitoring import log
+
+        log.configure("json", "warning")
+        ```
     """
     if format not in LOG_FORMATS or level not in LOG_LEVELS:
         raise OptionError(
-            f"a log is {' or '.join(LOG_FORMATS)}, from {', '.join(LOG_LEVELS)} on; not {format}, {level}"
+            f"a log of format {format!r} and level {level!r} does not exist: the formats are "
+            f"{', '.join(LOG_FORMATS)}, and the levels {', '.join(LOG_LEVELS)}"
         )
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())

@@ -64,14 +64,14 @@ class _Collector:
             return family
 
         totals = vars(now.totals)
-        yield family(GaugeMetricFamily, "uptime_seconds", "Since the server began", [], ([], now.seconds))
+        yield family(GaugeMetricFamily, "uptime_seconds", "Seconds since the server started", [], ([], now.seconds))
         yield family(GaugeMetricFamily, "leases", "Addresses that consumers hold", [], ([], now.leases))
-        text = "Bytes that consumers hold who were cut off, of live streams and of what is served no more"
+        text = "Bytes held by consumers that were cut off, or of datasets that are no longer served"
         yield family(GaugeMetricFamily, "kept_bytes", text, [], ([], now.kept))
         if now.store is not None:
             for name, text, value in (
-                ("store_bytes", "What the store of this node holds", now.store.held),
-                ("store_limit_bytes", "What it may hold, if it is limited", now.store.limit),
+                ("store_bytes", "Bytes in the store of this node", now.store.held),
+                ("store_limit_bytes", "Limit of the store in bytes, if there is one", now.store.limit),
                 ("store_set_aside", "Entries of the store that cannot be served", len(now.store.set_aside)),
             ):
                 yield family(GaugeMetricFamily, name, text, [], ([], value))
@@ -79,8 +79,8 @@ class _Collector:
             for field, name, text in (
                 ("alive", "node_alive", "Whether the heartbeats of a node are on time"),
                 ("registered", "node_registered", "Whether the catalog uses a node, or has refused it"),
-                ("seconds", "node_heartbeat_age_seconds", "Since the last heartbeat of a node"),
-                ("clock", "node_clock_ahead_seconds", "By how much the clock of a node is ahead of the catalog's"),
+                ("seconds", "node_heartbeat_age_seconds", "Seconds since the last heartbeat of a node"),
+                ("clock", "node_clock_ahead_seconds", "Seconds by which a node's clock is ahead of the catalog"),
             ):
                 nodes = [([one.host, one.catalog], float(getattr(one, field))) for one in now.nodes]
                 yield family(GaugeMetricFamily, name, text, ["host", "node"], *nodes)
@@ -90,32 +90,39 @@ class _Collector:
         yield family(GaugeMetricFamily, "report_failed", text, [], ([], float(bool(now.problem))))
         for field, name, text in (
             ("refused_puts", "refused_puts", "Puts, reservations of room and commits that ended with an error"),
-            ("streams", "streams", "Streams that were asked for"),
+            ("streams", "streams", "Streams requested"),
             ("messages", "sent_messages", "Messages sent"),
             ("bytes", "sent_bytes", "Bytes of bodies sent, inline or by address"),
-            ("flight", "flight_streams", "Streams over Flight's DoGet, which the others do not count"),
+            ("flight", "flight_streams", "Streams over Flight's DoGet, which no other metric counts"),
         ):
             yield family(CounterMetricFamily, name, text, [], ([], totals[field]))
         ended = [([outcome], totals[outcome]) for outcome in OUTCOMES]
-        yield family(CounterMetricFamily, "connections_ended", "By how they ended", ["outcome"], *ended)
+        yield family(
+            CounterMetricFamily, "connections_ended", "Connections that ended, by outcome", ["outcome"], *ended
+        )
         changed = [([kind], count) for kind, count in vars(now.changed).items()]
-        text = "Versions of datasets that were committed here, and what became of them"
+        text = "Changes of dataset versions in this server, by kind"
         yield family(CounterMetricFamily, "dataset_versions", text, ["change"], *changed)
         for kind, field, name, text in (
-            (GaugeMetricFamily, "open", "connections_open", "Connections that are open"),
-            (CounterMetricFamily, "accepted", "connections_accepted", "All connections there have been"),
-            (CounterMetricFamily, "refused", "connections_refused", "Of these, turned away: there were too many"),
+            (GaugeMetricFamily, "open", "connections_open", "Open connections"),
+            (CounterMetricFamily, "accepted", "connections_accepted", "Connections accepted since the start"),
+            (
+                CounterMetricFamily,
+                "refused",
+                "connections_refused",
+                "Accepted connections that were refused because of the limit",
+            ),
         ):
             values = [([one.uri], getattr(one, field)) for one in now.listeners]
             yield family(kind, name, text, ["listener"], *values)
         for kind, field, name, text in (
-            (GaugeMetricFamily, "rows", "rows", "Rows, where known"),
-            (GaugeMetricFamily, "size", "size_bytes", "Bytes of all bodies, where known"),
-            (GaugeMetricFamily, "consumers", "consumers", "Streams that are open"),
+            (GaugeMetricFamily, "rows", "rows", "Rows, if known"),
+            (GaugeMetricFamily, "size", "size_bytes", "Bytes of all bodies, if known"),
+            (GaugeMetricFamily, "consumers", "consumers", "Open streams"),
             (GaugeMetricFamily, "leases", "leases", "Addresses that consumers hold"),
-            (CounterMetricFamily, "streams", "streams", "Streams that were asked for since it was published"),
-            (CounterMetricFamily, "messages", "sent_messages", "Messages sent since it was published"),
-            (CounterMetricFamily, "bytes", "sent_bytes", "Bytes of bodies sent since it was published"),
+            (CounterMetricFamily, "streams", "streams", "Streams requested since publication"),
+            (CounterMetricFamily, "messages", "sent_messages", "Messages sent since publication"),
+            (CounterMetricFamily, "bytes", "sent_bytes", "Bytes of bodies sent since publication"),
         ):
             values = [([one.name], getattr(one, field)) for one in now.datasets]
             yield family(kind, f"dataset_{name}", text, ["dataset"], *values)

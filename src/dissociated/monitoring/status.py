@@ -252,7 +252,7 @@ class ServerStatus:
             ):
                 parts[name] = tuple(_from_plain(kind, one) for one in plain[name])
         except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise FormatError(f"this is not the status of a server: {error!r}") from None
+            raise FormatError(f"the answer is not the status of a server: {error!r}") from None
         return cls(**{**vars(status), **parts})
 
 

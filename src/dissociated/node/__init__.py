@@ -1,0 +1,1 @@
+"""A node: the server of a store on a host."""

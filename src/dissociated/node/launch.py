@@ -121,6 +121,15 @@ def ensure(
 
     Raises:
         StoreError: No node answered in time. The message has the last line of the node's log.
+
+    Example:
+        ```python
+        import dissociated as dis
+        from dissociated.node.launch import ensure
+
+        with dis.connect(ensure().uri) as client:
+            client.put("flights", table)
+        ```
     """
     store = Path(directory or default_store()).absolute()
     arguments = ["--store", str(store), "--policy", policy.value]
@@ -163,7 +172,9 @@ def _start_lock(opened: int, store: Path, deadline: float) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() >= deadline:
-                    raise StoreError(f"another process is starting a node for {store}, and it does not end") from None
+                    raise StoreError(
+                        f"another process has been starting a node for {str(store)!r} for too long"
+                    ) from None
                 time.sleep(0.05)  # A lock of the kernel has no timeout, so poll.
         yield
 
@@ -194,7 +205,7 @@ def _start(opened: int, store: Path, arguments: Sequence[str], deadline: float, 
     if found is None:
         log_lines = read_private_file(NODE_LOG, within=opened).decode(errors="replace").strip().splitlines()
         raise StoreError(
-            f"no node could be started for {store}: {log_lines[-1] if log_lines else 'it did not answer in time'}"
+            f"no node could be started for {str(store)!r}: {log_lines[-1] if log_lines else 'no answer in time'}"
         )
     return found
 

@@ -68,7 +68,7 @@ def stage_here(catalog: str, connect: Callable[[str], Client], timeout: float = 
     address = _ensure_here(catalog, timeout)
     place = _stage(address.uri, connect)
     if place is None:
-        raise StoreError(f"the node {address.uri} was started on this host, and its store cannot be written to")
+        raise StoreError(f"the node at {address.uri} was started on this host, and its store cannot be written")
     return place
 
 
@@ -142,7 +142,7 @@ def _local_address(catalog: str) -> str:
     """Return the address that this host uses towards the catalog, in whose network the node may be reachable, too."""
     uri = Uri.parse(catalog)
     if not uri.host:
-        raise UriError(f"{catalog} is not the URI of a catalog: grpc://HOST:PORT")
+        raise UriError(f"{catalog!r} is not the URI of a catalog: give grpc://HOST:PORT")
     try:
         found = socket.getaddrinfo(uri.host, uri.port or _CATALOG_PORT, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, address = found[0]
@@ -150,5 +150,5 @@ def _local_address(catalog: str) -> str:
             sock.connect(address)  # This selects a route, and sends nothing.
             own_address = str(sock.getsockname()[0])
     except OSError as error:
-        raise CatalogError(f"{uri.host}, where the catalog is, cannot be reached: {error.strerror}") from None
+        raise CatalogError(f"the host {uri.host!r} of the catalog cannot be reached: {error.strerror}") from None
     return f"[{own_address}]" if ":" in own_address else own_address

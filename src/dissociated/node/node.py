@@ -207,12 +207,12 @@ class Node(ProcessBound):
         def log_and_tell(waited: Sequence[ConsumerStatus]) -> None:
             for one in waited:
                 fields = {"connection": one.connection, "peer": one.peer, "dataset": one.dataset or "-"}
-                _log.info("stopping: a stream is in progress", extra=fields)
+                _log.info("stopping: stream in progress", extra=fields)
             on_waiting(waited)
 
         done = self.server.drain(timeout, log_and_tell)
         if not done:
-            _log.warning("stopping: streams are cut off that were in progress after %g s", timeout)
+            _log.warning("stopping: streams in progress cut off: timeout=%g", timeout)
         return done
 
     def close(self) -> None:

@@ -72,7 +72,7 @@ def parse_addresses(body: bytes, body_length: int = 0) -> AddressList:
             each buffer.
     """
     if len(body) < _HEAD.size:
-        raise RemoteProtocolError(f"the peer sent an address list of {len(body)} bytes; its two totals alone have 16")
+        raise RemoteProtocolError(f"the peer sent an address list of {len(body)} bytes; its two totals alone need 16")
     total, count = _HEAD.unpack_from(body)
     if len(body) != _HEAD.size + count * _HEAD.size:
         raise RemoteProtocolError(f"the peer sent an address list of {len(body)} bytes for {count} buffers")
@@ -96,7 +96,7 @@ def encode_free(addresses: Sequence[int]) -> bytes:
         LocalProtocolError: `addresses` is empty.
     """
     if not addresses:
-        raise LocalProtocolError("a free_data message names at least one address")
+        raise LocalProtocolError("a free_data message needs at least one address")
     return _uint64s(len(addresses)).pack(*addresses)
 
 
@@ -107,5 +107,7 @@ def parse_free(body: bytes) -> tuple[int, ...]:
         RemoteProtocolError: The body is empty, or its length is no multiple of 8.
     """
     if not body or len(body) % ADDRESS_SIZE:
-        raise RemoteProtocolError(f"the peer sent a free_data message of {len(body)} bytes, not one or more uint64")
+        raise RemoteProtocolError(
+            f"the peer sent a free_data message of {len(body)} bytes, which is not one or more uint64"
+        )
     return _uint64s(len(body) // ADDRESS_SIZE).unpack(body)

@@ -172,5 +172,5 @@ def _as_expected(header: bytes, first: Header) -> Header:
     """Parse a header of a run. Raise RemoteProtocolError if its layout differs from that of the `first` header."""
     parsed = parse_header(header)
     if parsed._replace(body_length=0) != first._replace(body_length=0):
-        raise RemoteProtocolError("the peer sent a run of messages that are not alike")
+        raise RemoteProtocolError("the peer sent a run of messages that differ")
     return parsed

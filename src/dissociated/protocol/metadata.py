@@ -52,7 +52,7 @@ def parse_metadata(message: bytes) -> MetadataMessage:
         RemoteProtocolError: The message is not one that the specification defines.
     """
     if len(message) < PREFIX_SIZE:
-        raise RemoteProtocolError(f"the peer sent a metadata message of {len(message)} bytes; the prefix alone has 5")
+        raise RemoteProtocolError(f"the peer sent a metadata message of {len(message)} bytes; the prefix alone needs 5")
     kind, sequence = _PREFIX.unpack_from(message)
     if kind == MetadataKind.MESSAGE:
         return MetadataMessage(MetadataKind.MESSAGE, sequence, message[PREFIX_SIZE:])

@@ -123,7 +123,8 @@ class Receiver:
         self._machine.move(Step.METADATA, RemoteProtocolError)
         if len(header) > self._max_metadata:
             raise RemoteProtocolError(
-                f"the peer sent metadata of {len(header)} bytes; at most {self._max_metadata} are taken (max_metadata)"
+                f"the peer sent metadata of {len(header)} bytes; at most {self._max_metadata} are accepted "
+                "(max_metadata)"
             )
         sequence = self._place(wire_sequence, self._headers, "metadata")
         parsed = parse_header(header)
@@ -131,11 +132,11 @@ class Receiver:
             self._tensors = parsed.is_tensor
         if parsed.is_tensor is not self._tensors:
             raise RemoteProtocolError(
-                f"message {sequence} is a {parsed.type.name}; a stream is all tensors, or has none"
+                f"message {sequence} is a {parsed.type.name}; a stream has either tensors only, or none"
             )
         if not parsed.is_tensor and (sequence == 0) is not (parsed.type is HeaderType.SCHEMA):
             raise RemoteProtocolError(
-                f"message {sequence} is a {parsed.type.name}; a stream has one schema, and it comes first"
+                f"message {sequence} is a {parsed.type.name}; a stream has one schema, which comes first"
             )
         if not parsed.has_body:
             self._schema_known = True
@@ -311,8 +312,8 @@ class Receiver:
                 return  # libarrow reports the damage
             if needed is not None and needed != parsed.buffer_count:
                 raise RemoteProtocolError(
-                    f"message {sequence} has {parsed.buffer_count} buffers; by the schema it has {needed}. Does the "
-                    "peer send those of earlier messages again, as the C++ example does?"
+                    f"message {sequence} has {parsed.buffer_count} buffers; its schema needs {needed}; a peer that "
+                    "sends buffers of earlier messages again, as the C++ example does, causes this"
                 )
 
     def disconnected(self) -> None:
@@ -344,7 +345,9 @@ class Receiver:
             if sequence < following or sequence in arrived:
                 raise RemoteProtocolError(f"the peer sent the {what} of message {wire_sequence} twice")
         if self._count is not None and sequence >= self._count:
-            raise RemoteProtocolError(f"the peer sent the {what} of message {sequence} after ending at {self._count}")
+            raise RemoteProtocolError(
+                f"the peer sent the {what} of message {sequence} after it ended the stream at {self._count} messages"
+            )
         return sequence
 
     def _end(self, count: int) -> None:
@@ -368,6 +371,6 @@ def _check_address_list(listed: AddressList, header: bytes, parsed: Header, sequ
     for index, (length, announced) in enumerate(zip(listed.lengths, lengths, strict=True)):
         if length != announced:
             raise RemoteProtocolError(
-                f"the address list of message {sequence} gives buffer {index} {length} bytes; "
-                f"its metadata announced {announced}"
+                f"the address list of message {sequence} gives {length} bytes to buffer {index}; its metadata "
+                f"announced {announced}"
             )

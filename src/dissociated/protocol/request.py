@@ -110,7 +110,7 @@ class Selection:
             fields = set(range(len(names)) if self.fields is None else self.fields)
             for field in fields:
                 if field >= len(names):
-                    raise OptionError(f"there is no field {field} to include: the schema has {len(names)}")
+                    raise OptionError(f"field {field} does not exist: the schema has {len(names)} fields")
             return sorted(fields)
         wanted = set(self.columns)
         for column in self.columns:
@@ -170,4 +170,4 @@ def _readable(kind: str, items: Any) -> bool:
 
 
 def _unreadable() -> RemoteProtocolError:
-    return RemoteProtocolError("the client sent a request for some columns or batches that cannot be read")
+    return RemoteProtocolError("the client sent a request for columns, batches or rows that cannot be read")

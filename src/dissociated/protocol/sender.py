@@ -85,16 +85,18 @@ class Sender:
             RemoteProtocolError: The message is invalid, or not allowed in this state.
         """
         if isinstance(arrived, Run):
-            raise RemoteProtocolError("the client sent a run of messages, which only servers do")
+            raise RemoteProtocolError("the client sent a run of messages, which only servers may send")
         tag, body = arrived.tag, bytes(arrived.data)
         if tag is None:
-            raise RemoteProtocolError("the client sent an untagged message; clients send want_data and free_data only")
+            raise RemoteProtocolError(
+                "the client sent an untagged message; clients may send only want_data and free_data"
+            )
         streams = self._tags.want.get(tag)
         if streams is not None:
             if self.state is not State.IDLE:
                 raise RemoteProtocolError(
-                    "the client asked for a second stream (want_data) on a connection, which carries one: "
-                    "open another connection"
+                    "the client requested a second stream (want_data) on a connection, which carries one: open "
+                    "another connection"
                 )
             self._machine.move(Step.WANT, RemoteProtocolError)
             self.streams = streams
@@ -132,7 +134,7 @@ class Sender:
             LocalProtocolError: `first` is not the next number.
         """
         if first != self.sequence:
-            raise LocalProtocolError(f"messages numbered from {first} on went out where {self.sequence} was due")
+            raise LocalProtocolError(f"messages from number {first} on were sent; number {self.sequence} comes next")
         self._machine.move(Step.METADATA, LocalProtocolError)
         self.sequence += count
 

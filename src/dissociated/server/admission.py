@@ -84,7 +84,7 @@ class Admission:
             connection.request_deadline = None
             self._served.add(connection)
             if len(self._served) > self._limits.max_connections:
-                raise ServerFull("The server accepts no more connections now. Try again later.")
+                raise ServerFull("the server accepts no more connections now: try again later")
 
     def end(self, connection: Connection) -> None:
         """Stop counting `connection`, which has ended."""
@@ -127,7 +127,7 @@ class Admission:
     def _admit_mapped(self, name: str, kept: int, limit: int) -> None:
         if kept and kept >= limit:  # a limit of 0 refuses new readers only while some memory is held
             raise SourceError(
-                f"{name!r} accepts no new reader over shared memory: readers that were cut off still "
-                f"hold {kept:,} bytes; the limit (kept_limit) is {limit:,}. Wait until they release it, or end "
-                "them (dissociated status lists them); or read over tcp, or with packed bodies."
+                f"{name!r} accepts no new reader over shared memory: readers that were cut off still hold {kept:,} "
+                f"bytes; the limit (kept_limit) is {limit:,}; wait until they release it, or end them (dissociated "
+                "status lists them); or read over tcp, or with packed bodies"
             )

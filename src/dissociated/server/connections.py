@@ -165,7 +165,7 @@ class Connections:
             has_warned = False
             self._admission.make_room()
             if not self._start(connection, listener):
-                connection.close(close_reason(ServerFull("The server accepts no clients now. Try again later.")))
+                connection.close(close_reason(ServerFull("the server accepts no clients now: try again later")))
 
     def _start(self, connection: Connection, listener: Listener) -> bool:
         """Serve `connection` in a new thread. Return False if the server refuses clients or cannot start a thread."""
@@ -180,7 +180,7 @@ class Connections:
             try:
                 thread.start()  # under the lock, so that `join` sees every thread that was started
             except RuntimeError as error:
-                _log.warning("%r: %s", connection, error)
+                _log.warning("serving a client failed: connection=%r error=%s", connection, error)
                 self._admission.end(connection)
                 self._activity.end(stats, "failed")
                 return False

@@ -74,6 +74,15 @@ class ServerOptions:
     - `choose_rows`: apply clients' filters and limits in the server, on transports that send bodies instead of sharing
       memory. This takes time of this process, but fewer bytes are sent. Without it, clients receive all rows and
       filter them.
+
+    Example:
+        ```python
+        import dissociated as dis
+
+        options = dis.ServerOptions(["tcp://127.0.0.1:0"], max_connections=100, retain=60)
+        with dis.Server.of(options) as server:
+            server.publish("flights", table)
+        ```
     """
 
     listen: Sequence[str] = ("shm:", "tcp://127.0.0.1:0")
@@ -104,7 +113,7 @@ class ServerOptions:
     def limits(self) -> Limits:
         """Return the limits on clients. Raise OptionError if one is invalid."""
         if self.max_asking < 1:
-            raise OptionError(f"max_asking is 1 or more, not {self.max_asking}: nobody could ask for anything")
+            raise OptionError(f"max_asking is {self.max_asking!r}; it must be 1 or more")
         return Limits(
             check_timeout(self.handshake_timeout),
             check_timeout(self.stall_timeout),

@@ -60,6 +60,15 @@ class Server(ProcessBound):
         UriError: if an address is invalid.
         TransportError: if an address cannot be listened at.
         OptionError: if an option is invalid.
+
+    Example:
+        ```python
+        import dissociated as dis
+
+        with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server:
+            server.publish("flights", table)
+            print(server.catalog_uri)  # the URI for dis.connect
+        ```
     """
 
     @takes(ServerOptions)
@@ -163,11 +172,18 @@ class Server(ProcessBound):
             FormatError: if the source cannot be written with these options.
             OptionError: if `name`, `options`, `live` or `ttl` is invalid, or `ttl` is set and there is no catalog.
             DissociatedError: if the ticket belongs to another dataset or is reserved, or the server is closed.
+
+        Example:
+            ```python
+            server.publish("flights", table)
+            server.publish("archive", "flights.parquet", ttl=3600)
+            server.publish("ticks", lambda: table.to_reader(max_chunksize=1000))  # read anew for each client
+            ```
         """
         self.check_process()
         Commit(name, ttl=ttl)
         if ttl is not None and self._catalog is None:
-            raise OptionError("ttl takes a catalog, which drops what is over: this server was made without one")
+            raise OptionError("ttl needs a catalog, which this server does not have: create the server with one")
         dataset = (
             make_dataset(name, source, options, schema)
             if live is None
@@ -203,6 +219,14 @@ class Server(ProcessBound):
         Raises:
             FormatError: if the schema cannot be written with these options.
             StoreError: if there is no space left.
+
+        Example:
+            ```python
+            with server.writer("squares", pa.schema({"n": pa.int64()})) as writer:
+                for first in range(0, 3000, 1000):
+                    numbers = pa.array([n * n for n in range(first, first + 1000)])
+                    writer.write_batch(pa.record_batch({"n": numbers}))
+            ```
         """
         self.check_process()
         check_name(name)
@@ -304,6 +328,11 @@ class Server(ProcessBound):
             DatasetNotFound: if no dataset has this name.
             ColumnNotFound: if the dataset lacks one of the columns.
             OptionError: if `columns` is set and tickets are not signed.
+
+        Example:
+            ```python
+            reader = dis.open_stream(server.locations("flights")[0], server.ticket("flights"))
+            ```
         """
         return self.registry.issue_ticket(self.dataset(name), columns).data
 

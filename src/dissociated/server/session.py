@@ -194,4 +194,4 @@ def _sending(client: ClientRequest, dataset: Dataset) -> Sending:
             return StreamedSending(client, dataset)
         case BroadcastDataset():
             return BroadcastSending(client, dataset)
-    raise TypeError(f"{type(dataset).__name__} is no kind of dataset that is sent")
+    raise TypeError(f"a {type(dataset).__name__} is not a dataset that can be sent")

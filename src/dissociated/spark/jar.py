@@ -114,7 +114,7 @@ def _make(path: Path, version: str, jars: Path, sources: list[Path]) -> None:
         packed.chmod(0o600)
         packed.rename(path)  # atomic: readers see the whole jar or none
     except OSError as error:
-        raise JarNotMade(f"{path} cannot be written: {error}") from error
+        raise JarNotMade(f"{str(path)!r} cannot be written: {error}") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 

@@ -118,7 +118,9 @@ def _table(data: Any) -> pa.Table:
         return pa.Table.from_pandas(data, preserve_index=False)
     if hasattr(data, "__arrow_c_stream__"):
         return pa.RecordBatchReader.from_stream(data).read_all()
-    raise SourceError(f"{type(data).__name__} is no table: give a Table, a reader, or a DataFrame of Polars or pandas")
+    raise SourceError(
+        f"a {type(data).__name__} is not a table: give a Table, a reader, or a DataFrame of Polars or pandas"
+    )
 
 
 def _is_local(spark: SparkSession) -> bool:

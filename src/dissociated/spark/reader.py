@@ -190,9 +190,9 @@ class DatasetReader(DataSourceReader):
             yield
         except ReadOnce:
             raise SourceError(
-                f"{self.request.name!r} is a live stream that all its clients read together, and Spark may run a task "
-                "twice: the second would get only the rest. Publish a callable that gives the same stream each time, "
-                "without live=; or read it outside of Spark, and append it to a dataset"
+                f"{self.request.name!r} is a live stream that all its clients read together, and Spark may run a "
+                "task twice, which would then read only the rest: publish a callable that returns the same stream "
+                "each time, without live=; or read the stream outside of Spark, and append it to a dataset"
             ) from None
 
     def _open(
@@ -260,8 +260,9 @@ class DatasetReader(DataSourceReader):
             return self.request.describe(client, planned)
         except DatasetNotFound as error:
             raise DatasetNotFound(
-                f"{error}: {self.request.name!r} was replaced or dropped after this DataFrame was planned. Load it "
-                "again; nodes keep what was replaced for a while (--retain), and a server in your own process does not"
+                f"{error}: {self.request.name!r} was replaced or dropped after this DataFrame was planned: load it "
+                "again; nodes keep replaced versions for a while (--retain), and a server in your own process does "
+                "not"
             ) from None
 
     def _slices(

@@ -60,6 +60,13 @@ def session(
     Raises:
         JavaNotFound: A JVM is to be started, and there is no Java.
         PySparkNotFound: The packages of Spark are not installed.
+
+    Example:
+        ```python
+        from dissociated.spark import session
+
+        spark = session("my pipeline")
+        ```
     """
     from pyspark.sql import SparkSession
 
@@ -117,6 +124,13 @@ def publish(
         CatalogError: The catalog refuses or cannot be reached.
         AccessDenied: The token does not permit the write.
         Exception: A task failed; Spark raises its own exception.
+
+    Example:
+        ```python
+        from dissociated.spark import publish
+
+        publish(spark.range(1000), "numbers", catalog, ttl=3600)
+        ```
     """
     from pyspark.sql.utils import is_remote
 
@@ -159,6 +173,13 @@ def read(
     Raises:
         CatalogError: Neither the arguments, the settings nor the environment name the catalog.
         Exception: The data source failed; Spark wraps the error in its own exception.
+
+    Example:
+        ```python
+        from dissociated.spark import read
+
+        read(spark, "flights", catalog).groupBy("dest").count().show()
+        ```
     """
     reader = spark.read.format("dissociated").option("catalog", _catalog(spark, catalog)).options(**options)
     if columns is not None:

@@ -30,7 +30,7 @@ _MAX_UNWANTED = 1 << 16
 
 
 class Writes:
-    """The calls, by name in `calls`, and the segments that are being written:
+    """The calls, by name in `calls`, and the segments that are being written.
 
     write(options, schema, mode, streaming) on the driver: {"fits": whether rows need no conversion, "writer", "key"}
     commit(writer, key, written)            on the driver: publishes the dataset that the tasks have written. Each
@@ -111,6 +111,7 @@ class _StagedSegment:
 
 
 def write(options: Mapping[str, str], schema: str, mode: str, streaming: bool) -> Any:
+    """Answer the call `write`: see `Writes`."""
     method = '.start("NAME")' if streaming else '.save("NAME")'
     target = WriteTarget.parse(options, mode, method)
     columns = arrow_schema(StructType.fromJson(json.loads(schema)))
@@ -127,10 +128,12 @@ def _stream_writer(target: WriteTarget, schema: pa.Schema) -> Any:
 
 
 def commit(writer: str, key: str | None, written: Sequence[Mapping[str, Any]]) -> None:
+    """Answer the call `commit`: see `Writes`."""
     unpickled(writer).commit(*_messages(key, written))
 
 
 def abort(writer: str, key: str | None, written: Sequence[Mapping[str, Any]]) -> None:
+    """Answer the call `abort`: see `Writes`."""
     unpickled(writer).abort(*_messages(key, written))
 
 

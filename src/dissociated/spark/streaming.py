@@ -137,8 +137,8 @@ class StreamOptions:
         """
         if refused := [name for name in _NOT_OF_STREAMS if options.get(name) is not None]:
             raise OptionError(
-                f"a stream does not go by the option {', '.join(refused)}: it reads what is appended to a dataset, "
-                "whatever its version, and .where(...) filters that"
+                f"a stream does not support the option {', '.join(refused)}: it reads the rows that are appended to "
+                "a dataset, of any version; filter them with .where(...)"
             )
         rows, nbytes = _positive(options, "maxRowsPerTrigger"), _positive(options, "maxBytesPerTrigger")
         if rows and nbytes:
@@ -260,15 +260,15 @@ class DatasetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """
         if info is None or (lineage_id and info.lineage_id != lineage_id):
             raise CatalogError(
-                f"{self.name!r} was {'dropped' if info is None else 'replaced'} after this query had read {rows} rows "
-                "of it: what it was is gone; start the query with another checkpoint to read what it is now"
+                f"{self.name!r} was {'dropped' if info is None else 'replaced'} after this query had read {rows} "
+                "rows of it: start the query with another checkpoint to read the current rows"
             )
         if info.rows is None or info.rows < rows:
             raise CatalogError(
-                f"the catalog does not say how many rows {self.name!r} has: Spark can stream what is written by "
-                "Spark, put or DoPut, not a source that is read live"
+                f"the catalog does not say how many rows {self.name!r} has: Spark can stream datasets that "
+                "Spark, put or DoPut wrote, not a live source"
                 if info.rows is None
-                else f"{self.name!r} has {info.rows} rows, and this query has read {rows}: is it another catalog?"
+                else f"{self.name!r} has {info.rows} rows, and this query has read {rows}: use its catalog"
             )
         return info.rows
 

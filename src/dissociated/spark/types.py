@@ -105,7 +105,9 @@ def _with_kept_type(arrow_field: pa.Field, field: StructField) -> pa.Field:
     if from_arrow_type(arrow_field.type, prefer_timestamp_ntz=True) == field.dataType:
         return arrow_field
     if _names_a_class(plain):
-        _log.warning("column %r is of a user-defined type, and comes back as %s", field.name, arrow_field.type)
+        _log.warning(
+            "column of a user-defined type is read as its storage type: column=%r type=%s", field.name, arrow_field.type
+        )
         return arrow_field
     return arrow_field.with_metadata({**(arrow_field.metadata or {}), _TYPE_KEY: json.dumps(plain).encode()})
 

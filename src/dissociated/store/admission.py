@@ -104,7 +104,9 @@ class Quota:
             StoreError: The write is larger than the limit, and can never fit.
         """
         if self.limit is not None and size > self.limit:
-            raise StoreError(f"{self._full(what, missing)}: it would never fit{self._tell_evicted(what)}")
+            raise StoreError(
+                f"{self._full(what, missing)}; the write exceeds the limit, and can never fit{self._tell_evicted(what)}"
+            )
         if not self._fits(missing):
             self._make_room(what, missing, in_files)
         if not self._fits(missing):
@@ -115,8 +117,9 @@ class Quota:
         """Raise StoreError if the store is over its limit, because a writer has not reserved its room."""
         if self.limit is not None and (total := self.usage().total) > self.limit + _LIMIT_TOLERANCE:
             raise StoreError(
-                f"{name!r} is not committed: the store {self._places.directory.path} holds {total:,} bytes, and its "
-                f"limit is {self.limit:,}. Drop what is not needed; writers must reserve room before they write"
+                f"{name!r} was not committed: the store {str(self._places.directory.path)!r} holds {total:,} bytes, "
+                f"and its limit is {self.limit:,}: drop datasets that are not needed; writers must reserve room "
+                "before they write"
             )
 
     def _make_room(self, what: str, missing: int, in_files: bool) -> None:
@@ -138,7 +141,7 @@ class Quota:
         listed = ", ".join(map(repr, names[:_MAX_TOLD])) + (", and others" if len(names) > _MAX_TOLD else "")
         _log.warning("write refused after evictions: segment=%s evicted=%s", what, listed)
         plural = "" if len(names) == 1 else "s"
-        return f". So far {len(names):,} dataset{plural} had been evicted for it: {listed}"
+        return f"; evicted for the write before: {len(names):,} dataset{plural}, {listed}"
 
     def _fits(self, missing: int) -> bool:
         return self.limit is None or missing <= 0 or self.usage().total + missing <= self.limit
@@ -152,15 +155,15 @@ class Quota:
 
     def _no_space(self, name: str, missing: int) -> StoreFull:
         return StoreFull(
-            f"the file system of {self._places.directory.path} is full: {name} needs {missing:,} bytes more and "
-            f"{self._places.free():,} are free: drop datasets that are not needed, enlarge it (in Docker, "
-            f"--shm-size), or choose another directory{self._tell_evicted(name)}"
+            f"the file system of {str(self._places.directory.path)!r} is full: {name} needs {missing:,} bytes more "
+            f"and {self._places.free():,} are free: drop datasets that are not needed, enlarge the file system (in "
+            f"Docker, --shm-size), or choose another directory{self._tell_evicted(name)}"
         )
 
     def _full(self, name: str, missing: int) -> str:
         usage = self.usage()
         return (
-            f"the store {self._places.directory.path} is full: it holds {usage.total:,} bytes of at most "
+            f"the store {str(self._places.directory.path)!r} is full: it holds {usage.total:,} bytes of at most "
             f"{self.limit:,}, and {name} needs {missing:,} more"
         )
 

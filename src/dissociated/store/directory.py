@@ -131,7 +131,9 @@ class Directory(ProcessBound):
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StoreError(f"the store {self.path} belongs to another process, which still runs") from None
+            raise StoreError(
+                f"the store {str(self.path)!r} belongs to another process, which is still running"
+            ) from None
         id = known_id(self._lock, self.path)
         self.id = id or new_id()
         if id is None:
@@ -176,13 +178,13 @@ class Directory(ProcessBound):
                 manifest = _read_manifest(entry)
                 version = _decoded(manifest)
                 if version.id != entry.name:
-                    raise StoreError(f"its {MANIFEST} is that of {version.id!r}")
+                    raise StoreError(f"{MANIFEST} is that of {version.id!r}")
             except StoreError as error:
                 invalid_entries.append(SetAside.of(entry, str(error), manifest))
             except OSError as error:
-                invalid_entries.append(SetAside.of(entry, f"its {MANIFEST} cannot be read: {error.strerror}", manifest))
+                invalid_entries.append(SetAside.of(entry, f"{MANIFEST} cannot be read: {error.strerror}", manifest))
             except _DAMAGE as error:
-                invalid_entries.append(SetAside.of(entry, f"its {MANIFEST} is damaged ({error!r})", manifest))
+                invalid_entries.append(SetAside.of(entry, f"{MANIFEST} is damaged ({error!r})", manifest))
             else:
                 versions.append(version)
         return versions, invalid_entries
@@ -311,7 +313,7 @@ class Directory(ProcessBound):
                 removal = Removed.of(recorded.number, lost, not recorded.prepared)
                 self.numbers.record(recorded.name, removal, recorded.serial)
         except OSError as error:
-            _log.warning("finishing a removal failed, it is tried again: path=%s error=%s", removed, str(error))
+            _log.warning("removal failed, it is tried again: path=%s error=%s", removed, str(error))
         else:
             shutil.rmtree(removed, ignore_errors=True)
 
@@ -330,7 +332,7 @@ class Directory(ProcessBound):
         try:
             self._settle()
         except OSError as error:
-            _log.warning("taking a failed step back failed, it is tried again: error=%s", str(error))
+            _log.warning("rollback failed, it is tried again: error=%s", str(error))
         oldest = time.time() - forgotten
         drafts = [path for path in self.staging.iterdir() if is_draft(path.name) and _is_directory(path)]
         for path in drafts:  # first, since a staged file that a draft links to looks committed
@@ -351,7 +353,7 @@ class Directory(ProcessBound):
             except FileNotFoundError:
                 pass
             except OSError as error:  # the other leftovers are removed nevertheless
-                _log.warning("removing a leftover failed, it is tried again: path=%s error=%s", path, str(error))
+                _log.warning("removal of a leftover failed, it is tried again: path=%s error=%s", path, str(error))
 
 
 def _is_directory(path: Path) -> bool:
@@ -385,13 +387,13 @@ def _read_manifest(entry: Path) -> bytes:
     Raises OSError, and StoreError if the entry is no directory or its manifest no regular file.
     """
     if not stat.S_ISDIR(entry.lstat().st_mode):
-        raise StoreError("it is no directory")
+        raise StoreError("the entry is not a directory")
     try:
         descriptor = open_regular(entry / MANIFEST, os.O_RDONLY)
     except FileNotFoundError:
-        raise StoreError(f"it has no {MANIFEST}") from None
+        raise StoreError(f"the entry has no {MANIFEST}") from None
     except StoreError:
-        raise StoreError(f"its {MANIFEST} is no regular file") from None
+        raise StoreError(f"{MANIFEST} is not a regular file") from None
     with open(descriptor, "rb") as file:
         return file.read()
 
@@ -404,7 +406,7 @@ def _decoded(manifest: bytes) -> Version:
     plain = json.loads(manifest)
     format = plain.pop("format") if isinstance(plain, dict) else None
     if _is_count(format) and format > _MANIFEST_VERSION:
-        raise StoreError(f"a later version of this library wrote it (format {format}): use that one to read it")
+        raise StoreError(f"the version was written by a later release (format {format!r}): read it with that release")
     if format != _MANIFEST_VERSION:
         raise ValueError(f"format {format!r}")
     part = {

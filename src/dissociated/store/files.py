@@ -221,8 +221,8 @@ def open_regular(path: str | os.PathLike[str], flags: int, follow: bool = False,
     try:
         mode = os.fstat(place).st_mode
         if not stat.S_ISREG(mode):
-            what = "a symbolic link" if stat.S_ISLNK(mode) else "no regular file"
-            raise StoreError(f"{os.fspath(path)} is {what}: segments are regular files")
+            what = "a symbolic link" if stat.S_ISLNK(mode) else "not a regular file"
+            raise StoreError(f"{os.fspath(path)!r} is {what}: segments are regular files")
         return os.open(f"/proc/self/fd/{place}", flags | os.O_CLOEXEC)
     finally:
         os.close(place)
@@ -277,7 +277,7 @@ def copy_file(source: Path, target: Path) -> None:
         while remaining:
             copied = os.sendfile(written.fileno(), read.fileno(), None, remaining)
             if not copied:
-                raise StoreError(f"{source} became shorter while it was copied")
+                raise StoreError(f"{str(source)!r} became shorter during the copy")
             remaining -= copied
         os.fsync(written.fileno())
 

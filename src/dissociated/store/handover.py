@@ -56,7 +56,7 @@ class HandoverListener(ProcessBound):
             self._socket.listen(128)
         except OSError as error:
             self._socket.close()
-            raise StoreError(f"cannot listen at {path}: {error.strerror or error}") from None
+            raise StoreError(f"cannot listen at {str(path)!r}: {error.strerror or error}") from None
         self._listening = self._socket.fileno()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="hand over", daemon=True)
@@ -118,7 +118,7 @@ class HandoverListener(ProcessBound):
             return False
         self._log.write(
             logging.WARNING,
-            "user %d wanted to hand over memory, and was sent away",
+            "handover refused: user=%d",
             user,
             event="not allowed",
             peer=f"user {user}",
@@ -133,14 +133,14 @@ class HandoverListener(ProcessBound):
             if not data:
                 return
             if not descriptors:
-                answer = _encode_answer(error="there was no descriptor, or this node has too many open")
+                answer = _encode_answer(error="no descriptor arrived; the node may have too many open")
             else:
                 answer = _encode_answer(segment=self._take(descriptors[0]))
         except DissociatedError as error:
             answer = _encode_answer(error=str(error))
         except Exception:
-            _log.exception("a memfd was not taken")
-            answer = _encode_answer(error="the node failed for a reason that its log tells")
+            _log.exception("handover failed")
+            answer = _encode_answer(error="the node failed: see its log")
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -183,17 +183,17 @@ def hand_over(path: str, descriptor: int, timeout: float) -> str:
             connection.connect(path)
             _, user = peer_credentials(connection)
             if user not in (os.geteuid(), 0):
-                raise AccessDenied(f"the node at {path} runs as user {user}, who shall not have this memory")
+                raise AccessDenied(f"the node at {path!r} runs as user {user}, to whom this memory is not given")
             socket.send_fds(connection, [b"\0"], [descriptor])
             answer = connection.recv(_MAX_ANSWER)
         except DissociatedError:  # before OSError, since some are of both types
             raise
         except TimeoutError:
-            raise DeadlineExceeded(f"the node at {path} said nothing for {timeout:g} s") from None
+            raise DeadlineExceeded(f"the node at {path!r} did not answer for {timeout:g} s") from None
         except OSError as error:
-            raise TransportError(f"cannot hand memory over at {path}: {error.strerror or error}") from None
+            raise TransportError(f"cannot hand memory over at {path!r}: {error.strerror or error}") from None
     if not answer:
-        raise TransportError(f"the node at {path} ended before it had taken the memory")
+        raise TransportError(f"the node at {path!r} ended before it took the memory")
     reply = json.loads(answer)
     if "segment" not in reply:
         raise StoreError(reply["error"])

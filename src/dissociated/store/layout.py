@@ -29,7 +29,7 @@ _ID_FORMAT = re.compile(r"[0-9a-f]{16}")
 _VERSION = r"\d+-[0-9a-f]+"
 _DRAFT = re.compile(rf"{_VERSION}\.(new|gone)")
 _REMOVED_SEGMENT = re.compile(rf"{_VERSION}-\d+\.arrows")
-_REMEDY = "Choose an empty directory, or one that does not exist"
+_REMEDY = "choose an empty directory, or one that does not exist"
 
 
 def new_id() -> str:
@@ -51,7 +51,7 @@ def store_id(directory: int, path: Path) -> str:
     """
     found = read_private_file(_ID, within=directory).decode("ascii", "replace")
     if not _ID_FORMAT.fullmatch(found):
-        raise StoreError(f"{path} is no store: its file {_ID!r} is not one that a store has written. {_REMEDY}")
+        raise StoreError(f"{str(path)!r} is not a store: its file {_ID!r} was not written by a store: {_REMEDY}")
     return found
 
 
@@ -65,7 +65,7 @@ def known_id(directory: int, path: Path) -> str | None:
     except FileNotFoundError:
         foreign = sorted({*os.listdir(directory)} - _BEFORE_ID)
     if foreign:
-        raise StoreError(f"{path} is no store, and is not empty: it has {foreign[0]!r}. {_REMEDY}")
+        raise StoreError(f"{str(path)!r} is not a store, and is not empty: it has {foreign[0]!r}: {_REMEDY}")
     return None
 
 

@@ -78,7 +78,7 @@ class Numbers:
             self._put(str(plain["name"]), removed, int(plain["serial"]))
         except (ValueError, KeyError, TypeError):
             self._whole = False
-            _log.warning("%s: line %d cannot be read, and is left out", self._path, self._lines)
+            _log.warning("unreadable line left out: path=%s line=%d", self._path, self._lines)
 
     def _put(self, name: str, removed: Removed, serial: int) -> bool:
         """Merge a record into the known one. Return whether that changes it."""

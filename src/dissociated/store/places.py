@@ -83,21 +83,21 @@ class Places:
                     try:
                         self.directory.remove(version, superseded=True)
                     except OSError as error:
-                        _log.warning("finishing a move to disk failed: version=%s error=%s", version.id, str(error))
+                        _log.warning("end of a move to disk failed: version=%s error=%s", version.id, str(error))
                         continue
                 places_by_id[version.id] = version, self.disk
         for version, place in sorted(places_by_id.values(), key=lambda item: item[0].serial):
             self.put(version, place)
         for other in invalid_entries:
             self.contents.last = max(self.contents.last, other.serial)
-            _log.error("%s. Nothing of it is served or deleted; move it elsewhere when you have looked at it", other)
+            _log.error("entry set aside, it stays where it is: path=%r reason=%s", str(other.path), other.reason)
         self.set_aside = tuple(invalid_entries)
 
     def find(self, version: Version) -> tuple[Version, Place]:
         """Return the current record of a version, and its place. Raises StoreError if the version is gone."""
         entry = self.contents.get(version.id)
         if entry is None:
-            raise StoreError(f"{version.name!r} is not in {self.directory.path} any more")
+            raise StoreError(f"the version of {version.name!r} is not in {str(self.directory.path)!r} any more")
         return entry
 
     def in_memory(self, version: Version) -> bool:

@@ -71,7 +71,7 @@ class Segment:
             self._memory = memoryview(self.region.memory)
             self.index = Index(self._memory)
             if not self.index or self.index[0].type is not HeaderType.SCHEMA:
-                raise FormatError("not an Arrow IPC stream: it does not begin with a schema")
+                raise FormatError("not an Arrow IPC stream: the first message is not a schema")
             self.schema = read_schema(self.index.message(0).header, FormatError)
         except (StoreError, FormatError) as error:
             raise StoreError(f"{name}: {error}") from None
@@ -117,7 +117,7 @@ class Segment:
         try:
             return sum(row_count(message.header) for message in self.messages)
         except RemoteProtocolError:
-            raise StoreError(f"{self.name} has a record batch that does not say how long it is") from None
+            raise StoreError(f"{self.name} has a record batch without a length") from None
 
     @property
     def nbytes(self) -> int:
@@ -281,7 +281,7 @@ class SharedSegmentWriter(SegmentWriter):
         with arrow_errors(FormatError), pa.ipc.open_stream(stream) as reader:
             batches = [*reader]  # views of the mapping
             if stream.tell() != end:
-                raise FormatError(f"the other process has ended the stream at {stream.tell()}, and wrote up to {end}")
+                raise FormatError(f"the other process ended the stream at byte {stream.tell()}, and wrote {end} bytes")
         statistics = StatisticsCollector(self.schema, thorough=True)
         try:
             for batch in batches:

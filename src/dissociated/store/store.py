@@ -88,7 +88,9 @@ class Store(ProcessBound):
         forgotten: float = FORGOTTEN,
     ) -> None:
         if (policy is Policy.SPILL) != (spill is not None):
-            raise StoreError("a store that spills needs a directory to spill to, and no other store takes one")
+            raise StoreError(
+                "spill and policy disagree: give a directory with the policy spill, and with no other policy"
+            )
         self._forgotten = forgotten
         self._lock = threading.RLock()
         with ExitStack() as undo:
@@ -200,7 +202,7 @@ class Store(ProcessBound):
                 _, place = self._places.find(version)
                 segments = OpenSegments(self._files.open(path) for path in place.files(version))
                 if not segments:
-                    raise StoreError(f"the segments of {version.name!r} in {self.directory} are gone")
+                    raise StoreError(f"the segments of {version.name!r} in {str(self.directory)!r} are gone")
                 self._cache.put(version.id, segments)
             return segments
 
@@ -268,8 +270,8 @@ class Store(ProcessBound):
             memfd = self._memfds.open(descriptor)
             if memfd is None:
                 raise StoreError(
-                    "what was handed over could still be changed: only memfds that are sealed against writing, "
-                    "shrinking and growing are taken"
+                    "the memory can still be modified: hand over a memfd that is sealed against writing, shrinking "
+                    "and growing"
                 )
             try:
                 Segment.open(memfd.path, description)
@@ -352,14 +354,16 @@ class Store(ProcessBound):
         try:
             self._unstage(staged)
         except OSError as error:
-            _log.warning("removing a committed segment from the stage failed, it is tried again: error=%s", str(error))
+            _log.warning(
+                "removal of a committed segment from the stage failed, it is tried again: error=%s", str(error)
+            )
 
     def _staged(self, name: str) -> Path:
         path = self._memfds.staged(name) or self._directory.staged(name)
         if not os.path.lexists(path):  # opening the file checks its type
             raise StoreError(
-                f"the segment {name} is not in {self.staging} any more: what is not committed within "
-                f"{self._forgotten:g} seconds after it was written is removed (--forget); write it again"
+                f"the segment {name!r} is not in {str(self.staging)!r} any more: a segment that is not committed "
+                f"within {self._forgotten:g} seconds after it was written is removed (--forget); write it again"
             )
         return path
 

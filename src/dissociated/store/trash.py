@@ -54,7 +54,7 @@ def empty(trash: Path, keep: int) -> None:
             else:
                 path.unlink()
         except OSError as error:
-            _log.warning("removing from the trash failed, it is tried again: error=%s", str(error))
+            _log.warning("removal from the trash failed, it is tried again: error=%s", str(error))
         finally:
             os.close(descriptor)
 

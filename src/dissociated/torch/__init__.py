@@ -47,6 +47,14 @@ def loader(dataset: DatasetHandle, *, num_workers: int = 0, **options: Any) -> L
         ColumnNotFound: if the dataset lacks one of the columns.
         OptionError: if an option is invalid, or PyTorch is not installed.
         DissociatedError: further errors of reading.
+
+    Example:
+        ```python
+        from dissociated.torch import loader
+
+        for batch in loader(client.dataset("flights"), columns=["distance"], batch_size=4096, shuffle=True):
+            print(batch["distance"].mean())
+        ```
     """
     _require_torch()
     from dissociated.torch.dataset import IterableDataset, Loader

@@ -32,6 +32,17 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
 
     Call `set_epoch` before each epoch to give it an order of its own. `state_dict` and `load_state_dict` implement the
     protocol of torchdata's StatefulDataLoader, which calls them on the copy in each worker.
+
+    Example:
+        ```python
+        from torch.utils.data import DataLoader
+
+        from dissociated.torch import IterableDataset
+
+        dataset = IterableDataset(client.dataset("flights"), columns=["distance"], batch_size=4096)
+        for batch in DataLoader(dataset, batch_size=None):
+            print(batch["distance"].mean())
+        ```
     """
 
     dataset: DatasetHandle = field(kw_only=False, repr=False)

@@ -180,14 +180,14 @@ class Position:
         """Continue from a saved position. Raise OptionError if the state is invalid or refers to other rows."""
         for name, expected in self.state_dict().items():
             if name not in state:
-                raise OptionError(f"this is no state of such batches: it does not say {name!r}")
+                raise OptionError(f"the state is not one of such batches: {name!r} is missing")
             if name not in ("epoch", "step") and state[name] != expected:
                 raise OptionError(
                     f"the state is of batches with another {name}, {state[name]!r}, where here it is {expected!r}: "
                     "they would not be the same rows"
                 )
         if not _is_count(state["epoch"]) or not _is_count(state["step"]):
-            raise OptionError(f"this is no place in an epoch: {state['epoch']!r}, {state['step']!r}")
+            raise OptionError(f"the state has an invalid position: epoch {state['epoch']!r}, step {state['step']!r}")
         self.epoch, self.step, self._resumed = state["epoch"], state["step"], True
 
 
@@ -204,6 +204,15 @@ class Batches(Sampling):
         ColumnNotFound: if the dataset lacks one of the columns.
         OptionError: if an option is invalid.
         DissociatedError: further errors of reading.
+
+    Example:
+        ```python
+        from dissociated.training import Batches
+
+        batches = Batches(client.dataset("flights"), columns=["distance", "air_time"], batch_size=4096, shuffle=True)
+        for batch in batches:
+            print(batch["distance"].mean())
+        ```
     """
 
     dataset: DatasetHandle = field(kw_only=False, repr=False)

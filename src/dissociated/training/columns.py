@@ -35,10 +35,10 @@ class ArrayColumns:
 
     def __init__(self, schema: pa.Schema, as_arrow: Sequence[str] = ()) -> None:
         if isinstance(as_arrow, str):
-            raise OptionError(f"as_arrow is a list of names: [{as_arrow!r}]")
+            raise OptionError(f"the option as_arrow is {as_arrow!r}; it must be a list of names: [{as_arrow!r}]")
         for name in as_arrow:
             if name not in schema.names:
-                raise ColumnNotFound(f"as_arrow has {name!r}; the columns are {', '.join(schema.names)}")
+                raise ColumnNotFound(f"there is no column {name!r} for as_arrow; there are {', '.join(schema.names)}")
         if len({*schema.names}) < len(schema.names):
             raise OptionError("two columns have one name: choose some by columns=")
         self._types = dict(zip(schema.names, schema.types, strict=True))
@@ -46,8 +46,8 @@ class ArrayColumns:
         for name in self._types.keys() - self._as_arrow:
             if not _is_numeric(self._types[name]):
                 raise WrongKind(
-                    f"column {name!r} is {self._types[name]}, which is no array of numbers: leave it out by columns=, "
-                    f"or name it in as_arrow= to get a pyarrow.Array"
+                    f"column {name!r} is {self._types[name]}, which is not an array of numbers: leave the column out "
+                    "with columns=, or name it in as_arrow= to get a pyarrow.Array"
                 )
 
     def join(self, pieces: Sequence[pa.RecordBatch]) -> dict[str, Column]:

@@ -111,7 +111,7 @@ class InprocTransport(Transport):
         with _lock:
             listener = _listeners.get(uri.host)
             if listener is None:
-                raise TransportError(f"No server listens at inproc://{uri.host} in this process")
+                raise TransportError(f"no server listens at inproc://{uri.host} in this process")
             listener.waiting.put(InprocConnection(inbox=to_server, outbox=to_client))
         return InprocConnection(inbox=to_client, outbox=to_server)
 
@@ -121,6 +121,6 @@ class InprocTransport(Transport):
         listener = _InprocListener(Uri("inproc", host=uri.host or secrets.token_hex(8)))
         with _lock:
             if listener.uri.host in _listeners:
-                raise TransportError(f"Another server listens at {listener.uri} already")
+                raise TransportError(f"another server listens at {listener.uri} already")
             _listeners[listener.uri.host] = listener
         return listener

@@ -165,7 +165,7 @@ def test_which_sets_of_values_travel() -> None:
     others = (~some, pc.equal(some, pc.scalar(False)), some.is_null(), number.isin([1, None]))
     assert not any(map(travels, (*others, number.isin(list(range(600))), pc.field("double").isin([0.5]))))
     assert not travels(pc.field("unsigned").isin([1]))  # libarrow makes int64 of it
-    with pytest.raises(FormatError, match="a set of the filter"):
+    with pytest.raises(FormatError, match="a set test whose arguments"):
         parse_filter(bytes.fromhex("1a040a024200"))
 
 

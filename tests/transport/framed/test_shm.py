@@ -76,7 +76,7 @@ def test_a_directory_that_is_open_to_others_is_not_used(tmp_path: Path, monkeypa
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     (tmp_path / "dissociated").mkdir()
     (tmp_path / "dissociated").chmod(0o755)
-    with pytest.raises(TransportError, match="closed to others"):
+    with pytest.raises(TransportError, match="open to other users"):
         SHM.listen(Uri.parse("shm:"))
 
 
@@ -153,7 +153,7 @@ def test_a_directory_that_does_not_exist_is_named(tmp_path: Path) -> None:
 def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:
     uri = Uri.parse(f"shm://{tmp_path}/s")
     assert not SHM.reachable(uri)
-    with pytest.raises(TransportError, match=r"The shm server .*/s does not exist"):
+    with pytest.raises(TransportError, match=r"the shm server .*/s does not exist"):
         SHM.connect(uri, PATIENCE)
 
 
@@ -218,7 +218,7 @@ def test_a_region_arrives_with_its_addresses(ends: tuple[Connection, Connection]
     assert (region.base, region.size, region.static) == (0x10000, 2 * PAGE, True)
     assert region.memory.to_pybytes() == b"1" * PAGE + b"2" * PAGE
     for address in (0xFFFF, 0x10000 + 2 * PAGE):
-        with pytest.raises(RemoteProtocolError, match=f"{address:#x}, which lies in no region"):
+        with pytest.raises(RemoteProtocolError, match=f"{address:#x}, which is in no region"):
             client.address_space.find(address)
 
 

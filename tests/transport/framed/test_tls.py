@@ -274,7 +274,7 @@ def test_an_encrypted_key_is_refused_instead_of_asking_for_a_password(certified:
             serialization.BestAvailableEncryption(b"password"),
         )
     )
-    with pytest.raises(OptionError, match="The key for TLS is encrypted"):
+    with pytest.raises(OptionError, match="the key for TLS is encrypted"):
         dis.Server(["tls:"], catalog=None, tls_cert=certified.cert, tls_key=encrypted)
 
 

@@ -68,7 +68,8 @@ class Condition:
                 if listed and isinstance(path, list | tuple) and path and all(isinstance(name, str) for name in path):
                     return cls(tuple(path), operator, *value)
         raise OptionError(
-            f"{plain!r} is no filter: give a column, an operator ({', '.join(_OPERATORS)}) and, but for nulls, a value"
+            f"{plain!r} is not a condition: give a column, an operator ({', '.join(_OPERATORS)}) and, except for the "
+            "null operators, a value"
         )
 
     def decide(self, batch: pa.RecordBatch) -> pa.BooleanArray:
@@ -95,7 +96,7 @@ class Condition:
                 f"there is no column {self.path[0]!r} to filter by; there are {', '.join(schema.names)}"
             )
         if schema.names.count(self.path[0]) > 1:
-            raise OptionError(f"there is more than one column {self.path[0]!r}: no filter can tell which is meant")
+            raise OptionError(f"column {self.path[0]!r} occurs more than once, so the filter is ambiguous")
         type_ = schema.field(self.path[0]).type
         with self._certain(type_):
             for name in self.path[1:]:
@@ -108,8 +109,8 @@ class Condition:
             yield
         except (pa.ArrowException, _Uncertain, LookupError, ValueError, TypeError, OverflowError, InvalidOperation):
             raise OptionError(
-                f"column {'.'.join(self.path)!r} is {type_}, for which {self.operator!r}"
-                f"{'' if self.operator in _UNARY else f' {self.value!r}'} is not certain: filter what was read"
+                f"column {'.'.join(self.path)!r} is {type_}, and the result of {self.operator!r}"
+                f"{'' if self.operator in _UNARY else f' {self.value!r}'} is not certain: filter the rows after reading"
             ) from None
 
     def _decide(self, column: _Column, type_: pa.DataType) -> Any:
@@ -138,7 +139,7 @@ class Conditions:
         Tuples are accepted in place of lists. Raises OptionError.
         """
         if not isinstance(plain, list | tuple) or not plain:
-            raise OptionError(f"a filter is a list of [column, operator, value], not {plain!r}")
+            raise OptionError(f"the filter {plain!r} is not a list of [column, operator, value]")
         nested = all(
             _is_list(conditions) and conditions and all(_is_list(one) for one in conditions) for conditions in plain
         )

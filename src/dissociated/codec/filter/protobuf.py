@@ -36,7 +36,7 @@ def check_message(message: Buffer, name: str, grammar: Grammar) -> None:
 
 def _check(message: Buffer, name: str, grammar: Grammar, depth: int) -> None:
     if depth > _MAX_NESTING:
-        raise FormatError(f"the message nests deeper than {_MAX_NESTING}")
+        raise FormatError(f"the protobuf message is nested deeper than {_MAX_NESTING} levels")
     shape = grammar[name]
     choice = shape.get(ONE_OF)
     alternatives = choice if isinstance(choice, Mapping) else {}
@@ -54,7 +54,7 @@ def _check(message: Buffer, name: str, grammar: Grammar, depth: int) -> None:
         chosen += number in alternatives
         _check_value(value, wire_type, f"{name}, field {number}", kind, grammar, depth)
     if alternatives and chosen != 1:
-        raise FormatError(f"{name} has {chosen} of the fields of which it needs one")
+        raise FormatError(f"{name} has {chosen} of the fields of which exactly one is required")
     for number, kind in shape.items():
         if isinstance(kind, range) and number not in present and 0 not in kind:
             raise FormatError(f"{name}, field {number} is missing")
@@ -71,7 +71,7 @@ def _check_value(value: Value, wire_type: int, place: str, kind: Kind, grammar: 
         try:
             str(value, "utf-8")
         except UnicodeDecodeError:  # libprotobuf would also write a line to stderr
-            raise FormatError(f"{place} is not in UTF-8") from None
+            raise FormatError(f"{place} is not valid UTF-8") from None
     elif kind in grammar and not isinstance(value, int):
         _check(value, kind, grammar, depth + 1)
 
@@ -95,9 +95,9 @@ def _wire_fields(message: Buffer) -> Iterator[tuple[int, int, Value]]:
         if wire_type == _DELIMITED:
             length, remaining = _varint(remaining)
         elif not length:
-            raise FormatError("this is no message of protobuf")
+            raise FormatError("the bytes are not a protobuf message")
         if length > len(remaining):
-            raise FormatError("the message of protobuf is cut off")
+            raise FormatError("the protobuf message is cut off")
         yield key >> 3, wire_type, remaining[:length]
         remaining = remaining[length:]
 
@@ -108,7 +108,7 @@ def _varint(remaining: memoryview) -> tuple[int, memoryview]:
         value |= (byte & 0x7F) << (7 * at)
         if byte < 0x80:
             return value, remaining[at + 1 :]
-    raise FormatError("the message of protobuf is cut off")
+    raise FormatError("the protobuf message is cut off")
 
 
 def messages(of: Sequence[tuple[int, Value]], wanted: int) -> list[Fields]:

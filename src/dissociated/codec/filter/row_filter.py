@@ -102,11 +102,12 @@ def _try(expression: pc.Expression, schema: pa.Schema, columns: Sequence[int]) -
         why = str(error).partition("\n")[0]
         if why.startswith("No match for FieldRef"):  # libarrow has no class for this error
             raise ColumnNotFound(
-                f"the filter {printed(expression)} has a column that is not there; there are {', '.join(schema.names)}"
+                f"the filter {printed(expression)} has a column that does not exist; there are "
+                f"{', '.join(schema.names)}"
             ) from None
-        raise OptionError(f"{printed(expression)} is no filter of these columns: {why}") from None
+        raise OptionError(f"{printed(expression)} is not a filter of these columns: {why}") from None
     if type_ != pa.bool_():
-        raise OptionError(f"{printed(expression)} is no filter: it gives {type_}, not true or false")
+        raise OptionError(f"{printed(expression)} is not a filter: its type is {type_} instead of bool")
 
 
 def _columns(expression: pc.Expression, schema: pa.Schema) -> tuple[int, ...]:

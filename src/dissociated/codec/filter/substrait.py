@@ -169,7 +169,7 @@ class ReceivedFilter:
         for field in self.schema:
             found = schema.get_all_field_indices(field.name)
             if len(found) != 1 or not _alike(schema.field(found[0]).type, field.type):
-                raise FormatError(f"the filter has a column {field.name!r} that is not there, or of another type")
+                raise FormatError(f"the filter has a column {field.name!r} that does not exist, or has another type")
             numbers += found
         rows = RowFilter(self.expression, tuple(range(len(numbers))), tuple(self.schema.types))
         return rows, tuple(numbers)
@@ -235,15 +235,20 @@ def _check_sets(received: ReceivedFilter) -> None:
                 check(then)
             case Call("equal", (ColumnRef(number, nested), Value(value))):
                 if nested or _is_null(value) or pa.types.is_floating(received.schema.field(number).type):
-                    raise FormatError("in a set null is a value, NaN is itself, and 0 is not -0")
+                    raise FormatError(
+                        "the set of values of the filter has a null, or is of floats, which sets compare differently"
+                    )
             case Call(name, parts) if name in _OF_COLUMNS and not any(isinstance(one, Call) for one in parts):
                 pass  # no set is part of this call
             case _:
-                raise FormatError("what is asked of a set of values beside its rows would not be the same")
+                raise FormatError(
+                    "the filter uses the result of a set test, which is not the same for nulls, for more than "
+                    "choosing rows"
+                )
 
     check(received.tree)
     if "cast(" in str(received.expression):
-        raise FormatError("the values are of another type than the column, which comparisons would convert")
+        raise FormatError("the filter compares a column with values of another type, which requires a conversion")
 
 
 def parse_filter(encoded: bytes) -> ReceivedFilter:
@@ -256,7 +261,7 @@ def parse_filter(encoded: bytes) -> ReceivedFilter:
         FormatError: The bytes are not a filter, or the filter is not accepted.
     """
     if len(encoded) > MAX_SIZE:
-        raise FormatError(f"the filter has {len(encoded)} bytes; at most {MAX_SIZE} are taken")
+        raise FormatError(f"the filter has {len(encoded)} bytes; at most {MAX_SIZE} are accepted")
     protobuf.check_message(encoded, "ExtendedExpression", _GRAMMAR)
     parser = _Parser(encoded)
     tree = parser.tree()
@@ -291,7 +296,7 @@ def _substrait() -> Any:
     try:
         import pyarrow.substrait as substrait
     except ImportError:
-        raise FormatError("this build of pyarrow has no Substrait") from None
+        raise FormatError("this build of pyarrow lacks Substrait") from None
     return substrait
 
 
@@ -330,23 +335,25 @@ class _Parser:
                     errors="replace"
                 )
                 if name not in _FUNCTIONS:
-                    raise FormatError(f"the filter has the function {name!r}, which is not computed for others")
+                    raise FormatError(f"the filter has the function {name!r}, which servers do not compute")
                 anchor = protobuf.number(function, 2)
                 if anchor in self._functions:
-                    raise FormatError(f"the filter has two functions of the number {anchor}")
+                    raise FormatError(f"the filter has two functions with the number {anchor}")
                 self._functions[anchor] = name
 
     def tree(self) -> FilterNode:
         expressions = protobuf.messages(self._whole, _EXPRESSIONS)
         roots = [root for expression in expressions for root in protobuf.messages(expression, 1)]
         if len(roots) != 1:
-            raise FormatError(f"a filter is one expression, not {len(roots)}")
+            raise FormatError(f"the filter has {len(roots)} expressions instead of one")
         return self._node(roots[0], 0)
 
     def _node(self, fields: protobuf.Fields, depth: int) -> FilterNode:
         self._nodes += 1
         if depth > _MAX_FILTER_DEPTH or self._nodes > _MAX_NODES:
-            raise FormatError(f"the filter has more than {_MAX_NODES} parts, or nests deeper than {_MAX_FILTER_DEPTH}")
+            raise FormatError(
+                f"the filter has more than {_MAX_NODES} parts, or is nested deeper than {_MAX_FILTER_DEPTH} levels"
+            )
         if len(fields) != 1 or not _is_bytes(fields[0][1]):
             raise FormatError("the filter cannot be read")
         number, content = fields[0]
@@ -362,19 +369,19 @@ class _Parser:
             match self._parts(inner, depth):
                 case [ColumnRef() as column, _, *_] as found if all(isinstance(one, Value) for one in found[1:]):
                     return Call("or", tuple(Call("equal", (column, one)) for one in found[1:]))
-            raise FormatError("a set of the filter is not one of a column and values")
+            raise FormatError("the filter has a set test whose arguments are not a column and values")
         if number == _IF:
             clauses = protobuf.messages(inner, 1)
             parts = (*(part for one in clauses for part in self._parts(one, depth)), *self._parts(inner, depth, 2))
             match parts:
                 case (Call("is_not_null", (ColumnRef(),)), _, Value(value)) if _is_null(value):
                     return Call("if_else", parts)
-            raise FormatError("the filter decides by something else than whether a column is null")
+            raise FormatError("the filter tests a null in a way that servers do not compute")
         if number == _SELECTION:
             return _column(inner)
         if number == _LITERAL:
             return Value(self._value(bytes(content)))
-        raise FormatError("the filter has a kind of expression that is not computed for others")
+        raise FormatError("the filter has a kind of expression that servers do not compute")
 
     def _parts(self, fields: protobuf.Fields, depth: int, *numbers: int) -> list[FilterNode]:
         """Return the expressions in the fields with these numbers, in the order of the numbers."""

@@ -282,7 +282,7 @@ class Device(ABC):
             if known is None:  # not exported here: a driver does not open a handle in the process that exported it
                 known = self._exported[handle] = self._account(size, *self._open_once(handle, size))
         if known.size < size:
-            raise DeviceError(f"a peer announced {size} bytes on {self.name}, and there are {known.size}")
+            raise DeviceError(f"the peer announced {size} bytes on {self.name}; its handle opens {known.size}")
         return known
 
     def is_left_open(self, handle: bytes) -> bool:

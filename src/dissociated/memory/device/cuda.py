@@ -38,7 +38,7 @@ def _packages() -> tuple[ModuleType, Any]:
         import cuda.core
         from cuda.bindings import driver
     except ImportError as error:
-        raise DeviceNotFound(f"GPUs need cuda.core: pip install 'dissociated[cuda]' ({error})") from None
+        raise DeviceNotFound(f"GPUs need the package cuda.core: pip install 'dissociated[cuda]' ({error})") from None
     return cuda.core, driver
 
 
@@ -55,9 +55,9 @@ def count() -> int:
         if not int(code):
             code, number = driver.cuDeviceGetCount()
     except Exception as error:  # loading the driver can raise several types
-        raise DeviceNotFound(f"there is no GPU to be used, since its driver cannot be loaded: {error}") from None
+        raise DeviceNotFound(f"no GPU can be used: the driver cannot be loaded: {error}") from None
     if int(code):
-        raise DeviceNotFound(f"there is no GPU to be used, since its driver says {code.name}")
+        raise DeviceNotFound(f"no GPU can be used: the driver reports {code.name}")
     return int(number)
 
 
@@ -73,7 +73,9 @@ class CudaDevice(Device):
     def __init__(self, number: int) -> None:
         there = count()
         if number >= there:
-            raise DeviceNotFound(f"there is no device cuda:{number}: this process sees {there} (CUDA_VISIBLE_DEVICES)")
+            raise DeviceNotFound(
+                f"device cuda:{number} does not exist: this process sees {there} (CUDA_VISIBLE_DEVICES)"
+            )
         self._core, self._driver = _packages()
         with _device_errors(f"cuda:{number}"):
             super().__init__(f"cuda:{number}", number, f"cuda-{self._core.Device(number).uuid}")
@@ -189,20 +191,22 @@ class CudaDevice(Device):
     def _export(self, memory: DeviceMemory) -> bytes:
         base, _ = self.call("cuMemGetAddressRange", memory.address)
         if int(base) != memory.address:  # the driver would return the handle of the whole allocation
-            raise DeviceError(f"memory on {self.name} lies within an allocation, and has no handle of its own")
+            raise DeviceError(f"the memory on {self.name} is part of an allocation, and cannot be exported by itself")
         handle = self.call("cuIpcGetMemHandle", memory.address)
         return ctypes.string_at(handle.getPtr(), _HANDLE_SIZE)
 
     def _open(self, handle: bytes, size: int) -> tuple[int, Release]:
         if len(handle) != _HANDLE_SIZE:
-            raise DeviceError(f"a peer's handle of memory on {self.name} has {len(handle)} bytes, not {_HANDLE_SIZE}")
+            raise DeviceError(
+                f"the peer's handle of memory on {self.name} has {len(handle)} bytes instead of {_HANDLE_SIZE}"
+            )
         opened = self._driver.CUipcMemHandle()
         ctypes.memmove(opened.getPtr(), handle, _HANDLE_SIZE)
         address = int(self.call("cuIpcOpenMemHandle", opened, _PEER_ACCESS))
         try:
             base, there = map(int, self.call("cuMemGetAddressRange", address))
             if base + there < address + size:
-                raise DeviceError(f"a peer announced {size} bytes on {self.name}, and there are {there}")
+                raise DeviceError(f"the peer announced {size} bytes on {self.name}; its handle opens {there}")
         except DeviceError:
             self.call("cuIpcCloseMemHandle", address)
             raise

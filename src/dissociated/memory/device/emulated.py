@@ -71,13 +71,13 @@ class EmulatedDevice(Device):
     def check(self) -> None:
         """Raise DeviceError if the device is lost."""
         if self._lost:
-            raise DeviceError(f"the context of {self.name} is lost: nothing on it can be used any more")
+            raise DeviceError(f"the context of {self.name} is lost, and nothing on the device can be used any more")
 
     def check_waiting(self) -> None:
         """Raise DeviceError if the device is lost, or if a capture forbids waits and queries of work in progress."""
         self.check()
         if self.capturing:
-            raise DeviceError(f"a graph is captured on {self.name}")
+            raise DeviceError(f"a graph is being captured on {self.name}")
 
     def stream(self) -> Stream:
         self.check()
@@ -116,7 +116,7 @@ class EmulatedDevice(Device):
     def _export(self, memory: DeviceMemory) -> bytes:
         mapping, _ = self._find(memory.address, memory.size)
         if mapping is None or not self.exports:
-            raise DeviceError(f"{self.name} has no handles")
+            raise DeviceError(f"{self.name} cannot export handles")
         descriptor = mapping.descriptor
         return f"{os.getpid()}:{descriptor}:{os.fstat(descriptor).st_ino}".encode()
 
@@ -126,11 +126,11 @@ class EmulatedDevice(Device):
             process, number, inode = map(int, handle.split(b":"))
             descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
         except (ValueError, OSError) as error:
-            raise DeviceError(f"memory of a peer on {self.name} cannot be opened: {error}") from None
+            raise DeviceError(f"the peer's memory on {self.name} cannot be opened: {error}") from None
         found = os.fstat(descriptor)
         if found.st_ino != inode or found.st_size < size:
             os.close(descriptor)
-            raise DeviceError(f"memory of a peer on {self.name} cannot be opened: it is other memory now")
+            raise DeviceError(f"the peer's memory on {self.name} cannot be opened: it was replaced")
         return self._map(_EmulatedMapping(descriptor, size, False))
 
     def _map(self, mapping: _EmulatedMapping) -> tuple[int, Release]:
@@ -162,7 +162,7 @@ class EmulatedDevice(Device):
         if mapping is None or address >= mapping.address + mapping.size:
             return None, 0
         if address + length > mapping.address + mapping.size:
-            raise DeviceError(f"{length} bytes at {address:#x} leave their memory on {self.name}")
+            raise DeviceError(f"{length} bytes at {address:#x} extend beyond their allocation on {self.name}")
         return mapping, address - mapping.address
 
     def read(self, address: int, length: int) -> bytes:
@@ -178,7 +178,7 @@ class EmulatedDevice(Device):
         if mapping is None:
             ctypes.memmove(address, content, len(content))
         elif not mapping.writable:
-            raise DeviceError(f"memory of a peer on {self.name} is only read")
+            raise DeviceError(f"the peer's memory on {self.name} is read-only")
         else:
             write_parts(mapping.descriptor, [content], offset)
 
@@ -188,7 +188,7 @@ class EmulatedDevice(Device):
         try:
             return self._events[number]
         except KeyError:
-            raise DeviceError(f"an event of {self.name} is not there any more") from None
+            raise DeviceError(f"the event of {self.name} has been destroyed") from None
 
 
 _numbers = itertools.count(1)

@@ -20,7 +20,7 @@ def open_device(name: object) -> Device:
         return name
     kind, _, number = str(name).partition(":")
     if kind not in ("cuda", "test") or not (number or "0").isdecimal():
-        raise DeviceNotFound(f"a device has a name such as cuda:0, not {name!r}")
+        raise DeviceNotFound(f"{name!r} is not the name of a device: give one such as cuda:0")
     return _opened(kind, int(number or "0"))
 
 
@@ -33,5 +33,5 @@ def _opened(kind: str, number: int) -> Device:
     from dissociated.memory.device.emulated import COUNT, EmulatedDevice
 
     if number >= COUNT:
-        raise DeviceNotFound(f"there is no device test:{number}: there are {COUNT}, from test:0 on")
+        raise DeviceNotFound(f"device test:{number} does not exist: there are {COUNT}, from test:0 on")
     return EmulatedDevice(number)

@@ -22,7 +22,7 @@ class DeviceSegment:
             handle = memory.device.export(memory)
         except DeviceError as error:
             why = str(error)  # not the error itself, whose traceback would keep the memory
-            _log.warning("%s gives no handle of its memory, and clients get copies on the host: %s", self.device, why)
+            _log.warning("export failed, clients get copies on the host: device=%s error=%s", self.device, why)
             handle = b""
         #: The addresses that peers are sent, and the handle that opens them. Without a handle, no peer can open them.
         self.span = Span(reserve_base(memory.size), memory.size, handle)

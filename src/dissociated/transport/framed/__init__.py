@@ -1,0 +1,1 @@
+"""The transports over byte streams: TCP, TLS and Unix sockets."""

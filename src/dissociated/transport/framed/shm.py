@@ -180,8 +180,8 @@ class ShmConnection(SocketConnection, RemoteMemory):
         try:
             if backing == Backing.FILE and not self._maps_files and not is_sealed(descriptor):
                 raise UnsafeMemory(
-                    f"The {self._peer} runs as another user and shares a file, which that user could truncate while it "
-                    "is mapped. Read over another transport or with packed bodies, or use trusted_files=True."
+                    f"the {self._peer} runs as another user and shares a file, which that user could truncate while "
+                    "it is mapped: read over another transport or with packed bodies, or use trusted_files=True"
                 )
             memory = map_received(descriptor, size, backing)
             file = keep_open(descriptor) if self.address_space.keeps_files else None
@@ -209,7 +209,7 @@ def _uid(user: str) -> int:
     try:
         return pwd.getpwnam(user).pw_uid
     except (KeyError, ValueError):
-        raise UriError(f"This host has no user {user!r}. Correct the list of allowed users.") from None
+        raise UriError(f"this host has no user {user!r}: correct the list of allowed users") from None
 
 
 class _ShmListener(SocketListener):
@@ -232,7 +232,7 @@ class _ShmListener(SocketListener):
             event="not allowed",
             peer=connection.peer,
         )
-        denied = AccessDenied(f"This server does not allow user {uid}. Its owner can add the user to `allow`.")
+        denied = AccessDenied(f"this server does not allow user {uid}: its owner can add the user to `allow`")
         connection.close(close_reason(denied))
         return None
 
@@ -265,14 +265,14 @@ class ShmTransport(Transport):
         except OSError as error:
             sock.close()
             if error.errno == errno.ENOENT:
-                raise TransportError(f"The {where} does not exist. Check that it runs on this host.") from error
+                raise TransportError(f"the {where} does not exist: check that it runs on this host") from error
             raise socket_error(error, f"connecting to the {where}") from error
         user = peer_credentials(sock)[1]
         if user not in allowed:
             sock.close()
             raise TransportError(
-                f"The {where} runs as another user, whose memory is not trusted. To trust it, use "
-                f"trusted_users=[{user}]."
+                f"the {where} runs as another user, whose memory is not trusted: to trust it, use "
+                f"trusted_users=[{user}]"
             )
         maps_files = user in (os.geteuid(), 0) or uri.parameters.get("files") == "allow"
         return ShmConnection(sock, where, accepted=False, maps_files=maps_files)
@@ -285,7 +285,9 @@ class ShmTransport(Transport):
             raise UriError(f"{uri} allows others, who cannot enter this user's own directory: shm:///PATH?allow=...")
         path = uri.path or str(runtime_directory() / f"{os.getpid()}-{secrets.token_hex(4)}.sock")
         if len(os.fsencode(path)) > _PATH_MAX:
-            raise TransportError(f"the path of a Unix socket has at most {_PATH_MAX} bytes: {path}")
+            raise TransportError(
+                f"the path {path!r} of a Unix socket is too long: at most {_PATH_MAX} bytes are possible"
+            )
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with _locked(Path(path).parent) as directory:
@@ -341,7 +343,7 @@ def runtime_directory() -> Path:
     except NotPrivate as error:
         raise TransportError(str(error)) from None
     except OSError as error:
-        raise TransportError(f"cannot make the directory {directory} for sockets: {error.strerror}") from error
+        raise TransportError(f"cannot make the directory {str(directory)!r} for sockets: {error.strerror}") from error
     return directory
 
 

@@ -73,8 +73,8 @@ class TlsConnection(SocketConnection):
             pass
         except ssl.SSLCertVerificationError as error:
             raise AccessDenied(
-                f"The certificate of the {self._peer} is not trusted: {error.verify_message.rstrip('.')}. Name the "
-                "certificates to trust by tls_roots."
+                f"the certificate of the {self._peer} is not trusted: {error.verify_message.rstrip('.')}: name the "
+                "certificates to trust by tls_roots"
             ) from None
         except ssl.SSLError as error:
             raise RemoteProtocolError(f"{self._peer} does not agree on TLS 1.3: {_reason(error)}") from None
@@ -253,7 +253,7 @@ def _server_context(uri: Uri) -> ssl.SSLContext:
 
 
 def _refuse() -> str:
-    raise OptionError("The key for TLS is encrypted. Use an unencrypted key, in a file that only this user can read.")
+    raise OptionError("the key for TLS is encrypted: use an unencrypted key, in a file that only this user can read")
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""The transports over UCX and libfabric, and the parts that they share."""

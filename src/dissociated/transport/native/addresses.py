@@ -57,7 +57,7 @@ def advertised_names(names: bytes, host: str) -> bytes:
 
 def _layout(family: socket.AddressFamily) -> struct.Struct:
     if family not in _layouts:
-        raise ValueError(f"{family.name} is no family of internet addresses")
+        raise ValueError(f"{family.name} is not a family of internet addresses")
     return _layouts[family]
 
 

@@ -339,7 +339,7 @@ class NativeConnection(Connection, RemoteMemory):
         self._take(self._keep, self._max_unread)
         if self._arrived_bytes + self._deferred_bytes > self._max_unread:
             raise RemoteProtocolError(
-                f"{self._peer} sends and does not receive"
+                f"{self._peer} sends data, but receives none"
                 if self._accepted
                 else f"{self._peer} sent more than {self._max_unread} bytes before this side received any"
             )

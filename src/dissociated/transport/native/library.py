@@ -63,21 +63,21 @@ class Library(NamedTuple):
 
     def wrong(self, path: str) -> TransportError:
         """Return the error for the file at `path`, which is a different library."""
-        return TransportError(f"{self.scheme}: {path} is no {self._stem}: let {self.variable} name one")
+        return TransportError(f"{self.scheme}: {path!r} is not {self._stem}: set {self.variable} to the path of one")
 
     def check_age(self, path: str, version: str, numbers: tuple[int, int], oldest: tuple[int, int]) -> None:
         """Raise `TransportError` if the library is older than `oldest`."""
         if numbers < oldest:
             raise TransportError(
-                f"{self.name} {version} ({path}) is too old: install {'.'.join(map(str, oldest))} or later, "
-                f"or {self._extra}"
+                f"{self.name} {version} ({path!r}) is too old: install {'.'.join(map(str, oldest))} or later, or "
+                f"{self._extra}"
             )
 
     def mismatch(self, server: str, server_version: str, version: str) -> TransportError:
         """Return the error for a peer whose version is incompatible with the version of this process."""
         return TransportError(
-            f"{server} has {self.name} {server_version}, and this process {version}. They do not work together. "
-            f"Install the same version on both sides, or let {self.variable} name the same {self.file}"
+            f"{server} has {self.name} {server_version}, and this process {version}, which do not work together: "
+            f"install the same version on both sides, or let {self.variable} name the same {self.file}"
         )
 
 

@@ -111,9 +111,7 @@ class NativeListener(Listener):
 
     def expose(self, region: Region) -> Span:
         if not self.exposes_memory:
-            raise TransportError(
-                f"{self.uri} does not allow fetches from memory. Start the server with allow_rma=True."
-            )
+            raise TransportError(f"{self.uri} does not allow fetches from memory: start the server with allow_rma=True")
         with self._lock:
             if self._closed:
                 raise ConnectionClosed("the listener is closed")

@@ -105,7 +105,7 @@ class FabricConnection(NativeConnection):
     def reach(self, spans: Sequence[Span]) -> None:
         """Allow `fetch` to read from `spans` of the peer's memory. Raise UriError for an invalid key."""
         if any(len(span.key) != RMA_KEY.size for span in spans):
-            raise UriError("The remote_handle was not made by libfabric. Take the URI of a fabric: location unchanged.")
+            raise UriError("the remote_handle was not made by libfabric: take the URI of a fabric: location unchanged")
         super().reach(spans)
 
     def _read(self, span: Span, address: int, length: int, into: Any, at: int, timeout: float) -> None:
@@ -465,7 +465,7 @@ class FabricConnection(NativeConnection):
     def _lose_by(self, error: int) -> None:
         """Record that the peer is gone, because an operation failed with `error`."""
         if not self._peer_gone:
-            _log.debug("%r: %s", self, self._endpoint.ofi.explain(error))
+            _log.debug("connection failed: connection=%r error=%s", self, self._endpoint.ofi.explain(error))
             self._lose()
 
     def _lose(self) -> None:

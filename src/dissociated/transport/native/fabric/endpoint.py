@@ -600,7 +600,7 @@ def _query(call: Callable[..., int], descriptor: int, *about: int) -> bytes:
     """Return the result of a C function that describes a socket. Raise OSError if it fails."""
     memory, length = ctypes.create_string_buffer(256), ctypes.c_uint32(256)
     if call(descriptor, *about, memory, ctypes.byref(length)):
-        raise OSError(f"Descriptor {descriptor} is not a connected socket")
+        raise OSError(f"descriptor {descriptor} is not a connected socket")
     return memory.raw[: length.value]
 
 

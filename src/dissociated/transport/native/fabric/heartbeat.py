@@ -69,9 +69,9 @@ class Heartbeat:
         try:
             beat()
         except DissociatedError as error:
-            _log.info("%r: %s", beat, error)
+            _log.info("heartbeat failed: heartbeat=%r error=%s", beat, error)
         except Exception:  # such as a MemoryError, which must not stop the heartbeats of other connections
-            _log.exception("%r: no heartbeat was sent", beat)
+            _log.exception("heartbeat failed, internal error: heartbeat=%r", beat)
         finally:
             self._changed.acquire()
 

@@ -184,7 +184,7 @@ class FabricListener(NativeListener):
                     answer.client, CONTROL | answer.kind, [answer.payload], answer.ended.append
                 )
         except TransportError as error:  # the client is gone
-            _log.debug("%s: %s", self.uri, error)
+            _log.debug("answer failed: uri=%s error=%s", self.uri, error)
             return True
         return bool(answer.ended) or time.monotonic() >= answer.end
 

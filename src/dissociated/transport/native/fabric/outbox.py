@@ -160,7 +160,7 @@ class Outbox:
         try:
             return self._endpoint.send(self._handshake.address, sending.tag, sending.pieces, done)
         except TransportError as error:
-            _log.debug("%r: %s", settled, error)
+            _log.debug("send failed: target=%r error=%s", settled, error)
             sending.ended = True
             settled(sending, 0)
             return True

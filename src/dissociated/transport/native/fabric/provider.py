@@ -76,11 +76,12 @@ def check_same(uri: Uri, endpoint: ConnectionEndpoint) -> None:
 
 
 def heartbeat_interval(uri: Uri) -> float:
+    """Return the seconds between heartbeats that a URI asks for. Raises UriError if they are out of range."""
     text = uri.parameters.get("heartbeat", "")
     try:
         seconds = float(text or _HEARTBEAT)
     except ValueError:
         seconds = 0.0
     if not 0.01 <= seconds <= 3600:
-        raise UriError(f"heartbeat={text} in {uri}: it is from 0.01 to 3600 seconds")
+        raise UriError(f"heartbeat={text!r} in {uri} is not a number of seconds from 0.01 to 3600")
     return seconds

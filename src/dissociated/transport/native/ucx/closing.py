@@ -87,9 +87,9 @@ class ClosingConnections:
         self._start_if_needed()
         if len(self._connections) >= _MAX_CLOSING:
             raise TransportError(
-                f"{_MAX_CLOSING} closed connections over UCX still use memory. With err_mode=none, their peers have "
-                "not noticed the end; otherwise, other readers of the same memory have stopped. Continue or kill those "
-                "processes."
+                f"{_MAX_CLOSING} closed connections over UCX still use memory: with err_mode=none, their peers have "
+                "not noticed the end; otherwise, other readers of the same memory have stopped; continue or kill "
+                "those processes"
             )
 
     def _start_if_needed(self) -> None:
@@ -112,7 +112,7 @@ class ClosingConnections:
                     over = connection.advance()
                 except Exception as error:
                     over = False  # the connection is kept, because its memory may still be in use
-                    _log.info("%r: %s", connection, error)
+                    _log.info("connection closed with an error: connection=%r error=%s", connection, error)
                 if over:
                     with self._lock:
                         self._connections.remove(connection)
@@ -128,4 +128,5 @@ def _closing_of(pid: int) -> ClosingConnections:
 
 
 def closing_connections() -> ClosingConnections:
+    """Return the connections of this process that are closing."""
     return _closing_of(os.getpid())

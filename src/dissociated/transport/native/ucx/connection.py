@@ -182,8 +182,8 @@ class UcxConnection(NativeConnection):
             if self._peer_gone:
                 mode = "none" if self._endpoint.err_mode_none else "peer"
                 raise TransportError(
-                    f"connecting to {self._peer}: {self._ucp.explain(self._status)}: is it there, has it UCX "
-                    f"{self._ucp.version} as well, and does it take err_mode={mode}?"
+                    f"connecting to {self._peer} failed: {self._ucp.explain(self._status)}: check that the server "
+                    f"runs, has UCX {self._ucp.version} as well, and takes err_mode={mode}"
                 )
 
     # Sending

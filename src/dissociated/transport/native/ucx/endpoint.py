@@ -163,6 +163,7 @@ class Callbacks:
 
 @once
 def callbacks() -> Callbacks:
+    """Return the callbacks of this process."""
     return Callbacks(ucp())
 
 

@@ -49,6 +49,7 @@ def client_says(client_id: int) -> ClientAbilities:
 
 
 def error_mode(uri: Uri) -> str:
+    """Return the error mode that a URI asks for. Raises UriError if it is unknown."""
     mode = uri.parameters.get("err_mode", "peer")
     if mode not in MODES:
         raise UriError(f"err_mode={mode} in {uri}: there are {' and '.join(MODES)}")
@@ -63,7 +64,7 @@ def segment_of(uri: Uri) -> int:
     """
     text = uri.parameters.get(SEGMENT_PARAMETER, "0")
     if not (text.isascii() and text.isdigit() and len(text) < 20):
-        raise UriError(f"{SEGMENT_PARAMETER}={text} in {uri} is not a number of bytes")
+        raise UriError(f"{SEGMENT_PARAMETER}={text!r} in {uri} is not a number of bytes")
     return int(text)
 
 

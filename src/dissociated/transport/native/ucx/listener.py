@@ -74,7 +74,7 @@ class UcxListener(NativeListener):
             try:
                 return self._welcome(self._requests.popleft())
             except TransportError as error:
-                _log.info("%s: %s", self.uri, error)
+                _log.info("client refused: uri=%s error=%s", self.uri, error)
         return None
 
     def _arm(self) -> bool:

@@ -82,8 +82,8 @@ def _check_process() -> None:
     """Raise ForkedError in a child of a process that used UCX."""
     if _inherited:
         raise ForkedError(
-            "UCX was in use when this process was forked, and connects nowhere in it: start the process by spawn or "
-            "forkserver, or open what goes over UCX after the fork alone; shm, tcp and tls can be used here"
+            "UCX was in use when this process was forked, and does not work in it: start the process with spawn or "
+            "forkserver, or use UCX only after the fork; shm, tcp and tls work here"
         )
 
 
@@ -173,8 +173,8 @@ def _check_descriptors() -> None:
         available = 0
     if available < _DESCRIPTORS:
         raise TransportError(
-            f"A connection over UCX needs {_DESCRIPTORS} free descriptors, and {available} of {most} are free. Raise "
-            "the limit (ulimit -n), or close files or connections."
+            f"a connection over UCX needs {_DESCRIPTORS} free descriptors, and {available} of {most} are free: raise "
+            "the limit (ulimit -n), or close files or connections"
         )
 
 

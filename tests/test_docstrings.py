@@ -1,0 +1,88 @@
+"""Every example in a docstring runs unchanged, and every function that users begin with has one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import dissociated as dis
+from dissociated.node import launch
+from pages import Example, Reader, examples
+
+EXAMPLES = [*examples()]
+#: Functions and classes that users call first, by module.
+REQUIRED = [
+    "client/open.open_stream",
+    "client/open.open_tensors",
+    "codec/options.ReadOptions",
+    "codec/options.WriteOptions",
+    "codec/writer.FileWriter",
+    "codec/writer.StreamWriter",
+    "datasets/live.Live",
+    "ipc/asynchronous.open_async",
+    "ipc/decoder.StreamDecoder",
+    "ipc/files.open_file",
+    "ipc/files.open_stream",
+    "ipc/tensors.write_tensor",
+    "monitoring/log.configure",
+    "node/launch.ensure",
+    "server/options.ServerOptions",
+    "server/server.Server",
+    "server/server.Server.publish",
+    "server/server.Server.writer",
+    "spark/session.publish",
+    "spark/session.read",
+    "spark/session.session",
+    "torch.loader",
+    "torch/dataset.IterableDataset",
+    "training/batches.Batches",
+]
+TABLE = pa.table(
+    {
+        "dest": ["IAH", "ORD", "MIA", "BQN"] * 500,
+        "distance": pa.array(range(2000), pa.float64()),
+        "air_time": pa.array(range(2000), pa.float64()),
+    }
+)
+
+
+def test_what_users_call_first_has_an_example() -> None:
+    assert set(REQUIRED) - {str(example).replace("/__init__", "") for example in EXAMPLES} == set()
+
+
+@pytest.fixture
+def logger() -> Iterator[None]:
+    """Restore the log, which an example configures."""
+    log = logging.getLogger("dissociated")
+    kept = (log.level, log.propagate, [*log.handlers])
+    yield
+    log.level, log.propagate, log.handlers = kept
+
+
+@pytest.mark.parametrize("example", [one for one in EXAMPLES if one.block.page.parent.name != "spark"], ids=str)
+def test_an_example_runs(
+    example: Example, forks: None, logger: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if example.block.not_run:
+        pytest.skip(example.block.not_run)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "default_store", lambda: tmp_path / "default")
+    pq.write_table(TABLE, "flights.parquet")
+    for opened, name in ((pa.ipc.new_file, "flights.arrow"), (pa.ipc.new_stream, "flights.arrows")):
+        with opened(name, TABLE.schema) as writer:
+            writer.write_table(TABLE)
+    with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("flights", TABLE)
+        given = {"client": client, "dis": dis, "np": np, "pa": pa, "server": server, "table": TABLE}
+        with Reader(tmp_path, given, server.catalog_uri) as reader:
+            reader.run([example.block])
+    if left := launch.running(tmp_path / "default"):
+        os.kill(left.pid, signal.SIGKILL)

@@ -1,0 +1,174 @@
+"""Every message that the library raises or logs: CONTRIBUTING.md describes their form."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from dissociated import errors
+
+SOURCE = Path(__file__).parents[1] / "src" / "dissociated"
+#: A message that begins with one of these hides its subject.
+OPENERS = {"what", "where", "who", "whoever", "those", "one", "ones", "same", "as", "it", "its", "they", "these"}
+#: Words of riddles. A reader has to find the subject, or the meaning of the verb.
+RIDDLES = re.compile(
+    r"\b(?:nobody|somebody|whoever|whatever|as yet|so many|such a one|let go|good no more|beside that"
+    r"|what (?:is|was|are|were|lies|lay|came|comes|goes|it|they)|who (?:is|asks|reads|comes|shall)"
+    r"|(?<!there )is no(?! longer\b| space\b| memory\b)(?= [a-z])|is not there)\b"
+)
+#: Words that begin with a capital letter wherever they stand.
+PROPER = {"Arrow", "DuckDB", "Flight", "Java", "Polars", "Python", "Spark"}
+#: Names of variables whose values are texts of the user, which are quoted.
+USER_TEXTS = {"directory", "file", "path", "pattern", "text", "written"}
+LEVELS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
+
+
+class Message(NamedTuple):
+    """A template of a message, in which `{expression}` or `{expression!r}` stands for a value."""
+
+    place: str
+    text: str
+    quoted: tuple[str, ...]
+    bare: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.text}"
+
+
+def templates(node: ast.expr) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    """Yield the text of each string that an expression can be, with its quoted and its unquoted values."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value, (), ()
+    elif isinstance(node, ast.IfExp):
+        yield from templates(node.body)
+        yield from templates(node.orelse)
+    elif isinstance(node, ast.JoinedStr):
+        text = ""
+        quoted: list[str] = []
+        bare: list[str] = []
+        for part in node.values:
+            if isinstance(part, ast.Constant):
+                text += str(part.value)
+            elif isinstance(part, ast.FormattedValue):
+                value = ast.unparse(part.value)
+                text += f"{{{value}}}"
+                (quoted if part.conversion == ord("r") else bare).append(value)
+        yield text, tuple(quoted), tuple(bare)
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(SOURCE.rglob("*.py")):
+        yield str(path.relative_to(SOURCE)), ast.parse(path.read_text())
+
+
+def called(node: ast.Call) -> str:
+    """Return the last name of the called expression, or of `X` in `X.told(...)`."""
+    name = ast.unparse(node.func).removesuffix(".told")
+    return name.rpartition(".")[2]
+
+
+ERRORS = {
+    name
+    for place in (vars(errors), vars(__import__("builtins")))
+    for name, kind in place.items()
+    if isinstance(kind, type) and issubclass(kind, Exception)
+}
+
+
+def raised() -> Iterator[Message]:
+    """Yield the message of each error that the library makes."""
+    for name, module in modules():
+        for node in ast.walk(module):
+            if isinstance(node, ast.Call) and called(node) in ERRORS:
+                for argument in node.args:
+                    for text, quoted, bare in templates(argument):
+                        if " " in text:
+                            yield Message(f"{name}:{node.lineno}", text, quoted, bare)
+
+
+def logged() -> Iterator[tuple[Message, bool]]:
+    """Yield the message of each log call, and whether the call gives further fields by `extra`."""
+    for name, module in modules():
+        for node in ast.walk(module):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LEVELS:
+                if not ast.unparse(node.func.value).endswith("log"):
+                    continue
+                position = 1 if node.func.attr == "log" else 0
+                for text, quoted, bare in templates(node.args[position]):
+                    extra = any(keyword.arg == "extra" for keyword in node.keywords)
+                    yield Message(f"{name}:{node.lineno}", text, quoted, bare), extra
+
+
+RAISED = [*raised()]
+LOGGED = [*logged()]
+
+
+def first_word(text: str) -> str:
+    """Return the first word in lower case, without a leading article. A value at the beginning gives no word."""
+    words: list[str] = re.findall(r"[a-z]+", re.sub(r"\{[^{}]*\}", "{}", text).lower().split(": ")[0])
+    if text.startswith(("{", "'", '"', "%")) or not words:
+        return ""
+    return words[1] if words[0] == "the" and len(words) > 1 else words[0]
+
+
+def names_its_subject(message: Message) -> bool:
+    return first_word(message.text) not in OPENERS
+
+
+def has_no_riddle(message: Message) -> bool:
+    return not RIDDLES.search(re.sub(r"\{[^{}]*\}", "X", message.text))
+
+
+def begins_in_lower_case(message: Message) -> bool:
+    word = re.split(r"[^\w]", message.text)[0]
+    return not word[:1].isupper() or word in PROPER or not word[1:].islower()
+
+
+def is_one_sentence(message: Message) -> bool:
+    text = message.text.removesuffix("...")
+    return not text.endswith((".", "!", "?", " ")) and not re.search(r"[a-z)][.?!] [A-Z]", text)
+
+
+def quotes_its_texts(message: Message) -> bool:
+    texts = USER_TEXTS.intersection(message.bare)
+    return all(value in message.quoted or f"'{{{value}}}'" in message.text for value in texts)
+
+
+@pytest.mark.parametrize(
+    "rule", [names_its_subject, has_no_riddle, begins_in_lower_case, is_one_sentence, quotes_its_texts]
+)
+def test_an_error_message_has_the_fact_first_and_the_remedy_second(rule: Callable[[Message], bool]) -> None:
+    assert len(RAISED) > 500
+    assert [str(message) for message in RAISED if not rule(message)] == []
+
+
+def test_an_exception_that_users_can_catch_has_a_code() -> None:
+    numbered = {kind.__name__ for kind in errors.NUMBERED_ERRORS.values()}
+    bases = {"BaseException", "Exception", *numbered} - {"ReadOnce"}  # a mixin of readers has this name, too
+    found = {
+        node.name
+        for _, module in modules()
+        for node in ast.walk(module)
+        if isinstance(node, ast.ClassDef) and not bases.isdisjoint(map(ast.unparse, node.bases))
+    }
+    assert {name for name in found if not name.startswith("_")} - numbered == set()
+
+
+def is_an_event_with_fields(message: Message) -> bool:
+    values = re.findall(r"(\S*)%[-+ #0-9.]*[sdrfgx]", message.text)
+    return bool(first_word(message.text)) and all(re.fullmatch(r".*\w=", value) for value in values)
+
+
+@pytest.mark.parametrize("rule", [names_its_subject, has_no_riddle, begins_in_lower_case, is_one_sentence])
+def test_a_log_line_has_the_form_of_a_message(rule: Callable[[Message], bool]) -> None:
+    assert len(LOGGED) > 40
+    assert [str(message) for message, _ in LOGGED if not rule(message)] == []
+
+
+def test_a_log_line_is_an_event_with_fields() -> None:
+    assert [str(message) for message, extra in LOGGED if not extra and not is_an_event_with_fields(message)] == []
