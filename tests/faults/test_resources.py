@@ -63,7 +63,7 @@ def nothing(path: str) -> str:
 def test_paths_that_lead_nowhere(runtime: str) -> None:
     with pytest.raises(TransportError, match=r"the shm server .* does not exist: check that it runs on this host"):
         dis.open_stream(nothing(f"{runtime}/nobody.sock"), b"t")
-    with pytest.raises(TransportError, match=r"The shm server .* does not exist"):
+    with pytest.raises(TransportError, match=r"the shm server .* does not exist"):
         dis.open_stream(nothing(f"{runtime}/no/such/directory.sock"), b"t")
     Path(runtime, "file").write_text("")
     with pytest.raises(TransportError, match="refused"):

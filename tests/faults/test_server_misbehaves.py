@@ -179,7 +179,12 @@ RUNS = [
     Case(
         "with a wrong total", _run((1, BY_ADDRESS | 1, addresses((0, 0), (64, 8000), total=1))), BROKEN, "whose total"
     ),
-    Case("with other lengths", _run((1, BY_ADDRESS | 1, addresses((0, 0), (64, 80)))), BROKEN, "buffer 1 80 bytes"),
+    Case(
+        "with other lengths",
+        _run((1, BY_ADDRESS | 1, addresses((0, 0), (64, 80)))),
+        BROKEN,
+        "gives 80 bytes to buffer 1",
+    ),
 ]
 
 

@@ -157,7 +157,7 @@ def add_node(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="URI",
         help="URI to serve at, may be repeated (default: shm: and tcp://127.0.0.1:0, or tls: with a certificate); "
-        "tcp://0.0.0.0:8816?advertise=HOST:PORT names the address for clients, if it differs",
+        "tcp://0.0.0.0:8816?advertise=HOST:PORT gives the address for clients, if it differs",
     )
     parser.add_argument(
         "--flight",
@@ -198,7 +198,7 @@ def add_node(parser: argparse.ArgumentParser) -> None:
         "--empty-exit",
         type=float,
         metavar="SECONDS",
-        help="end after this time without readers and writers, with an empty store",
+        help="end after this time with an empty store, without readers and writers",
     )
     access.add_serving_arguments(parser, peers=True)
     parser.add_argument("--beat", type=float, default=5.0, metavar="SECONDS", help=argparse.SUPPRESS)

@@ -153,7 +153,7 @@ def test_a_directory_that_does_not_exist_is_named(tmp_path: Path) -> None:
 def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:
     uri = Uri.parse(f"shm://{tmp_path}/s")
     assert not SHM.reachable(uri)
-    with pytest.raises(TransportError, match=r"The shm server .*/s does not exist"):
+    with pytest.raises(TransportError, match=r"the shm server .*/s does not exist"):
         SHM.connect(uri, PATIENCE)
 
 
