@@ -128,7 +128,10 @@ class Uri:
             return self, Uri(self.scheme)
         advertised = Uri.parse(f"{self.scheme}://{written}")
         if not advertised.host or advertised.path or advertised.parameters or advertised.host in ANY_INTERFACE:
-            raise UriError(f"{ADVERTISE}={written} in {self} is no HOST and no HOST:PORT that clients could reach")
+            raise UriError(
+                f"the parameter {ADVERTISE}={written!r} of {str(self)!r} is not a HOST or HOST:PORT that clients "
+                "could reach"
+            )
         if not self.host and self.path:
             raise UriError(f"{self} has no port that could be advertised")
         return replace(self, parameters=MappingProxyType(parameters)), advertised

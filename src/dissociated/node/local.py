@@ -62,7 +62,7 @@ def stage_here(catalog: str, connect: Callable[[str], Client], timeout: float = 
             away.append(node["flight"])
     if away and not _was_started_here(_store(catalog, _options())):
         raise NodeUnreachable(
-            f"the node of this host, {host_name()}, does not answer at {away[0]}. Start it. If it will not come "
+            f"the node of this host, {host_name()}, does not answer at {away[0]}: start it; if it will not come "
             f"back, remove it from the catalog: dissociated forget {away[0]}"
         )
     address = _ensure_here(catalog, timeout)

@@ -176,7 +176,7 @@ class UcxConnection(NativeConnection):
             self._connected = not (self._under_way or self._peer_gone)
             if self._under_way and not self._peer_gone:
                 raise DeadlineExceeded(
-                    f"connecting to {self._peer}: no answer for {timeout:g} s. UCX uses further ports for data: set "
+                    f"connecting to {self._peer}: no answer for {timeout:g} s; UCX uses further ports for data: set "
                     "UCX_TCP_PORT_RANGE on both hosts, and open these ports"
                 )
             if self._peer_gone:
