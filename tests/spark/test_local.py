@@ -125,7 +125,7 @@ def test_create_dataframe_of_any_table(spark: SparkSession, kind: str) -> None:
     assert df.columns == ["n", "text"]
     assert df.orderBy("n").collect() == [*zip(range(1_000), table["text"].to_pylist(), strict=True)]
     assert df.where("text IS NULL").count() == 143
-    with pytest.raises(SourceError, match="int is no table"):
+    with pytest.raises(SourceError, match="int is not a table"):
         create_dataframe(spark, 5)
 
 

@@ -119,7 +119,8 @@ def _table(data: Any) -> pa.Table:
     if hasattr(data, "__arrow_c_stream__"):
         return pa.RecordBatchReader.from_stream(data).read_all()
     raise SourceError(
-        f"a {type(data).__name__} is not a table: give a Table, a reader, or a DataFrame of Polars or pandas"
+        f"data of the type {type(data).__name__} is not a table: "
+        "give a Table, a reader, or a DataFrame of Polars or pandas"
     )
 
 
