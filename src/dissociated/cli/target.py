@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dissociated.cli import access, text
+from dissociated.control.catalog_uri import CATALOG_VARIABLE
 from dissociated.errors import CatalogError, DissociatedError, OptionError, UriError
 from dissociated.node.launch import default_store, running
 
-_CATALOG = "DISSOCIATED_CATALOG"
 _COMPLETION_TIMEOUT = 1.0  # seconds to wait for the names of datasets in a shell
 _ADDRESS = re.compile(r"(localhost|[\w-]+(\.[\w-]+)+|\[[0-9a-fA-F:]+\]):\d+(/.*)?")  # a URI without its scheme
 
@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--catalog",
         metavar="URI",
-        help=f"catalog to ask if no URI is given (or set {_CATALOG}; default: your node on this host)",
+        help=f"catalog to ask if no URI is given (or set {CATALOG_VARIABLE}; default: your node on this host)",
     )
     group.add_argument("--store", type=Path, metavar="DIR", help="ask the node on this host with this store")
     access.add_arguments(parser)
@@ -52,7 +52,7 @@ def find(arguments: argparse.Namespace) -> Target:
     if uri is None:
         raise CatalogError(
             f"no catalog is given, and no node with the store {str(arguments.store or default_store())!r} runs on "
-            f"this host: give grpc://HOST:PORT/NAME, set {_CATALOG}, or start a node: dissociated node, or "
+            f"this host: give grpc://HOST:PORT/NAME, set {CATALOG_VARIABLE}, or start a node: dissociated start, or "
             "dissociated put FILE NAME"
         )
     return Target(uri, _split(arguments.uri)[1])
