@@ -15,13 +15,12 @@ import pytest
 
 import dissociated as dis
 import processes
+from cli.shell import python, run
 from dissociated.node.launch import running
 from helpers import PATIENCE, wait_until
-from processes import Fork
 
 pytestmark = pytest.mark.usefixtures("forks")
 
-_STREAMS = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 TABLE = pa.table({"n": range(1000)})
 
 
@@ -34,22 +33,6 @@ def store(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield path
     if (node := running(path)) is not None:
         os.kill(node.pid, signal.SIGKILL)
-
-
-def run(*arguments: str | Path, status: int = 0) -> str:
-    """Run the command in a process of its own, and return its output."""
-    return _output(Fork("-m", "dissociated", *arguments, **_STREAMS), status)
-
-
-def python(script: str) -> str:
-    return _output(Fork("-c", script, **_STREAMS), 0)
-
-
-def _output(process: Fork, status: int) -> str:
-    with process:
-        output: str = process.communicate(timeout=PATIENCE)[0]
-        assert process.returncode == status, output
-    return output
 
 
 def facts(output: str) -> dict[str, str]:
