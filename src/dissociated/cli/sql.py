@@ -43,9 +43,7 @@ def add_sql(parser: argparse.ArgumentParser) -> None:
         "query", nargs="?", default="-", metavar="QUERY", help="the query (default, or -: read from standard input)"
     )
     add_format_argument(parser, FILE_FORMATS, "table")
-    parser.add_argument(
-        "--into", metavar="[URI/]NAME", help="publish the result as this dataset, instead of printing it"
-    )
+    parser.add_argument("--into", metavar="[URI/]NAME", help="publish the result as this dataset")
     target.add_options(parser)
     parser.set_defaults(uri="", run=_run_sql)
 
@@ -67,7 +65,7 @@ def _run_sql(arguments: argparse.Namespace) -> None:
             _check_kinds([statement.type.name for statement in statements], arguments.into)
             for statement in statements:
                 answer = _answer(connection, client, statement.query)
-                if answer is None:
+                if answer is None or statement.type.name in _CHANGING | _PREPARING:
                     continue
                 if arguments.into and statement is statements[-1]:
                     _publish(answer, arguments)
