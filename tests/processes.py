@@ -183,13 +183,21 @@ def free_port() -> int:
             return port
 
 
-def in_terminal(columns: int, arguments: Sequence[str], environment: Mapping[str, str], cwd: Path | None = None) -> str:
-    """Run a command in a terminal of `columns` columns, and return its output."""
+def in_terminal(
+    columns: int,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    cwd: Path | None = None,
+    *,
+    given: bytes = b"",
+) -> str:
+    """Run a command in a terminal of `columns` columns, in which somebody types `given`, and return its output."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     around = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
     with Child(arguments, stdin=theirs, stdout=theirs, stderr=theirs, env=around, cwd=cwd) as process:
         os.close(theirs)
+        os.write(ours, given)
         written = b""
         with suppress(OSError):  # The terminal's end is reported as EIO.
             while some := os.read(ours, 1 << 16):

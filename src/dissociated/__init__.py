@@ -20,7 +20,7 @@ from dissociated._version import __version__ as __version__
 from dissociated.errors import DatasetNotFound, DissociatedError
 
 if TYPE_CHECKING:
-    from dissociated.client.client import Client, connect
+    from dissociated.client.client import Client
     from dissociated.client.open import (
         open_stream,
         open_stream_async,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from dissociated.codec.options import ReadOptions, WriteOptions
     from dissociated.control.locations import DatasetInfo
     from dissociated.datasets.live import Live
+    from dissociated.node.connect import connect
     from dissociated.server.options import ServerOptions
     from dissociated.server.server import Server
     from dissociated.store.commit import Commit
@@ -45,7 +46,7 @@ else:
         "Server": "server.server",
         "ServerOptions": "server.options",
         "WriteOptions": "codec.options",
-        "connect": "client.client",
+        "connect": "node.connect",
         "open_stream": "client.open",
         "open_stream_async": "client.open",
         "open_stream_on_device": "client.open",

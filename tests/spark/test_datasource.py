@@ -208,7 +208,6 @@ def test_a_dataset_that_never_was_is_not_there(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"path": "x"}, "say where the catalog is"),
         ({"catalog": "grpc://127.0.0.1:1"}, "say where the dataset goes"),
         ({"catalog": "grpc://127.0.0.1:1", "path": "x"}, "127.0.0.1:1"),
         ({"catalog": "grpc://127.0.0.1:1", "path": "x", "tag": "a=b"}, "no option 'tag' for writing; there are .*tags"),

@@ -368,7 +368,6 @@ def test_one_large_batch_is_cut_within(spark: SparkSession, server: dis.Server) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"path": "x"}, "say where the catalog is"),
         ({"catalog": "grpc://127.0.0.1:1"}, "say where the dataset is"),
         ({"catalog": "grpc://127.0.0.1:1", "path": "x"}, "127.0.0.1:1"),
     ],

@@ -7,13 +7,10 @@ import os
 from typing import Any
 
 from dissociated.base.access import Security, Tokens, read_secret, read_token
-from dissociated.client.client import Client, connect
+from dissociated.client.client import Client
 from dissociated.client.request import TIMEOUT
-from dissociated.control.catalog_uri import describe_reach
+from dissociated.control.catalog_uri import ROOTS_VARIABLE, TOKEN_VARIABLE, describe_reach
 from dissociated.monitoring import log
-
-_TOKEN_VARIABLE = "DISSOCIATED_TOKEN"
-_ROOTS = "DISSOCIATED_TLS_ROOTS"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,12 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--token-file",
         metavar="FILE",
-        help=f"file with the token for the catalog (or set {_TOKEN_VARIABLE} to a token)",
+        help=f"file with the token for the catalog (or set {TOKEN_VARIABLE} to a token)",
     )
     group.add_argument(
         "--tls-roots",
         metavar="FILE",
-        help=f"PEM file of the certificates to trust instead of the system's (or set {_ROOTS})",
+        help=f"PEM file of the certificates to trust instead of the system's (or set {ROOTS_VARIABLE})",
     )
     _add_log_arguments(parser.add_argument_group("log"), None)
 
@@ -51,10 +48,8 @@ def client(catalog: str, arguments: argparse.Namespace, timeout: float = TIMEOUT
 
     There is no option for a token itself, because all users of a host can see command lines.
     """
-    token = read_token(arguments.token_file) if arguments.token_file else os.environ.get(_TOKEN_VARIABLE) or None
-    return connect(
-        catalog, timeout=timeout, token=token, tls_roots=arguments.tls_roots or os.environ.get(_ROOTS) or None
-    )
+    token = read_token(arguments.token_file) if arguments.token_file else os.environ.get(TOKEN_VARIABLE) or None
+    return Client(catalog, timeout, token, arguments.tls_roots or os.environ.get(ROOTS_VARIABLE) or None)
 
 
 def add_serving_arguments(parser: argparse.ArgumentParser, peers: bool = False) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from dissociated.cli import access, target, terminal, text
@@ -34,10 +36,10 @@ def _run_ls(arguments: argparse.Namespace) -> None:
     catalog, name = target.find(arguments)
     wanted_tags = tags(arguments.tag)
     with access.client(catalog, arguments) as client:
-        if name and not name.endswith("*"):
+        if name and "*" not in name:
             found = [one for one in [client.describe(name)] if wanted_tags.items() <= one.tags.items()]
         else:
-            found = list(client.list(name.removesuffix("*"), wanted_tags))
+            found = _matching(client, name or "*", wanted_tags)
         problems = [] if arguments.json else _problems(client)
     if arguments.json:
         print(json.dumps([_plain_info(info) for info in found], indent=2))
@@ -202,13 +204,13 @@ def _run_versions(arguments: argparse.Namespace) -> None:
     if not found:
         raise DatasetNotFound(f"no dataset {name!r} is published at {catalog}")
     if arguments.json:
-        print(json.dumps([{**one, "created": text.utc(one["created"])} for one in found], indent=2))
+        print(json.dumps([{**one, "created": one["created"].isoformat()} for one in found], indent=2))
         return
     rows = [
         (
             str(one["version"]),
             text.count(one["rows"]),
-            text.local_time(one["created"]),
+            text.local_time(one["created"].timestamp()),
             "current" if one["current"] else "replaced",
         )
         for one in found
@@ -216,21 +218,51 @@ def _run_versions(arguments: argparse.Namespace) -> None:
     terminal.print_table(("VERSION", "ROWS", "CREATED", "STATE"), rows, right=(0, 1))
 
 
-_DROP = "Make a dataset unavailable. Readers that have begun can finish; the node then removes the segments."
+_DROP = """\
+Make datasets unavailable: the named ones, and those that match a pattern in quotes, as in "team/*". Several datasets
+are dropped after asking. Readers that have begun can finish; the node then removes the segments."""
+_SHOWN = 10  # names of datasets in a question
 
 
 def add_drop(parser: argparse.ArgumentParser) -> None:
     """Add the description, the options and the function of `drop` to its parser."""
     parser.description = _DROP
-    target.add_arguments(parser)
+    target.add_arguments(parser, several=True)
+    parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
     parser.set_defaults(run=_run_drop)
 
 
 def _run_drop(arguments: argparse.Namespace) -> None:
-    """Drop the dataset."""
-    catalog, name = target.find_dataset(arguments)
-    with access.client(catalog, arguments) as client:
-        client.drop(name)
+    """Drop the datasets, after asking if they are several or a pattern has matched them."""
+    with ExitStack() as owned:
+        clients: dict[str, Client] = {}
+        found: dict[tuple[str, str], None] = {}  # in the order of the arguments, each once
+        for one in target.for_each(arguments):
+            catalog, name = target.find_dataset(one)
+            if catalog not in clients:
+                clients[catalog] = owned.enter_context(access.client(catalog, arguments))
+            if "*" in name:
+                matches = [info.name for info in _matching(clients[catalog], name, {})]
+                if not matches:
+                    raise DatasetNotFound(f"no dataset matches {name!r}")
+            else:
+                matches = [name]
+                if len(arguments.uri) > 1:
+                    clients[catalog].describe(name)  # Raise before anything is dropped.
+            found.update(dict.fromkeys((catalog, match) for match in matches))
+        asks = len(arguments.uri) > 1 or "*" in arguments.uri[0]
+        if asks and not arguments.yes:
+            shown = ", ".join(name for _, name in [*found][:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
+            if not terminal.confirm(text.printable(f"Drop {text.plural(len(found), 'dataset')}: {shown}?")):
+                return
+        for catalog, name in found:
+            clients[catalog].drop(name)
+
+
+def _matching(client: Client, pattern: str, wanted_tags: dict[str, str]) -> list[DatasetInfo]:
+    """Return the datasets whose names match a pattern, in which `*` stands for any text."""
+    names = re.compile(".*".join(map(re.escape, pattern.split("*"))), re.DOTALL)
+    return [info for info in client.list(pattern.partition("*")[0], wanted_tags) if names.fullmatch(info.name)]
 
 
 _FORGET = """\

@@ -14,9 +14,9 @@ import pyarrow as pa
 from dissociated.cli.rows import plain_rows
 from dissociated.errors import OptionError
 
-#: Opens a writer of batches of a schema. If the `with` block raises, the file is made invalid, so that no program takes
-#: the incomplete file for a complete one. Text formats cannot be made invalid.
-_Open: TypeAlias = Callable[[Any, pa.Schema], AbstractContextManager[Any]]
+#: Opens a writer of batches of a schema. Its last argument is `FileFormat.choose`. If the `with` block raises, the file
+#: is made invalid, so that no program takes it for a complete one. Text formats cannot be made invalid.
+_Open: TypeAlias = Callable[[Any, pa.Schema, str], AbstractContextManager[Any]]
 
 #: The bytes that make an incomplete IPC stream invalid, since a stream without an end marker is valid. They are no
 #: message. They are longer than the possibly missing rest of the last message, and their number is odd, unlike the
@@ -27,16 +27,20 @@ _NO_FOOTER = b"broken off"
 
 
 class FileFormat(NamedTuple):
-    """An output format: a function that opens a writer, the endings of files, and whether it is Arrow IPC or text."""
+    """An output format: a function that opens a writer, the endings of files, and whether it is Arrow IPC or text.
+
+    Messages say that users choose columns by `choose`.
+    """
 
     open: _Open
     endings: tuple[str, ...] = ()
     is_ipc: bool = False
     is_text: bool = False
+    choose: str = "--columns A,B"
 
 
 @contextmanager
-def _arrow_stream(sink: Any, schema: pa.Schema) -> Iterator[Any]:
+def _arrow_stream(sink: Any, schema: pa.Schema, choose: str) -> Iterator[Any]:
     writer = pa.ipc.new_stream(sink, schema)
     try:
         yield writer
@@ -47,11 +51,11 @@ def _arrow_stream(sink: Any, schema: pa.Schema) -> Iterator[Any]:
         raise
 
 
-def _arrow_file(sink: Any, schema: pa.Schema) -> AbstractContextManager[Any]:
+def _arrow_file(sink: Any, schema: pa.Schema, choose: str) -> AbstractContextManager[Any]:
     return _with_footer(sink, pa.ipc.new_file(sink, schema))
 
 
-def _parquet(sink: Any, schema: pa.Schema) -> AbstractContextManager[Any]:
+def _parquet(sink: Any, schema: pa.Schema, choose: str) -> AbstractContextManager[Any]:
     import pyarrow.parquet
 
     return _with_footer(sink, pyarrow.parquet.ParquetWriter(sink, schema))
@@ -78,25 +82,25 @@ def _spoil(sink: Any, spoiler: bytes, before: Callable[[], object] = lambda: Non
             return
 
 
-def _csv(sink: Any, schema: pa.Schema) -> AbstractContextManager[Any]:
+def _csv(sink: Any, schema: pa.Schema, choose: str) -> AbstractContextManager[Any]:
     import pyarrow.csv
 
     try:
         writer: AbstractContextManager[Any] = pyarrow.csv.CSVWriter(sink, schema)
     except pa.ArrowInvalid as error:
         refused = ", ".join(f"{field.name!r}, {field.type}" for field in schema if str(field.type) in str(error))
-        raise OptionError(f"CSV cannot hold column {refused}: choose --columns, or --format jsonl") from None
+        raise OptionError(f"CSV cannot hold column {refused}: choose {choose}, or --format jsonl") from None
     return writer
 
 
-def _json_lines(sink: Any, schema: pa.Schema) -> AbstractContextManager[Any]:
-    return closing(_JsonLines(sink, schema))
+def _json_lines(sink: Any, schema: pa.Schema, choose: str) -> AbstractContextManager[Any]:
+    return closing(_JsonLines(sink, schema, choose))
 
 
-def _table(sink: Any, schema: pa.Schema) -> AbstractContextManager[Any]:
+def _table(sink: Any, schema: pa.Schema, choose: str) -> AbstractContextManager[Any]:
     from dissociated.cli.rows import RowPrinter
 
-    return closing(RowPrinter(schema))
+    return closing(RowPrinter(schema, choose))
 
 
 FILE_FORMATS = {
@@ -121,9 +125,9 @@ def of_file(path: Path) -> FileFormat:
 class _JsonLines:
     """A writer of one JSON object for each row. Raises OptionError if two columns have the same name."""
 
-    def __init__(self, sink: Any, schema: pa.Schema) -> None:
+    def __init__(self, sink: Any, schema: pa.Schema, choose: str) -> None:
         if len({*schema.names}) < len(schema.names):
-            raise OptionError("two columns have the same name, which a JSON object cannot have: choose --columns")
+            raise OptionError(f"two columns have the same name, which a JSON object cannot have: choose {choose}")
         self._sink = sink
 
     def write_batch(self, batch: pa.RecordBatch) -> None:

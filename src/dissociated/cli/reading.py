@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
@@ -24,14 +24,8 @@ from dissociated.codec.columns import values_size
 from dissociated.codec.split import batches
 from dissociated.codec.validation import Validator
 from dissociated.control.locations import DatasetInfo
-from dissociated.errors import CatalogError, DatasetNotFound, OptionError, WrongKind
+from dissociated.errors import OptionError, WrongKind
 from dissociated.store.files import NewFile
-
-if TYPE_CHECKING:
-    import duckdb
-
-    from dissociated.client.client import Client
-
 
 _HEAD = """\
 Show the first rows of a dataset, as a table or in the format of --format. Only these rows are read.
@@ -176,72 +170,6 @@ def _umask() -> int:
     return mask
 
 
-#: DuckDB has one class for everything that its catalog lacks, and names the missing table in the text alone.
-_MISSING = re.compile("Table with name (.+) does not exist!")
-_SQL = """\
-Run an SQL query with DuckDB (pip install duckdb). The tables are the datasets of the catalog. Write a name in double
-quotes if it has other characters than letters, digits and underscores. Only the columns and rows that the query needs
-are read. DuckDB resolves all other names, so 'other.parquet' is a file.
-
-    dissociated sql "SELECT dest, count(*) FROM flights GROUP BY dest"
-    dissociated sql -f csv < question.sql > answer.csv"""
-
-
-def add_sql(parser: argparse.ArgumentParser) -> None:
-    """Add the description, the options and the function of `sql` to its parser."""
-    parser.description = _SQL
-    parser.add_argument(
-        "query", nargs="?", default="-", metavar="QUERY", help="the query (default, or -: read from standard input)"
-    )
-    add_format_argument(parser, FILE_FORMATS, "table")
-    target.add_options(parser)
-    parser.set_defaults(uri="", run=_run_sql)
-
-
-def _run_sql(arguments: argparse.Namespace) -> None:
-    """Run the query, and print its result."""
-    try:
-        import duckdb
-    except ImportError:
-        raise OptionError("sql needs DuckDB: pip install duckdb") from None
-    if arguments.query == "-" and sys.stdin.isatty():
-        raise OptionError('no query is given: dissociated sql "SELECT ...", or a query on the standard input')
-    query = sys.stdin.read() if arguments.query == "-" else arguments.query
-    with access.client(target.find(arguments).catalog, arguments) as client, duckdb.connect() as connection:
-        connection.execute("SET python_enable_replacements = false")  # names must not refer to Python variables
-        try:
-            for statement in connection.extract_statements(query):
-                answer = _answer(connection, client, statement.query)
-                if answer is not None:
-                    to_stdout(answer.to_arrow_reader(), FILE_FORMATS[arguments.format or "table"])
-        except duckdb.Error as error:
-            raise OptionError(str(error).strip()) from None
-
-
-def _answer(connection: duckdb.DuckDBPyConnection, client: Client, statement: str) -> duckdb.DuckDBPyRelation | None:
-    """Run a statement, and return its result, or None if it is no query.
-
-    If DuckDB does not find a table, the dataset of this name is registered, and the statement is run again.
-    """
-    import duckdb
-
-    known: set[str] = set()
-    while True:
-        try:
-            return connection.sql(statement)
-        except duckdb.CatalogException as error:
-            missing = _MISSING.search(str(error))
-            if missing is None or missing[1] in known:
-                raise
-            known.add(missing[1])
-            try:
-                found = client.dataset(missing[1])
-            except DatasetNotFound as unknown:
-                raise CatalogError(f"{unknown}, and DuckDB has no table of that name") from None
-            check_rows(found.info)
-            connection.register(missing[1], found)
-
-
 _ROWS = re.compile(r"(\d*):(\d*)")
 _NO_END = 2**62  # more rows than there are
 
@@ -353,7 +281,7 @@ def write_batches(
     """
     rows = nbytes = 0
     validator = Validator(reader.schema)
-    with written.open(sink, reader.schema) as writer:
+    with written.open(sink, reader.schema, written.choose) as writer:
         for batch, metadata in batches(reader):
             if written.is_ipc:
                 writer.write_batch(validator.check(batch), custom_metadata=metadata)
@@ -392,7 +320,7 @@ def to_stdout(
     Raises OptionError if the format is no text, and the standard output is a terminal.
     """
     if not written.is_text and sys.stdout.isatty():
-        raise OptionError("this format is binary, and the standard output is a terminal: give a file, -o FILE")
+        raise OptionError("this format is binary, and the standard output is a terminal: redirect it into a file")
     if isinstance(sys.stdout.buffer, io.RawIOBase):  # with PYTHONUNBUFFERED, a write may be partial
         with open(sys.stdout.fileno(), "wb", closefd=False) as sink:
             return write_away(reader, sink, written, advance)

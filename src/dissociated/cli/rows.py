@@ -19,9 +19,13 @@ _MORE = "…"
 
 
 class RowPrinter:
-    """A printer of batches as a table. In a terminal it shows the columns that fit, and elsewhere all columns."""
+    """A printer of batches as a table. In a terminal it shows the columns that fit, and elsewhere all columns.
 
-    def __init__(self, schema: pa.Schema) -> None:
+    A note about hidden columns says that users choose columns by `choose`.
+    """
+
+    def __init__(self, schema: pa.Schema, choose: str) -> None:
+        self._choose = choose
         self._heads = [text.printable(name) for name in schema.names]
         self._right = [types.is_integer(one) or types.is_floating(one) or types.is_decimal(one) for one in schema.types]
         self._limit = terminal.width(sys.stdout)
@@ -39,7 +43,7 @@ class RowPrinter:
         if not self._widths and not self.hidden:
             self._print([[] for _ in self._heads], 0)
         if self.hidden:
-            print(f"{len(self._widths)} of {len(self._heads)} columns: --columns A,B shows others")
+            print(f"{len(self._widths)} of {len(self._heads)} columns: {self._choose} shows others")
 
     def _print(self, columns: list[list[str]], rows: int) -> None:
         longest = [max(map(cell_len, (head, *cells))) for head, cells in zip(self._heads, columns, strict=True)]

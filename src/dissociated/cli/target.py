@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from dissociated.cli import access, text
+from dissociated.control.catalog_uri import CATALOG_VARIABLE
 from dissociated.errors import CatalogError, DissociatedError, OptionError, UriError
 from dissociated.node.launch import default_store, running
 
-_CATALOG = "DISSOCIATED_CATALOG"
 _COMPLETION_TIMEOUT = 1.0  # seconds to wait for the names of datasets in a shell
 _ADDRESS = re.compile(r"(localhost|[\w-]+(\.[\w-]+)+|\[[0-9a-fA-F:]+\]):\d+(/.*)?")  # a URI without its scheme
 
@@ -24,12 +25,19 @@ class Target(NamedTuple):
     name: str
 
 
-def add_arguments(parser: argparse.ArgumentParser, metavar: str = "[URI/]NAME", optional: bool = False) -> None:
-    """Add the argument and the options that `find` reads, and the options of access."""
+def add_arguments(
+    parser: argparse.ArgumentParser, metavar: str = "[URI/]NAME", optional: bool = False, several: bool = False
+) -> None:
+    """Add the argument and the options that `find` reads, and the options of access.
+
+    With `several`, the argument `uri` is a list, whose items `for_each` replaces one by one.
+    """
     described = "the URI of a catalog, the name of a dataset, or both: grpc://HOST:PORT/NAME"
     if metavar == "URI":
         described = "the URI of a catalog: grpc://HOST:PORT"
-    uri = parser.add_argument("uri", metavar=metavar, nargs="?" if optional else None, default="", help=described)
+    uri = parser.add_argument(
+        "uri", metavar=metavar, nargs="+" if several else "?" if optional else None, default="", help=described
+    )
     uri.completer = names  # type: ignore[attr-defined]  # read by argcomplete
     add_options(parser)
 
@@ -40,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--catalog",
         metavar="URI",
-        help=f"catalog to ask if no URI is given (or set {_CATALOG}; default: your node on this host)",
+        help=f"catalog to ask if no URI is given (or set {CATALOG_VARIABLE}; default: your node on this host)",
     )
     group.add_argument("--store", type=Path, metavar="DIR", help="ask the node on this host with this store")
     access.add_arguments(parser)
@@ -52,7 +60,7 @@ def find(arguments: argparse.Namespace) -> Target:
     if uri is None:
         raise CatalogError(
             f"no catalog is given, and no node with the store {str(arguments.store or default_store())!r} runs on "
-            f"this host: give grpc://HOST:PORT/NAME, set {_CATALOG}, or start a node: dissociated node, or "
+            f"this host: give grpc://HOST:PORT/NAME, set {CATALOG_VARIABLE}, or start a node: dissociated start, or "
             "dissociated put FILE NAME"
         )
     return Target(uri, _split(arguments.uri)[1])
@@ -61,6 +69,12 @@ def find(arguments: argparse.Namespace) -> Target:
 def find_dataset(arguments: argparse.Namespace) -> Target:
     """Return the target, which must have a dataset. Raises the errors of `find`, and UriError without a dataset."""
     return Target(find(arguments).catalog, name(arguments.uri))
+
+
+def for_each(arguments: argparse.Namespace) -> Iterator[argparse.Namespace]:
+    """Yield the arguments once for each item of `uri`."""
+    for uri in arguments.uri:
+        yield argparse.Namespace(**{**vars(arguments), "uri": uri})
 
 
 def names(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
@@ -95,7 +109,7 @@ def catalog(arguments: argparse.Namespace, timeout: float = 5.0) -> str | None:
     named, _ = _split(arguments.uri)
     if arguments.store is not None and (named or arguments.catalog):
         raise OptionError("--store and a catalog are both given: give one of them")
-    default = arguments.catalog or (None if arguments.store else os.environ.get(_CATALOG))
+    default = arguments.catalog or (None if arguments.store else os.environ.get(CATALOG_VARIABLE))
     if named:
         return named
     if default:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import IO, TypeAlias
 
 from dissociated.cli import text
+from dissociated.errors import OptionError
 
 #: Reports progress: takes the number of further rows, and their bytes.
 Advance: TypeAlias = Callable[[int, int], None]
@@ -53,6 +54,17 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Seque
     """Print a table, no wider than the terminal if possible."""
     first, _, rest = text.table(head, rows, right, width(sys.stdout)).partition("\n")
     print(bold(first, sys.stdout) + (f"\n{rest}" if rest else ""))
+
+
+def confirm(question: str) -> bool:
+    """Ask a question, and return whether the answer is yes.
+
+    Raises:
+        OptionError: The standard input is no terminal, so nobody can answer.
+    """
+    if not sys.stdin.isatty():
+        raise OptionError(f"{question} Nobody can answer, because the standard input is no terminal: give --yes")
+    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeVar
 
@@ -143,10 +144,11 @@ class CatalogClient:
         """List the versions of a dataset that can still be read, the oldest first.
 
         Returns:
-            For each version: `version`, its number; `created`, in seconds since the epoch; `rows`, or None if they are
-                not known; and `current`, whether a read without a version reads this one.
+            For each version: `version`, its number, counted from 1 for each dataset; `created`, a datetime in UTC;
+                `rows`, or None if they are not known; and `current`, whether a read without a version reads this one.
         """
-        return self._ask_list("versions", {"name": name}, VERSION_FIELDS, "created")
+        found = self._ask_list("versions", {"name": name}, VERSION_FIELDS, "created")
+        return [{**one, "created": datetime.fromtimestamp(one["created"], UTC)} for one in found]
 
     def nodes(self) -> Sequence[dict[str, Any]]:
         """List the nodes that have ever registered at the catalog.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from dissociated.base.buffers import MAX_BODY, MAX_METADATA
+from dissociated.base.buffers import MAX_BODY
 from dissociated.client.asynchronous import asynchronous
 from dissociated.client.calls import CatalogClient
-from dissociated.client.request import MAX_PARALLEL, TIMEOUT
 from dissociated.codec.device import DeviceReader
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.tensor import Tensor
@@ -281,37 +279,3 @@ class Client(CatalogClient):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def connect(
-    catalog_uri: str,
-    *,
-    timeout: float = TIMEOUT,
-    token: str | None = None,
-    tls_roots: str | os.PathLike[str] | None = None,
-    trusted_users: Sequence[str | int] = (),
-    max_metadata: int = MAX_METADATA,
-    trusted_files: bool = False,
-    max_parallel: int = MAX_PARALLEL,
-) -> Client:
-    """Return a client of the catalog at `catalog_uri`. The first call of the client opens the connection.
-
-    Args:
-        catalog_uri: grpc://HOST:PORT, or grpc+tls://HOST:PORT for TLS.
-        timeout: Seconds for which the catalog, or a server, may be silent. Reading over grpc has no time limit, because
-            the arrival of a partial batch cannot be observed there.
-        token: Bearer token that is sent with each call.
-        tls_roots: PEM file with the certificates to trust, for the catalog and for data over tls. None: the system's.
-        trusted_users: Names or ids of users whose servers' memory is mapped over shm, in addition to this user and
-            root.
-        trusted_files: Also map files of these users, who could truncate a file that this process reads. If False, the
-            data in such files comes over another transport.
-        max_parallel: Largest number of parts of a dataset that are opened at once over a network.
-        max_metadata: Largest metadata of a message, in bytes. See `open_stream`. Over grpc, the schema and the metadata
-            of batches are checked after they have arrived.
-
-    Raises:
-        UriError: The URI is invalid.
-        OptionError: An argument is invalid. The client's calls raise CatalogError, AccessDenied and DeadlineExceeded.
-    """
-    return Client(catalog_uri, timeout, token, tls_roots, trusted_users, max_metadata, trusted_files, max_parallel)

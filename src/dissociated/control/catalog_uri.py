@@ -22,6 +22,14 @@ from dissociated.base.private import open_private_directory
 from dissociated.errors import AccessDenied, NotPrivate, TransportError, UriError
 from dissociated.uri import Uri
 
+#: The environment variable with the URI of the catalog for everybody who names none.
+CATALOG_VARIABLE = "DISSOCIATED_CATALOG"
+#: The environment variable with the token for the catalog in CATALOG_VARIABLE.
+TOKEN_VARIABLE = "DISSOCIATED_TOKEN"
+#: The environment variable with the path of the certificates that clients of the command line and of
+#: CATALOG_VARIABLE trust.
+ROOTS_VARIABLE = "DISSOCIATED_TLS_ROOTS"
+
 UNIX_SCHEME = "grpc+unix"
 _SUFFIX = ".sock"
 _PATH_MAX = 107  # bytes, by struct sockaddr_un

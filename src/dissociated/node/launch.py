@@ -22,6 +22,8 @@ from dissociated.errors import AccessDenied, DissociatedError, StoreError
 from dissociated.store.eviction import Policy
 from dissociated.store.layout import NODE_LOG, START_LOCK, known_id, store_id
 
+#: The environment variable with the directory of this user's default store.
+STORE_VARIABLE = "DISSOCIATED_STORE"
 #: The file in a store that contains the address of its node.
 ADDRESS_FILE = "node.json"
 _ANSWER_TIMEOUT = 5.0  # seconds in which a running node must answer
@@ -36,13 +38,14 @@ class NodeAddress:
 
 
 def default_store() -> Path:
-    """Return the directory of the default store: in memory, private to this user.
+    """Return the directory of the default store: $DISSOCIATED_STORE, or one in memory, private to this user.
 
     Any user can create that directory in /dev/shm first. Therefore it is always opened by `open_private_directory`,
     which refuses a directory of another user. $XDG_RUNTIME_DIR is private but unsuitable for data: systemd limits it to
     a tenth of the memory, shares that with the sockets of the session, and empties it when the user logs out.
     """
-    return Path("/dev/shm") / f"dissociated-store-{os.geteuid()}"
+    named = os.environ.get(STORE_VARIABLE)
+    return Path(named).absolute() if named else Path("/dev/shm") / f"dissociated-store-{os.geteuid()}"
 
 
 def running(directory: str | os.PathLike[str], timeout: float = _ANSWER_TIMEOUT) -> NodeAddress | None:

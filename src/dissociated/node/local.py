@@ -23,7 +23,8 @@ from dissociated.uri import Uri
 OPTIONS = "DISSOCIATED_NODE"
 
 _CATALOG_PORT = 8815
-_EMPTY_EXIT = 600.0  # seconds after which an empty and unused node ends that was started here
+#: The seconds after which a node ends that was started for a task, if it is empty and unused.
+EMPTY_EXIT = 600.0
 
 
 def stage_here(catalog: str, connect: Callable[[str], Client], timeout: float = 30.0) -> StagePlace:
@@ -95,7 +96,7 @@ def _ensure_here(catalog: str, timeout: float) -> NodeAddress:
         catalog=catalog,
         listen=() if _option_value("--listen", options) else ("shm:", f"tcp://{address}:0"),
         flight=None if is_unix(catalog) else f"grpc://{address}:0",
-        empty_exit=_EMPTY_EXIT,
+        empty_exit=EMPTY_EXIT,
         options=options,
         timeout=timeout,
     )

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from dissociated.base.access import read_token
-from dissociated.client.client import Client, connect
+from dissociated.client.client import Client
 from dissociated.client.request import TIMEOUT
+from dissociated.control.catalog_uri import CATALOG_VARIABLE
 from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded, NodeUnreachable, OptionError
+from dissociated.node.connect import connect
+from dissociated.node.launch import ensure
+from dissociated.node.local import EMPTY_EXIT
 
 T = TypeVar("T")
 
-#: Environment variable with the URI of the catalog. The option `catalog` wins over it.
-VARIABLE = "DISSOCIATED_CATALOG"
 #: The seconds for which tasks wait for a catalog or a node that is away, unless an option says otherwise.
 WAIT = 60.0
 _MAX_WAIT = 86_400.0
@@ -40,17 +42,15 @@ class CatalogConfig:
     def parse(cls, options: Mapping[str, str]) -> CatalogConfig:
         """Parse the options of a data source.
 
+        If neither they nor the environment name the catalog, it is that of this user's node on the host of the driver,
+        which is started if it is not running.
+
         Raises:
-            CatalogError: Neither the options nor the environment name the catalog.
+            StoreError: The node cannot be started.
             OptionError: The option `wait` is invalid.
         """
         return cls(
-            required(
-                {"catalog": options.get("catalog") or os.environ.get(VARIABLE, "")},
-                "catalog",
-                'the catalog is: .option("catalog", "grpc://HOST:PORT"), the setting spark.dissociated.catalog, or '
-                f"the variable {VARIABLE}",
-            ),
+            options.get("catalog") or os.environ.get(CATALOG_VARIABLE) or ensure(empty_exit=EMPTY_EXIT).uri,
             token_file=options.get("token_file"),
             tls_roots=options.get("tls_roots"),
             wait=_parse_wait(options.get("wait")),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dissociated.base.host import machine_memory
 from dissociated.errors import JarNotMade, PySparkNotFound
-from dissociated.spark.catalog import VARIABLE, CatalogConfig
+from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.jar import jar
 from dissociated.spark.java import java_home
 from dissociated.spark.target import WriteTarget
@@ -110,7 +110,7 @@ def publish(
         df: The DataFrame to publish.
         name: The name of the dataset.
         catalog: The URI of the catalog. Default: the setting spark.dissociated.catalog, or else the variable
-            DISSOCIATED_CATALOG.
+            DISSOCIATED_CATALOG, or else this user's node on this host.
         mode: "overwrite" or "append". Appended rows take the schema of the dataset, matched by column name.
         tags: Tags to keep with the dataset.
         ttl: The time after which the dataset expires, in seconds. Default: never.
@@ -190,7 +190,7 @@ def read(
 
 
 def _catalog(spark: SparkSession, uri: str | None) -> str:
-    configured = uri or spark.conf.get("spark.dissociated.catalog", None) or os.environ.get(VARIABLE, "")
+    configured = uri or spark.conf.get("spark.dissociated.catalog", None) or ""
     return CatalogConfig.parse({"catalog": configured}).uri
 
 

@@ -47,7 +47,7 @@ from dissociated.store.admission import Quota
 from dissociated.store.commit import Commit
 from dissociated.store.directory import Directory, SetAside
 from dissociated.store.eviction import Eviction, Policy
-from dissociated.store.files import Reserve
+from dissociated.store.files import PARTIAL_SUFFIX, Reserve
 from dissociated.store.memfds import Memfds
 from dissociated.store.numbers import Removed
 from dissociated.store.places import Places, Usage
@@ -414,6 +414,18 @@ class Store(ProcessBound):
         """
         with self._locked:
             self._places.remove(*versions)
+
+    def clear(self) -> None:
+        """Remove all versions, the segments that wait for a commit, and the trash that no process uses.
+
+        Raises:
+            StoreError: A version or a segment cannot be removed.
+        """
+        with self._locked:
+            self.remove(*self.versions())
+            self.discard(name for name in self.staged() if not name.endswith(PARTIAL_SUFFIX))
+            self.sweep()
+            self._places.empty_trash()
 
     def spilled(self, version: Version) -> bool:
         """Return whether a version lies in the directory on disk."""

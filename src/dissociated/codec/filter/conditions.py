@@ -50,6 +50,16 @@ class _Uncertain(Exception):
     """Spark's result cannot be determined with Arrow."""
 
 
+class _NotRead(Exception):
+    """A value is no date or no time of a column's type, and `form` is one."""
+
+    def __init__(self, value: Any, to: pa.DataType) -> None:
+        self.value = value
+        self.form = "2026-11-24"
+        if types.is_timestamp(to):
+            self.form = "2026-11-24T10:30:00" if to.tz is None else "2026-11-24T10:30:00+01:00"
+
+
 @dataclass(frozen=True)
 class Condition:
     """A comparison of a column, or of a field nested in it, with a value."""
@@ -107,6 +117,11 @@ class Condition:
     def _certain(self, type_: pa.DataType) -> Iterator[None]:
         try:
             yield
+        except _NotRead as error:
+            raise OptionError(
+                f"column {'.'.join(self.path)!r} is {type_}, and {str(error.value)!r} is no value of it: write it in "
+                f"ISO 8601, such as {error.form!r}"
+            ) from None
         except (pa.ArrowException, _Uncertain, LookupError, ValueError, TypeError, OverflowError, InvalidOperation):
             raise OptionError(
                 f"column {'.'.join(self.path)!r} is {type_}, and the result of {self.operator!r}"
@@ -114,6 +129,8 @@ class Condition:
             ) from None
 
     def _decide(self, column: _Column, type_: pa.DataType) -> Any:
+        if types.is_dictionary(type_):
+            column, type_ = column.cast(type_.value_type), type_.value_type
         if self.operator in _UNARY:
             return _UNARY[self.operator](column)
         if self.operator in _TEXT:
@@ -300,6 +317,14 @@ def _values(known: Sequence[Any], type_: pa.DataType) -> Iterator[pa.Scalar]:
             yield grid.scalar(number, type_)
 
 
+def _parse_iso(kind: type[date], value: str, to: pa.DataType) -> date:
+    """Parse a date or a datetime. Raise _NotRead if the text has another form."""
+    try:
+        return kind.fromisoformat(value)
+    except ValueError:
+        raise _NotRead(value, to) from None
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -310,9 +335,11 @@ def _ticks(value: Any, to: pa.DataType) -> tuple[int, int]:
     Digits of a text below microseconds only count if the column has nanoseconds; otherwise Spark ignores them. Raises
     _Uncertain and ValueError.
     """
-    moment = datetime.fromisoformat(value) if isinstance(value, str) else value
-    if not isinstance(moment, datetime) or (moment.tzinfo is None) is not (to.tz is None):
+    moment = _parse_iso(datetime, value, to) if isinstance(value, str) else value
+    if not isinstance(moment, datetime):
         raise _Uncertain
+    if (moment.tzinfo is None) is not (to.tz is None):
+        raise _NotRead(value, to)
     nanoseconds = getattr(moment, "nanosecond", 0)  # pandas' timestamps have it
     if isinstance(value, str) and to.unit == "ns" and (below := _BELOW_MICROSECONDS.search(value)):
         nanoseconds = int(below[1].ljust(3, "0"))
@@ -325,7 +352,7 @@ def _scalar(value: Any, to: pa.DataType) -> pa.Scalar:
     if value is None:
         return pa.scalar(None, to)
     if types.is_date(to) and isinstance(value, str | date) and not isinstance(value, datetime):
-        return pa.scalar(date.fromisoformat(value) if isinstance(value, str) else value, to)
+        return pa.scalar(_parse_iso(date, value, to) if isinstance(value, str) else value, to)
     if types.is_floating(to) and _is_number(value):
         scalar = pa.scalar(float(value), to)
         if math.isnan(value) or scalar.as_py() == value:
