@@ -21,7 +21,7 @@ import pytest
 import dissociated
 import dissociated.spark
 from dissociated import ipc
-from pages import ROOT
+from pages import PAGES, ROOT, blocks
 
 SITE_NEEDS = ("griffe_sphinx", "mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers.python")
 
@@ -164,3 +164,14 @@ def test_a_package_index_shows_a_readme_whose_links_all_work() -> None:
         readme = re.sub(change["pattern"], change["replacement"], readme)
     assert re.findall(r"\]\((?!https://)[^)]*\)|\]:\s*(?!https://)\S+|(?:src|href)=", readme) == []
     assert "`docs/spark.md`" in readme
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_fits_80_columns(page: Path) -> None:
+    wide = [
+        f"{page.name}:{block.line + number}: {len(line)} columns"
+        for block in blocks(page)
+        for number, line in enumerate(block.code.splitlines())
+        if len(line) > 80
+    ]
+    assert wide == []
