@@ -2,54 +2,261 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import itertools
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pytest
 from pyspark.errors import PySparkException
 
 import dissociated as dis
+from dissociated.node.node import Node
+from dissociated.store.store import Store
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-def test_datasets_are_tables(spark: SparkSession, catalog: str, client: dis.Client) -> None:
-    spark.conf.set("spark.sql.catalog.ours", "org.apache.spark.sql.dissociated.DatasetCatalog")
-    spark.conf.set("spark.sql.catalog.ours.catalog", catalog)
+_numbers = itertools.count()
 
+
+@pytest.fixture
+def ours(spark: SparkSession, catalog: str) -> str:
+    """Return the name of a catalog of Spark's with the tables of a new server."""
+    return _name(spark, catalog)
+
+
+@pytest.fixture
+def kept(spark: SparkSession, memory: Path) -> Iterator[str]:
+    """Return the name of a catalog of Spark's with the tables of a node, which keeps replaced versions."""
+    with Node(Store(memory / "store"), ["shm:"], flight="grpc://127.0.0.1:0") as node:
+        yield _name(spark, node.uri)
+
+
+def _name(spark: SparkSession, uri: str) -> str:
+    name = f"catalog{next(_numbers)}"  # Spark opens a catalog once for each name
+    spark.conf.set(f"spark.sql.catalog.{name}", "org.apache.spark.sql.dissociated.DatasetCatalog")
+    spark.conf.set(f"spark.sql.catalog.{name}.catalog", uri)
+    return name
+
+
+def rows(spark: SparkSession, statement: str) -> list[tuple[Any, ...]]:
+    return [tuple(row) for row in spark.sql(statement).collect()]
+
+
+def test_datasets_are_tables(spark: SparkSession, ours: str, client: dis.Client) -> None:
     def names() -> list[str]:
-        return sorted(row.tableName for row in spark.sql("SHOW TABLES IN ours").collect())
+        return sorted(row.tableName for row in spark.sql(f"SHOW TABLES IN {ours}").collect())
 
     assert names() == []
-    spark.sql("CREATE TABLE ours.flights (number BIGINT, dest STRING NOT NULL)")
+    spark.sql(f"CREATE TABLE {ours}.flights (number BIGINT, dest STRING NOT NULL)")
     assert client.read("flights").read_all().num_rows == 0
-    assert [tuple(row)[:2] for row in spark.sql("DESCRIBE ours.flights").collect()] == [
+    assert [tuple(row)[:2] for row in spark.sql(f"DESCRIBE {ours}.flights").collect()] == [
         ("number", "bigint"),
         ("dest", "string"),
     ]
-    spark.sql("INSERT INTO ours.flights VALUES (1, 'Oslo'), (2, 'Rome')")
-    spark.sql("INSERT INTO ours.flights (dest, number) SELECT concat('to ', id), id FROM range(3, 5)")
-    found = spark.sql("SELECT dest FROM ours.flights WHERE number > 1 ORDER BY number").collect()
+    spark.sql(f"INSERT INTO {ours}.flights VALUES (1, 'Oslo'), (2, 'Rome')")
+    spark.sql(f"INSERT INTO {ours}.flights (dest, number) SELECT concat('to ', id), id FROM range(3, 5)")
+    found = spark.sql(f"SELECT dest FROM {ours}.flights WHERE number > 1 ORDER BY number").collect()
     assert [row.dest for row in found] == ["Rome", "to 3", "to 4"]
-    spark.sql("INSERT OVERWRITE ours.flights VALUES (7, 'Bern')")
+    spark.sql(f"INSERT OVERWRITE {ours}.flights VALUES (7, 'Bern')")
     assert client.read("flights").read_all().to_pylist() == [{"number": 7, "dest": "Bern"}]
-    spark.sql("CREATE TABLE ours.far AS SELECT number + 1 AS number FROM ours.flights")
-    spark.table("ours.flights").writeTo("ours.near").create()
-    spark.range(3).write.mode("append").saveAsTable("ours.`with.dots`")
+    spark.sql(f"CREATE TABLE {ours}.far AS SELECT number + 1 AS number FROM {ours}.flights")
+    spark.table(f"{ours}.flights").writeTo(f"{ours}.near").create()
+    spark.range(3).write.mode("append").saveAsTable(f"{ours}.`with.dots`")
     assert client.read("far").read_all().to_pylist() == [{"number": 8}]
     assert client["with.dots"].count_rows() == 3
     with pytest.raises(PySparkException, match="no partitions by columns"):
-        spark.sql("CREATE TABLE ours.parted (n INT) PARTITIONED BY (n)")
+        spark.sql(f"CREATE TABLE {ours}.parted (n INT) PARTITIONED BY (n)")
     with pytest.raises(PySparkException, match="already exists"):
-        spark.sql("CREATE TABLE ours.far AS SELECT 1 AS number")
-    spark.sql("CREATE OR REPLACE TABLE ours.far AS SELECT 'x' AS letter")
+        spark.sql(f"CREATE TABLE {ours}.far AS SELECT 1 AS number")
+    spark.sql(f"CREATE OR REPLACE TABLE {ours}.far AS SELECT 'x' AS letter")
     assert client.read("far").read_all().to_pylist() == [{"letter": "x"}]
-    spark.sql("CREATE OR REPLACE TABLE ours.near (n INT)")
+    spark.sql(f"CREATE OR REPLACE TABLE {ours}.near (n INT)")
     assert client.read("near").read_all().schema.names == ["n"]
-    spark.range(5).write.mode("ignore").saveAsTable("ours.far")
-    assert spark.table("ours.far").count() == 1
-    assert names() == ["far", "flights", "near", "with.dots"]
-    spark.sql("DROP TABLE ours.far")
-    assert names() == ["flights", "near", "with.dots"]
+    spark.range(5).write.mode("ignore").saveAsTable(f"{ours}.far")
+    assert spark.table(f"{ours}.far").count() == 1
+    assert names() == ["far", "flights", "near"]
+    assert rows(spark, f"SHOW TABLES IN {ours}.with") == [("with", "dots", False)]
+    spark.sql(f"DROP TABLE {ours}.far")
+    assert names() == ["flights", "near"]
     with pytest.raises(PySparkException, match="cannot be found"):
-        spark.table("ours.far")
+        spark.table(f"{ours}.far")
+
+
+def test_a_table_keeps_its_comment_and_properties(spark: SparkSession, ours: str, client: dis.Client) -> None:
+    spark.sql(f"CREATE TABLE {ours}.t (n INT COMMENT 'a number') COMMENT 'of mine' TBLPROPERTIES ('team' = 'x')")
+    spark.sql(f"INSERT INTO {ours}.t VALUES (1)")
+    spark.sql(f"INSERT OVERWRITE {ours}.t VALUES (2)")
+    assert client.describe("t").tags == {"comment": "of mine", "team": "x"}
+    assert rows(spark, f"SHOW TBLPROPERTIES {ours}.t") == [("team", "x")]
+    described = [row[:2] for row in rows(spark, f"DESCRIBE EXTENDED {ours}.t")]
+    assert {("Comment", "of mine"), ("Provider", "dissociated"), ("Table Properties", "[team=x]")} <= {*described}
+    assert rows(spark, f"DESCRIBE {ours}.t") == [("n", "int", "a number")]
+    spark.sql(f"CREATE TABLE {ours}.copied TBLPROPERTIES ('team' = 'y') AS SELECT * FROM {ours}.t")
+    assert client.describe("copied").tags == {"team": "y"}
+    spark.range(1).writeTo(f"{ours}.both").tableProperty("team", "z").option("tags", "year=2026").create()
+    assert client.describe("both").tags == {"team": "z", "year": "2026"}
+    spark.sql(f"TRUNCATE TABLE {ours}.t")
+    assert client.describe("t").tags == {"comment": "of mine", "team": "x"}
+    assert client["t"].count_rows() == 0
+
+
+@pytest.mark.parametrize(
+    ("clause", "named"),
+    [
+        ("(n INT) USING parquet", "USING parquet"),
+        ("USING parquet AS SELECT 1 AS n", "USING parquet"),
+        ("(n INT) USING orc", "USING orc"),
+        ("(n INT) OPTIONS (compression 'zstd')", "OPTIONS"),
+        ("(n INT) USING dissociated OPTIONS (compression 'zstd')", "OPTIONS"),
+        ("(n INT) LOCATION '/somewhere'", "LOCATION"),
+        ("(n INT) CLUSTER BY (n)", "no partitions by columns"),
+        ("(n INT DEFAULT 3)", "column default value"),
+        ("(n INT PRIMARY KEY)", "table constraint"),
+    ],
+)
+def test_a_table_refuses_what_it_cannot_keep(
+    spark: SparkSession, ours: str, client: dis.Client, clause: str, named: str
+) -> None:
+    with pytest.raises(PySparkException, match=named):
+        spark.sql(f"CREATE TABLE {ours}.t {clause}")
+    assert "t" not in client
+
+
+def test_kept_versions_are_read_by_number_and_by_time(spark: SparkSession, kept: str) -> None:
+    spark.sql(f"CREATE TABLE {kept}.t AS SELECT 1 AS n")
+    spark.sql(f"INSERT INTO {kept}.t VALUES (2)")
+    between = datetime.now(UTC).isoformat()
+    spark.sql(f"CREATE OR REPLACE TABLE {kept}.t AS SELECT 'three' AS word")
+    assert rows(spark, f"SELECT * FROM {kept}.t VERSION AS OF 1") == [(1,)]
+    assert sorted(rows(spark, f"SELECT * FROM {kept}.t VERSION AS OF 2")) == [(1,), (2,)]
+    assert rows(spark, f"SELECT * FROM {kept}.t VERSION AS OF 3") == [("three",)]
+    assert spark.read.option("versionAsOf", 1).table(f"{kept}.t").collect() == [(1,)]
+    assert rows(spark, f"SELECT sum(n) FROM {kept}.t TIMESTAMP AS OF '{between}'") == [(3,)]
+    assert rows(spark, f"SELECT * FROM {kept}.t TIMESTAMP AS OF current_timestamp()") == [("three",)]
+    with pytest.raises(PySparkException, match=r"no version 7 .*Versions that are kept: 1 of .*, 2 of .*, 3 of "):
+        spark.sql(f"SELECT * FROM {kept}.t VERSION AS OF 7")
+    with pytest.raises(PySparkException, match=r"at 2020-01-01 .* is not kept.* 1 of "):
+        spark.sql(f"SELECT * FROM {kept}.t TIMESTAMP AS OF '2020-01-01T12:00:00Z'")
+    with pytest.raises(PySparkException, match="cannot be found"):
+        spark.sql(f"SELECT * FROM {kept}.other VERSION AS OF 1")
+
+
+def test_a_moment_whose_version_may_be_gone_is_refused(spark: SparkSession, ours: str, client: dis.Client) -> None:
+    """The server keeps a replaced version only while somebody reads it."""
+    client.put("t", pa.table({"n": [1]}))
+    with client.read("t") as reader:
+        spark.sql(f"INSERT OVERWRITE {ours}.t VALUES (2)")
+        between = datetime.now(UTC).isoformat()
+        spark.sql(f"INSERT OVERWRITE {ours}.t VALUES (3)")
+        assert [one["version"] for one in client.versions("t")][-1] == 3
+        with pytest.raises(PySparkException, match="is not kept"):
+            spark.sql(f"SELECT * FROM {ours}.t TIMESTAMP AS OF '{between}'")
+        assert reader.read_all().to_pydict() == {"n": [1]}
+
+
+def test_namespaces_are_the_beginnings_of_names(spark: SparkSession, ours: str, client: dis.Client) -> None:
+    def namespaces(of: str = "") -> list[str]:
+        return sorted(row.namespace for row in spark.sql(f"SHOW NAMESPACES IN {ours}{of}").collect())
+
+    client.put(".odd..name", pa.table({"n": [1]}))
+    assert namespaces() == []
+    spark.sql(f"CREATE NAMESPACE {ours}.new")
+    spark.sql(f"CREATE NAMESPACE IF NOT EXISTS {ours}.new")
+    with pytest.raises(PySparkException, match="already exists"):
+        spark.sql(f"CREATE NAMESPACE {ours}.new")
+    with pytest.raises(PySparkException, match="has no properties"):
+        spark.sql(f"CREATE NAMESPACE {ours}.other COMMENT 'mine'")
+    assert rows(spark, f"SHOW TABLES IN {ours}.new") == []
+    spark.sql(f"CREATE TABLE {ours}.a.b.t AS SELECT 1 AS n")
+    assert (namespaces(), namespaces(".a")) == (["a", "new"], ["a.b"])
+    assert rows(spark, f"SHOW TABLES IN {ours}.a.b") == [("a.b", "t", False)]
+    assert [row[1] for row in rows(spark, f"SHOW TABLES IN {ours}")] == [".odd..name"]
+    assert client.read("a.b.t").read_all().to_pydict() == {"n": [1]}
+    with pytest.raises(PySparkException, match="cannot be found"):
+        spark.sql(f"SHOW TABLES IN {ours}.none")
+    with pytest.raises(PySparkException, match="contains objects"):
+        spark.sql(f"DROP NAMESPACE {ours}.a")
+    spark.sql(f"DROP NAMESPACE {ours}.a CASCADE")
+    spark.sql(f"DROP NAMESPACE {ours}.new")
+    assert namespaces() == []
+    assert [info.name for info in client.list()] == [".odd..name"]
+
+
+def test_a_dynamic_overwrite_replaces_the_table(spark: SparkSession, ours: str, client: dis.Client) -> None:
+    """A table without partitions is one partition."""
+    spark.range(3).writeTo(f"{ours}.t").create()
+    spark.conf.set("spark.sql.sources.partitionOverwriteMode", "dynamic")
+    try:
+        spark.sql(f"INSERT OVERWRITE {ours}.t VALUES (7)")
+        assert client.read("t").read_all().to_pydict() == {"id": [7]}
+        spark.range(1).write.mode("overwrite").insertInto(f"{ours}.t")
+        assert client.read("t").read_all().to_pydict() == {"id": [0]}
+    finally:
+        spark.conf.unset("spark.sql.sources.partitionOverwriteMode")
+    spark.range(2).writeTo(f"{ours}.t").overwritePartitions()
+    assert client["t"].count_rows() == 2
+
+
+def test_explain_tells_the_version_and_what_is_pushed(
+    spark: SparkSession, ours: str, client: dis.Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client.put("t", pa.table({"n": [1, 2], "s": ["a", "b"], "unread": [0.0, 0.0]}))
+    spark.table(f"{ours}.t").where("n > 1 AND s IN ('a', 'b')").select("s").explain()
+    said = capsys.readouterr().out
+    assert "dissociated t, version 1, columns [n, s], pushed filters [" in said
+    for part in ("n > 1", "s IN (a, b)", "partitions 1"):
+        assert part in said
+    spark.table(f"{ours}.t").limit(1).explain()
+    assert "columns [n, s, unread], pushed filters [], limit 1, partitions 1" in capsys.readouterr().out
+
+
+def test_an_error_is_not_said_to_be_of_python(spark: SparkSession, catalog: str) -> None:
+    with pytest.raises(PySparkException) as error:
+        spark.read.format("dissociated").option("catalog", catalog).load("none").collect()
+    assert "no dataset 'none'" in str(error.value)
+    assert "Python data source" not in str(error.value)
+    assert error.value.getCondition() == "DATA_SOURCE_EXTERNAL_ERROR"
+
+
+def test_columns_that_differ_in_case_are_refused_or_read(
+    spark: SparkSession, catalog: str, ours: str, client: dis.Client
+) -> None:
+    both = spark.sql("SELECT 1 AS a, 2 AS A")
+    with pytest.raises(PySparkException, match="COLUMN_ALREADY_EXISTS"):
+        both.write.format("dissociated").option("catalog", catalog).mode("overwrite").save("t")
+    assert "t" not in client
+    client.put("t", pa.table({"a": [1, 3], "A": [2, 4], "b": [5, 6]}))
+    found = spark.table(f"{ours}.t").toDF("lower", "upper", "b")
+    assert found.where("lower = 1 AND upper = 2 AND b > 0").collect() == [(1, 2, 5)]
+    assert found.select("upper").collect() == [(2,), (4,)]
+    assert found.where("upper = 3").collect() == []
+
+
+def test_types_that_only_spark_has_are_kept(spark: SparkSession, ours: str, client: dis.Client) -> None:
+    columns = {
+        "c": "char(5)",
+        "v": "varchar(3)",
+        "i": "interval year to month",
+        "y": "interval year",
+        "a": "array<void>",
+    }
+    spark.sql(f"CREATE TABLE {ours}.t ({', '.join(f'{name} {type_}' for name, type_ in columns.items())})")
+    spark.sql(f"INSERT INTO {ours}.t VALUES ('ab', 'abc', INTERVAL '1-2' YEAR TO MONTH, INTERVAL '3' YEAR, array())")
+    spark.sql(f"INSERT INTO {ours}.t VALUES (null, null, null, null, null)")
+    spark.sql(f"CREATE TABLE {ours}.copied AS SELECT * FROM {ours}.t")
+    for table in ("t", "copied"):
+        assert {row[0]: row[1] for row in rows(spark, f"DESCRIBE {ours}.{table}")} == columns
+        assert rows(
+            spark, f"SELECT c, v, CAST(i AS STRING), CAST(y AS STRING), a FROM {ours}.{table} WHERE c = 'ab'"
+        ) == [("ab   ", "abc", "INTERVAL '1-2' YEAR TO MONTH", "INTERVAL '3' YEAR", [])]
+        assert client.read(table).read_all()["i"].to_pylist() == [14, None]
+    for after in ("> INTERVAL '1-1'", "= INTERVAL '1-2'"):
+        assert rows(spark, f"SELECT v FROM {ours}.t WHERE i {after} YEAR TO MONTH") == [("abc",)]
+    for values in ("'abcdef', 'a'", "'a', 'abcd'"):
+        with pytest.raises(PySparkException, match="Exceeds char/varchar type length limitation"):
+            spark.sql(f"INSERT INTO {ours}.t (c, v) VALUES ({values})")

@@ -83,8 +83,13 @@ def test_partitions_are_of_the_bytes_that_are_read_and_enough_for_all_tasks(
     assert partitions(1.0, 1) == COUNT
     assert partitions(0.5, 1) == COUNT // 2
     assert partitions(0.01, 1) == 1
-    assert partitions(0.01, 2) == 2
-    assert partitions(0.01, 100) == COUNT
+    monkeypatch.setattr("dissociated.spark.sidecar._SLICE_BYTES", nbytes)
+    monkeypatch.setattr("dissociated.spark.reader._MIN_SLICE_BYTES", nbytes // COUNT)
+    assert partitions(1.0, 1) == 1
+    assert partitions(1.0, 2) == 2
+    assert partitions(1.0, 100) == COUNT
+    assert partitions(0.5, 100) == COUNT // 2
+    assert partitions(0.01, 100) == 1
 
 
 def test_requests_are_utf_8_whatever_the_encoding_of_the_machine(node: Node) -> None:

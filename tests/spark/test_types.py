@@ -5,10 +5,17 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from pyspark.sql.types import ArrayType, DayTimeIntervalType, NullType, StructType
+from pyspark.sql.types import (
+    ArrayType,
+    CalendarIntervalType,
+    DayTimeIntervalType,
+    IntegerType,
+    NullType,
+    StructType,
+)
 
 from dissociated.errors import SourceError
-from dissociated.spark.types import arrow_schema, conform, kept_type
+from dissociated.spark.types import arrow_schema, conform, function_schema, kept_type
 
 
 @pytest.mark.usefixtures("spark")  # which knows types by name
@@ -27,11 +34,28 @@ def test_instants_are_in_utc_at_every_depth() -> None:
 
 @pytest.mark.usefixtures("spark")  # which knows types by name
 def test_a_type_that_arrow_lacks_names_its_column() -> None:
-    schema: Any = StructType.fromDDL("fine int, age struct<months: interval year to month>")
-    with pytest.raises(SourceError, match=r"column 'age'.*interval year to month.*cast it, or drop"):
+    schema = StructType().add("fine", IntegerType()).add("span", CalendarIntervalType())
+    with pytest.raises(SourceError, match=r"column 'span'.*interval.*cast it, or drop"):
         arrow_schema(schema)
-    with pytest.raises(SourceError, match=r"column 'none' has the type array<void>.*cast it, or drop"):
-        arrow_schema(StructType().add("none", ArrayType(NullType(), containsNull=False)))  # the type of `array()`
+    with pytest.raises(SourceError, match=r"column 'none' has the type void.*cast it, or drop"):
+        arrow_schema(StructType().add("none", NullType(), nullable=False))
+    of_the_jvm: Any = StructType.fromDDL("fine int, age struct<months: interval year to month>")
+    with pytest.raises(SourceError, match=r"column 'age'.*interval year to month.*cast it, or drop"):
+        function_schema(of_the_jvm)
+
+
+@pytest.mark.usefixtures("spark")  # which knows types by name
+def test_a_type_that_only_spark_has_is_kept_beside_the_type_that_carries_it() -> None:
+    wanted: Any = StructType.fromDDL("c char(5), v array<varchar(3)>, age struct<months: interval year to month>")
+    wanted.add("none", ArrayType(NullType(), containsNull=False))  # the type of `array()`
+    schema = arrow_schema(wanted)
+    assert schema.types == [
+        pa.string(),
+        pa.list_(pa.field("element", pa.string())),
+        pa.struct({"months": pa.int32()}),
+        pa.list_(pa.field("element", pa.null())),
+    ]
+    assert [kept_type(field) for field in schema] == [field.dataType for field in wanted]
 
 
 @pytest.mark.usefixtures("spark")  # which knows types by name

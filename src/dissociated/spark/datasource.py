@@ -14,7 +14,7 @@ from pyspark.sql.types import StructType
 from dissociated.spark.reader import DatasetReader
 from dissociated.spark.request import Request
 from dissociated.spark.target import WriteTarget
-from dissociated.spark.types import arrow_schema
+from dissociated.spark.types import arrow_schema, function_schema
 from dissociated.spark.writer import DatasetWriter
 
 
@@ -32,12 +32,14 @@ class DissociatedDataSource(DataSource):
         return "dissociated"
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
+        function_schema(schema)  # raises for types that only the data source for Spark's JVM has
         return DatasetWriter(
             WriteTarget.parse(self.options, "overwrite" if overwrite else "append", '.save("NAME")'),
             arrow_schema(schema),
         )
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:
+        function_schema(schema)
         # Only streaming needs Spark 4.2; this module also loads on Spark 4.1.
         from dissociated.spark.streaming import DatasetStreamWriter
 
@@ -57,4 +59,5 @@ class DissociatedDataSource(DataSource):
     def reader(self, schema: StructType) -> DataSourceReader:
         request = Request.parse(self.options)
         request.check_columns(schema)
+        function_schema(schema)
         return DatasetReader(request, schema)

@@ -39,6 +39,7 @@ from dissociated.spark.types import arrow_schema
 
 #: Bytes of one partition, unless the option `partitions` sets the number of partitions.
 SLICE_BYTES = 64 << 20
+_MIN_SLICE_BYTES = 4 << 20  # of a slice for a task that would have none otherwise
 _LOOKUP_TTL = 10.0  # seconds
 _MAX_ROWS = 10_000  # of a batch for Spark's Python, which is slower with larger batches
 _ALL_BATCHES = 0, sys.maxsize
@@ -71,7 +72,7 @@ class DatasetReader(DataSourceReader):
             slice_bytes: The approximate size of a slice, in bytes that are read.
             share: The fraction of the bytes of a row that is read.
             tasks: The number of tasks that run at once. If there would be fewer slices than tasks, slices are smaller,
-                but not smaller than `slice_bytes` of all columns.
+                but not smaller than 4 MiB that are read.
 
         Raises:
             DatasetNotFound: The planned version is gone.
@@ -82,7 +83,8 @@ class DatasetReader(DataSourceReader):
             info = self._describe(client, planned)
             # Raises, before any task runs, if the columns or filters do not fit the schema.
             _BatchFilter(self.request, self.schema, info.schema)
-            nbytes = min(slice_bytes / share, max(slice_bytes, (info.nbytes or 0) / tasks))
+            nbytes = (info.nbytes or 0) * share
+            parts = max(math.ceil(nbytes / slice_bytes), min(tasks, int(nbytes / _MIN_SLICE_BYTES)))
             return [
                 EndpointPartition(
                     info.version,
@@ -95,7 +97,7 @@ class DatasetReader(DataSourceReader):
                     whole=whole,
                 )
                 for number, endpoint in enumerate(info.endpoints)
-                for one, whole in self._slices(client, info, endpoint, nbytes)
+                for one, whole in self._slices(client, info, endpoint, self.request.partitions or parts)
             ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -266,16 +268,14 @@ class DatasetReader(DataSourceReader):
             ) from None
 
     def _slices(
-        self, client: Client, info: DatasetInfo, endpoint: Endpoint, slice_bytes: float
+        self, client: Client, info: DatasetInfo, endpoint: Endpoint, parts: int
     ) -> Sequence[tuple[Slice | None, bool]]:
-        """Cut an endpoint into slices.
+        """Cut an endpoint into slices, of which the dataset has about `parts`.
 
         Returns:
             Each slice, and whether it consists of whole batches; None for the whole endpoint, if it cannot be cut.
         """
         whole: list[tuple[Slice | None, bool]] = [(None, True)]
-        count = self.request.partitions
-        parts = count or math.ceil((info.nbytes or 0) / slice_bytes)
         # A published reader can be read only once, and its number of rows is unknown.
         if not info.rows or parts <= 1:
             return whole

@@ -20,9 +20,11 @@ The JVM starts the process, and the process ends with the JVM. Requests are line
                                             batches, and proves that the previous batches were held until then
     close(stream)                           releases the batches and their memory
 
-    tables(options), table_exists(options, name), table_schema(options, name), create_table(options, name, schema),
-    drop_table(options, name)               the datasets of a catalog as tables, for Spark's catalog plug-in; `options`
+    tables(options), table_exists(options, name), load_table(options, name, version, timestamp),
+    create_table(options, name, schema, tags), drop_table(options, name)
+                                            the datasets of a catalog as tables, for Spark's catalog plug-in; `options`
                                             name the catalog
+    merged_tags(tags, added)                the text of the option `tags` for the tags of a table and further ones
 
 and the calls of `dissociated.spark.staging`, for writing.
 
@@ -46,11 +48,13 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Any
 
 import pyarrow as pa
 from pyspark.sql.types import StructType
 
+from dissociated.client.client import Client
 from dissociated.codec.reader import read_schema
 from dissociated.errors import DatasetNotFound, DissociatedError, RemoteProtocolError
 from dissociated.memory.region import AddressSpace
@@ -63,7 +67,7 @@ from dissociated.spark.reader import DatasetReader
 from dissociated.spark.request import PlannedVersion, Request
 from dissociated.spark.staging import Writes
 from dissociated.spark.stream import SharedStream
-from dissociated.spark.target import WriteTarget
+from dissociated.spark.target import WriteTarget, parse_tags
 from dissociated.spark.types import arrow_schema
 from dissociated.spark.writer import commit
 from dissociated.store.commit import Commit
@@ -177,15 +181,67 @@ def table_exists(options: Mapping[str, str], name: str) -> bool:
         return name in client
 
 
-def table_schema(options: Mapping[str, str], name: str) -> str:
-    """Return the schema of a table in Spark's JSON."""
-    return Request(CatalogConfig.parse(options), name).schema().json()
+def load_table(
+    options: Mapping[str, str], name: str, version: str | None = None, timestamp: int | None = None
+) -> Mapping[str, Any] | None:
+    """Return the schema of a table in Spark's JSON, its tags, and the number of its version.
+
+    Args:
+        options: The options of the catalog.
+        name: The name of the dataset.
+        version: The number of a version that is kept. Default: the current version.
+        timestamp: A moment whose version is wanted, in microseconds since 1970.
+
+    Returns:
+        None if there is no such table.
+
+    Raises:
+        DatasetNotFound: The table exists, and the version is not kept.
+    """
+    config = CatalogConfig.parse(options)
+    with config.connect() as client:
+        if name not in client:
+            return None
+        if timestamp is not None:
+            version = str(_version_at(client, name, timestamp / 1e6))
+        request = Request.parse({**options, "path": name, **({} if version is None else {"version": version})})
+        try:
+            info = request.describe(client)
+        except DatasetNotFound as error:
+            raise DatasetNotFound(f"{error}. {_kept_versions(client.versions(name))}") from None
+    return {"schema": spark_schema(info.schema).json(), "tags": dict(info.tags), "version": info.version}
 
 
-def create_table(options: Mapping[str, str], name: str, schema: str) -> None:
+def _version_at(client: Client, name: str, moment: float) -> int:
+    """Return the number of the version that was current at a moment, in seconds since 1970.
+
+    Raises:
+        DatasetNotFound: The version is not kept.
+    """
+    kept = client.versions(name)
+    for version, later in zip(kept, [*kept[1:], None], strict=True):
+        # If the next number is missing, that version is gone, and it may have been current at the moment.
+        is_known = version["current"] if later is None else later["version"] == version["version"] + 1
+        if is_known and version["created"] <= moment and (later is None or moment < later["created"]):
+            return int(version["version"])
+    at = f"{datetime.fromtimestamp(moment, UTC):%F %T} UTC"
+    raise DatasetNotFound(f"the version of {name!r} at {at} is not kept. {_kept_versions(kept)}")
+
+
+def _kept_versions(versions: Sequence[Mapping[str, Any]]) -> str:
+    kept = (f"{one['version']} of {datetime.fromtimestamp(one['created'], UTC):%F %T} UTC" for one in versions)
+    return f"Versions that are kept: {', '.join(kept)}. Nodes keep replaced versions for a while (--retain)"
+
+
+def create_table(options: Mapping[str, str], name: str, schema: str, tags: Mapping[str, str]) -> None:
     """Publish a dataset without rows. `schema` is in Spark's JSON."""
-    target = WriteTarget(CatalogConfig.parse(options), Commit(name))
+    target = WriteTarget(CatalogConfig.parse(options), Commit(name, tags=tags))
     commit(target, uuid.uuid4().hex, arrow_schema(StructType.fromJson(json.loads(schema))), ())
+
+
+def merged_tags(tags: Mapping[str, str], added: str) -> str:
+    """Return the option `tags` for `tags` and the tags in the option `added`, which win."""
+    return json.dumps({**tags, **parse_tags(added)})
 
 
 def drop_table(options: Mapping[str, str], name: str) -> bool:
@@ -198,7 +254,9 @@ def drop_table(options: Mapping[str, str], name: str) -> bool:
         return True
 
 
-_TABLE_CALLS: Sequence[Callable[..., Any]] = (tables, table_exists, table_schema, create_table, drop_table)
+_TABLE_CALLS: Sequence[Callable[..., Any]] = (
+    *(tables, table_exists, load_table, create_table, merged_tags, drop_table),
+)
 
 
 def main() -> None:

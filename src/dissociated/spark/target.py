@@ -49,7 +49,7 @@ class WriteTarget:
                 raise OptionError(f"there is no option {name!r} for writing; there are {', '.join(_NAMES_OF_OPTIONS)}")
         catalog = CatalogConfig.parse(values)
         name = required(values, "path", f"the dataset goes: {advice}")
-        commit = Commit(name, mode=mode, tags=_tags(values.get("tags", "")), ttl=_seconds(values.get("ttl")))
+        commit = Commit(name, mode=mode, tags=parse_tags(values.get("tags", "")), ttl=_seconds(values.get("ttl")))
         return cls(catalog, commit, _flag("mergeSchema", values.get("mergeschema", "false")))
 
     def options(self) -> dict[str, str]:
@@ -66,8 +66,12 @@ class WriteTarget:
         return {name: str(value) for name, value in values.items() if value is not None}
 
 
-def _tags(text: str) -> Any:
-    """Parse a JSON object, or `name=value, name=value`."""
+def parse_tags(text: str) -> Any:
+    """Parse the option `tags`: a JSON object, or `name=value, name=value`.
+
+    Raises:
+        OptionError: The text is neither.
+    """
     try:
         if text.lstrip().startswith("{"):
             return json.loads(text)

@@ -35,11 +35,13 @@ def arrow_schema(schema: StructType) -> pa.Schema:
     Raises:
         SourceError: Arrow cannot carry the type of a column. The message names the column.
     """
-    return pa.schema([_with_kept_type(_checked_arrow_field(field), field) for field in schema.fields])
+    return pa.schema(
+        [_with_kept_type(_checked_arrow_field(_carrier(field), of=field), field) for field in schema.fields]
+    )
 
 
-def function_schema(schema: StructType, timezone: str) -> pa.Schema:
-    """Return the Arrow schema under which Spark gives rows with this schema to Python functions.
+def function_schema(schema: StructType, timezone: str = TIMEZONE) -> pa.Schema:
+    """Return the Arrow schema under which Spark gives rows with this schema to Python.
 
     Args:
         schema: Spark's schema of the rows.
@@ -70,19 +72,45 @@ def kept_type(field: pa.Field) -> DataType | None:
         if _names_a_class(plain):
             return None
         found = StructField.fromJson(plain)
-        return found.dataType if _arrow_field(found).type.equals(field.type) else None
+        return found.dataType if _arrow_field(_carrier(found)).type.equals(field.type) else None
     except Exception:  # Spark raises many kinds of exceptions for an invalid type
         return None
 
 
-def _checked_arrow_field(field: StructField, timezone: str = TIMEZONE) -> pa.Field:
+def _carrier(field: StructField) -> StructField:
+    """Return the field with types that have an Arrow type in pyarrow, in place of those that only Spark's JVM has."""
+    from pyspark.sql.types import StructField
+
+    return StructField(field.name, _carrier_type(field.dataType), field.nullable, field.metadata)
+
+
+def _carrier_type(data_type: DataType) -> DataType:
+    from pyspark.sql import types
+
+    if isinstance(data_type, types.CharType | types.VarcharType):
+        return types.StringType()
+    if isinstance(data_type, types.YearMonthIntervalType):
+        return types.IntegerType()  # months, as in Spark's rows
+    if isinstance(data_type, types.ArrayType):
+        element = _carrier_type(data_type.elementType)
+        # pyarrow has no field of nulls that is never null; it is that of `array()`, which has no elements.
+        return types.ArrayType(element, data_type.containsNull or isinstance(element, types.NullType))
+    if isinstance(data_type, types.MapType):
+        key, value = _carrier_type(data_type.keyType), _carrier_type(data_type.valueType)
+        return types.MapType(key, value, data_type.valueContainsNull)
+    if isinstance(data_type, types.StructType):
+        return types.StructType([*map(_carrier, data_type.fields)])
+    return data_type
+
+
+def _checked_arrow_field(field: StructField, timezone: str = TIMEZONE, of: StructField | None = None) -> pa.Field:
     from pyspark.errors import PySparkException
 
     try:
         return _arrow_field(field, timezone)
     except (PySparkException, ValueError) as error:  # ValueError: from pyarrow, for a void that is never null
         raise SourceError(
-            f"column {field.name!r} has the type {field.dataType.simpleString()}, "
+            f"column {field.name!r} has the type {(of or field).dataType.simpleString()}, "
             "which Arrow cannot carry: cast it, or drop the column"
         ) from error
 

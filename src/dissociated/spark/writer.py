@@ -29,7 +29,7 @@ from dissociated.node.local import stage_here
 from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.fitting import Fitting
 from dissociated.spark.target import WriteTarget
-from dissociated.spark.types import arrow_schema
+from dissociated.spark.types import arrow_schema, function_schema
 from dissociated.store.commit import StagedSegment
 from dissociated.store.segment import SegmentWriter
 
@@ -163,6 +163,7 @@ def publish(frame: DataFrame, target: WriteTarget) -> None:
     `mapInArrow` runs the tasks, because Spark passes rows to it in less time than to a data source
     (docs/performance.md). Its only result rows are the `Written` of each partition, of one attempt each.
     """
+    function_schema(frame.schema)  # raises for types that only the data source for Spark's JVM has
     writer = DatasetWriter(target, arrow_schema(frame.schema))
     # Spark cannot find a column `a.b` by name.
     frame = frame.toDF(*(f"c{number}" for number in range(len(frame.columns))))

@@ -117,7 +117,7 @@ object Column {
 object FixedWidth {
   def unapply(wanted: DataType): Option[Int] = Option(wanted).collect {
     case ByteType | ShortType | IntegerType | LongType | FloatType | DoubleType | DateType | TimestampType |
-        TimestampNTZType | _: DayTimeIntervalType | _: TimeType => wanted.defaultSize
+        TimestampNTZType | _: DayTimeIntervalType | _: YearMonthIntervalType | _: TimeType => wanted.defaultSize
   }
 }
 

@@ -30,7 +30,10 @@ import org.apache.spark.unsafe.types.UTF8String
 /** Spark finds this in the jar, and asks it for rules when a session starts. */
 class Extensions extends SparkSessionExtensionsProvider {
   override def apply(extensions: SparkSessionExtensions): Unit =
-    if (Source.fits) extensions.injectColumnar(_ => FunctionRule)
+    if (Source.fits) {
+      extensions.injectColumnar(_ => FunctionRule)
+      extensions.injectHintResolutionRule(new UsingRule(_))
+    }
 }
 
 /** `mapInArrow` by a function of dissociated.spark.map_in_arrow runs in shared memory. */

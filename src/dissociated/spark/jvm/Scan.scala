@@ -1,8 +1,9 @@
 package org.apache.spark.sql.dissociated
 
-import java.util.OptionalLong
+import java.util.{Locale, OptionalLong}
 
 import scala.jdk.CollectionConverters._
+import scala.util.Try
 
 import com.fasterxml.jackson.databind.JsonNode
 import org.apache.spark.SparkContext
@@ -79,7 +80,17 @@ case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, colu
 
   override def readSchema(): StructType = columns
 
-  override def description(): String = s"dissociated ${options.get("path")}"
+  /** For EXPLAIN. Batches and partitions are left out by pushed filters, and rows by Spark's own filter. */
+  override def description(): String = {
+    val filters = (conditions ++ joined).map {
+      case Seq(column, "IN", values: Seq[_]) => s"$column IN (${values.mkString(", ")})"
+      case Seq(column, operator, values: Seq[_]) => (Seq(column, operator) ++ values).mkString(" ")
+    }
+    val rows = if (limit == Long.MaxValue) "" else s", limit $limit"
+    val partitions = if (streams) "" else Try(s", partitions ${planInputPartitions().length}").getOrElse("")
+    s"dissociated ${options.get("path")}, version ${dataset.known(options).get("version").asText}, columns " +
+      s"[${columns.fieldNames.mkString(", ")}], pushed filters [${filters.mkString(", ")}]$rows$partitions"
+  }
 
   override def toBatch: Batch = this
 
@@ -106,7 +117,10 @@ case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, colu
   /** How much of a row the columns are. */
   private def share = (columns.defaultSize + 8.0) / (dataset.schema.defaultSize + 8.0)
 
-  override def filterAttributes(): Array[NamedReference] = columns.fieldNames.map(FieldReference.column)
+  /** Without names that differ only in case: Spark fails if it cannot tell these apart. */
+  override def filterAttributes(): Array[NamedReference] =
+    columns.fieldNames.groupBy(_.toLowerCase(Locale.ROOT)).values.filter(_.length == 1).flatten
+      .map(FieldReference.column).toArray[NamedReference]
 
   /** By the keys that are there to be joined with, which Spark knows when it has run that part of the query. */
   override def filter(predicates: Array[Predicate]): Unit = if (limit == Long.MaxValue) {

@@ -12,8 +12,12 @@ import org.apache.spark.api.python.PythonUtils
 
 object Failure {
   /** An exception of the kind that Spark hands on from tasks, and that is a PySparkException there. */
-  def apply(message: String): SparkRuntimeException = new SparkRuntimeException(
-    "PYTHON_DATA_SOURCE_ERROR", Map("action" -> "use", "type" -> Source.name, "msg" -> message))
+  def apply(message: String): SparkRuntimeException = new DatasetFailure(message)
+}
+
+/** Its message stands in for that of its condition, which has no place for one. Spark wraps what has no condition. */
+class DatasetFailure(message: String) extends SparkRuntimeException("DATA_SOURCE_EXTERNAL_ERROR", Map.empty) {
+  override def getMessage: String = s"[$getCondition] ${Source.name}: $message"
 }
 
 /** Which Python to ask. The driver says so, and executors take the same, as they do for Spark's own workers. */

@@ -16,7 +16,7 @@ import org.apache.spark.sql.execution.datasources.v2.python.PythonDataSourceV2
 import org.apache.spark.sql.internal.SQLConf
 import org.apache.spark.sql.sources.DataSourceRegister
 import org.apache.spark.sql.types.{DataType, StructType}
-import org.apache.spark.sql.util.CaseInsensitiveStringMap
+import org.apache.spark.sql.util.{CaseInsensitiveStringMap, SchemaUtils}
 
 /**
  * The data source `dissociated`. Spark looks for a name here before it does in Python, where a data source of the same
@@ -100,7 +100,7 @@ class Dataset(override val schema: StructType, by: Array[Transform], options: ut
 
   override def capabilities(): util.Set[TableCapability] = util.EnumSet.of(
     TableCapability.BATCH_READ, TableCapability.BATCH_WRITE, TableCapability.MICRO_BATCH_READ,
-    TableCapability.STREAMING_WRITE, TableCapability.TRUNCATE)
+    TableCapability.STREAMING_WRITE, TableCapability.TRUNCATE, TableCapability.OVERWRITE_DYNAMIC)
 
   override def newScanBuilder(given: CaseInsensitiveStringMap): ScanBuilder = {
     val options = Source.withCatalog(given)
@@ -109,8 +109,8 @@ class Dataset(override val schema: StructType, by: Array[Transform], options: ut
   }
 
   override def newWriteBuilder(info: LogicalWriteInfo): WriteBuilder = {
+    SchemaUtils.checkSchemaColumnNameDuplication(info.schema, SQLConf.get.caseSensitiveAnalysis)
     val completed = LogicalWriteInfoImpl(info.queryId, info.schema, Source.withCatalog(info.options))
-    def python = inPython.newWriteBuilder(completed)
-    if (Column.supports(info.schema)) new DatasetWrite(completed, python) else python
+    new DatasetWrite(completed, inPython.newWriteBuilder(completed))
   }
 }

@@ -24,13 +24,16 @@ import org.apache.spark.sql.vectorized.ColumnarBatch
  * fit that.
  */
 class DatasetWrite(info: LogicalWriteInfo, python: => WriteBuilder)
-    extends WriteBuilder with SupportsTruncate with Write {
+    extends WriteBuilder with SupportsTruncate with SupportsDynamicOverwrite with Write {
   private var mode = "append"
 
   override def truncate(): WriteBuilder = {
     mode = "overwrite"
     this
   }
+
+  /** A dataset has no partitions by columns, so rows of all partitions are replaced. */
+  override def overwriteDynamicPartitions(): WriteBuilder = truncate()
 
   override def build(): Write = this
 
@@ -44,7 +47,7 @@ class DatasetWrite(info: LogicalWriteInfo, python: => WriteBuilder)
   override def toStreaming: StreamingWrite =
     plan(Some(info.queryId.replace("-", ""))).getOrElse(inPython.toStreaming)
 
-  private def plan(query: Option[String]): Option[SegmentsWrite] = {
+  private def plan(query: Option[String]): Option[SegmentsWrite] = if (!Column.supports(info.schema)) None else {
     val python = Python.ofDriver()
     val told = Sidecar.of(python).call("write", "options" -> info.options, "schema" -> info.schema.json, "mode" -> mode,
       "streaming" -> query.isDefined)
