@@ -22,7 +22,7 @@ lint: .venv/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: .venv/dev.stamp
+bench: .venv/dev.stamp .venv/bench.stamp
 	$(BIN)/python -m benchmarks $(ARGS)
 
 docs: .venv/docs.stamp

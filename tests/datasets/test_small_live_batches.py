@@ -202,6 +202,43 @@ def test_no_batch_waits_for_others(serve: Serve) -> None:
             assert count == sum(bursts)
 
 
+def test_an_idle_connection_sends_at_once(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each batch is made when the last has arrived. None waits for more, even if waiting would take an hour."""
+    monkeypatch.setattr("dissociated.server.live.COALESCE_INTERVAL", 3600.0)
+    batch = pa.record_batch({"n": [1]})
+    arrived = threading.Semaphore(0)
+
+    def source() -> Iterator[pa.RecordBatch]:
+        for burst in (*[1] * 50, *[2] * 50):  # at most two are on their way
+            for _ in range(burst):
+                yield batch
+            for _ in range(burst):
+                assert arrived.acquire(timeout=PATIENCE), "a batch is kept back"
+
+    server = serve(*MEDIA)
+    for scheme in ("shm", "tcp", "inproc"):
+        reader = pa.RecordBatchReader.from_batches(batch.schema, source())
+        server.publish("live", reader, live=dis.Live())
+        assert sum([arrived.release() or one.num_rows for one in open_live(server, scheme)]) == 150
+
+
+def test_batches_linger_on_request(serve: Serve) -> None:
+    """A stream that lingers delays batches, and neither loses nor reorders any."""
+    rows = pa.record_batch({"n": np.arange(500)})
+    server = serve(*MEDIA)
+    for scheme in ("shm", "tcp", "inproc"):
+        reader = pa.RecordBatchReader.from_batches(rows.schema, [rows.slice(row, 1) for row in range(500)])
+        server.publish("live", reader, live=dis.Live(linger=0.01))
+        received = pa.Table.from_batches(open_live(server, scheme))
+        assert received.combine_chunks() == pa.Table.from_batches([rows])
+
+
+@pytest.mark.parametrize("linger", [-0.001, 1.5, float("nan")])
+def test_how_long_batches_may_linger(linger: float) -> None:
+    with pytest.raises(dis.errors.OptionError, match="linger"):
+        dis.Live(linger=linger)
+
+
 def test_a_source_may_use_its_memory_again(serve: Serve) -> None:
     """The server has taken over or sent a batch when it requests the next one."""
     memory = np.zeros(3000, np.int64)

@@ -1,8 +1,8 @@
 """The fan-out of a live stream: its source is read once, and its messages are sent to all consumers.
 
 A thread called the pump reads the source. It writes each body into shared memory once, and gives the same messages to
-every consumer. Each consumer has its own position in the stream and its own leases. The memory of a body goes back to
-the system when the last consumer that was given the body has freed it.
+every consumer. Each consumer has its own position in the stream and its own leases. The memory of a body is used again
+when the last consumer that was given the body has freed it.
 
 The pump waits for the slowest consumer while `limit` bytes are held. If consumers neither take nor free anything for
 `stall_timeout` seconds, the consumer among them that holds the most memory is cut off: its stream ends with an error.
@@ -212,6 +212,8 @@ class Fanout:
             self._consumers.remove(consumer)
         self.forget(consumer)
         self.free(consumer, set(consumer.held))
+        if not self._consumers:
+            self._memory.trim()
         self._release_unused()
 
     def free(self, consumer: Consumer, addresses: set[int]) -> None:
@@ -298,16 +300,17 @@ class Fanout:
                 )
             self._wait_for_room(length)
             self._busy = True
-        # Written without holding `changed`, which would delay consumers. Only the pump writes to the region.
-        region.write(message.body or ())
+            at = region.reserve(length)
+        # Written without holding `changed`, which would delay consumers. Nobody else uses the reserved pages.
+        region.write(message.body or (), at)
         with self.changed:
             self._busy = False
             if self._over:
                 self._release_unused()
                 return False
             extents = zip(*buffer_extents(message.header, message.parsed), strict=True)
-            body = region.body(region.offset, length)
-            leased = region.lease(length, extents, len(self._active_consumers))
+            body = region.body(at, length)
+            leased = region.lease(at, length, extents, len(self._active_consumers))
             queued = len(message.header) + QUEUED_OVERHEAD
             self._hand_out(message, LiveMessage(message.header, message.parsed, (body,), queued, region, leased))
             return True
@@ -408,6 +411,7 @@ class Fanout:
             return
         self._over, self._reason, self._reference = True, reason, reference
         self._last = None
+        self._memory.retire()
         self._dictionaries.clear()
         for consumer in self._active_consumers:
             consumer.ended, consumer.reason, consumer.reference = reason is None, reason, reference

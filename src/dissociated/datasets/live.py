@@ -7,6 +7,8 @@ from typing import Literal
 
 from dissociated.errors import OptionError
 
+_MAX_LINGER = 1.0  # seconds; a consumer that lingers also delays frees, and so the source
+
 
 @dataclass(frozen=True, kw_only=True)
 class Live:
@@ -27,6 +29,10 @@ class Live:
     consumers: int = 1
     #: Seconds for which a client that neither takes nor frees anything may delay all others before it is cut off.
     stall_timeout: float = 10.0
+    #: Seconds that pass between two sends of small batches to a client, so that several are sent in one call. With 0, a
+    #: batch that finds its connection idle is sent at once, and only batches that come faster than they can be sent
+    #: are sent together.
+    linger: float = 0.0
 
     def __post_init__(self) -> None:
         if self.late not in ("join", "refuse"):
@@ -35,3 +41,5 @@ class Live:
             raise OptionError(f"consumers is {self.consumers!r}; a live stream begins with one consumer or more")
         if not self.stall_timeout > 0:
             raise OptionError(f"stall_timeout is {self.stall_timeout!r}; it must be a positive number of seconds")
+        if not 0 <= self.linger <= _MAX_LINGER:
+            raise OptionError(f"linger is {self.linger!r}; it must be a number of seconds from 0 to {_MAX_LINGER:g}")

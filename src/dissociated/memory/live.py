@@ -1,7 +1,9 @@
-"""Regions for endless streams: sparse memfds whose offsets only grow.
+"""Regions for endless streams: sparse memfds in which bodies come and go.
 
-A body is written once, at the next offset. Its pages are punched out when its last address is freed. So the memory in
-use is the memory that the peer holds, and that has a limit.
+A body is written once. When its last address is freed, its pages are kept for a later body, since new pages cost more
+than writing them: the kernel clears them, maps them and takes them back. Of the pages that nobody holds, a region keeps
+a share of its limit, and punches out the rest. So the memory in use is what peers hold and this share, within the
+limit.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from dissociated.memory.shared import Backing, create_memfd, map_read_only, reop
 
 #: Size of a region in bytes. Until it is written, it takes only address space, in both processes.
 _SPAN = 1 << 36
+#: The part of a region's limit up to which freed pages are kept.
+_KEPT_SHARE = 4
 
 
 class _LiveBody:
@@ -49,12 +53,15 @@ class LiveRegion:
         #: First address of the region.
         self.base = reserve_base(_SPAN)
         self._bodies: dict[int, _LiveBody] = {}  # keyed by each address that is held
-        #: Offset of the next body.
+        #: Offset from which on nothing was written yet.
         self.offset = 0
         #: Bytes of the bodies that are held and count against the limit.
         self.unfreed = 0
         self._unfreed_bodies = 0
-        self._unpunched: list[_LiveBody] = []  # bodies without leases whose pages are not punched out yet
+        self._kept: list[tuple[int, int]] = []  # offset and size of freed pages that are kept, the last freed last
+        self._kept_bytes = 0
+        self._max_kept = limit // _KEPT_SHARE
+        self._unpunched: list[tuple[int, int]] = []  # offset and size of pages that are not punched out yet
         with store_errors(f"shared memory for {name}"), ExitStack() as undo:
             self._writable = create_memfd(name)
             undo.callback(os.close, self._writable)
@@ -66,7 +73,7 @@ class LiveRegion:
             undo.pop_all()
 
     def fits(self, length: int) -> bool:
-        """Return whether the region has offsets left for a body of `length` bytes. Offsets are never reused."""
+        """Return whether the region has new offsets left for a body of `length` bytes."""
         return self.offset + pages(length) <= _SPAN
 
     def has_room(self, length: int, other_bytes: int = 0) -> bool:
@@ -92,13 +99,34 @@ class LiveRegion:
         Returns:
             Address and length of each buffer; (0, 0) for an empty one.
         """
-        self.write(parts)
-        return self.lease(length, extents, holders)
+        at = self.reserve(length)
+        self.write(parts, at)
+        return self.lease(at, length, extents, holders)
 
-    def write(self, parts: Sequence[Buffer]) -> None:
-        """Write a body at the next offset. `lease` must follow."""
+    def reserve(self, length: int) -> int:
+        """Return the offset of pages for a body of `length` bytes, which nobody holds. `write` and `lease` must follow.
+
+        The pages that were freed last are preferred, since the processor's caches may still have them.
+        """
+        size = pages(length)
+        for index in range(len(self._kept) - 1, -1, -1):
+            offset, available = self._kept[index]
+            if available >= size:
+                if available > size:
+                    self._kept[index] = offset + size, available - size
+                else:
+                    del self._kept[index]
+                self._kept_bytes -= size
+                return offset
+        self._trim(self.limit - self.unfreed - size)
+        offset = self.offset
+        self.offset += size
+        return offset
+
+    def write(self, parts: Sequence[Buffer], at: int) -> None:
+        """Write a body at an offset that `reserve` returned. `lease` must follow."""
         with store_errors("shared memory for a live stream"):
-            write_parts(self._writable, parts, self.offset)
+            write_parts(self._writable, parts, at)
 
     def body(self, at: int, length: int) -> memoryview:
         """Return the `length` bytes at this offset. They change once they are freed, so only copy from them."""
@@ -109,18 +137,19 @@ class LiveRegion:
         with store_errors("shared memory for a live stream"):
             return memoryview(map_read_only(self.descriptor, _SPAN))
 
-    def lease(self, length: int, extents: Iterable[tuple[int, int]], holders: int) -> list[tuple[int, int]]:
-        """Lease the body that `write` has just written. The arguments and the result are those of `place`."""
-        start = self.base + self.offset
+    def lease(self, at: int, length: int, extents: Iterable[tuple[int, int]], holders: int) -> list[tuple[int, int]]:
+        """Lease the body that was written at offset `at`. The other arguments and the result are those of `place`."""
+        start = self.base + at
         placed = [(start + offset, size) if size else (0, 0) for offset, size in extents]
         addresses = {address for address, size in placed if size}
         if addresses:
-            body = _LiveBody(self.offset, pages(length), addresses, holders)
+            body = _LiveBody(at, pages(length), addresses, holders)
             self._bodies.update(dict.fromkeys(addresses, body))
-            self.offset += body.size
             self._count(body, 1)
             if not holders:
                 self._release(body, was_held=True)
+        else:
+            self._keep(at, pages(length))
         return placed
 
     def free(self, addresses: Iterable[int], exempt: bool = False) -> None:
@@ -165,23 +194,49 @@ class LiveRegion:
         self._unfreed_bodies += sign
 
     def _release(self, body: _LiveBody, was_held: bool) -> None:
-        """Stop counting `body` if no counted lease is left, and punch it out if no lease is left at all."""
+        """Stop counting `body` if no counted lease is left, and take its pages back if no lease is left at all."""
         if was_held and not body.leases:
             self._count(body, -1)
         if not body.leases and not body.exempt_leases:
             for address in body.addresses:
                 del self._bodies[address]
-            self._unpunched.append(body)
+            self._keep(body.offset, body.size)
+
+    def _keep(self, offset: int, size: int) -> None:
+        """Keep pages that nobody holds, and punch out those that were freed before all others if these are too many."""
+        if size:
+            self._kept.append((offset, size))
+            self._kept_bytes += size
+            self._trim(self._max_kept)
+
+    def _trim(self, limit: int) -> None:
+        """Punch out kept pages until at most `limit` bytes are kept."""
+        if self._kept_bytes > limit or self._unpunched:
+            count = 0
+            while count < len(self._kept) and self._kept_bytes > limit:
+                self._kept_bytes -= self._kept[count][1]
+                count += 1
+            self._unpunched += self._kept[:count]
+            del self._kept[:count]
             self._punch()
 
     def _punch(self) -> None:
-        """Punch out the bodies without leases. If mapping one of them fails, it is tried again with the next body."""
+        """Punch out pages. If mapping some of them fails, they are tried again with the next ones."""
         with suppress(OSError):
             while self._unpunched:
-                body = self._unpunched[-1]
-                with mmap.mmap(self._writable, body.size, offset=body.offset) as mapped:
+                offset, size = self._unpunched[-1]
+                with mmap.mmap(self._writable, size, offset=offset) as mapped:
                     mapped.madvise(mmap.MADV_REMOVE)
                 self._unpunched.pop()
+
+    def trim(self) -> None:
+        """Punch out all pages that nobody holds."""
+        self._trim(0)
+
+    def retire(self) -> None:
+        """Keep no more freed pages, since no body will be written."""
+        self._max_kept = 0
+        self.trim()
 
     def close(self) -> None:
         """Close the descriptors."""
@@ -203,6 +258,8 @@ class LiveMemory:
         If the last region is used up, add a new one.
         """
         if not self._regions or not self._regions[-1].fits(length):
+            for region in self._regions:
+                region.retire()
             for used_up in [region for region in self._regions if region.empty]:
                 self._regions.remove(used_up)
                 used_up.close()
@@ -234,6 +291,16 @@ class LiveMemory:
     def size_of(self, addresses: Collection[int]) -> int:
         """Return the total size of the bodies to which these addresses belong, in bytes."""
         return sum(region.size_of(addresses) for region in self._regions)
+
+    def trim(self) -> None:
+        """Give the pages that nobody holds back to the system."""
+        for region in self._regions:
+            region.trim()
+
+    def retire(self) -> None:
+        """Give pages back to the system from now on as soon as nobody holds them: the stream has ended."""
+        for region in self._regions:
+            region.retire()
 
     def close(self) -> None:
         """Close the descriptors. Memory that peers have mapped stays readable."""

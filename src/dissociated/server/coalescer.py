@@ -1,8 +1,9 @@
 """Coalescing of small messages: several that follow one another quickly are sent to a client in one call.
 
-The thread that reads the source adds the messages. A message is sent at once unless another was sent within the last
-millisecond. In that case it waits until the millisecond is over, or until enough messages wait. The source may pause
-in the meantime and block the thread that reads it, so a second thread sends waiting messages when they are due.
+The thread that reads the source adds the messages. A message is sent at once unless it belongs to a burst: several
+messages that followed one another without a pause. The later messages of a burst wait until a millisecond has passed
+since the last send, or until enough messages wait. The source may pause in the meantime and block the thread that reads
+it, so a second thread sends waiting messages when they are due.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ from types import TracebackType
 from dissociated.codec.split import SplitMessage
 from dissociated.datasets.live_message import MAX_SEND_BYTES, MAX_SEND_MESSAGES, LiveMessage
 
-#: Seconds that a small message waits for more messages if another was sent just before it.
+#: Seconds between two sends of small messages in a burst.
 COALESCE_INTERVAL = 0.001
+#: Number of small messages that may follow one another without a pause before the next ones wait.
+FREE_MESSAGES = 3
+#: Seconds without a message that end a burst.
+_BURST_GAP = 0.0001
 
 
 class Coalescer:
@@ -32,6 +37,8 @@ class Coalescer:
         self._waiting: list[LiveMessage] = []
         self._count = self._nbytes = 0  # number and bytes of the waiting messages
         self._due = 0.0  # the time, by time.monotonic, at which waiting messages are sent
+        self._last = 0.0  # the time at which the last message was added, or the last send ended
+        self._burst = 0  # number of messages that followed one another without a pause
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._idle = False  # whether the thread waits to be notified of a message
@@ -45,7 +52,11 @@ class Coalescer:
                 self._waiting.append(LiveMessage.inline(message))
             self._count += 1
             self._nbytes += len(message.header) + message.parsed.body_length
-            if self._count >= MAX_SEND_MESSAGES or self._nbytes >= MAX_SEND_BYTES or time.monotonic() >= self._due:
+            now = time.monotonic()
+            self._burst = self._burst + 1 if now - self._last < _BURST_GAP else 0
+            self._last = now
+            is_due = self._burst < FREE_MESSAGES or now >= self._due
+            if is_due or self._count >= MAX_SEND_MESSAGES or self._nbytes >= MAX_SEND_BYTES:
                 self._flush()
             elif self._thread is None:
                 self._thread = threading.Thread(target=self._flush_when_due, name="coalescer", daemon=True)
@@ -66,7 +77,8 @@ class Coalescer:
             raise error
         if waiting:
             self._send(waiting)
-            self._due = time.monotonic() + COALESCE_INTERVAL
+            self._last = time.monotonic()
+            self._due = self._last + COALESCE_INTERVAL
 
     def _flush_when_due(self) -> None:
         with self._changed:

@@ -21,7 +21,7 @@ from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message, Run
 from dissociated.protocol.sender import Body
 from dissociated.protocol.tags import BodyKind
-from dissociated.server.coalescer import COALESCE_INTERVAL, Coalescer
+from dissociated.server.coalescer import COALESCE_INTERVAL, FREE_MESSAGES, Coalescer
 from dissociated.server.sending import ClientRequest, Sending
 
 _MAX_WAIT = 3600.0  # seconds; this long only because new messages and frees wake the thread that waits
@@ -201,19 +201,21 @@ class BroadcastSending(_LiveSending):
         # interrupting the connection. A client that maps memory is woken, and told the reason.
         on_cut_off = self._connection.wake if self._mapped else self._connection.interrupt
         self._consumer = consumer = self._dataset.join(self._connection.wake, on_cut_off)
-        coalesce_until = 0.0  # by time.monotonic
+        linger = self._dataset.linger
+        pause_until = 0.0  # by time.monotonic
         while not consumer.finished:
             self._take_frees()
-            if (pause := coalesce_until - time.monotonic()) > 0:
+            if (pause := pause_until - time.monotonic()) > 0:
                 time.sleep(pause)
             items = consumer.take(MAX_SEND_MESSAGES, MAX_SEND_BYTES)
-            if items:
-                count, nbytes = self._send_items(consumer, items)
-                coalesce_until = (
-                    time.monotonic() + COALESCE_INTERVAL if count < MAX_SEND_MESSAGES and nbytes <= SMALL_BODY else 0.0
-                )
-            else:
+            if not items:
                 self._connection.wait(_MAX_WAIT)
+                continue
+            count, nbytes = self._send_items(consumer, items)
+            # Several messages came during the last send. More will come, and together they cost less.
+            interval = linger or (COALESCE_INTERVAL if count > FREE_MESSAGES else 0.0)
+            is_small = count < MAX_SEND_MESSAGES and nbytes <= SMALL_BODY
+            pause_until = time.monotonic() + interval if interval and is_small else 0.0
 
     @property
     def joined(self) -> bool:

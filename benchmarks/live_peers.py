@@ -1,0 +1,236 @@
+"""Live streams beside ZeroMQ's publisher and Flight's DoGet: latency of small batches, processor time of the producer.
+
+One process produces record batches, and others consume all of them. ZeroMQ carries the encapsulated IPC messages of the
+batches over a Unix socket; Flight has a queue for each consumer. No peer may drop a batch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import queue
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import chain
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+import dissociated as dis
+from dissociated.cli import text
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["benchmarks.live_peers", "pyarrow.flight"])  # once, not in each process
+_DEPTH = 64  # batches that may wait for a consumer of a peer
+_TIMEOUT = 120.0  # seconds
+_COLUMNS = 16
+#: The first value of the first column is the time at which the batch was made, by time.monotonic_ns.
+_SCHEMA = pa.schema([("at", pa.int64()), *((f"v{n}", pa.float64()) for n in range(1, _COLUMNS))])
+
+
+class Load(NamedTuple):
+    """The batches that a producer makes: `count` batches of `nbytes`, `interval` seconds apart."""
+
+    consumers: int
+    count: int
+    nbytes: int
+    interval: float = 0.0
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """Yield the batches, each at its time."""
+        rows = max(1, self.nbytes // 8 // _COLUMNS)
+        values = [pa.array(np.random.default_rng(n).random(rows)) for n in range(1, _COLUMNS)]
+        ats = np.zeros(rows, np.int64)
+        due = time.monotonic()
+        for _ in range(self.count):
+            if self.interval:
+                due += self.interval
+                time.sleep(max(0.0, due - time.monotonic()))
+            ats[0] = time.monotonic_ns()
+            yield pa.record_batch([pa.array(ats.copy() if self.interval else ats), *values], schema=_SCHEMA)
+
+
+class Figures(NamedTuple):
+    """The figures of one run: latencies in ms, and the producer's processor time in ms for each batch."""
+
+    p50: float
+    p99: float
+    processor: float
+
+
+def _produce_live(load: Load, pipe: Connection) -> None:
+    begin = threading.Event()
+
+    def source() -> Iterator[pa.RecordBatch]:
+        begin.wait(_TIMEOUT)
+        yield from load.batches()
+
+    with dis.Server(["shm:"], catalog=None) as server:
+        reader = pa.RecordBatchReader.from_batches(_SCHEMA, source())
+        server.publish("live", reader, live=dis.Live(consumers=load.consumers))
+        pipe.send((server.locations("live")[0], server.ticket("live")))
+        _measured(pipe, begin.set)
+
+
+@contextmanager
+def _consume_live(load: Load, address: Any) -> Iterator[Iterator[pa.RecordBatch]]:
+    uri, ticket = address
+    with dis.open_stream(uri, ticket) as reader:
+        yield iter(reader)
+
+
+def _produce_zmq(load: Load, pipe: Connection) -> None:
+    import zmq
+
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        context = stack.enter_context(zmq.Context())
+        socket = stack.enter_context(context.socket(zmq.XPUB))
+        socket.setsockopt(zmq.XPUB_NODROP, 1)
+        socket.setsockopt(zmq.SNDHWM, _DEPTH)
+        socket.bind(f"ipc://{folder}/live")
+        pipe.send(f"ipc://{folder}/live")
+
+        def produce() -> None:
+            for _ in range(load.consumers):
+                socket.recv()  # a subscription
+            for batch in load.batches():
+                socket.send(batch.serialize(), copy=load.nbytes < 1 << 16)
+
+        _measured(pipe, produce)
+
+
+@contextmanager
+def _consume_zmq(load: Load, address: Any) -> Iterator[Iterator[pa.RecordBatch]]:
+    import zmq
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for _ in range(load.count):
+            message = socket.recv(copy=load.nbytes < 1 << 16)
+            yield pa.ipc.read_record_batch(pa.py_buffer(getattr(message, "buffer", message)), _SCHEMA)
+
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.setsockopt(zmq.RCVHWM, _DEPTH)
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        socket.connect(address)
+        yield batches()
+
+
+def _produce_flight(load: Load, pipe: Connection) -> None:
+    import pyarrow.flight as flight
+
+    queues: queue.SimpleQueue[queue.Queue[pa.RecordBatch | None]] = queue.SimpleQueue()
+
+    class _Server(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type hints
+        def do_get(self, context: object, ticket: object) -> flight.GeneratorStream:
+            waiting: queue.Queue[pa.RecordBatch | None] = queue.Queue(_DEPTH)
+            queues.put(waiting)
+            return flight.GeneratorStream(_SCHEMA, iter(waiting.get, None))
+
+    def produce() -> None:
+        everyone = [queues.get() for _ in range(load.consumers)]
+        for batch in chain(load.batches(), (None,)):
+            for waiting in everyone:
+                waiting.put(batch)
+
+    with _Server("grpc://127.0.0.1:0") as server:
+        pipe.send(f"grpc://127.0.0.1:{server.port}")
+        _measured(pipe, produce)
+
+
+@contextmanager
+def _consume_flight(load: Load, address: Any) -> Iterator[Iterator[pa.RecordBatch]]:
+    import pyarrow.flight as flight
+
+    with flight.connect(address) as client:
+        yield (chunk.data for chunk in client.do_get(flight.Ticket(b"live")))
+
+
+def _measured(pipe: Connection, produce: Callable[[], object]) -> None:
+    """Produce once all consumers are ready, and send the processor time until all of them have finished."""
+    pipe.recv()
+    started = time.process_time()
+    produce()
+    pipe.recv()
+    pipe.send(time.process_time() - started)
+
+
+_PEERS: dict[str, tuple[Callable[..., None], Callable[..., AbstractContextManager[Iterator[pa.RecordBatch]]]]] = {
+    "dissociated": (_produce_live, _consume_live),
+    "ZeroMQ": (_produce_zmq, _consume_zmq),
+    "Flight": (_produce_flight, _consume_flight),
+}
+
+
+def _consume(peer: str, load: Load, address: Any, pipe: Connection) -> None:
+    latencies = []
+    with _PEERS[peer][1](load, address) as batches:
+        pipe.send(None)
+        for batch in batches:
+            at = batch.column(0)[0].as_py()
+            latencies.append(time.monotonic_ns() - at)
+        del batch
+    assert len(latencies) == load.count, (peer, len(latencies))
+    pipe.send(latencies[load.count // 10 :])
+
+
+def measure(peer: str, load: Load) -> Figures:
+    """Run producer and consumers once, in processes of their own."""
+    ours, theirs = _CONTEXT.Pipe()
+    producer = _CONTEXT.Process(target=_PEERS[peer][0], args=(load, theirs), daemon=True)
+    producer.start()
+    theirs.close()  # so that a producer that fails ends this run
+    address = ours.recv()
+    pipes = [_CONTEXT.Pipe() for _ in range(load.consumers)]
+    consumers = [
+        _CONTEXT.Process(target=_consume, args=(peer, load, address, there), daemon=True) for _, there in pipes
+    ]
+    for consumer in consumers:
+        consumer.start()
+    for here, _ in pipes:
+        here.recv()
+    ours.send(None)
+    latencies = np.sort(np.concatenate([here.recv() for here, _ in pipes])) / 1e6
+    ours.send(None)
+    processor = ours.recv()
+    for process in (*consumers, producer):
+        process.join(10)
+    return Figures(
+        float(np.quantile(latencies, 0.5)), float(np.quantile(latencies, 0.99)), processor / load.count * 1000
+    )
+
+
+#: The loads: 1,000 small batches a second to one and to four consumers and 250 to sixteen, small batches as fast as
+#: possible, and batches of 1 MB as fast as possible.
+LOADS = {
+    "128 B, 1 consumer": Load(1, 2000, 128, 0.001),
+    "128 B, 4 consumers": Load(4, 2000, 128, 0.001),
+    "128 B, 16 consumers": Load(16, 500, 128, 0.004),
+    "128 B, 1 consumer, at once": Load(1, 30_000, 128),
+    "1 MB, 1 consumer": Load(1, 1000, 1 << 20),
+    "1 MB, 4 consumers": Load(4, 500, 1 << 20),
+}
+
+
+def run(rounds: int) -> None:
+    """Measure every load in `rounds` rounds, in which the peers take turns, and print the medians."""
+    peers = [name for name in _PEERS if name != "ZeroMQ" or importlib.util.find_spec("zmq")]
+    if "ZeroMQ" not in peers:
+        print("\nZeroMQ is left out: install the extra `bench`.")
+    rows = []
+    for title, load in LOADS.items():
+        figures: dict[str, list[Figures]] = {name: [] for name in peers}
+        for _ in range(rounds):
+            for name in peers:
+                figures[name].append(measure(name, load))
+        for name, some in figures.items():
+            p50, p99, processor = (statistics.median(column) for column in zip(*some, strict=True))
+            rows.append((title, name, f"{p50:.2f}", f"{p99:.2f}", f"{processor:.3f}"))
+    print(f"\nLive batches, median of {rounds} rounds, in ms\n")
+    print(text.table(("LOAD", "OVER", "P50", "P99", "PROCESSOR/BATCH"), rows, right=(2, 3, 4)))
