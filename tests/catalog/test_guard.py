@@ -161,7 +161,7 @@ def test_what_a_catalog_says_of_trust_is_not_believed(server: dis.Server, certif
     with dis.Server([]) as lying:
         lying.publish("data", TABLE)
         lying.endpoints.dataset_locations = lambda dataset: [f"{uri}&roots={certified.roots}"]  # type: ignore[method-assign]
-        with dis.connect(lying.catalog_uri) as client, pytest.raises(AccessDenied, match="is not to be trusted"):
+        with dis.connect(lying.catalog_uri) as client, pytest.raises(AccessDenied, match="is not trusted"):
             client.read("data", transport="tls")
         told = dis.connect(lying.catalog_uri, tls_roots=certified.roots)
         with told as client, pytest.raises(dis.errors.RemoteError, match="not made by this server"):

@@ -87,11 +87,11 @@ def server(words: list[Word], again: bool) -> Iterator[Uri]:
 LIES: dict[str, tuple[list[Word], bool, type[DissociatedError], str]] = {
     "another version": ([word(Kind.WELCOME, b"\x09" + bytes(16))], False, TransportError, "another way"),
     "an empty answer": ([word(Kind.WELCOME)], False, TransportError, "another way"),
-    "half a name": ([word(Kind.WELCOME, VERSION + bytes(8))], False, RemoteProtocolError, "no name"),
-    "a name of no family": ([word(Kind.WELCOME, VERSION + b"\xff" * 16)], False, RemoteProtocolError, "no name"),
-    "a kind that is none": ([word(99)], False, RemoteProtocolError, "means nothing"),
-    "what only clients say": ([word(Kind.JOIN)], False, RemoteProtocolError, "means nothing"),
-    "a place for bodies, for ever": ([word(Kind.BODIES_JOIN)], True, RemoteProtocolError, "means nothing"),
+    "half a name": ([word(Kind.WELCOME, VERSION + bytes(8))], False, RemoteProtocolError, "invalid name of an endpoint"),
+    "a name of no family": ([word(Kind.WELCOME, VERSION + b"\xff" * 16)], False, RemoteProtocolError, "invalid name of an endpoint"),
+    "a kind that is none": ([word(99)], False, RemoteProtocolError, "invalid control message"),
+    "what only clients say": ([word(Kind.JOIN)], False, RemoteProtocolError, "invalid control message"),
+    "a place for bodies, for ever": ([word(Kind.BODIES_JOIN)], True, RemoteProtocolError, "invalid control message"),
     "more consumed than sent": ([word(Kind.CREDIT, b"\xff" * 8)], False, RemoteProtocolError, "consumed more"),
     "heartbeats, for ever": ([word(Kind.CREDIT, bytes(8))], True, DeadlineExceeded, "no answer"),
     "metadata, for ever": ([(None, lambda name: b"\1" * 100)], True, DeadlineExceeded, "no answer"),
@@ -113,7 +113,7 @@ def test_a_server_that_lies_or_talks_without_end_holds_nobody() -> None:
 def test_an_answer_that_is_given_again_and_again_is_no_sign_of_work() -> None:
     with (
         server([(CONTROL | Kind.WELCOME, lambda name: VERSION + name)], again=True) as uri,
-        pytest.raises(RemoteProtocolError, match="means nothing"),
+        pytest.raises(RemoteProtocolError, match="invalid control message"),
         transport("fabric").connect(uri, PATIENCE) as connection,
     ):
         connection.receive(TIMEOUT, lambda tag, length: bytearray(length))
