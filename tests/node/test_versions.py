@@ -104,6 +104,8 @@ def test_a_handle_goes_on_with_its_version_and_never_with_another(node: Restarti
         created = client["d"].created
         node.restart()
         client.put("d", table(3))
+        assert handle.to_table()["n"].to_pylist() == [2, 2]  # as it was mapped
+        handle.close()
         with pytest.raises(DatasetNotFound, match="version 2 of 'd' is gone"):
             handle.to_table()
         refreshed = handle.refresh()

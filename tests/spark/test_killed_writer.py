@@ -40,8 +40,8 @@ print("acknowledged", flush=True)
 
 @pytest.fixture
 def node(memory: Path) -> Iterator[Node]:
-    """Yield a node that forgets at once what a killed process has staged."""
-    with Node(Store(memory / "store", forgotten=0.5), ["shm:"], retain=0.0, heartbeat_interval=0.1) as node:
+    """Yield a node that soon forgets the segments that a killed process has staged."""
+    with Node(Store(memory / "store", forgotten=5.0), ["shm:"], retain=0.0, heartbeat_interval=0.1) as node:
         yield node
 
 
