@@ -285,7 +285,7 @@ class DissociatedWriter(RecordBatchWriter):
         streams: Streams = Streams.BOTH,
     ) -> None:
         self._send = send
-        self._sender = Sender.ahead(streams)
+        self._sender = Sender.before_request(streams)
         super().__init__(Splitter(schema, options))
 
     def _put(self, messages: Sequence[SplitMessage]) -> None:

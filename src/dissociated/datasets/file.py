@@ -76,13 +76,15 @@ def file_state(found: os.stat_result) -> FileState:
 
 def check_alone(where: str, index: Index) -> None:
     """Raise SourceError if other data follow an Arrow IPC stream or file, since no reader would read them."""
-    if index.is_file and re.search(FILE_MAGIC * 2, index.rest):  # the end of a file, and the beginning of the next
+    if index.is_file and re.search(
+        FILE_MAGIC * 2, index.trailing_bytes
+    ):  # the end of a file, and the beginning of the next
         raise SourceError(
             f"{where!r} holds several Arrow IPC files in a row, of which readers see the last footer only: publish "
             "each file by itself"
         )
     if not index.is_file:
-        check_rest(where, index.rest)
+        check_rest(where, index.trailing_bytes)
 
 
 def check_rest(where: str, rest: Buffer) -> None:
