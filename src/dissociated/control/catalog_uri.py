@@ -126,8 +126,8 @@ def describe_reach(uri: str, security: Security) -> str | None:
         return None
     audience = "every user of this host" if is_loopback(Uri.parse(uri).host) else "everybody who reaches this port"
     return (
-        f"{audience} can list, read, overwrite and drop: give it tokens (--token-file FILE), or let it answer this user "
-        "alone (grpc+unix:)"
+        f"{audience} can list, read, overwrite and drop: give it tokens (--token-file FILE), or let it answer this "
+        "user alone (grpc+unix:)"
     )
 
 
