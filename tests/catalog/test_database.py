@@ -251,7 +251,7 @@ def test_a_node_is_told_what_is_published_and_whether_that_is_all(database: Data
     assert (database.referenced_parts("a", []), database.referenced_parts("b", [])) == ({}, {})
     database.publish(Commit("e", key="other"), SCHEMA, [part("4")])
     database.publish(Commit("e", key="more of it", mode="append"), SCHEMA, [part("5", "b")])
-    database.touch_node("a", "later", FOREVER, since="then", gone=["4"])
+    database.touch_node("a", "later", FOREVER, since="then", removed=["4"])
     assert database.referenced_parts("a", []) == {}
 
 
@@ -264,7 +264,7 @@ def test_a_node_tells_what_has_changed_to_a_catalog_that_knows_the_rest(database
     assert [one.name for one in database.datasets()] == ["e", "f"]
     assert not database.touch_node("a", "second", FOREVER, since="first", **told)  # type: ignore[arg-type]
     assert database.touch_node("a", "second", FOREVER)
-    assert database.touch_node("b", "mine", FOREVER, since="", gone=["2"])  # the part belongs to another node
+    assert database.touch_node("b", "mine", FOREVER, since="", removed=["2"])  # the part belongs to another node
     assert [one.name for one in database.datasets()] == ["e", "f"]
 
 

@@ -27,7 +27,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     yield found
     gc.collect()
     assert (found.allocations, found.nbytes) == before, "memory is left on the device"
-    assert (found.kept, found.copies) == (0, set()), "somebody has not waited for its copies"
+    assert (found.pending_release_count, found.copies) == (0, set()), "somebody has not waited for its copies"
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def emulated() -> Iterator[EmulatedDevice]:
     found.lose(False)
     gc.collect()
     found.retry()
-    assert (found.allocations, found.kept, found.copies) == (0, 0, set())
+    assert (found.allocations, found.pending_release_count, found.copies) == (0, 0, set())
 
 
 @pytest.fixture

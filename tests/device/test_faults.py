@@ -163,7 +163,7 @@ def test_memory_stays_while_a_copy_cannot_be_waited_for(
     ones = first("ones")
     with pytest.raises(DeviceError, match="captured"):
         ones.to_host()
-    assert emulated.kept == 2, "what was copied from, and what would be copied to"
+    assert emulated.pending_release_count == 2, "what was copied from, and what would be copied to"
     emulated.capturing = False
     twos = first("twos")
     for batch, value in ((ones, 1), (twos, 2)):

@@ -213,13 +213,13 @@ def test_what_copies_use_stays_until_they_were_waited_for(emulated: EmulatedDevi
             emulated.capturing = name == "captured"
             emulated.lose(name == "lost")
         kept = name != "done"
-        assert (left() is not None, emulated.kept) == (kept, kept), name
+        assert (left() is not None, emulated.pending_release_count) == (kept, kept), name
         emulated.retry()
         assert (left() is not None) == (name in ("captured", "lost")), name
         emulated.capturing = False
         emulated.lose(False)
         emulated.retry()
-        assert (left(), emulated.kept) == (None, 0), name
+        assert (left(), emulated.pending_release_count) == (None, 0), name
         assert emulated.read(memory.address, len(CONTENT)) == CONTENT, name
         memory.close()
 
@@ -232,7 +232,9 @@ def test_what_was_registered_when_ctrl_c_came_is_not_registered_for_ever(emulate
                 with Interruption(module, "register", "afterwards", at=at) as interruption:
                     mover.register([memory])
                 assert emulated.registered == memory.size
-            assert (emulated.registered, emulated.kept) == (0, 0), f"interrupted at {at} in {module.__name__}"
+            assert (emulated.registered, emulated.pending_release_count) == (0, 0), (
+                f"interrupted at {at} in {module.__name__}"
+            )
             if not interruption.came:
                 break
         assert at, module.__name__
@@ -244,9 +246,9 @@ def test_what_ctrl_c_keeps_from_being_given_back_is_given_back_later_and_once(em
     stream.wait(event.pointer)
     with pytest.raises(KeyboardInterrupt):
         memory.close()
-    assert (emulated.allocations, emulated.kept) == (1, 1), "it only waited"
+    assert (emulated.allocations, emulated.pending_release_count) == (1, 1), "it only waited"
     emulated.retry()
-    assert (emulated.allocations, emulated.kept) == (0, 0)
+    assert (emulated.allocations, emulated.pending_release_count) == (0, 0)
 
     def given_back(after: Event | None) -> None:
         assert after is not None
@@ -255,7 +257,7 @@ def test_what_ctrl_c_keeps_from_being_given_back_is_given_back_later_and_once(em
 
     with pytest.raises(KeyboardInterrupt):
         emulated.give_back(given_back)
-    assert not emulated.kept, "this may have been given back"
+    assert not emulated.pending_release_count, "this may have been given back"
 
 
 def test_a_device_that_is_not_there() -> None:
@@ -280,4 +282,4 @@ def test_a_lost_context(emulated: EmulatedDevice) -> None:
         with pytest.raises(DeviceError, match="lost"):
             use()
     memory.close()
-    assert (emulated.allocations, emulated.kept) == (1, 1), "nothing says that nobody uses it"
+    assert (emulated.allocations, emulated.pending_release_count) == (1, 1), "nothing says that nobody uses it"

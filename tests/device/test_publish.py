@@ -294,7 +294,7 @@ def test_who_cannot_use_it_gets_host_bodies(emulated: EmulatedDevice, server: di
     server.publish("numbers", on_device(open_device("test:0"), [*pieces()]))
     assert to_host(client.read_on_device("numbers", emulated)) == NUMBERS, "it lies on another device than is wanted"
     (uri,) = [one for one in client.describe("numbers").endpoints[0].locations if "device=" in one]
-    with pytest.raises(dis.errors.UriError, match="take another location"):
+    with pytest.raises(dis.errors.UriError, match="use another location"):
         dis.open_stream(uri, client.describe("numbers").endpoints[0].ticket, allow_rma=True)
     emulated.exports = False
     server.publish("numbers", on_device(emulated, [*pieces()]))

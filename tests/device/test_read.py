@@ -95,7 +95,7 @@ def test_who_takes_a_batch_without_memory_is_told_of_no_event(device: Device) ->
 
 def test_a_tensor_that_was_taken_is_held_until_it_is_deleted(client: dis.Client, device: Device) -> None:
     column = client.read_on_device("numbers", device).read_next_batch()["n"]
-    left = len(cdevice._structs), len(dlpack._held)
+    left = len(cdevice._structs), len(dlpack._exports)
     stream = device.stream()
     taken = consumer.TakenTensor(column, stream)
     del column
@@ -105,7 +105,7 @@ def test_a_tensor_that_was_taken_is_held_until_it_is_deleted(client: dis.Client,
     taken.delete()
     gc.collect()
     assert device.allocations == 0
-    assert (len(cdevice._structs), len(dlpack._held)) == left
+    assert (len(cdevice._structs), len(dlpack._exports)) == left
 
 
 HELD_AT_EXIT = """

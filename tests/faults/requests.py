@@ -107,7 +107,7 @@ def fuzz_filters(outcomes: Outcomes, dice: random.Random, count: int) -> None:
         rows, columns = received.bind(received.schema)
         batch = batch_of(received.schema)
         may_pass(received.tree, pa.array([batch.num_rows]), {})
-        rows.among(columns).mask(batch)
+        rows.at_columns(columns).mask(batch)
 
     directed = [*hostile_filters().values()]
     for number in range(count):

@@ -97,12 +97,12 @@ def test_a_stream_is_ended_by_its_marker_and_not_by_zeros(kind: str, legacy: boo
     cut = whole[: -4 if legacy else -8]
     for content in (whole, cut + bytes(4)):  # readers accept either marker in both formats
         assert Index(content).is_ended
-        assert not len(Index(content).rest)
+        assert not len(Index(content).trailing_bytes)
     for content in (cut, cut + bytes(8), cut + bytes(4096), cut + bytes(4) + whole):
         assert not Index(content).is_ended
     followed = Index(cut + END_OF_STREAM + whole)
     assert followed.is_ended
-    assert followed.rest == whole
+    assert followed.trailing_bytes == whole
 
 
 @given(st.lists(st.sampled_from([0, 1, 8, 9, 10, 100]), min_size=1, max_size=60), st.sampled_from(["", "x", "long "]))

@@ -44,10 +44,10 @@ class TestWhatTheClientSends:
         [(WANT, Streams.BOTH), (WANT_METADATA, Streams.METADATA), (WANT_BODIES, Streams.BODIES)],
     )
     def test_want_data_names_a_stream_and_by_its_value_the_streams_wanted(self, tag, streams):
-        asked = Sender(TAGS)
-        assert asked.receive(Incoming(tag, b"\x00opaque\xff")) == StreamRequested(b"\x00opaque\xff", streams, tag)
-        assert asked.state is State.STREAMING
-        assert asked.streams is streams
+        requested = Sender(TAGS)
+        assert requested.receive(Incoming(tag, b"\x00opaque\xff")) == StreamRequested(b"\x00opaque\xff", streams, tag)
+        assert requested.state is State.STREAMING
+        assert requested.streams is streams
 
     def test_free_data_gives_addresses_back(self):
         assert sender().receive(Incoming(FREE, uint64s(64, 128, 64))) == AddressesFreed((64, 128, 64))
@@ -85,10 +85,10 @@ class TestWhatTheClientSends:
             sender(state).receive(Incoming(0xFF, b""))
 
     def test_free_data_is_an_unknown_tag_where_no_addresses_are_sent(self):
-        asked = Sender(Tags(want={WANT: Streams.BOTH}))
-        asked.receive(Incoming(WANT, b"ticket"))
+        requested = Sender(Tags(want={WANT: Streams.BOTH}))
+        requested.receive(Incoming(WANT, b"ticket"))
         with pytest.raises(RemoteProtocolError, match="unknown tag"):
-            asked.receive(Incoming(FREE, uint64s(64)))
+            requested.receive(Incoming(FREE, uint64s(64)))
 
 
 class TestWhatTheServerSends:
@@ -160,9 +160,9 @@ class TestWhatTheServerSends:
 
     def test_messages_encoded_beforehand_count(self):
         sending = sender()
-        sending.sent(1, 3)
+        sending.record_sent(1, 3)
         assert on_the_wire(sending.send(BATCH, None)) == [(None, b"\x01\x04\x00\x00\x00<batch>")]
-        sending.sent(5, 2)
+        sending.record_sent(5, 2)
         assert on_the_wire(sending.end()) == [(None, b"\x00\x07\x00\x00\x00")]
 
     def test_a_stream_has_at_least_one_message(self):
@@ -175,7 +175,7 @@ class TestWhatTheServerSends:
     def test_what_was_encoded_beforehand_goes_where_it_belongs_alone(self):
         sending = sender()
         with pytest.raises(LocalProtocolError, match="from number 3 on were sent; number 1 comes next"):
-            sending.sent(3, 2)
+            sending.record_sent(3, 2)
         assert sending.sequence == 1
 
     @pytest.mark.parametrize("streams", Streams.__members__.values())
@@ -185,9 +185,9 @@ class TestWhatTheServerSends:
                 [*sending.send(SCHEMA, None), *sending.send(BATCH, Body(BodyKind.PACKED, [b"body"])), *sending.end()]
             )
 
-        asked = Sender(TAGS)
-        asked.receive(Incoming(next(tag for tag, wanted in TAGS.want.items() if wanted is streams), b"ticket"))
-        assert stream(Sender.ahead(streams)) == stream(asked)
+        requested = Sender(TAGS)
+        requested.receive(Incoming(next(tag for tag, wanted in TAGS.want.items() if wanted is streams), b"ticket"))
+        assert stream(Sender.before_request(streams)) == stream(requested)
 
 
 THEIRS = {
@@ -196,7 +196,7 @@ THEIRS = {
 }
 OURS = {
     "send": lambda sending: sending.send(BATCH, None),
-    "sent": lambda sending: sending.sent(sending.sequence, 2),
+    "record_sent": lambda sending: sending.record_sent(sending.sequence, 2),
     "end": lambda sending: sending.end(),
     "drained": lambda sending: sending.drained(),
     "fail": lambda sending: sending.fail(),
@@ -206,7 +206,7 @@ ALLOWED = {
     State.STREAMING: {
         "free_data": State.STREAMING,
         "send": State.STREAMING,
-        "sent": State.STREAMING,
+        "record_sent": State.STREAMING,
         "end": State.ENDING,
         "fail": State.FAILED,
     },

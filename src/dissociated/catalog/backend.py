@@ -192,8 +192,8 @@ class NoBackend(Backend):
     def prepare(self, commit: Commit, previous: Dataset | None = None, *, whole: bool = True) -> Prepared:
         raise self._refusal()
 
-    def _refusal(self, whom: str = "one of its nodes") -> CatalogError:
-        return CatalogError(f"this catalog has no stage of its own: ask {whom}")
+    def _refusal(self, addressee: str = "one of its nodes") -> CatalogError:
+        return CatalogError(f"this catalog has no stage of its own: ask {addressee}")
 
 
 class StageBackend(Backend):

@@ -190,9 +190,11 @@ class Catalog(ABC):
         the command announces an end marker and the marker is missing or wrong.
         """
         commit = Commit.parse_options(command, reader.schema)  # Check the command before any data moves.
-        return self._put(commit, command, receive_put(reader, cancelled, bool(command.get("end"))))
+        return self._write_put(commit, command, receive_put(reader, cancelled, bool(command.get("end"))))
 
-    def _put(self, commit: Commit, command: Mapping[str, Any], pairs: Iterator[BatchAndMetadata]) -> dict[str, Any]:
+    def _write_put(
+        self, commit: Commit, command: Mapping[str, Any], pairs: Iterator[BatchAndMetadata]
+    ) -> dict[str, Any]:
         segment = StagedSegment(f"{secrets.token_hex(16)}.arrows", self.node.id)
         if isinstance(size := command.get("nbytes"), int):
             self._backend.ensure_room(commit.name, size)

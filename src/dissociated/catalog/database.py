@@ -142,7 +142,7 @@ class Database:
         *,
         since: str | None = None,
         announced: Sequence[Version] = (),
-        gone: Sequence[str] = (),
+        removed: Sequence[str] = (),
     ) -> bool:
         """Record a heartbeat of a node, with its changes since the last one.
 
@@ -152,7 +152,7 @@ class Database:
             lives_until: The time until which the node is considered alive, in seconds since the epoch.
             since: The digest of the state that the changes are relative to; by default `digest`.
             announced: The versions that were added or changed.
-            gone: The ids of parts that the node no longer holds.
+            removed: The ids of parts that the node no longer holds.
 
         Returns:
             False if the catalog does not know the node with that earlier digest. Nothing is recorded then, and the node
@@ -168,7 +168,7 @@ class Database:
                 "UPDATE nodes SET seen = ?, lives_until = ?, digest = ? WHERE id = ?",
                 (versions.now, lives_until, digest, node),
             )
-            for part in gone:
+            for part in removed:
                 if self._tables.all("SELECT 1 FROM parts WHERE id = ? AND node = ?", part, node):
                     versions.remove_missing(part, rows[0]["host"])
             self._record_announced(versions, announced)
@@ -187,10 +187,10 @@ class Database:
             CatalogError: The node is unknown, or alive: its next report would bring everything back.
         """
         with self._transaction() as versions:
-            found = self._tables.all("SELECT * FROM nodes WHERE id = ?", node)
-            if not found:
+            rows = self._tables.all("SELECT * FROM nodes WHERE id = ?", node)
+            if not rows:
                 raise CatalogError(f"no node {node!r} has registered at this catalog")
-            record = versions.node(found[0])
+            record = versions.node(rows[0])
             if record.alive:
                 raise CatalogError(
                     f"the node on {record.host} at {record.flight} is alive: stop it before you forget it"
@@ -395,8 +395,8 @@ class Database:
             else:
                 rows = self._tables.all("SELECT * FROM versions WHERE name = ? AND number = ?", name, version)
             if not rows:
-                which = f"no dataset {name!r}" if version is None else f"no version {version} of the dataset {name!r}"
-                raise DatasetNotFound(f"{which} is published here")
+                missing = f"no dataset {name!r}" if version is None else f"no version {version} of the dataset {name!r}"
+                raise DatasetNotFound(f"{missing} is published here")
             versions.extend_promise(rows[0], retain)
             return versions.record(rows[0])
 

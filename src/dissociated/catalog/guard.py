@@ -58,7 +58,7 @@ class Guard(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow ha
 
     def _identify(self, info: Any, headers: dict[str, list[str]]) -> Caller:
         tokens = [token for scheme, token in map(_split_scheme, headers.get(_HEADER, ())) if scheme == _AUTH_SCHEME]
-        if self._peer is not None and any(hmac.compare_digest(one.encode(), self._peer.encode()) for one in tokens):
+        if self._peer is not None and any(hmac.compare_digest(token.encode(), self._peer.encode()) for token in tokens):
             return Caller(Role.PEER, self._log)
         if self._authorize is None:
             return Caller(Role.ADMIN, self._log)

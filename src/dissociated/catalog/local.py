@@ -102,8 +102,8 @@ class LocalCatalog(Catalog):
         records = [*self._database.nodes(), *(refusal.node for refusal in self._members.refusals())]
         ids = {record.id for record in records if node in (record.id, record.host, record.flight)} - {self.node.id}
         if len(ids) != 1:
-            which = f"these have the ids {', '.join(sorted(ids))}: name one of them" if ids else "see the status"
-            raise CatalogError(f"{len(ids) or 'no'} nodes of this catalog are called {node!r}; {which}")
+            hint = f"these have the ids {', '.join(sorted(ids))}: name one of them" if ids else "see the status"
+            raise CatalogError(f"{len(ids) or 'no'} nodes of this catalog are called {node!r}; {hint}")
         (id,) = ids
         with self._publishing:
             if id in {record.id for record in self._database.nodes()}:
@@ -245,9 +245,11 @@ class LocalCatalog(Catalog):
         self._backend.confirm(published)
         self._database.acknowledge_parts(published)
 
-    def _put(self, commit: Commit, command: Mapping[str, Any], pairs: Iterator[BatchAndMetadata]) -> dict[str, Any]:
+    def _write_put(
+        self, commit: Commit, command: Mapping[str, Any], pairs: Iterator[BatchAndMetadata]
+    ) -> dict[str, Any]:
         if self._backend.has_stage:
-            return super()._put(commit, command, pairs)
+            return super()._write_put(commit, command, pairs)
         return self._members.put(
             command, commit.schema, pairs, lambda segment: self.commit(replace(commit, segments=[segment]))
         )
@@ -285,9 +287,9 @@ class LocalCatalog(Catalog):
                 "this catalog and the node do not make the same tickets: start both with the same secret and a "
                 "ticket_lifetime, or both without"
             )
-        if (other := self._members.twin(node)) is not None:
+        if (twin := self._members.twin(node)) is not None:
             raise AccessDenied(
-                f"the node at {other.flight} on {other.host} has the same id, so one store is a copy of the other, and "
+                f"the node at {twin.flight} on {twin.host} has the same id, so one store is a copy of the other, and "
                 "each node would remove the versions of the other: start this node with another store"
             )
         self._members.check_reachable(node)
@@ -309,7 +311,7 @@ class LocalCatalog(Catalog):
             time.time() + float(body["lives"]),
             since=str(body.get("since", digest)),
             announced=announced,
-            gone=[str(part) for part in body.get("gone", ())],
+            removed=[str(part) for part in body.get("gone", ())],
         )
         return {"known": is_known, **(self._node_reply(node, announced) if is_known else {})}
 

@@ -104,11 +104,11 @@ class Members:
 
     def find(self, ids: Iterable[str]) -> dict[str, NodeRecord]:
         """Return the known nodes by id. Raise CatalogError if one of `ids` has not registered."""
-        known = {node.id: node for node in self._database.nodes()}
+        nodes = {node.id: node for node in self._database.nodes()}
         for id in ids:
-            if id not in known:
+            if id not in nodes:
                 raise CatalogError(f"no node {id!r} has registered at this catalog")
-        return known
+        return nodes
 
     def clock(self, node: str) -> float:
         """Return the seconds by which the clock of a node is ahead of this host's, as of its last message."""
@@ -178,11 +178,11 @@ class Members:
 
         Such nodes have copies of one store, but only one of them holds a newly written version.
         """
-        for known in self._database.nodes():
-            if known.id == node.id and known.alive and known.flight != node.flight:
-                with suppress(DissociatedError), Peer(known.flight, self._security, _ANSWER_TIMEOUT) as peer:
+        for candidate in self._database.nodes():
+            if candidate.id == node.id and candidate.alive and candidate.flight != node.flight:
+                with suppress(DissociatedError), Peer(candidate.flight, self._security, _ANSWER_TIMEOUT) as peer:
                     if peer.stage().node == node.id:
-                        return known
+                        return candidate
         return None
 
     def open(self, name: str, part: Part, ticket: bytes) -> pa.RecordBatchReader:

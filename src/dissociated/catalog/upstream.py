@@ -179,11 +179,11 @@ class UpstreamCatalog(Catalog):
             False if the upstream does not know the report that this one is based on.
         """
         digest = f"{self._incarnation}:{changes}"
-        sent = time.time()
+        sent_at = time.time()
         reply = upstream.do_action(
-            action, {**body, "digest": digest, "lives": 3 * self.reconcile_interval, "now": sent}
+            action, {**body, "digest": digest, "lives": 3 * self.reconcile_interval, "now": sent_at}
         )
-        self._compare_clocks(sent, reply.get("now"))
+        self._compare_clocks(sent_at, reply.get("now"))
         if not reply.get("known", True):
             return False
         self._digest, self._reported_changes = digest, changes
@@ -192,17 +192,17 @@ class UpstreamCatalog(Catalog):
             self.holdings.delete_parts(reply["unwanted"])
         return True
 
-    def _compare_clocks(self, sent: float, upstream_time: object) -> None:
+    def _compare_clocks(self, sent_at: float, upstream_time: object) -> None:
         """Judge tickets by the time of the upstream, which signs them.
 
         Args:
-            sent: The time of this host when the call was made.
+            sent_at: The time of this host when the call was made.
             upstream_time: The time in the upstream's answer to it.
         """
         if not isinstance(upstream_time, int | float):
             return
         # The upstream answered between these two moments, so only a time outside of them shows that the clocks differ.
-        offset = upstream_time - min(max(upstream_time, sent), time.time())
+        offset = upstream_time - min(max(upstream_time, sent_at), time.time())
         changed = abs(offset - self._registry.clock_offset) > CLOCK_TOLERANCE
         self._registry.clock_offset = offset
         if changed and (sentence := describe_clock(-offset)):

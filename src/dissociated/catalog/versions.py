@@ -233,9 +233,9 @@ class Versions:
         """
         for part in parts:
             sql = "SELECT id FROM parts WHERE ticket = ? AND id != ?"
-            for other in self._tables.all(sql, part.ticket, part.id):
+            for row in self._tables.all(sql, part.ticket, part.id):
                 condition = "id IN (SELECT version FROM version_parts WHERE part = ?)"
-                self.remove("retired", "what replaced it has the same ticket", condition, other["id"])
+                self.remove("retired", "what replaced it has the same ticket", condition, row["id"])
 
     def _copy_parts(self, previous: int, version: int) -> int:
         """Give `version` the parts of the version that it appends to. Return the number of its next part."""

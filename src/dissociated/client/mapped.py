@@ -93,7 +93,7 @@ class MappedVersion:
         needed = sorted({*wanted, *rows.columns})
         if request.limit is None and wanted and self._is_table and self._is_scannable(needed):
             return _scan(self._table(passing, needed), rows, [names[index] for index in wanted])
-        rows = rows.among([needed.index(index) for index in rows.columns])
+        rows = rows.at_columns([needed.index(index) for index in rows.columns])
         columns = [needed.index(index) for index in wanted]
         return filter_batches(self._reader(passing, needed), rows.mask, columns, request.limit)
 
@@ -190,7 +190,7 @@ class TableReader(BatchReader):
         self._begin()
         with application_errors(self._filter):
             table = self._reader.read_all()
-        self._ended = True
+        self._at_end = True
         return table
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ class TableReader(BatchReader):
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> Any:
         self._begin()
-        self._ended = True  # the consumer of the stream reads all batches
+        self._at_end = True  # the consumer of the stream reads all batches
         return self._reader.__arrow_c_stream__(requested_schema)
 
 

@@ -52,8 +52,8 @@ def attach(
     located = address_space.locate(placed.addresses, placed.lengths)
     # libarrow refuses misaligned buffers: copy them to their offsets in a packed body.
     if any(offset % 8 for offset in located.offsets):
-        wanted, _ = buffer_extents(header, parsed)
-        packed = located.gather(placed.lengths, wanted, allocate(parsed.body_length))
+        offsets, _ = buffer_extents(header, parsed)
+        packed = located.gather(placed.lengths, offsets, allocate(parsed.body_length))
         leases.free(leased)
         return header, packed
     return relocate(header, parsed, located.offsets, located.memory.size), leases.lease(located.memory, leased)

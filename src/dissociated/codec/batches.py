@@ -84,14 +84,14 @@ class BatchReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mis
         """Return all remaining batches as one table."""
         self._begin()
         table = pa.Table.from_batches((batch for batch, _ in self._pairs), self._schema)
-        self._ended = True
+        self._at_end = True
         return table
 
     def _next(self) -> BatchAndMetadata:
         try:
             return next(self._pairs)
         except StopIteration:
-            self._ended = True
+            self._at_end = True
             raise
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class BatchReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mis
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> Any:
         self._begin()
-        self._ended = True  # the consumer of the stream reads all batches
+        self._at_end = True  # the consumer of the stream reads all batches
         batches = map(itemgetter(0), self._pairs)  # not a generator: it would end after an error
         return pa.RecordBatchReader.from_batches(self._schema, batches).__arrow_c_stream__(requested_schema)
 
@@ -125,10 +125,10 @@ def _in_one_piece(message: SplitMessage) -> tuple[bytes, Buffer | None]:
         starts[at] = part if isinstance(part, pa.Buffer) else pa.py_buffer(part)
         at += len(part)
     extents = [(starts.get(offset), length) for offset, length in zip(*buffer_extents(header, parsed), strict=True)]
-    used = [(part.address, length) for part, length in extents if length and part is not None]
-    first = min((address for address, _ in used), default=0)
-    if len(used) < sum(bool(length) for _, length in extents) or any((at - first) % _ALIGNMENT for at, _ in used):
+    buffers = [(part.address, length) for part, length in extents if length and part is not None]
+    first = min((address for address, _ in buffers), default=0)
+    if len(buffers) < sum(bool(length) for _, length in extents) or any((at - first) % _ALIGNMENT for at, _ in buffers):
         return header, b"".join(map(memoryview, body or ()))  # a copy: libarrow cannot read these buffers in place
-    size = max((address + length for address, length in used), default=0) - first
+    size = max((address + length for address, length in buffers), default=0) - first
     offsets = [part.address - first if length and part is not None else 0 for part, length in extents]
     return relocate(header, parsed, offsets, size), pa.foreign_buffer(first, size, list(starts.values()))

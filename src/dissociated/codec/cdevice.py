@@ -98,7 +98,7 @@ _is_capsule = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(
 _keep = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
 
 
-def lasting(thunk: T) -> T:
+def keep_alive(thunk: T) -> T:
     """Return `thunk`, which is never freed: consumers may call it after the interpreter has cleared our modules.
 
     Module globals are gone then. So such a function must have everything it needs to free memory bound to it.
@@ -117,9 +117,9 @@ def capsule(struct: ctypes.Structure, name: bytes, destroy: Any) -> Any:
 
     `destroy` is called with the address of the capsule when the capsule is destroyed.
     """
-    made = _new_capsule(ctypes.addressof(struct), name, ctypes.cast(destroy, ctypes.c_void_p))
-    _structs[id(made)] = struct
-    return made
+    result = _new_capsule(ctypes.addressof(struct), name, ctypes.cast(destroy, ctypes.c_void_p))
+    _structs[id(result)] = struct
+    return result
 
 
 def destructor(name: bytes, release: Callable[[Any], None]) -> Any:
@@ -134,7 +134,7 @@ def destructor(name: bytes, release: Callable[[Any], None]) -> Any:
         if is_capsule(address, name):  # otherwise a consumer has taken the struct
             release(struct)
 
-    return lasting(_Destructor(destroy))
+    return keep_alive(_Destructor(destroy))
 
 
 def pointer(capsule: object, name: bytes) -> int:
@@ -154,7 +154,7 @@ def _release_stream(struct: _ArrowDeviceArrayStream, address_of: Callable[[Any],
         struct.release(address_of(struct))
 
 
-def releasing(kind: type[ctypes.Structure], forget: Callable[[int, None], object]) -> Any:
+def release_callback(kind: type[ctypes.Structure], forget: Callable[[int, None], object]) -> Any:
     """Return a `release` callback for structs of this kind, which calls `forget` with the `private_data`."""
     at = kind.from_address
 
@@ -163,7 +163,7 @@ def releasing(kind: type[ctypes.Structure], forget: Callable[[int, None], object
         forget(struct.private_data, None)
         struct.release = type(struct.release)()
 
-    return lasting(_Release(release))
+    return keep_alive(_Release(release))
 
 
 _destroy_array = destructor(_DEVICE_ARRAY, _release_array)
@@ -268,7 +268,7 @@ class _GetNext(ctypes.c_void_p):
         _stream(self.value).write_next(out)
 
 
-_CALLBACKS = lasting(
+_CALLBACKS = keep_alive(
     (
         ctypes.cast(ctypes.CFUNCTYPE(ctypes.c_int, _GetSchema, ctypes.c_void_p)(_answer), _Callback),
         ctypes.cast(ctypes.CFUNCTYPE(ctypes.c_int, _GetNext, ctypes.c_void_p)(_answer), _Callback),
@@ -278,7 +278,7 @@ _CALLBACKS = lasting(
             ),
             _LastError,
         ),
-        releasing(_ArrowDeviceArrayStream, _streams.pop),
+        release_callback(_ArrowDeviceArrayStream, _streams.pop),
     )
 )
 
@@ -329,7 +329,7 @@ class ImportedArray:
         return array
 
 
-def _moved(address: int) -> ArrowDeviceArray:
+def _move_struct(address: int) -> ArrowDeviceArray:
     """Return the struct at `address`, and mark the original as released."""
     struct = ArrowDeviceArray.from_buffer_copy(ArrowDeviceArray.from_address(address))
     ArrowDeviceArray.from_address(address).array.release = type(struct.array.release)()
@@ -342,13 +342,13 @@ def import_batches(source: Any) -> tuple[pa.Schema, Iterator[ImportedArray]]:
         return source.schema, _read(source)
     if not hasattr(source, "__arrow_c_device_stream__"):
         schema, array = source.__arrow_c_device_array__()
-        imported = ImportedArray(_moved(pointer(array, _DEVICE_ARRAY)))
+        imported = ImportedArray(_move_struct(pointer(array, _DEVICE_ARRAY)))
         return pa.Schema._import_from_c_capsule(schema), iter([imported])
     from_capsule = source.__arrow_c_device_stream__()
     struct = _ArrowDeviceArrayStream.from_address(pointer(from_capsule, _DEVICE_STREAM))
     place = _ArrowSchema()
-    _checked(struct, struct.get_schema(ctypes.addressof(struct), ctypes.addressof(place)))
-    return pa.Schema._import_from_c(ctypes.addressof(place)), _pulled(from_capsule, struct)
+    _check_code(struct, struct.get_schema(ctypes.addressof(struct), ctypes.addressof(place)))
+    return pa.Schema._import_from_c(ctypes.addressof(place)), _pull_arrays(from_capsule, struct)
 
 
 def _read(source: OnDevice) -> Iterator[ImportedArray]:
@@ -358,17 +358,17 @@ def _read(source: OnDevice) -> Iterator[ImportedArray]:
             fill(imported.struct)
             yield imported
     except Exception as error:
-        raise _failed(f"{type(error).__name__}: {error}") from error
+        raise _source_error(f"{type(error).__name__}: {error}") from error
 
 
 #: The release of a struct before the source has written to it.
-_UNTOUCHED = lasting(_Release(id))
+_UNTOUCHED = keep_alive(_Release(id))
 
 
-def _pulled(from_capsule: object, stream: _ArrowDeviceArrayStream) -> Iterator[ImportedArray]:
+def _pull_arrays(from_capsule: object, stream: _ArrowDeviceArrayStream) -> Iterator[ImportedArray]:
     while True:
         imported = ImportedArray(ArrowDeviceArray(ArrowArray(release=_UNTOUCHED)))
-        _checked(stream, stream.get_next(ctypes.addressof(stream), ctypes.addressof(imported.struct)))
+        _check_code(stream, stream.get_next(ctypes.addressof(stream), ctypes.addressof(imported.struct)))
         release = ctypes.cast(imported.array.release, ctypes.c_void_p).value
         if release == ctypes.cast(_UNTOUCHED, ctypes.c_void_p).value:
             raise SourceError("a source on a device gave neither a batch nor its end; it may have been interrupted")
@@ -377,13 +377,15 @@ def _pulled(from_capsule: object, stream: _ArrowDeviceArrayStream) -> Iterator[I
         yield imported
 
 
-def _checked(struct: _ArrowDeviceArrayStream, code: int) -> None:
+def _check_code(struct: _ArrowDeviceArrayStream, code: int) -> None:
     if code:
-        said = struct.get_last_error(ctypes.addressof(struct))
-        raise _failed(ctypes.string_at(said).decode(errors="replace") if said else errno.errorcode.get(code, code))
+        message = struct.get_last_error(ctypes.addressof(struct))
+        raise _source_error(
+            ctypes.string_at(message).decode(errors="replace") if message else errno.errorcode.get(code, code)
+        )
 
 
-def _failed(reason: object) -> SourceError:
+def _source_error(reason: object) -> SourceError:
     return SourceError(f"a source on a device failed: {reason}")
 
 

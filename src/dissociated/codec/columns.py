@@ -44,9 +44,9 @@ def slice_batches(reader: pa.RecordBatchReader, first: int, stop: int) -> pa.Rec
 def pick_batches(reader: pa.RecordBatchReader, numbers: Sequence[int]) -> pa.RecordBatchReader:
     """Return the batches with these ascending numbers, if they exist. Nothing is read after the last of them."""
     stop = numbers[-1] + 1 if numbers else 0
-    wanted = numbers if isinstance(numbers, range) else {*numbers}
+    selected = numbers if isinstance(numbers, range) else {*numbers}
     numbered = enumerate(islice(batches(reader), stop))
-    return BatchReader(reader.schema, (pair for number, pair in numbered if number in wanted))
+    return BatchReader(reader.schema, (pair for number, pair in numbered if number in selected))
 
 
 def even_batches(pieces: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.RecordBatch]:
@@ -58,11 +58,11 @@ def even_batches(pieces: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.Rec
     waiting: list[pa.RecordBatch] = []
     missing = rows
     for piece in pieces:
-        left = piece
-        while left.num_rows:
-            waiting.append(left[:missing])
+        remaining = piece
+        while remaining.num_rows:
+            waiting.append(remaining[:missing])
             missing -= waiting[-1].num_rows
-            left = left[waiting[-1].num_rows :]
+            remaining = remaining[waiting[-1].num_rows :]
             if not missing:
                 yield _concatenate(waiting)
                 waiting, missing = [], rows
@@ -119,25 +119,25 @@ def filter_batches(
     schema = select_fields(reader.schema, columns)
 
     def pairs() -> Iterator[BatchAndMetadata]:
-        left, last = limit, time.monotonic()
-        remaining = batches(reader)
-        while left != 0 and (pair := next(remaining, None)) is not None:
+        remaining_rows, last_output = limit, time.monotonic()
+        pending = batches(reader)
+        while remaining_rows != 0 and (pair := next(pending, None)) is not None:
             batch, metadata = pair
             mask = None if mask_of is None else mask_of(batch)
             batch = batch.select([*columns])
             if mask is not None and mask.true_count < len(mask):  # otherwise no copy is needed
-                batch = _passing(batch, mask)
-            batch = batch[:left]
-            if left is not None:
-                left -= batch.num_rows
-            if batch.num_rows or time.monotonic() - last > keepalive:
+                batch = _filter_batch(batch, mask)
+            batch = batch[:remaining_rows]
+            if remaining_rows is not None:
+                remaining_rows -= batch.num_rows
+            if batch.num_rows or time.monotonic() - last_output > keepalive:
                 yield batch, metadata
-                last = time.monotonic()
+                last_output = time.monotonic()
 
     return BatchReader(schema, pairs())
 
 
-def _passing(batch: pa.RecordBatch, mask: pa.BooleanArray) -> pa.RecordBatch:
+def _filter_batch(batch: pa.RecordBatch, mask: pa.BooleanArray) -> pa.RecordBatch:
     """Return the rows for which `mask` is true."""
     try:
         return batch.filter(mask)

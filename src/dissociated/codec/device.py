@@ -101,12 +101,12 @@ class DeviceBatch(OnDevice):
         """Return `nbytes`, under pyarrow's name, for readers that limit prefetched bytes."""
         return self.nbytes
 
-    def column(self, which: int | str) -> DeviceColumn:
+    def column(self, i: int | str) -> DeviceColumn:
         """Return a column by position or name. Raises KeyError and IndexError in the cases that pyarrow does."""
-        return DeviceColumn(self.device, self._batch.column(which), self._event, self._messages[-1].shared)
+        return DeviceColumn(self.device, self._batch.column(i), self._event, self._messages[-1].shared)
 
-    def __getitem__(self, which: int | str) -> DeviceColumn:
-        return self.column(which)
+    def __getitem__(self, i: int | str) -> DeviceColumn:
+        return self.column(i)
 
     def __len__(self) -> int:
         return self.num_rows
@@ -245,21 +245,21 @@ def join_on_device(
 
     When the messages end, `go_on` may return a reader of further batches, which are copied to the device.
     """
-    seen = _Seen()
+    tracker = _MessageTracker()
     # With these options libarrow would read bodies, or copy them.
     options = replace(options or ReadOptions(), ensure_native_endian=False, ensure_alignment=pa.ipc.Alignment.Any)
-    reader = join(seen.follow(messages), options)
+    reader = join(tracker.follow(messages), options)
 
     def batches() -> Generator[DeviceBatch, None, None]:
-        yield from _batches(device, reader, seen, messages)
-        more = go_on(_messages_on_host(device, seen.take()))
+        yield from _batches(device, reader, tracker, messages)
+        more = go_on(_messages_on_host(device, tracker.take()))
         if more is not None:
             yield from to_device(more, device)
 
     return DeviceReader(device, reader.schema, batches(), partial(close_idle, messages))
 
 
-class _Seen:
+class _MessageTracker:
     """The messages that the next batch of a stream needs.
 
     It must not refer to the reader, which owns it through C++.
@@ -285,9 +285,9 @@ class _Seen:
                 libarrow's own validation would read memory of the device.
         """
         with closing(messages):
-            yield from map(self._note, messages)  # not a loop, whose variable would keep a body alive
+            yield from map(self._record, messages)  # not a loop, whose variable would keep a body alive
 
-    def _note(self, message: DeviceMessage) -> EncodedMessage:
+    def _record(self, message: DeviceMessage) -> EncodedMessage:
         match message.parsed.type:
             case HeaderType.SCHEMA:
                 self._begin = (message,)
@@ -309,11 +309,11 @@ class _Seen:
 
 
 def _batches(
-    device: Device, reader: StreamReader, seen: _Seen, source: Generator[DeviceMessage, None, None]
+    device: Device, reader: StreamReader, tracker: _MessageTracker, source: Generator[DeviceMessage, None, None]
 ) -> Generator[DeviceBatch, None, None]:
     with closing(source), suppress(StopIteration):
         while True:
-            yield DeviceBatch(device, *reader.read_next_batch_with_custom_metadata(), seen.take())
+            yield DeviceBatch(device, *reader.read_next_batch_with_custom_metadata(), tracker.take())
 
 
 def chain_on_device(device: Device, readers: Sequence[DeviceReader]) -> DeviceReader:
@@ -336,10 +336,10 @@ def to_device(reader: pa.RecordBatchReader, device: Device) -> DeviceReader:
     Copies are asynchronous: a batch is returned while it is being copied. A segment that is read in place is registered
     with the driver, once, while it is copied from.
     """
-    return join_on_device(device, _moved(reader, device))
+    return join_on_device(device, _move_batches(reader, device))
 
 
-def _moved(reader: pa.RecordBatchReader, device: Device) -> Generator[DeviceMessage, None, None]:
+def _move_batches(reader: pa.RecordBatchReader, device: Device) -> Generator[DeviceMessage, None, None]:
     splitter = Splitter(reader.schema, LAYOUT)
     with closing(reader), closing(Mover(device)) as mover:
         yield DeviceMessage(splitter.schema_message.header, splitter.schema_message.parsed, None)
@@ -399,14 +399,14 @@ class Mover:
         while len(self._events) > _UNDER_WAY:
             self._events[0].synchronize()
             self._events.popleft()
-            self._copies.let_go()
+            self._copies.release_first()
         return DeviceMessage(header, parsed, memory.buffer(), event)
 
-    def register(self, memory: Sequence[pa.Buffer]) -> None:
+    def register(self, buffers: Sequence[pa.Buffer]) -> None:
         """Register memory that contains bodies with the driver, until the mover is closed."""
-        for one in memory:
-            if one.size >= _WORTH_REGISTERING:
-                self.device.register(one, self._copies.afterwards)
+        for buffer in buffers:
+            if buffer.size >= _WORTH_REGISTERING:
+                self.device.register(buffer, self._copies.afterwards)
 
     def settle(self) -> None:
         """Release the sources once they are copied. If waiting fails, they are released later."""

@@ -31,7 +31,7 @@ class PlacedMessage(NamedTuple):
     header: bytes
     parsed: Header
     extents: Sequence[tuple[int, int]]
-    kept: Sequence[pa.Buffer]
+    keepalive: Sequence[pa.Buffer]
 
 
 class DeviceSplitter:
@@ -71,7 +71,7 @@ class _Walk:
         self._nodes: list[tuple[int, int]] = []
         self._buffers: list[tuple[int, int]] = []
         self._variadic: list[int] = []
-        self._kept: list[pa.Buffer] = []
+        self._keepalive: list[pa.Buffer] = []
 
     def message(self, num_rows: int, dictionary: int | None) -> PlacedMessage:
         placed, end = [], 0
@@ -79,7 +79,7 @@ class _Walk:
             placed.append((end, length))
             end += length + -length % _DEVICE_ALIGNMENT
         header = encode_record_batch(num_rows, self._nodes, placed, self._variadic, end, dictionary=dictionary)
-        return PlacedMessage(header, parse_header(header), self._buffers, self._kept)
+        return PlacedMessage(header, parse_header(header), self._buffers, self._keepalive)
 
     def visit(self, type_: Any, array: ArrowArray, offset: int, length: int) -> None:
         """Add `length` values of an array from `offset` on, which is relative to the array's own offset."""
@@ -186,16 +186,16 @@ class _Walk:
         first, shift = divmod(offset, 8)
         if not shift:
             return address + first, -(-length // 8)
-        found = np.frombuffer(self._peek(address + first, -(-(shift + length) // 8)), np.uint8)
-        bits = np.unpackbits(found, bitorder="little")[shift : shift + length]
+        packed = np.frombuffer(self._peek(address + first, -(-(shift + length) // 8)), np.uint8)
+        bits = np.unpackbits(packed, bitorder="little")[shift : shift + length]
         moved = pa.py_buffer(np.packbits(bits, bitorder="little").tobytes())
-        self._kept.append(moved)
+        self._keepalive.append(moved)
         return moved.address, moved.size
 
     def _count(self, place: tuple[int, int], length: int) -> int:
         """Return the number of bits that are set."""
-        found = np.frombuffer(self._peek(*place), np.uint8)
-        return int(np.unpackbits(found, bitorder="little")[:length].sum())
+        packed = np.frombuffer(self._peek(*place), np.uint8)
+        return int(np.unpackbits(packed, bitorder="little")[:length].sum())
 
     def _peek(self, address: int, length: int) -> bytes:
         copy = pa.allocate_buffer(length)

@@ -11,9 +11,9 @@ _MAX_NAMED = 5  # differences to list
 
 def schema_difference(before: pa.Schema, after: pa.Schema) -> str:
     """Describe how `after` differs from `before`, such as "column 'n' is string, not int64"."""
-    found = [*_differences(before, after)]
-    more = [] if len(found) <= _MAX_NAMED else [f"and {len(found) - _MAX_NAMED} more"]
-    return "; ".join(found[:_MAX_NAMED] + more)
+    differences = [*_differences(before, after)]
+    more = [] if len(differences) <= _MAX_NAMED else [f"and {len(differences) - _MAX_NAMED} more"]
+    return "; ".join(differences[:_MAX_NAMED] + more)
 
 
 def _differences(before: pa.Schema, after: pa.Schema) -> Iterator[str]:
@@ -40,5 +40,5 @@ def _differences(before: pa.Schema, after: pa.Schema) -> Iterator[str]:
 
 def _keys(before: pa.Schema, after: pa.Schema) -> str:
     old, new = before.metadata or {}, after.metadata or {}
-    other = sorted(key.decode(errors="replace") for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    return f": {', '.join(other)}" if other else ""
+    changed = sorted(key.decode(errors="replace") for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    return f": {', '.join(changed)}" if changed else ""

@@ -21,9 +21,9 @@ from dissociated.codec.cdevice import (
     ImportedArray,
     capsule,
     destructor,
-    lasting,
+    keep_alive,
     pointer,
-    releasing,
+    release_callback,
 )
 from dissociated.errors import SourceError
 from dissociated.memory.device.base import Device, DeviceType, Event
@@ -77,14 +77,14 @@ class _VersionedTensor(ctypes.Structure):
 
 
 #: The objects that exported tensors need, by the addresses of the tensors.
-_held: dict[int, object] = {}
-_delete = lasting(_Deleter(_held.pop))  # a C function: Ctrl-C in Python code would leak the memory
+_exports: dict[int, object] = {}
+_delete = keep_alive(_Deleter(_exports.pop))  # a C function: Ctrl-C in Python code would leak the memory
 
 
 def _unused(
     struct: _ManagedTensor | _VersionedTensor,
     address_of: Callable[[Any], int] = ctypes.addressof,
-    forget: Callable[[int], object] = _held.pop,
+    forget: Callable[[int], object] = _exports.pop,
 ) -> None:
     forget(address_of(struct))
 
@@ -163,7 +163,7 @@ class DeviceColumn:
             struct = _VersionedTensor(*_DLPACK_VERSION, None, _delete, flags, tensor)
         else:
             struct = _ManagedTensor(tensor, None, _delete)
-        _held[ctypes.addressof(struct)] = struct, shape, strides, owner
+        _exports[ctypes.addressof(struct)] = struct, shape, strides, owner
         name = _VERSIONED if versioned else _TENSOR
         return capsule(struct, name, _destroy[name])
 
@@ -264,7 +264,7 @@ _ARROW_TYPES = {
 _HOST_DEVICE = (DeviceType.CPU, 3)
 _batches: dict[int, object] = {}
 _numbers = itertools.count(1)
-_RELEASE_BATCH = releasing(ArrowArray, _batches.pop)
+_RELEASE_BATCH = release_callback(ArrowArray, _batches.pop)
 
 
 def import_columns(columns: Mapping[str, Any]) -> tuple[pa.Schema, list[ImportedArray]]:
@@ -287,13 +287,15 @@ def import_columns(columns: Mapping[str, Any]) -> tuple[pa.Schema, list[Imported
     device = open_device(f"{'cuda' if kind == DeviceType.CUDA else 'test'}:{number}")
     stream = device.stream()
     capsules = [_capsule(column, stream.handle or None) for column in columns.values()]
-    tensors = [_tensor(name, one) for name, one in zip(columns, capsules, strict=True)]
+    tensors = [_tensor(name, exported) for name, exported in zip(columns, capsules, strict=True)]
     event = stream.record()
     lengths = {tensor.shape[0] for tensor in tensors}
     if len(lengths) > 1:
         raise SourceError(f"the columns have {', '.join(map(str, sorted(lengths)))} rows: give columns of equal length")
     (length,) = lengths
-    arrays = [_array(length, (ctypes.c_void_p * 2)(None, (one.data or 0) + one.byte_offset)) for one in tensors]
+    arrays = [
+        _array(length, (ctypes.c_void_p * 2)(None, (tensor.data or 0) + tensor.byte_offset)) for tensor in tensors
+    ]
     whole = _array(length, (ctypes.c_void_p * 1)())
     whole.n_children = len(arrays)
     children = (ctypes.POINTER(ArrowArray) * len(arrays))(*map(ctypes.pointer, arrays))
@@ -302,7 +304,9 @@ def import_columns(columns: Mapping[str, Any]) -> tuple[pa.Schema, list[Imported
     whole.private_data = next(_numbers)
     _batches[whole.private_data] = capsules, arrays, children, whole, event
     struct.array, struct.device_type, struct.device_id, struct.sync_event = whole, kind, number, event.pointer
-    schema = pa.schema([(name, _ARROW_TYPES[one.code, one.bits]) for name, one in zip(columns, tensors, strict=True)])
+    schema = pa.schema(
+        [(name, _ARROW_TYPES[tensor.code, tensor.bits]) for name, tensor in zip(columns, tensors, strict=True)]
+    )
     return schema, [ImportedArray(struct)]
 
 

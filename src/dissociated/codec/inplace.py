@@ -102,7 +102,7 @@ class MappedReader(PeerReader):
             self.regions = ()
 
     def _check_open(self) -> None:
-        if self._closed and not self._ended:
+        if self._closed and not self._at_end:
             raise StoreError("this reader was closed before its end")
 
 
@@ -213,8 +213,8 @@ class InPlace:
         starts = body_at - (len(head) + width)
         if starts[0] != part.end or (starts[1:] != ends[:-1]).any() or ends[-1] > part.region.size:
             return False
-        found = part.memory[starts[:, None] + np.arange(len(head) + width)]
-        prefixes, headers = found[:, : len(head)], found[:, len(head) :]
+        encapsulated = part.memory[starts[:, None] + np.arange(len(head) + width)]
+        prefixes, headers = encapsulated[:, : len(head)], encapsulated[:, len(head) :]
         if (prefixes != np.frombuffer(head, np.uint8)).any() or (headers != batches.headers).any():
             return False
         part.leased.append(batches.leased)
@@ -230,7 +230,7 @@ class InPlace:
             return None
         start = first_message_at(memoryview(region.memory))
         part = _MappedStream(region, start, start + len(self._schema))
-        if any(other.region is region for other in self._streams) or not part.holds(start, self._schema):
+        if any(stream.region is region for stream in self._streams) or not part.holds(start, self._schema):
             return None
         self._streams.append(part)
         return part

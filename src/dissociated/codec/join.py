@@ -58,7 +58,7 @@ class StreamFile(Readable, ABC):
             return b""
         pieces = self._pieces
         while not pieces:
-            if self.reading.ended:
+            if self.reading.at_end:
                 return b""
             self._refill()
         piece = pieces[-1]
@@ -75,7 +75,7 @@ class StreamFile(Readable, ABC):
 
     def _refill(self) -> None:
         """Put the next message into `_pieces`, if `_next` returns one, or the end of the stream."""
-        if self.reading.ended:
+        if self.reading.at_end:
             return
         try:
             self.reading.take(self._fill)

@@ -175,10 +175,10 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_type(options: Any, name: str, wanted: type) -> None:
+def _check_type(options: Any, name: str, expected: type) -> None:
     value = getattr(options, name)
-    if not isinstance(value, wanted):
-        raise OptionError(f"{name} is {value!r}; it must be a {wanted.__name__}")
+    if not isinstance(value, expected):
+        raise OptionError(f"{name} is {value!r}; it must be a {expected.__name__}")
 
 
 def _check_depth(schema: pa.Schema, limit: int) -> None:

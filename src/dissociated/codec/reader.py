@@ -107,7 +107,7 @@ class Reading:
     """
 
     def __init__(self) -> None:
-        self.ended = False
+        self.at_end = False
         self._failed: Failure | None = None
         self._closed = False
         self._taking = False  # if it stays true, taking was interrupted
@@ -137,7 +137,7 @@ class Reading:
         if self._failed is not None:
             raise self._failed.error()
         self.check_open()
-        if self._taking and not self.ended:
+        if self._taking and not self.at_end:
             raise StoreError(
                 "this reader was interrupted during a read, or another thread reads from it now: read again from "
                 "the beginning"
@@ -153,23 +153,23 @@ class Reading:
         if isinstance(error, Exception):
             self.check_open()
         if isinstance(error, StopIteration):
-            self.ended = True
+            self.at_end = True
         else:
             self._failed = Failure.of(error)
 
     def close(self) -> None:
         """Close the reader. Call this before closing the source, whose end must not look like the regular end."""
-        self._closed = not self.ended
+        self._closed = not self.at_end
 
 
 class ReadOnce:
     """A reader that remembers whether it was read to its end. Reading it again raises StoreError."""
 
-    _ended = False
+    _at_end = False
 
     def _begin(self) -> None:
         """Raise StoreError if all batches were read already."""
-        if self._ended:
+        if self._at_end:
             raise StoreError(
                 "this reader was read to its end, and can be read once: open a new one, or use a handle, "
                 "client.dataset(name), which can be read again and again"
@@ -205,7 +205,7 @@ class StreamReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mi
         try:
             return super().read_next_batch()
         except StopIteration:
-            self._ended = True
+            self._at_end = True
             raise
         except _CONTENT_ERRORS as error:
             raise _translated(error, self.error_type) from None
@@ -218,7 +218,7 @@ class StreamReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mi
             both: tuple[pa.RecordBatch, pa.KeyValueMetadata | None] = super().read_next_batch_with_custom_metadata()
             return both
         except StopIteration:
-            self._ended = True
+            self._at_end = True
             raise
         except _CONTENT_ERRORS as error:
             raise _translated(error, self.error_type) from None
@@ -230,14 +230,14 @@ class StreamReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mi
         self._begin()
         try:
             table: pa.Table = super().read_all()
-            self._ended = True
+            self._at_end = True
             return table
         except _CONTENT_ERRORS as error:
             raise _translated(error, self.error_type) from None
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> Any:
         self._begin()
-        self._ended = True  # the consumer of the stream reads all batches
+        self._at_end = True  # the consumer of the stream reads all batches
         return super().__arrow_c_stream__(requested_schema)
 
 

@@ -171,12 +171,12 @@ class _RunReader(PeerReader):
     def _take(self, run: _BatchRun, read: Callable[[], T]) -> T:
         """Return the next batch of a run, which `read` reads directly."""
 
-        def taken() -> T:
+        def read_next() -> T:
             run.remaining -= 1
             self._past += 1
             return read()
 
-        return self._file.reading.take(taken)
+        return self._file.reading.take(read_next)
 
     @property
     def stats(self) -> pa.ipc.ReadStats:

@@ -38,11 +38,11 @@ class Sink(ABC):
 
 
 class DescriptorSink(Sink):
-    """A file descriptor, which the sink owns and closes. `what` describes the operation in error messages."""
+    """A file descriptor, which the sink owns and closes. `operation` describes it in error messages."""
 
-    def __init__(self, descriptor: int, what: str) -> None:
+    def __init__(self, descriptor: int, operation: str) -> None:
         self._file = os.fdopen(descriptor, "wb", buffering=0)
-        self.what = what
+        self.operation = operation
 
     @property
     def descriptor(self) -> int:
@@ -51,12 +51,12 @@ class DescriptorSink(Sink):
 
     def write(self, parts: Sequence[Buffer]) -> None:
         """Write all of `parts`."""
-        with store_errors(self.what):
+        with store_errors(self.operation):
             write_parts(self.descriptor, parts)
 
     def close(self) -> None:
         """Close the descriptor."""
-        with store_errors(self.what):
+        with store_errors(self.operation):
             self._file.close()
 
     def abort(self) -> None:
@@ -77,14 +77,14 @@ class FileSink(Sink):
         """Write all of `parts`. Raises StoreError also for a non-blocking file that is full."""
         with store_errors("writing to a file object"):
             for part in parts:
-                left = memoryview(part).cast("B")
-                while len(left):
-                    count = self._file.write(left)
+                remaining = memoryview(part).cast("B")
+                while len(remaining):
+                    count = self._file.write(remaining)
                     if count is None and not isinstance(self._file, io.RawIOBase):
                         break  # such files write everything and return None
                     if not count:
                         raise StoreError("the file object accepts no more bytes without blocking: give one that waits")
-                    left = left[count:]
+                    remaining = remaining[count:]
 
     def close(self) -> None:
         """Flush the file."""

@@ -111,46 +111,46 @@ def join_tensor(header: bytes, buffers: Sequence[Buffer]) -> Tensor:
 
     The index of a sparse tensor is read and checked, because libarrow writes wherever it points. Raises FormatError.
     """
-    found = parse_tensor(header)
-    names = found.names if any(found.names) else None
+    tensor = parse_tensor(header)
+    names = tensor.names if any(tensor.names) else None
     with tensor_errors():
-        if found.format is TensorFormat.DENSE:
-            return pa.Tensor.from_numpy(_array(buffers[0], found.type, found.shape, found.strides), names)
+        if tensor.format is TensorFormat.DENSE:
+            return pa.Tensor.from_numpy(_array(buffers[0], tensor.type, tensor.shape, tensor.strides), names)
         *index, data = buffers
-        values = _array(data, found.type, (found.non_zero,))
-        if found.format is TensorFormat.COO:
-            return pa.SparseCOOTensor.from_numpy(values, _coordinates(found, index[0]), found.shape, names)
-        indptr, indices = _levels(found, index)
-        if found.format is TensorFormat.CSF:
-            return pa.SparseCSFTensor.from_numpy(values, indptr, indices, found.shape, found.axis_order, names)
-        matrix = pa.SparseCSRMatrix if found.format is TensorFormat.CSR else pa.SparseCSCMatrix
-        return matrix.from_numpy(values, indptr[0], indices[0], found.shape, names)
+        values = _array(data, tensor.type, (tensor.non_zero,))
+        if tensor.format is TensorFormat.COO:
+            return pa.SparseCOOTensor.from_numpy(values, _coordinates(tensor, index[0]), tensor.shape, names)
+        indptr, indices = _levels(tensor, index)
+        if tensor.format is TensorFormat.CSF:
+            return pa.SparseCSFTensor.from_numpy(values, indptr, indices, tensor.shape, tensor.axis_order, names)
+        matrix = pa.SparseCSRMatrix if tensor.format is TensorFormat.CSR else pa.SparseCSCMatrix
+        return matrix.from_numpy(values, indptr[0], indices[0], tensor.shape, names)
 
 
-def _coordinates(found: TensorHeader, buffer: Buffer) -> Array:
-    shape = (found.non_zero, len(found.shape))
-    coordinates = _array(buffer, found.indices_type, shape, found.strides)
-    for axis, size in enumerate(found.shape):
+def _coordinates(tensor: TensorHeader, buffer: Buffer) -> Array:
+    shape = (tensor.non_zero, len(tensor.shape))
+    coordinates = _array(buffer, tensor.indices_type, shape, tensor.strides)
+    for axis, size in enumerate(tensor.shape):
         _check_indices(coordinates[:, axis], size)
-    wanted = row_major(shape, "<i8")
-    if coordinates.dtype == np.int64 and coordinates.strides == wanted:
+    expected_strides = row_major(shape, "<i8")
+    if coordinates.dtype == np.int64 and coordinates.strides == expected_strides:
         return coordinates
     # NumPy's own strides of what is empty, or has one row, are not always what libarrow calls contiguous.
-    return np.ndarray(shape, "<i8", np.array(coordinates, "<i8", order="C"), 0, wanted)
+    return np.ndarray(shape, "<i8", np.array(coordinates, "<i8", order="C"), 0, expected_strides)
 
 
-def _levels(found: TensorHeader, buffers: Sequence[Buffer]) -> tuple[list[Array], list[Array]]:
+def _levels(tensor: TensorHeader, buffers: Sequence[Buffer]) -> tuple[list[Array], list[Array]]:
     """Return the indptr and the indices of CSR, CSC and CSF."""
-    shape, types = found.shape, (found.indptr_type, found.indices_type)
-    if found.format is TensorFormat.CSF:
-        axes = found.axis_order
-        counts = [length // value_width(types[1]) for length in found.lengths[len(axes) - 1 : -1]]
+    shape, types = tensor.shape, (tensor.indptr_type, tensor.indices_type)
+    if tensor.format is TensorFormat.CSF:
+        axes = tensor.axis_order
+        counts = [length // value_width(types[1]) for length in tensor.lengths[len(axes) - 1 : -1]]
         indices = [_array(buffers[len(axes) - 1 + level], types[1], (count,)) for level, count in enumerate(counts)]
         _check_indices(indices[0], shape[axes[0]])
         above, below = counts[:-1], indices[1:]
     else:
-        axes = (0, 1) if found.format is TensorFormat.CSR else (1, 0)
-        indices = below = [_array(buffers[1], types[1], (found.non_zero,))]
+        axes = (0, 1) if tensor.format is TensorFormat.CSR else (1, 0)
+        indices = below = [_array(buffers[1], types[1], (tensor.non_zero,))]
         above = [shape[axes[0]]]
     indptr = [_array(buffers[level], types[0], (count + 1,)) for level, count in enumerate(above)]
     for begins, level_indices, axis in zip(indptr, below, axes[1:], strict=True):
@@ -220,10 +220,10 @@ def _axis_order(tensor: Tensor, values: Array, indptr: list[Array], indices: lis
         )
 
     def same(order: tuple[int, ...]) -> bool:
-        other = pa.SparseCSFTensor.from_numpy(values, indptr, indices, shape, order, tensor.dim_names)
+        candidate = pa.SparseCSFTensor.from_numpy(values, indptr, indices, shape, order, tensor.dim_names)
         if not nan:
-            return bool(other.equals(tensor))
-        return bool(other.to_tensor().to_numpy().tobytes() == expanded)
+            return bool(candidate.equals(tensor))
+        return bool(candidate.to_tensor().to_numpy().tobytes() == expanded)
 
     nan = bool(values.dtype.kind == "f" and np.isnan(values).any())  # NaN equals no value
     if nan:

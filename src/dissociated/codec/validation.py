@@ -88,16 +88,16 @@ def validate_shared(validate: Callable[[], None]) -> None:
     libarrow reads a null count twice. If another thread computes it in between, libarrow takes it for negative. That
     happens once for each array. Raises the errors of `validate`.
     """
-    said = ""
+    last_message = ""
     while True:
         try:
             validate()
             return
         except pa.ArrowInvalid as error:
             # libarrow raises one class for every invalid array. Only the text tells this error apart.
-            if "Negative null count" not in str(error) or str(error) == said:
+            if "Negative null count" not in str(error) or str(error) == last_message:
                 raise
-            said = str(error)
+            last_message = str(error)
 
 
 class OnceValidator:
@@ -126,12 +126,12 @@ class _Writable:
     def empty(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Repair a batch without rows. libarrow's validation rejects some zero-length slices of view arrays."""
         columns = {number: _empty(column) for number, column in enumerate(batch.columns) if _is_broken(column)}
-        return _replaced(batch, columns)
+        return _replace_columns(batch, columns)
 
     def valid(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Repair a batch that passed validation. Raises ArrowException if that is impossible."""
         broken = [number for number in self._outer if _is_broken(batch.column(number))]
-        return _replaced(batch, {number: _mended(batch.column(number)) for number in broken})
+        return _replace_columns(batch, {number: _mend(batch.column(number)) for number in broken})
 
 
 def _empty(array: pa.Array) -> pa.Array:
@@ -145,7 +145,7 @@ def _empty(array: pa.Array) -> pa.Array:
     return pa.nulls(0, type_)  # a dictionary further within is sent anew with the next batch that has it
 
 
-def _mended(array: pa.Array) -> pa.Array:
+def _mend(array: pa.Array) -> pa.Array:
     """Make empty arrays within lists and structs anew. Raises ArrowException if they are within other arrays."""
     type_ = array.type
     if not _is_broken(array):
@@ -153,13 +153,13 @@ def _mended(array: pa.Array) -> pa.Array:
     if len(array) == 0 and not contains(type_, is_extension):
         return _empty(array)
     if isinstance(type_, pa.BaseExtensionType):
-        return pa.ExtensionArray.from_storage(type_, _mended(array.storage))
+        return pa.ExtensionArray.from_storage(type_, _mend(array.storage))
     for is_list, count in _OWN_BUFFERS:
         if is_list(type_):
             own = array.buffers()[:count]
-            return pa.Array.from_buffers(type_, len(array), own, -1, array.offset, [_mended(array.values)])
+            return pa.Array.from_buffers(type_, len(array), own, -1, array.offset, [_mend(array.values)])
     if pa.types.is_struct(type_) and not array.offset:
-        fields = [_mended(array.field(number)) for number in range(type_.num_fields)]
+        fields = [_mend(array.field(number)) for number in range(type_.num_fields)]
         return pa.Array.from_buffers(type_, len(array), array.buffers()[:1], -1, 0, fields)
     return pa.concat_arrays([array])
 
@@ -185,7 +185,7 @@ def _children(array: pa.Array) -> Iterator[pa.Array]:
         yield array.values
 
 
-def _replaced(batch: pa.RecordBatch, columns: dict[int, pa.Array]) -> pa.RecordBatch:
+def _replace_columns(batch: pa.RecordBatch, columns: dict[int, pa.Array]) -> pa.RecordBatch:
     if not columns:
         return batch
     all_columns = [columns.get(number, column) for number, column in enumerate(batch.columns)]
@@ -199,7 +199,7 @@ class _Layouts:
         self._schema = schema
         types = {number: _layout(field.type) for number, field in enumerate(schema)}
         self._types = {number: type_ for number, type_ in types.items() if type_ != schema.field(number).type}
-        self._others = [number for number in types if number not in self._types]
+        self._directly = [number for number in types if number not in self._types]
 
     def validate(self, batch: pa.RecordBatch) -> None:
         """Raise ArrowException if offsets, sizes or indices are out of range, at any depth."""
@@ -208,11 +208,11 @@ class _Layouts:
             batch.validate(full=True)
             return
         # All at once in a batch: pyarrow has no array classes for some of these types.
-        batch.select(self._others).validate(full=True)
+        batch.select(self._directly).validate(full=True)
         for number, type_ in self._types.items():
             column = batch.column(number)
             try:
-                _seen_as(column, type_).validate(full=True)
+                _view_as(column, type_).validate(full=True)
             except pa.ArrowException:  # libarrow's view of some slices of structs has children that are too short
                 column.validate(full=True)
 
@@ -260,7 +260,7 @@ def _field_name(field: pa.Field) -> str:
         return ""
 
 
-def _seen_as(array: pa.Array, type_: pa.DataType) -> pa.Array:
+def _view_as(array: pa.Array, type_: pa.DataType) -> pa.Array:
     if isinstance(array, pa.ExtensionArray):
         array = array.storage
     if not pa.types.is_run_end_encoded(type_):
@@ -271,5 +271,5 @@ def _seen_as(array: pa.Array, type_: pa.DataType) -> pa.Array:
         ):  # of an extension type over a dictionary within another: it is looked at by its values
             return array
     # libarrow's view of runs forgets where a slice begins.
-    values = array.values if array.values.type == type_.value_type else _seen_as(array.values, type_.value_type)
+    values = array.values if array.values.type == type_.value_type else _view_as(array.values, type_.value_type)
     return pa.RunEndEncodedArray.from_buffers(type_, len(array), [None], 0, array.offset, [array.run_ends, values])

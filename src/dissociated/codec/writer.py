@@ -113,7 +113,7 @@ class RecordBatchWriter(ABC):
             self._discard()
 
     @abstractmethod
-    def _put(self, messages: Sequence[SplitMessage]) -> None:
+    def _write_messages(self, messages: Sequence[SplitMessage]) -> None:
         """Write these messages to the destination."""
 
     @abstractmethod
@@ -126,7 +126,7 @@ class RecordBatchWriter(ABC):
 
     def _emit(self, messages: Sequence[SplitMessage]) -> None:
         try:
-            self._put(messages)
+            self._write_messages(messages)
         except BaseException:
             self.abort()
             raise
@@ -168,7 +168,7 @@ class EncapsulatedWriter(RecordBatchWriter):
         self._preface = preface
         super().__init__(splitter)
 
-    def _put(self, messages: Sequence[SplitMessage]) -> None:
+    def _write_messages(self, messages: Sequence[SplitMessage]) -> None:
         options = self._splitter.options
         parts, self._preface = [self._preface], b""
         at = self._position + len(parts[0])
@@ -285,10 +285,10 @@ class DissociatedWriter(RecordBatchWriter):
         streams: Streams = Streams.BOTH,
     ) -> None:
         self._send = send
-        self._sender = Sender.ahead(streams)
+        self._sender = Sender.before_request(streams)
         super().__init__(Splitter(schema, options))
 
-    def _put(self, messages: Sequence[SplitMessage]) -> None:
+    def _write_messages(self, messages: Sequence[SplitMessage]) -> None:
         for header, _, parts in messages:
             body = Body(BodyKind.PACKED, parts) if parts is not None else None
             for message in self._sender.send(header, body):

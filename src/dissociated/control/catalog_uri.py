@@ -124,10 +124,10 @@ def describe_reach(uri: str, security: Security) -> str | None:
     """
     if is_unix(uri) or security.authorize is not None:
         return None
-    who = "every user of this host" if is_loopback(Uri.parse(uri).host) else "everybody who reaches this port"
+    audience = "every user of this host" if is_loopback(Uri.parse(uri).host) else "everybody who reaches this port"
     return (
-        f"{who} can list, read, overwrite and drop: give it tokens (--token-file FILE), or let it answer this user "
-        "alone (grpc+unix:)"
+        f"{audience} can list, read, overwrite and drop: give it tokens (--token-file FILE), or let it answer this "
+        "user alone (grpc+unix:)"
     )
 
 

@@ -42,7 +42,7 @@ def parse_put(descriptor: flight.FlightDescriptor) -> dict[str, Any]:
     return _parse(descriptor, _PUT)
 
 
-def _parse(descriptor: flight.FlightDescriptor, known: Mapping[str, type]) -> dict[str, Any]:
+def _parse(descriptor: flight.FlightDescriptor, types: Mapping[str, type]) -> dict[str, Any]:
     """Return the content of a descriptor: the name, and the other keys of a command."""
     if descriptor.descriptor_type == flight.DescriptorType.PATH and len(descriptor.path) == 1:
         return {"name": descriptor.path[0].decode(errors="replace")}
@@ -51,16 +51,16 @@ def _parse(descriptor: flight.FlightDescriptor, known: Mapping[str, type]) -> di
             return {"name": descriptor.command.decode(errors="replace")}
         command = _parse_json(descriptor.command, 'a command is a name, or JSON: {"name": "...", ...}')
         if isinstance(command.get("name"), str):
-            return _check_keys(command, {"name": str, **known})
+            return _check_keys(command, {"name": str, **types})
     raise CatalogError("a dataset is described by a path of one part, or a command: its name, or JSON with its name")
 
 
-def _check_keys(command: dict[str, Any], known: Mapping[str, type]) -> dict[str, Any]:
+def _check_keys(command: dict[str, Any], types: Mapping[str, type]) -> dict[str, Any]:
     for key, value in command.items():
-        if key not in known:
-            raise CatalogError(f"the key {key!r} is unknown: the keys are {', '.join(known)}")
-        if value is not None and not isinstance(value, known[key]):
-            raise CatalogError(f"{key!r} is {_JSON_TYPES[known[key]]}, not {json.dumps(value)}")
+        if key not in types:
+            raise CatalogError(f"the key {key!r} is unknown: the keys are {', '.join(types)}")
+        if value is not None and not isinstance(value, types[key]):
+            raise CatalogError(f"{key!r} is {_JSON_TYPES[types[key]]}, not {json.dumps(value)}")
     return command
 
 

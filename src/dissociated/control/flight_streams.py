@@ -223,7 +223,7 @@ def _decode_app_metadata(content: pa.Buffer | None) -> dict[str, Any]:
 
 
 def _encode_metadata(metadata: pa.KeyValueMetadata) -> list[list[str]]:
-    return [[base64.b64encode(one).decode() for one in item] for item in metadata.items()]
+    return [[base64.b64encode(text).decode() for text in item] for item in metadata.items()]
 
 
 def _decode_metadata(app_metadata: dict[str, Any]) -> pa.KeyValueMetadata | None:

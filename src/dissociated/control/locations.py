@@ -59,12 +59,12 @@ class Endpoint:
         """Return the endpoint in a FlightEndpoint."""
         metadata = _parse_app_metadata(endpoint.app_metadata, _PART_FIELDS)
         nodes = metadata.get("nodes", ())
-        ours = all(has_fields(node, _NODE_FIELDS) for node in nodes)
+        is_complete = all(has_fields(node, _NODE_FIELDS) for node in nodes)
         return cls(
             ticket=endpoint.ticket.ticket,
             locations=tuple(location.uri.decode(errors="replace") for location in endpoint.locations),
-            hosts=tuple(node["host"] for node in nodes) if ours else (),
-            rows=metadata.get("rows") if ours else None,
+            hosts=tuple(node["host"] for node in nodes) if is_complete else (),
+            rows=metadata.get("rows") if is_complete else None,
         )
 
     @property
@@ -80,7 +80,7 @@ class Endpoint:
 
     def _repr_html_(self) -> str:
         rows = [] if self.rows is None else [plural(self.rows, "row")]
-        return html("Endpoint", [*rows, f"on {self._hosts}"], html_table(["at"], [[one] for one in self._places]))
+        return html("Endpoint", [*rows, f"on {self._hosts}"], html_table(["at"], [[place] for place in self._places]))
 
     @property
     def _hosts(self) -> str:
@@ -89,8 +89,8 @@ class Endpoint:
     @property
     def _places(self) -> list[str]:
         """The locations without their parameters, which only programs need."""
-        places = (one.partition("?")[0] for one in self.locations)
-        named = [*dict.fromkeys(one for one in places if not one.startswith(_REUSE_CONNECTION))]
+        places = (place.partition("?")[0] for place in self.locations)
+        named = [*dict.fromkeys(place for place in places if not place.startswith(_REUSE_CONNECTION))]
         return named or (["the server that told of it"] if flight_uris(self) else ["no place now"])
 
 
@@ -146,11 +146,19 @@ class DatasetInfo:
     def __repr__(self) -> str:
         head, rows = self._columns
         return "\n".join(
-            [f"{shorten(self.name, 24)}{self._which}", *self._about, "", plain_table(head, rows), *self._rest]
+            [
+                f"{shorten(self.name, 24)}{self._version_text}",
+                *self._summary,
+                "",
+                plain_table(head, rows),
+                *self._omitted,
+            ]
         )
 
     def _repr_html_(self) -> str:
-        return html(self.name, [f"{self._which.strip(', ')}", *self._about], html_table(*self._columns), *self._rest)
+        return html(
+            self.name, [f"{self._version_text.strip(', ')}", *self._summary], html_table(*self._columns), *self._omitted
+        )
 
     @property
     def schemes(self) -> list[str]:
@@ -162,19 +170,19 @@ class DatasetInfo:
         """The number of rows and bytes, formatted."""
         tensors = self.tensors
         number = self.rows if tensors is None else tensors.number
-        what = "row" if tensors is None else "tensor"
+        unit = "row" if tensors is None else "tensor"
         return (
-            f"{'unknown' if number is None else count(number)} {what}{'' if number == 1 else 's'}, {size(self.nbytes)}"
+            f"{'unknown' if number is None else count(number)} {unit}{'' if number == 1 else 's'}, {size(self.nbytes)}"
         )
 
     @property
-    def _which(self) -> str:
+    def _version_text(self) -> str:
         if not self.version:
             return ""
         return f", version {self.version} of {datetime.fromtimestamp(self.created, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
     @property
-    def _about(self) -> list[str]:
+    def _summary(self) -> list[str]:
         parts = "" if len(self.endpoints) == 1 else f" in {count(len(self.endpoints))} parts"
         lines = [f"{self.size}{parts}, over {', '.join(self.schemes) or 'no transport now'}"]
         if self.expires is not None:
@@ -192,14 +200,14 @@ class DatasetInfo:
                 for column in tensors.first[:_MAX_LINES]
             ]
             return ["type", "shape", "format"], shapes
-        shown = (self.schema.field(index) for index in range(min(len(self.schema), _MAX_LINES)))
+        fields = (self.schema.field(index) for index in range(min(len(self.schema), _MAX_LINES)))
         return ["column", "type"], [
             [shorten(column.name, 24), shorten(f"{column.type}{'' if column.nullable else ' not null'}", _WIDTH - 26)]
-            for column in shown
+            for column in fields
         ]
 
     @property
-    def _rest(self) -> list[str]:
+    def _omitted(self) -> list[str]:
         tensors = self.tensors
         more = (len(self.schema) if tensors is None else tensors.number) - _MAX_LINES
         return [f"and {count(more)} more"] if more > 0 else []
@@ -217,10 +225,10 @@ class DatasetList(list[DatasetInfo]):
     _RIGHT = (1, 2, 3, 4)
 
     def __repr__(self) -> str:
-        return "\n".join([plain_table(self._HEAD, self._rows, self._RIGHT), *self._rest]) if self else "no datasets"
+        return "\n".join([plain_table(self._HEAD, self._rows, self._RIGHT), *self._omitted]) if self else "no datasets"
 
     def _repr_html_(self) -> str:
-        return html_table(self._HEAD, self._rows, self._RIGHT) + "".join(self._rest) if self else "no datasets"
+        return html_table(self._HEAD, self._rows, self._RIGHT) + "".join(self._omitted) if self else "no datasets"
 
     @property
     def _rows(self) -> list[list[str]]:
@@ -237,7 +245,7 @@ class DatasetList(list[DatasetInfo]):
         ]
 
     @property
-    def _rest(self) -> list[str]:
+    def _omitted(self) -> list[str]:
         more = len(self) - _MAX_LINES
         return [f"and {count(more)} more"] if more > 0 else []
 
@@ -268,7 +276,7 @@ def locations(endpoint: Endpoint) -> list[list[Uri]]:
     single = [[uri] for uri in uris if "stream" not in uri.parameters]
     metadata = [uri for uri in uris if uri.parameters.get("stream") == "metadata"]
     bodies = [uri for uri in uris if uri.parameters.get("stream") == "bodies"]
-    return single + [[one, other] for one in metadata for other in bodies]
+    return single + [[metadata_uri, bodies_uri] for metadata_uri in metadata for bodies_uri in bodies]
 
 
 def flight_uris(endpoint: Endpoint) -> list[str | None]:

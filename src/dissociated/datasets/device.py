@@ -80,15 +80,15 @@ class DeviceDataset(StreamedDataset):
         for header, parsed, body in self.messages():
             yield header, (body[0] if body else b"") if parsed.has_body else None
 
-    def _copy_out(self, copies: Copies, header: bytes, parsed: Header, sent: Sequence[int]) -> pa.Buffer:
-        """Copy the buffers at the addresses `sent` from the device, and return the packed body in host memory."""
+    def _copy_out(self, copies: Copies, header: bytes, parsed: Header, addresses: Sequence[int]) -> pa.Buffer:
+        """Copy the buffers at these addresses from the device, and return the packed body in host memory."""
         assert self.segment is not None
         copy = pa.allocate_buffer(parsed.body_length)
         copies.use((copy, self.segment))
         bytes_of = np.frombuffer(copy, np.uint8)
-        wanted, lengths = buffer_extents(header, parsed)
+        offsets, lengths = buffer_extents(header, parsed)
         end = 0
-        for address, length, at in fetch_ranges([*map(self.segment.address, sent)], lengths, wanted):
+        for address, length, at in fetch_ranges([*map(self.segment.address, addresses)], lengths, offsets):
             bytes_of[end:at] = 0
             copies.stream.copy(copy.address + at, address, length)
             end = at + length
@@ -158,12 +158,12 @@ def as_device_dataset(name: str, source: Any, options: WriteOptions | None = Non
 
 
 def _all_batches(sources: Sequence[Any]) -> tuple[pa.Schema, list[ImportedArray]]:
-    found = [import_batches(source) for source in sources]
-    schema = found[0][0]
-    for other, _ in found:
-        if not other.equals(schema):
-            raise SourceError(f"the batches have different schemas: {schema_difference(schema, other)}")
-    return schema, [array for _, arrays in found for array in arrays]
+    imported = [import_batches(source) for source in sources]
+    schema = imported[0][0]
+    for other_schema, _ in imported:
+        if not other_schema.equals(schema):
+            raise SourceError(f"the batches have different schemas: {schema_difference(schema, other_schema)}")
+    return schema, [array for _, arrays in imported for array in arrays]
 
 
 def _place(name: str, schema: pa.Schema, copies: Copies, arrays: Sequence[ImportedArray]) -> DeviceDataset:

@@ -69,25 +69,27 @@ class FileDataset(SegmentsDataset):
 FileState: TypeAlias = tuple[int, int, int, int]
 
 
-def file_state(found: os.stat_result) -> FileState:
+def file_state(status: os.stat_result) -> FileState:
     """Return a state that differs if the file was replaced or modified."""
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def check_alone(where: str, index: Index) -> None:
     """Raise SourceError if other data follow an Arrow IPC stream or file, since no reader would read them."""
-    if index.is_file and re.search(FILE_MAGIC * 2, index.rest):  # the end of a file, and the beginning of the next
+    if index.is_file and re.search(
+        FILE_MAGIC * 2, index.trailing_bytes
+    ):  # the end of a file, and the beginning of the next
         raise SourceError(
             f"{where!r} holds several Arrow IPC files in a row, of which readers see the last footer only: publish "
             "each file by itself"
         )
     if not index.is_file:
-        check_rest(where, index.rest)
+        check_rest(where, index.trailing_bytes)
 
 
-def check_rest(where: str, rest: Buffer) -> None:
-    """Raise SourceError if `rest`, which follows the end-of-stream marker, is not the statistics of the stream."""
-    if len(rest) and not is_statistics(rest):
+def check_rest(where: str, trailing_bytes: Buffer) -> None:
+    """Raise SourceError if `trailing_bytes`, after the end-of-stream marker, is not the stream's statistics."""
+    if len(trailing_bytes) and not is_statistics(trailing_bytes):
         raise SourceError(
             f"{where!r} has data after its end-of-stream marker, where Arrow readers stop: publish each stream by "
             "itself"

@@ -39,9 +39,9 @@ def select(whole: Dataset, selection: Selection | None) -> Dataset:
         why = f"{whole.name!r} is not a stream of rows that is read for one client"
         raise FilterRefused(f"this server does not apply the filter: {why}")
     whole = whole.open()
-    wanted = selection.indices(whole.schema.names)
+    indices = selection.indices(whole.schema.names)
     if selection.rows.filter is None:
-        return FilteredDataset(whole.select(selection), None, range(len(wanted)), selection.rows)
+        return FilteredDataset(whole.select(selection), None, range(len(indices)), selection.rows)
     # Imported on first use, since pyarrow.compute loads slowly.
     from dissociated.codec.filter.substrait import parse_filter
 
@@ -50,38 +50,40 @@ def select(whole: Dataset, selection: Selection | None) -> Dataset:
         rows, filter_columns = received.bind(whole.schema)
     except FormatError as error:
         raise FilterRefused(f"this server does not apply the filter: {error}") from None
-    needed = sorted({*wanted, *filter_columns}) if selection.rows.exact else wanted
-    chosen = _batches(
+    needed = sorted({*indices, *filter_columns}) if selection.rows.exact else indices
+    dataset = _batches(
         whole.select_positions(needed), whole.passing_batches(received.tree, filter_columns), selection.batches
     )
     if not selection.rows.exact:
-        return chosen
-    rows = rows.among([needed.index(index) for index in filter_columns])
-    return FilteredDataset(chosen, rows, [needed.index(index) for index in wanted], selection.rows)
+        return dataset
+    rows = rows.at_columns([needed.index(index) for index in filter_columns])
+    return FilteredDataset(dataset, rows, [needed.index(index) for index in indices], selection.rows)
 
 
-def _batches(chosen: Dataset, passing: Sequence[bool] | None, wanted: tuple[int, int] | None) -> Dataset:
-    """Return a dataset of the batches in the range `wanted` that may have rows that pass the filter.
+def _batches(dataset: Dataset, passing: Sequence[bool] | None, batch_range: tuple[int, int] | None) -> Dataset:
+    """Return a dataset of the batches in `batch_range` that may have rows that pass the filter.
 
-    `passing` has a flag for each batch, or is None if no statistics are known. A `wanted` of None means all batches.
+    `passing` has a flag for each batch, or is None if no statistics are known. None as `batch_range` means all batches.
     """
     if passing is None:
-        return chosen if wanted is None else chosen.slice_batches(*wanted)
-    first, stop = (0, len(passing)) if wanted is None else wanted
+        return dataset if batch_range is None else dataset.slice_batches(*batch_range)
+    first, stop = (0, len(passing)) if batch_range is None else batch_range
     numbers = [number for number in range(first, min(stop, len(passing))) if passing[number]]
-    return chosen if len(numbers) == len(passing) else chosen.pick_batches(numbers)
+    return dataset if len(numbers) == len(passing) else dataset.pick_batches(numbers)
 
 
 class FilteredDataset(StreamedDataset):
-    """The rows of `source` that pass the filter `rows`, up to the limit of `wanted`, with the given `columns` alone."""
+    """The rows of `source` that pass `rows`, up to the limit of `selection`, with the given `columns` alone."""
 
-    def __init__(self, source: Dataset, rows: RowFilter | None, columns: Sequence[int], wanted: RowSelection) -> None:
+    def __init__(
+        self, source: Dataset, rows: RowFilter | None, columns: Sequence[int], selection: RowSelection
+    ) -> None:
         super().__init__(source.name, select_fields(source.schema, columns))
         self.splits_streams = source.splits_streams
         self._source = source
         self._rows = rows
         self._columns = columns
-        self._limit = wanted.limit
+        self._limit = selection.limit
 
     def open_reader(self) -> pa.RecordBatchReader:
         reader = self._source.open_reader()

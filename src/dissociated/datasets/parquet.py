@@ -158,8 +158,8 @@ def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Da
     def open_reader() -> pa.RecordBatchReader:
         with source_errors(name):
             opened = states()
-            schema, found, _ = inspect()
-            _check_rows(path, found, rows)
+            schema, found_rows, _ = inspect()
+            _check_rows(path, found_rows, rows)
             # The files are opened anew. The dataset that was inspected caches the position of columns in each file, and
             # would read at these positions even after a file was replaced.
             reader = open_files(schema).scanner().to_reader()
@@ -188,10 +188,10 @@ def _parquet_files(directory: Path) -> Iterator[Path]:
             raise SourceError(f"cannot publish {str(directory)!r}: {_DIRECTORY} ({entry.name!r} is not a Parquet file)")
 
 
-def _check_rows(path: Path, found: int, published: int | None) -> None:
+def _check_rows(path: Path, found_rows: int, published_rows: int | None) -> None:
     """Raise SourceError if the number of rows has changed since publication, since clients rely on that number."""
-    if published is not None and found != published:
-        changed = f"has {found:,} rows, and had {published:,} at publication: publish the file anew"
+    if published_rows is not None and found_rows != published_rows:
+        changed = f"has {found_rows:,} rows, and had {published_rows:,} at publication: publish the file anew"
         raise SourceError.told(f"{str(path)!r} {changed}", f"the file {changed}")
 
 

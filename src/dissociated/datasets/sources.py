@@ -140,19 +140,19 @@ class _NewEachTime:
         self._last: Callable[[], Any] = lambda: None
 
     def __call__(self) -> Source:
-        found = self._source()
-        if not isinstance(found, pa.RecordBatchReader | Iterator):
-            return found
-        if found is self._last():
+        source = self._source()
+        if not isinstance(source, pa.RecordBatchReader | Iterator):
+            return source
+        if source is self._last():
             raise SourceError.told(
-                f"the callable gave the same {type(found).__name__} again, which can be read once: create a new one "
-                f"in each call, or publish the {type(found).__name__} itself"
+                f"the callable gave the same {type(source).__name__} again, which can be read once: create a new one "
+                f"in each call, or publish the {type(source).__name__} itself"
             )
         try:
-            self._last = weakref.ref(found)
+            self._last = weakref.ref(source)
         except TypeError:  # iterators that are implemented in C allow no weak references
-            self._last = lambda: found
-        return found
+            self._last = lambda: source
+        return source
 
 
 def _open_reader(source: Source, schema: pa.Schema | None = None) -> pa.RecordBatchReader:
@@ -180,7 +180,7 @@ def _are_batches(source: Source, schema: pa.Schema | None) -> bool:
     """Return whether `source` is a list of record batches or tables. It may be empty if `schema` is given."""
     if not isinstance(source, list | tuple):
         return False
-    return all(isinstance(one, pa.RecordBatch | pa.Table) for one in source) and bool(source or schema is not None)
+    return all(isinstance(piece, pa.RecordBatch | pa.Table) for piece in source) and bool(source or schema is not None)
 
 
 def _chain_batches(pieces: Iterator[Any], schema: pa.Schema | None) -> pa.RecordBatchReader:
@@ -221,7 +221,7 @@ def _in_memory(name: str, source: Any, options: WriteOptions | None) -> Dataset:
         source = pa.ipc.open_file(buffer)
     pairs = (source.get_batch_with_custom_metadata(number) for number in range(source.num_record_batches))
     return _in_memory_batches(
-        name, BatchReader(source.schema, ((one.batch, one.custom_metadata) for one in pairs)), options
+        name, BatchReader(source.schema, ((pair.batch, pair.custom_metadata) for pair in pairs)), options
     )
 
 

@@ -93,8 +93,8 @@ class StaticDataset(Dataset):
         # Imported on first use, since pyarrow.compute loads slowly.
         from dissociated.codec.filter.pruning import passing_batches
 
-        known = self.statistics(columns)
-        return None if known is None else passing_batches(filter_, known, columns)
+        bounds = self.statistics(columns)
+        return None if bounds is None else passing_batches(filter_, bounds, columns)
 
     def pick_batches(self, numbers: Sequence[int]) -> StaticDataset:
         return _StaticBatches(self, numbers)
@@ -223,11 +223,11 @@ class SegmentsDataset(StaticDataset):
             )
         self.segments = segments
         first = segments[0]
-        for other in segments[1:]:
-            if other.messages[0].header != first.messages[0].header:
+        for segment in segments[1:]:
+            if segment.messages[0].header != first.messages[0].header:
                 raise SourceError(
                     f"the segments of {name!r} must have one schema, and in the added ones "
-                    f"{schema_difference(first.schema, other.schema)}"
+                    f"{schema_difference(first.schema, segment.schema)}"
                 )
         super().__init__(name, first.schema)
         self.rows = sum(segment.rows for segment in segments)
@@ -257,8 +257,8 @@ class SegmentsDataset(StaticDataset):
         return self.segments
 
     def statistics(self, columns: Sequence[int]) -> Statistics | None:
-        known = [segment.statistics or Statistics.unknown(segment.batch_rows) for segment in self.segments]
-        return Statistics.concatenate(known) if any(one.bounds for one in known) else None
+        parts = [segment.statistics or Statistics.unknown(segment.batch_rows) for segment in self.segments]
+        return Statistics.concatenate(parts) if any(part.bounds for part in parts) else None
 
     def open(self) -> SegmentsDataset:
         return self

@@ -61,10 +61,12 @@ class TableDataset(StaticDataset):
                     for batch in self._table.to_reader():
                         collector.add(batch)
                     self._statistics[column] = collector.statistics()
-            known = [one for column in columns if (one := self._statistics[column]) is not None]
-        if not known:
+            parts = [part for column in columns if (part := self._statistics[column]) is not None]
+        if not parts:
             return None
-        return Statistics(known[0].num_rows, {column: one for some in known for column, one in some.bounds.items()})
+        return Statistics(
+            parts[0].num_rows, {column: bounds for part in parts for column, bounds in part.bounds.items()}
+        )
 
     def packed(self) -> Sequence[StaticMessage]:
         with self._lock:
@@ -80,7 +82,9 @@ class TableDataset(StaticDataset):
                 segment = CopiedSegment(self.name, [message[:3] for message in packed], alignment)
                 if segment.region.size <= STEP:
                     segment.wait(segment.region.base + segment.region.size)
-                messages = [m._replace(extents=found) for m, found in zip(packed, segment.extents, strict=True)]
+                messages = [
+                    message._replace(extents=extents) for message, extents in zip(packed, segment.extents, strict=True)
+                ]
                 self._mapped = [MappedMessages(segment, messages)]
                 self._segment = segment
             return self._mapped

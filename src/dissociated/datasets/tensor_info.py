@@ -30,7 +30,7 @@ class TensorsInfo(NamedTuple):
 
 def tensors_schema(tensors: Sequence[TensorInfo]) -> pa.Schema:
     """Return an empty schema whose metadata describes these tensors."""
-    listed = {"count": len(tensors), "first": [one._asdict() for one in tensors[:_MAX_LISTED]]}
+    listed = {"count": len(tensors), "first": [tensor._asdict() for tensor in tensors[:_MAX_LISTED]]}
     return pa.schema([], metadata={_KEY: json.dumps(listed)})
 
 
@@ -42,8 +42,10 @@ def parse_tensors_info(schema: pa.Schema) -> TensorsInfo | None:
     try:
         plain = json.loads(text)
         first = (
-            TensorInfo(str(one["format"]), str(one["type"]), (*map(int, one["shape"]),), (*map(str, one["names"]),))
-            for one in plain["first"]
+            TensorInfo(
+                str(tensor["format"]), str(tensor["type"]), (*map(int, tensor["shape"]),), (*map(str, tensor["names"]),)
+            )
+            for tensor in plain["first"]
         )
         return TensorsInfo(int(plain["count"]), tuple(first))
     except (ValueError, KeyError, TypeError):

@@ -22,7 +22,7 @@ def as_tensors(source: Source) -> Sequence[Tensor] | None:
     """Return `source` as a sequence of tensors, or None if it is neither a tensor nor a sequence of tensors."""
     if type(source) in TENSOR_FORMATS:
         return [source]
-    if isinstance(source, (list, tuple)) and source and all(type(one) in TENSOR_FORMATS for one in source):
+    if isinstance(source, (list, tuple)) and source and all(type(tensor) in TENSOR_FORMATS for tensor in source):
         return source
     return None
 
@@ -37,12 +37,14 @@ class TensorDataset(StaticDataset):
 
     def __init__(self, name: str, tensors: Sequence[Tensor], options: WriteOptions | None = None) -> None:
         described = [
-            TensorInfo(TENSOR_FORMATS[type(one)].value, str(one.type), tuple(one.shape), tuple(one.dim_names))
-            for one in tensors
+            TensorInfo(
+                TENSOR_FORMATS[type(tensor)].value, str(tensor.type), tuple(tensor.shape), tuple(tensor.dim_names)
+            )
+            for tensor in tensors
         ]
         super().__init__(name, tensors_schema(described))
         try:
-            self._messages = [split_tensor(one, options) for one in tensors]
+            self._messages = [split_tensor(tensor, options) for tensor in tensors]
         except FormatError as error:
             raise SourceError(f"cannot publish {name!r}: {error}") from None
         self.nbytes = sum(message.parsed.body_length for message in self._messages)

@@ -27,7 +27,7 @@ from dissociated.format.footer import parse_footer, schema_message
 from dissociated.format.message import HeaderType, parse_header, varying_ranges
 
 #: Number of messages that are compared at once: at first, and at most.
-_MIN_RUN_LOOK, _MAX_RUN_LOOK = 16, 1 << 13
+_MIN_LOOKAHEAD, _MAX_LOOKAHEAD = 16, 1 << 13
 
 
 class Entry(NamedTuple):
@@ -58,14 +58,14 @@ class Index:
         #: Whether there is an end-of-stream marker, or a footer. A writer that was interrupted leaves neither.
         self.is_ended = self.is_file
         #: Bytes after the end-of-stream marker. In a file, the bytes between the last message and the footer.
-        self.rest = self._memory[len(self._memory) :]
+        self.trailing_bytes = self._memory[len(self._memory) :]
         #: For each message: its type, its position, and the lengths of its metadata and body, in bytes.
         self.types: np.ndarray
         self.offsets: np.ndarray
         self.metadata_lengths: np.ndarray
         self.body_lengths: np.ndarray
         self.types, self.offsets, self.metadata_lengths, self.body_lengths = (
-            self._listed(start) if self.is_file else self._walked()
+            self._read_footer(start) if self.is_file else self._walk_stream()
         )
 
     def __len__(self) -> int:
@@ -100,25 +100,25 @@ class Index:
         if entry.offset == self._end:
             header = schema_message(bytes(self._footer()))
             return Encapsulated(header, parse_header(header), self._end + entry.metadata_length)
-        found = message_at(self._memory, entry.offset, self._end)
+        encapsulated = message_at(self._memory, entry.offset, self._end)
         if (
-            found is None
-            or found.parsed.type is not entry.type
-            or found.body_at != entry.offset + entry.metadata_length
-            or found.parsed.body_length != entry.body_length
+            encapsulated is None
+            or encapsulated.parsed.type is not entry.type
+            or encapsulated.body_at != entry.offset + entry.metadata_length
+            or encapsulated.parsed.body_length != entry.body_length
         ):
             raise FormatError(f"the footer of the Arrow IPC file disagrees with the message at byte {entry.offset}")
-        return found
+        return encapsulated
 
-    def _listed(self, start: int) -> tuple[np.ndarray, ...]:
+    def _read_footer(self, start: int) -> tuple[np.ndarray, ...]:
         """Return the schema and the messages that the footer lists."""
         footer = parse_footer(self._footer())
-        schema = self._first(start)
+        schema = self._schema_entry(start)
         blocks = np.concatenate([footer.dictionaries, footer.record_batches])
         ends = blocks["offset"] + blocks["metadata_length"] + blocks["body_length"]
         if len(blocks) and (blocks["offset"].min() < start or ends.max() > self._end):
             raise FormatError("the Arrow IPC file has a footer that lists messages outside it")
-        self.rest = self._memory[ends.max() if len(blocks) else start : self._end]
+        self.trailing_bytes = self._memory[ends.max() if len(blocks) else start : self._end]
         kinds = [HeaderType.DICTIONARY_BATCH] * len(footer.dictionaries)
         kinds += [HeaderType.RECORD_BATCH] * len(footer.record_batches)
         return (
@@ -128,34 +128,34 @@ class Index:
             np.concatenate([[schema.body_length], blocks["body_length"]]),
         )
 
-    def _first(self, start: int) -> Entry:
+    def _schema_entry(self, start: int) -> Entry:
         """Return the schema of a file: its first message, or else the schema in its footer."""
         with suppress(FormatError):
-            found = message_at(self._memory, start, self._end)
-            if found is not None and found.parsed.type is HeaderType.SCHEMA:
-                return Entry(HeaderType.SCHEMA, start, found.body_at - start, 0)
+            encapsulated = message_at(self._memory, start, self._end)
+            if encapsulated is not None and encapsulated.parsed.type is HeaderType.SCHEMA:
+                return Entry(HeaderType.SCHEMA, start, encapsulated.body_at - start, 0)
         return Entry(HeaderType.SCHEMA, self._end, len(self._footer()), 0)
 
     def _footer(self) -> memoryview:
         return self._memory[self._end : len(self._memory) - FOOTER_TAIL]
 
-    def _walked(self) -> tuple[np.ndarray, ...]:
+    def _walk_stream(self) -> tuple[np.ndarray, ...]:
         """Return the messages of a stream, up to its end."""
         entries: list[Entry] = []
         runs: list[tuple[int, int]] = []  # index of an entry, and the number of consecutive messages it stands for
         at = 0
-        look = _MIN_RUN_LOOK
-        while at < self._end and (found := message_at(self._memory, at, self._end)) is not None:
-            entry = Entry(found.parsed.type, at, found.body_at - at, found.parsed.body_length)
+        lookahead = _MIN_LOOKAHEAD
+        while at < self._end and (encapsulated := message_at(self._memory, at, self._end)) is not None:
+            entry = Entry(encapsulated.parsed.type, at, encapsulated.body_at - at, encapsulated.parsed.body_length)
             size = entry.metadata_length + entry.body_length
             count = 1
             if entries and entries[-1][2:] == entry[2:]:
-                count = self._alike(found, at, size, look)
-                look = min(2 * look, _MAX_RUN_LOOK) if count == look else _MIN_RUN_LOOK
+                count = self._count_alike(encapsulated, at, size, lookahead)
+                lookahead = min(2 * lookahead, _MAX_LOOKAHEAD) if count == lookahead else _MIN_LOOKAHEAD
             runs.append((len(entries), count))
             entries.append(entry)
             at += count * size
-        self._end_at(at)
+        self._set_end(at)
         repeats = [count for _, count in runs]
         types, offsets, metadata_lengths, body_lengths = (
             np.repeat(np.array([entry[field] for entry in entries], np.int64), repeats) for field in range(4)
@@ -163,19 +163,19 @@ class Index:
         within = np.arange(len(offsets)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
         return types, offsets + within * (metadata_lengths + body_lengths), metadata_lengths, body_lengths
 
-    def _end_at(self, at: int) -> None:
-        """Set `is_ended` and `rest` for a stream whose end lies at this position."""
+    def _set_end(self, at: int) -> None:
+        """Set `is_ended` and `trailing_bytes` for a stream whose end lies at this position."""
         tail = self._memory[at : at + len(END_OF_STREAM)]
         if bytes(tail) == END_OF_STREAM:
             self.is_ended = True
-            self.rest = self._memory[at + len(END_OF_STREAM) :]
+            self.trailing_bytes = self._memory[at + len(END_OF_STREAM) :]
         else:  # The legacy marker, 4 zero bytes, counts at the very end only: a preallocated file has more zeros.
             self.is_ended = bytes(tail) == end_of_stream(legacy=True)
 
-    def _alike(self, first: Encapsulated, at: int, size: int, most: int) -> int:
-        """Return the number of consecutive messages of one size and layout, from `first` on, up to `most`."""
+    def _count_alike(self, first: Encapsulated, at: int, size: int, limit: int) -> int:
+        """Return the number of consecutive messages of one size and layout, from `first` on, up to `limit`."""
         spans = varying_ranges(first.header, first.parsed)
-        count = min((self._end - at) // size, most)
+        count = min((self._end - at) // size, limit)
         if not spans or count < 2:
             return 1
         head = first.body_at - at

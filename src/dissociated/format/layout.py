@@ -52,7 +52,7 @@ class SchemaLayout:
         self.fields: list[Layout] = []
         self.values: dict[int, Layout] = {}
         # Upper bound of the number of fields. Without it, tables that refer to each other in a circle would never end.
-        self._left = len(schema) // _MIN_FIELD_SIZE
+        self._remaining_fields = len(schema) // _MIN_FIELD_SIZE
         try:
             message = Table.read(schema, root(schema), 3)
             self._version = message.scalar(0, "h")
@@ -66,8 +66,8 @@ class SchemaLayout:
 
     def _add(self, field: Table, top: Layout, into: Layout, depth: int) -> None:
         """Count a field in the layout `into`. The values of an encoded field count in the layout of its dictionary."""
-        self._left -= 1
-        if self._left < 0 or depth > _MAX_DEPTH:
+        self._remaining_fields -= 1
+        if self._remaining_fields < 0 or depth > _MAX_DEPTH:
             raise FormatError("the schema has a cycle of fields")
         if field.fields[4]:
             encoding = field.table(4, 2)

@@ -71,7 +71,7 @@ class Projection:
         with _damaged():
             self._layouts = SchemaLayout(schema).fields
             self.header = _with_fields(schema, Table.read(schema, root(schema), 3).table(2, 4), indices)
-            self._dictionaries = {one for index in indices for one in self._layouts[index].dictionaries}
+            self._dictionaries = {dictionary for index in indices for dictionary in self._layouts[index].dictionaries}
 
     def project(self, header: bytes, parsed: Header) -> ProjectedMessage | None:
         """Project a message.
@@ -100,22 +100,22 @@ class Projection:
         variadic = [count for (count,) in batch.vector(4, "q")]
         if any(count < 0 for count in variadic):
             raise FormatError("a record batch has a negative number of buffers")
-        kept: tuple[list[tuple[int, int]], list[int], list[int]] = [], [], []
+        selected: tuple[list[tuple[int, int]], list[int], list[int]] = [], [], []
         node = buffer = view = 0
         for index, layout in enumerate(self._layouts):
             ends = node + layout.nodes, buffer + layout.buffers + sum(variadic[view : view + layout.views])
             if index in self._indices:
-                kept[0].extend(nodes[node : ends[0]])
-                kept[1].extend(range(buffer, ends[1]))
-                kept[2].extend(variadic[view : view + layout.views])
+                selected[0].extend(nodes[node : ends[0]])
+                selected[1].extend(range(buffer, ends[1]))
+                selected[2].extend(variadic[view : view + layout.views])
             node, buffer, view = *ends, view + layout.views
         if (node, buffer, view) != (len(nodes), len(extents), len(variadic)):
             raise FormatError("a record batch has a number of buffers that its schema does not explain")
-        chosen = [extents[index] for index in kept[1]]
-        offsets, cuts, length, padding = _packed(chosen)
-        moved = [(offset, size) for offset, (_, size) in zip(offsets, chosen, strict=True)]
-        encoded = _encode(message, batch, kept[0], moved, kept[2], length)
-        return ProjectedMessage(encoded, parse_header(encoded), kept[1], cuts, padding)
+        selected_extents = [extents[index] for index in selected[1]]
+        offsets, cuts, length, padding = _packed(selected_extents)
+        moved = [(offset, size) for offset, (_, size) in zip(offsets, selected_extents, strict=True)]
+        encoded = _encode(message, batch, selected[0], moved, selected[2], length)
+        return ProjectedMessage(encoded, parse_header(encoded), selected[1], cuts, padding)
 
 
 def _extents(header: bytes, parsed: Header) -> list[tuple[int, int]]:

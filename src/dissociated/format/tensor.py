@@ -113,21 +113,21 @@ def parse_tensor(header: bytes) -> TensorHeader:
         message = Table.read(header, follow(header, 0), 3)
         kind = message.scalar(1, "B")
         if kind == _TENSOR:
-            found = _dense(message.table(2, 5))
+            tensor = _dense(message.table(2, 5))
         elif kind == _SPARSE_TENSOR:
-            found = _sparse(message.table(2, 7))
+            tensor = _sparse(message.table(2, 7))
         else:
             raise FormatError("the Arrow IPC message has no tensor")
     except (struct.error, IndexError) as error:
         raise FormatError(f"the tensor message is damaged ({error})") from None
-    _check(found)
-    return found
+    _check(tensor)
+    return tensor
 
 
 def sparse_buffers(header: bytes, table: int) -> Extents:
     """Return offsets and lengths, in bytes and in the body's order, of the buffers of the `SparseTensor` at `table`."""
-    found = _sparse(Table.read(header, table, 7))
-    return found.offsets, found.lengths
+    tensor = _sparse(Table.read(header, table, 7))
+    return tensor.offsets, tensor.lengths
 
 
 def _dense(tensor: Table) -> TensorHeader:
@@ -148,8 +148,8 @@ def _sparse(tensor: Table) -> TensorHeader:
         buffers = [index.struct(2, _BUFFER_FORMAT), data]
         indices_type = _int(index.table(0, 2))
         strides = tuple(stride for (stride,) in index.vector(1, "q")) or row_major((count, len(shape)), indices_type)
-        found = TensorHeader(TensorFormat.COO, type_, shape, names, (), (), strides, count, indices_type=indices_type)
-        found = found._replace(canonical=bool(index.scalar(3, "B")))
+        parsed = TensorHeader(TensorFormat.COO, type_, shape, names, (), (), strides, count, indices_type=indices_type)
+        parsed = parsed._replace(canonical=bool(index.scalar(3, "B")))
     elif kind == _CSX:  # { compressedAxis, indptrType, indptrBuffer, indicesType, indicesBuffer }
         index = tensor.table(5, 5)
         buffers = [index.struct(2, _BUFFER_FORMAT), index.struct(4, _BUFFER_FORMAT), data]
@@ -157,17 +157,17 @@ def _sparse(tensor: Table) -> TensorHeader:
         if axis not in (0, 1):
             raise FormatError(f"the sparse matrix has the compressed axis {axis}, which is neither row nor column")
         format_, types = (TensorFormat.CSR, TensorFormat.CSC)[axis], (_int(index.table(1, 2)), _int(index.table(3, 2)))
-        found = TensorHeader(format_, type_, shape, names, (), (), (), count, *types)
+        parsed = TensorHeader(format_, type_, shape, names, (), (), (), count, *types)
     elif kind == _CSF:  # { indptrType, indptrBuffers, indicesType, indicesBuffers, axisOrder }
         index = tensor.table(5, 5)
         types = _int(index.table(0, 2)), _int(index.table(2, 2))
         order = tuple(axis for (axis,) in index.vector(4, "i"))
         buffers = [*_csf_buffers(index, count, types, len(shape)), data]
-        found = TensorHeader(TensorFormat.CSF, type_, shape, names, (), (), (), count, *types, order)
+        parsed = TensorHeader(TensorFormat.CSF, type_, shape, names, (), (), (), count, *types, order)
     else:
         raise FormatError(f"the sparse tensor has an index of the unknown kind {kind}")
     offsets, lengths = zip(*buffers, strict=True)
-    return found._replace(offsets=offsets, lengths=lengths)
+    return parsed._replace(offsets=offsets, lengths=lengths)
 
 
 def _type_and_shape(tensor: Table) -> tuple[str, tuple[int, ...], tuple[str, ...]]:
@@ -217,27 +217,27 @@ def _csf_buffers(index: Table, count: int, types: tuple[str, str], levels: int) 
     ]
 
 
-def _check(found: TensorHeader) -> None:
+def _check(tensor: TensorHeader) -> None:
     """Raise FormatError if a buffer is too short for the shape or has an impossible position."""
-    shape, count, lengths = found.shape, found.non_zero, found.lengths
-    if any(offset < 0 or length < 0 for offset, length in zip(found.offsets, lengths, strict=True)):
+    shape, count, lengths = tensor.shape, tensor.non_zero, tensor.lengths
+    if any(offset < 0 or length < 0 for offset, length in zip(tensor.offsets, lengths, strict=True)):
         raise FormatError("the tensor has a buffer at an impossible place")
     if count < 0:
         raise FormatError(f"the sparse tensor has {count} values")
-    if found.format is TensorFormat.DENSE:
-        needed = [_strided(shape, found.strides, found.type)]
+    if tensor.format is TensorFormat.DENSE:
+        needed = [_strided(shape, tensor.strides, tensor.type)]
     else:
-        needed = [count * value_width(found.type)]
-    if found.format is TensorFormat.COO:
-        needed.insert(0, _strided((count, len(shape)), found.strides, found.indices_type))
-    elif found.format in (TensorFormat.CSR, TensorFormat.CSC):
+        needed = [count * value_width(tensor.type)]
+    if tensor.format is TensorFormat.COO:
+        needed.insert(0, _strided((count, len(shape)), tensor.strides, tensor.indices_type))
+    elif tensor.format in (TensorFormat.CSR, TensorFormat.CSC):
         if len(shape) != 2:
             raise FormatError(f"the sparse matrix has {len(shape)} dimensions")
-        compressed = shape[0] if found.format is TensorFormat.CSR else shape[1]
-        needed[:0] = (compressed + 1) * value_width(found.indptr_type), count * value_width(found.indices_type)
-    elif found.format is TensorFormat.CSF:
-        if sorted(found.axis_order) != [*range(len(shape))]:
-            raise FormatError(f"the CSF index has levels for the dimensions {found.axis_order}")
+        compressed = shape[0] if tensor.format is TensorFormat.CSR else shape[1]
+        needed[:0] = (compressed + 1) * value_width(tensor.indptr_type), count * value_width(tensor.indices_type)
+    elif tensor.format is TensorFormat.CSF:
+        if sorted(tensor.axis_order) != [*range(len(shape))]:
+            raise FormatError(f"the CSF index has levels for the dimensions {tensor.axis_order}")
         needed[:0] = lengths[:-1]  # `_csf_buffers` has checked these
     for length, least in zip(lengths, needed, strict=True):
         if length < least:
@@ -294,10 +294,10 @@ def _put_dense(builder: Any, tensor: TensorHeader) -> int:
 
 def _put_sparse(builder: Any, tensor: TensorHeader) -> int:
     type_, shape = _put_type(builder, tensor.type), _put_shape(builder, tensor)
-    kind, put = {TensorFormat.COO: (_COO, _put_coo), TensorFormat.CSF: (_CSF, _put_csf)}.get(
+    kind, put_index = {TensorFormat.COO: (_COO, _put_coo), TensorFormat.CSF: (_CSF, _put_csf)}.get(
         tensor.format, (_CSX, _put_csx)
     )
-    index = put(builder, tensor)
+    index = put_index(builder, tensor)
     builder.StartObject(7)
     builder.PrependUint8Slot(0, _type_kind(tensor.type), 0)
     builder.PrependUOffsetTRelativeSlot(1, type_, 0)
@@ -374,10 +374,10 @@ def _put_shape(builder: Any, tensor: TensorHeader) -> int:
     return _put_vector(builder, dimensions, 4, builder.PrependUOffsetTRelative)
 
 
-def _put_vector(builder: Any, values: Sequence[int], size: int, put: Callable[[int], None]) -> int:
+def _put_vector(builder: Any, values: Sequence[int], size: int, prepend: Callable[[int], None]) -> int:
     builder.StartVector(size, len(values), size)
     for value in reversed(values):
-        put(value)
+        prepend(value)
     return int(builder.EndVector())
 
 

@@ -139,7 +139,7 @@ class AsyncBatches(AsyncIterator[Any]):
                     break
                 self._read_ahead()
         self._reading.check()
-        self._reading.ended = True
+        self._reading.at_end = True
         self._stop()
         raise StopAsyncIteration
 

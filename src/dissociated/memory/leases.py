@@ -29,13 +29,13 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._held: Counter[int] = Counter()
+        self._send_counts: Counter[int] = Counter()
         self._sends = 0  # number of sends that the client has not freed
         self._empty = 0  # number of buffers without bytes that the client may free, too
 
     def __len__(self) -> int:
         """Return the number of addresses that are held."""
-        return len(self._held)
+        return len(self._send_counts)
 
     @property
     def max_freed(self) -> int:
@@ -44,7 +44,7 @@ class Ledger:
 
     def hold(self, addresses: Collection[int], empty: int = 0) -> None:
         """Count one more send of each of `addresses`, and of `empty` buffers without bytes, which may be freed, too."""
-        self._held.update(addresses)
+        self._send_counts.update(addresses)
         self._sends += len(addresses)
         self._empty += empty
 
@@ -60,7 +60,7 @@ class Ledger:
             RemoteProtocolError: The client does not hold an address, which is unknown or freed already. The addresses
                 before it in `addresses` have been released.
         """
-        counts = self._held
+        counts = self._send_counts
         released = []
         zeros = 0
         for address in addresses:
@@ -80,8 +80,8 @@ class Ledger:
 
     def release_all(self) -> list[int]:
         """Release and return all addresses, after the client has disconnected."""
-        released = list(self._held)
-        self._held.clear()
+        released = list(self._send_counts)
+        self._send_counts.clear()
         self._sends = self._empty = 0
         return released
 
@@ -115,7 +115,7 @@ class _Lease:
         self._owner = owner
 
 
-class _Ended(weakref.ref[_Lease]):
+class _LeaseEnd(weakref.ref[_Lease]):
     """A weak reference that calls `callback` with itself when its lease has ended. It must be kept until then.
 
     A `__del__` method would be Python code, in which a signal may be handled: Ctrl-C would be lost there, and the lease
@@ -124,13 +124,13 @@ class _Ended(weakref.ref[_Lease]):
 
     __slots__ = ("_addresses", "_device", "_forks", "_memory")
 
-    def __new__(cls, lease: _Lease, callback: Callable[[_Ended], object], *_: object) -> Self:
+    def __new__(cls, lease: _Lease, callback: Callable[[_LeaseEnd], object], *_: object) -> Self:
         return super().__new__(cls, lease, callback)
 
     def __init__(
         self,
         lease: _Lease,
-        callback: Callable[[_Ended], object],
+        callback: Callable[[_LeaseEnd], object],
         addresses: Sequence[int],
         memory: pa.Buffer,
         device: Device | None,
@@ -166,9 +166,9 @@ class FreeQueue:
     def __init__(self, owner: object = None) -> None:
         _count_forks()
         # The queue's `put` is implemented in C and reentrant, so it may be called at any point of any thread.
-        self._queue: SimpleQueue[Sequence[int] | _Ended | None] = SimpleQueue()
-        self._leases: set[_Ended] = set()  # leases whose addresses have not been taken
-        self._unsure: list[_Ended] = []  # ended leases whose memory a device may still read
+        self._queue: SimpleQueue[Sequence[int] | _LeaseEnd | None] = SimpleQueue()
+        self._leases: set[_LeaseEnd] = set()  # leases whose addresses have not been taken
+        self._undecided: list[_LeaseEnd] = []  # ended leases whose memory a device may still read
         self._owner = owner
 
     def lease(self, memory: pa.Buffer, addresses: Sequence[int], device: Device | None = None) -> pa.Buffer:
@@ -181,7 +181,7 @@ class FreeQueue:
                 waits for them, and then releases the memory.
         """
         lease = _Lease(memory, self._owner)
-        self._leases.add(_Ended(lease, self._queue.put, addresses, memory, device))
+        self._leases.add(_LeaseEnd(lease, self._queue.put, addresses, memory, device))
         return pa.foreign_buffer(memory.address, memory.size, lease)
 
     def put(self, addresses: Sequence[int], /) -> None:
@@ -214,26 +214,26 @@ class FreeQueue:
         """
         addresses: list[int] = []
         try:
-            item = self._queue.get(timeout=RETRY_INTERVAL if self._unsure else None)
+            item = self._queue.get(timeout=RETRY_INTERVAL if self._undecided else None)
         except Empty:
             item = None
-        unsure, self._unsure = self._unsure, []
-        for ended in unsure:  # once in each call, not for each lease that has ended
-            addresses += self._addresses_of(ended)
+        undecided, self._undecided = self._undecided, []
+        for lease_end in undecided:  # once in each call, not for each lease that has ended
+            addresses += self._addresses_of(lease_end)
         while True:
             if item is not None:
-                addresses += self._addresses_of(item) if isinstance(item, _Ended) else item
+                addresses += self._addresses_of(item) if isinstance(item, _LeaseEnd) else item
             if len(addresses) >= limit or self._queue.empty():
                 return addresses
             item = self._queue.get()
 
-    def _addresses_of(self, ended: _Ended) -> Sequence[int]:
+    def _addresses_of(self, lease_end: _LeaseEnd) -> Sequence[int]:
         try:
-            addresses = ended.addresses()
+            addresses = lease_end.addresses()
         except DeviceError:
-            self._unsure.append(ended)
+            self._undecided.append(lease_end)
             return ()
-        self._leases.remove(ended)
+        self._leases.remove(lease_end)
         return addresses
 
 

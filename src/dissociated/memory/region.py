@@ -81,12 +81,12 @@ class Located(NamedTuple):
     offsets: Sequence[int]
     device: Device | None = None
 
-    def gather(self, lengths: Sequence[int], wanted: Sequence[int], packed: pa.Buffer) -> pa.Buffer:
+    def gather(self, lengths: Sequence[int], positions: Sequence[int], packed: pa.Buffer) -> pa.Buffer:
         """Copy the buffers into a packed body.
 
         Args:
             lengths: Length of each buffer, in bytes.
-            wanted: Offset of each buffer in `packed`.
+            positions: Offset of each buffer in `packed`.
             packed: The memory to copy to.
 
         Returns:
@@ -96,7 +96,7 @@ class Located(NamedTuple):
             RemoteProtocolError: A buffer does not fit into `packed`.
         """
         source, target = memoryview(self.memory), memoryview(packed)
-        for offset, length, at in zip(self.offsets, lengths, wanted, strict=True):
+        for offset, length, at in zip(self.offsets, lengths, positions, strict=True):
             if length and not 0 <= at <= len(target) - length:
                 raise RemoteProtocolError(
                     f"a buffer at {at} of {length} bytes extends beyond its body of {len(target)} bytes"
@@ -146,9 +146,9 @@ class AddressSpace:
         if len(regions) == self._max_regions:
             raise RemoteProtocolError(f"the peer shared more than {self._max_regions} regions on one connection")
         at = bisect_right(bases, region.base)
-        for other in regions[max(at - 1, 0) : at + 1]:
-            if region.base < other.base + other.size and other.base < region.base + region.size:
-                raise RemoteProtocolError(f"the peer shared {region!r}, which overlaps {other!r}")
+        for neighbour in regions[max(at - 1, 0) : at + 1]:
+            if region.base < neighbour.base + neighbour.size and neighbour.base < region.base + region.size:
+                raise RemoteProtocolError(f"the peer shared {region!r}, which overlaps {neighbour!r}")
         self._sorted = [*bases[:at], region.base, *bases[at:]], [*regions[:at], region, *regions[at:]]
 
     def close_devices(self) -> bool:

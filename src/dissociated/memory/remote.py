@@ -93,13 +93,15 @@ class RemoteAddressSpace:
         )
 
 
-def fetch_ranges(addresses: Sequence[int], lengths: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, int, int]]:
+def fetch_ranges(
+    addresses: Sequence[int], lengths: Sequence[int], positions: Sequence[int]
+) -> list[tuple[int, int, int]]:
     """Return the ranges to fetch, each as address, length and position in the body. Empty buffers need none.
 
     Buffers that are as far apart in memory as in the body, by little padding, are fetched together.
     """
     together: list[tuple[int, int, int]] = []
-    for address, length, at in zip(addresses, lengths, wanted, strict=True):
+    for address, length, at in zip(addresses, lengths, positions, strict=True):
         if not length:
             continue
         if together:

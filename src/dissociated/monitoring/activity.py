@@ -75,7 +75,7 @@ class ConnectionStats:
         # The state of the bytes of bodies sent: the number of bytes that the medium had taken when this was set. While
         # more are being sent, also the connection, its count of written bytes when this was set, and the number of
         # bytes to send.
-        self._sent: tuple[int, Connection | None, int, int] = 0, None, 0, 0
+        self._transfer: tuple[int, Connection | None, int, int] = 0, None, 0, 0
         #: The addresses that the client holds.
         self.held: Sized = ()
         #: Returns the number of bytes of live streams that the client still holds; None unless the client was cut off.
@@ -91,8 +91,8 @@ class ConnectionStats:
     @property
     def bytes(self) -> int:
         """The number of bytes of bodies that the medium has taken, as precisely as the medium reports it."""
-        sent, connection, written_before, pending = self._sent
-        return sent if connection is None else sent + min(connection.written - written_before, pending)
+        sent_bytes, connection, written_before, pending = self._transfer
+        return sent_bytes if connection is None else sent_bytes + min(connection.written - written_before, pending)
 
     @contextmanager
     def sending(self, connection: Connection, nbytes: int) -> Iterator[None]:
@@ -101,21 +101,21 @@ class ConnectionStats:
         If the transfer fails, only bytes that the medium has taken are counted. After the block, the medium may still
         have to send some of these bytes or of earlier ones.
         """
-        whole = self._sent[0] + self._sent[3] + nbytes
-        written_before, sent = connection.written, self.bytes
-        self._sent = sent, connection, written_before, whole - sent
+        whole = self._transfer[0] + self._transfer[3] + nbytes
+        written_before, sent_bytes = connection.written, self.bytes
+        self._transfer = sent_bytes, connection, written_before, whole - sent_bytes
         try:
             yield
         except BaseException:
-            self._sent = self.bytes, None, 0, 0
+            self._transfer = self.bytes, None, 0, 0
             raise
-        written_before, sent = connection.written, self.bytes
-        pending = min(connection.backlog, whole - sent)
-        self._sent = whole - pending, connection if pending else None, written_before, pending
+        written_before, sent_bytes = connection.written, self.bytes
+        pending = min(connection.backlog, whole - sent_bytes)
+        self._transfer = whole - pending, connection if pending else None, written_before, pending
 
     def settle(self) -> None:
         """Count all bytes as sent, since the client has received everything, even if the medium has not reported it."""
-        self._sent = self._sent[0] + self._sent[3], None, 0, 0
+        self._transfer = self._transfer[0] + self._transfer[3], None, 0, 0
 
     @property
     def in_progress(self) -> bool:
@@ -126,9 +126,9 @@ class ConnectionStats:
 
     def status(self) -> ConsumerStatus:
         """Return the present state of the connection."""
-        kept, now, nbytes = self._kept(), time.monotonic(), self.bytes
+        kept_bytes, now, nbytes = self._kept_bytes(), time.monotonic(), self.bytes
         state = "asking" if self.dataset is None else "holding" if self.sent else "reading"
-        if kept is not None:
+        if kept_bytes is not None:
             state = "cut off"
         return ConsumerStatus(
             self.connection,
@@ -140,13 +140,13 @@ class ConnectionStats:
             self.messages,
             nbytes,
             len(self.held),
-            kept or 0,
+            kept_bytes or 0,
             self._rate.at(now, nbytes),
         )
 
-    def _kept(self) -> int | None:
-        kept = self.kept  # Read the attribute once, since the connection's thread may set it to None.
-        return None if kept is None else kept()
+    def _kept_bytes(self) -> int | None:
+        count_kept = self.kept  # Read the attribute once, since the connection's thread may set it to None.
+        return None if count_kept is None else count_kept()
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of a log record about this connection."""
@@ -173,12 +173,12 @@ class _Sums:
         self.messages += stats.messages
         self.bytes += stats.bytes
 
-    def include(self, other: _Sums) -> None:
-        self.streams += other.streams
-        self.messages += other.messages
-        self.bytes += other.bytes
-        self.consumers += other.consumers
-        self.leases += other.leases
+    def include(self, sums: _Sums) -> None:
+        self.streams += sums.streams
+        self.messages += sums.messages
+        self.bytes += sums.bytes
+        self.consumers += sums.consumers
+        self.leases += sums.leases
 
     def plus(self, open_stats: Iterable[ConnectionStats]) -> _Sums:
         """Return the sum of these and of open connections."""
@@ -205,7 +205,7 @@ class Activity:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._open: dict[int, ConnectionStats] = {}
-        self._ended = _Sums()
+        self._ended_sums = _Sums()
         # A dataset has an entry while it is published or being read.
         self._of_datasets: WeakKeyDictionary[Dataset, _Sums] = WeakKeyDictionary()
         self._outcomes: Counter[str] = Counter()
@@ -228,7 +228,7 @@ class Activity:
             del self._open[stats.connection]
             self._outcomes[outcome] += 1
             if stats.dataset is not None:
-                self._ended.add(stats)
+                self._ended_sums.add(stats)
                 self._of_datasets.setdefault(stats.dataset, _Sums()).add(stats)
 
     def in_progress(self) -> list[ConsumerStatus]:
@@ -257,10 +257,12 @@ class Activity:
             statistics = list(self._open.values())
         return sum(stats.status().kept for stats in statistics)
 
-    def sent(self) -> int:
+    def bytes_sent(self) -> int:
         """Return the number of bytes of bodies sent. Unlike `status`, this does not examine datasets."""
         with self._lock:
-            return self._ended.bytes + sum(stats.bytes for stats in self._open.values() if stats.dataset is not None)
+            return self._ended_sums.bytes + sum(
+                stats.bytes for stats in self._open.values() if stats.dataset is not None
+            )
 
     def flight(self) -> None:
         """Record that a stream is sent over Flight."""
@@ -293,7 +295,7 @@ class Activity:
             statistics = list(self._open.values())
             requested = [stats for stats in statistics if stats.dataset is not None]
             at = Counter(stats.listener for stats in statistics)
-            everything = self._ended.plus(requested)
+            everything = self._ended_sums.plus(requested)
             consumers = tuple(stats.status() for stats in statistics)
             waits_for = [stats.connection for stats in statistics if stats.in_progress] if self.stopping else []
             return ServerStatus(
@@ -324,9 +326,9 @@ class Activity:
 
     def _dataset(self, versions: Sequence[Dataset], requested: Sequence[ConnectionStats]) -> DatasetStatus:
         total = _Sums()
-        for one in versions:
-            known = self._of_datasets.get(one, _Sums())
-            total.include(known.plus(stats for stats in requested if stats.dataset is one))
+        for version in versions:
+            sums = self._of_datasets.get(version, _Sums())
+            total.include(sums.plus(stats for stats in requested if stats.dataset is version))
         latest = versions[-1]
         return DatasetStatus(
             latest.name,

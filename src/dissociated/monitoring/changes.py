@@ -40,11 +40,11 @@ class Change:
     why: str
 
     def __str__(self) -> str:
-        what = f"{self.dataset!r}" if self.version is None else f"{self.dataset!r}, version {self.version}"
+        subject = f"{self.dataset!r}" if self.version is None else f"{self.dataset!r}, version {self.version}"
         size = [
             f"{count:,} {unit}" for count, unit in ((self.rows, "rows"), (self.nbytes, "bytes")) if count is not None
         ]
-        return f"{what}, {self.kind}: {self.why}" + (f" ({', '.join(size)})" if size else "")
+        return f"{subject}, {self.kind}: {self.why}" + (f" ({', '.join(size)})" if size else "")
 
 
 class Changes:

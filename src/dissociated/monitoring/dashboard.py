@@ -52,10 +52,10 @@ class Dashboard:
         self, where: str, status: Callable[[], ServerStatus], activity: Activity, security: Security | None = None
     ) -> None:
         self._activity = activity
-        self._status = Throttled(lambda: _shown(status()), _SAMPLE_INTERVAL / 2)
+        self._status = Throttled(lambda: _limited_status(status()), _SAMPLE_INTERVAL / 2)
         self._samples: deque[tuple[float, int]] = deque(maxlen=_SAMPLES + 1)
         self._closed = threading.Event()
-        pages = {path: _file(*what) for path, what in _FILES.items()}
+        pages = {path: _file(*file) for path, file in _FILES.items()}
         pages |= {"/status.json": self._json, HEALTH: self._health}
         try:
             from dissociated.monitoring.metrics import PATH, metrics_page
@@ -76,7 +76,7 @@ class Dashboard:
 
     def _sample(self) -> None:
         while True:
-            self._samples.append((time.time(), self._activity.sent()))
+            self._samples.append((time.time(), self._activity.bytes_sent()))
             if self._closed.wait(_SAMPLE_INTERVAL):
                 return
 
@@ -116,13 +116,13 @@ class Throttled:
             return self._last
 
 
-def _shown(status: ServerStatus) -> dict[str, Any]:
+def _limited_status(status: ServerStatus) -> dict[str, Any]:
     """Return the status as JSON, limited to the most important datasets and consumers, with the number of all."""
     datasets = sorted(status.datasets, key=_importance)[:_MAX_ENTRIES]
-    consumers = sorted(status.consumers, key=lambda one: -one.bytes)[:_MAX_ENTRIES]
+    consumers = sorted(status.consumers, key=lambda consumer: -consumer.bytes)[:_MAX_ENTRIES]
     return status.plain() | {
-        "datasets": [vars(one) for one in datasets],
-        "consumers": [vars(one) for one in consumers],
+        "datasets": [vars(dataset) for dataset in datasets],
+        "consumers": [vars(consumer) for consumer in consumers],
         "dataset_count": len(status.datasets),
         "consumer_count": len(status.consumers),
     }

@@ -75,22 +75,22 @@ class HttpService(ProcessBound):
         self,
         where: str,
         pages: Mapping[str, Page],
-        what: str,
+        service: str,
         security: Security | None = None,
     ) -> None:
         security = security or Security()
         place = Uri.parse(f"http://{where}")
         if not place.host or place.port is None or place != Uri("http", place.host, place.port):
-            raise OptionError(f"{where!r} is not an address for {what}: give HOST:PORT")
+            raise OptionError(f"{where!r} is not an address for {service}: give HOST:PORT")
         try:
             self._http = _Http((place.host, place.port), pages, security)
         except OSError as error:
-            raise TransportError(f"cannot listen on {where!r} for {what}: {error.strerror or error}") from None
+            raise TransportError(f"cannot listen on {where!r} for {service}: {error.strerror or error}") from None
         host = f"[{place.host}]" if ":" in place.host else place.host
         scheme = "http" if security.certificate is None else "https"
         #: The URI of the server: http://HOST:PORT or https://HOST:PORT, without a path.
         self.uri = f"{scheme}://{host}:{self._http.server_port}"
-        self._thread = threading.Thread(target=self._http.serve_forever, name=what, daemon=True)
+        self._thread = threading.Thread(target=self._http.serve_forever, name=service, daemon=True)
         self._thread.start()
         self.bind_to_process()
 
@@ -134,9 +134,9 @@ class _Http(ThreadingHTTPServer):
         with self._lock:
             while len(self._requests) >= _MAX_REQUESTS:
                 oldest, since = next(iter(self._requests.items()))
-                left = since + _LEAST_TIME - time.monotonic()
-                if left > 0:
-                    self._lock.wait(left)
+                remaining = since + _LEAST_TIME - time.monotonic()
+                if remaining > 0:
+                    self._lock.wait(remaining)
                     continue
                 del self._requests[oldest]
                 with contextlib.suppress(OSError):

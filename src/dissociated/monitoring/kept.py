@@ -16,7 +16,7 @@ from dissociated.memory.shared import can_tell_unused, is_unused, reopen_read_on
 _INTERVAL = 1.0  # seconds
 _JOIN_TIMEOUT = 5.0
 
-_Left: TypeAlias = tuple[int, int]  # a descriptor, and the number of bytes that it keeps
+_Mapping: TypeAlias = tuple[int, int]  # a descriptor, and the number of bytes that it keeps
 
 
 class Mappable(Protocol):
@@ -40,15 +40,15 @@ class KeptMemory(ProcessBound):
         self._lock = threading.Lock()
         self._watched: weakref.WeakSet[Mappable] = weakref.WeakSet()
         # A queue whose `put` is reentrant, since finalizers run at any point of any thread
-        self._left: SimpleQueue[_Left | None] = SimpleQueue()
-        self._kept: list[_Left] = []
+        self._queue: SimpleQueue[_Mapping | None] = SimpleQueue()
+        self._mappings: list[_Mapping] = []
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._can_tell: bool | None = None  # None until it is known.
         self.bind_to_process()
 
     def after_fork_in_child(self) -> None:
-        for descriptor, _ in self._kept:
+        for descriptor, _ in self._mappings:
             os.close(descriptor)
 
     def watch(self, segment: Mappable) -> None:
@@ -65,7 +65,7 @@ class KeptMemory(ProcessBound):
             # The finalizer runs before the descriptor is closed, since finalizers run in the reverse order of their
             # creation.
             end = weakref.finalize(
-                segment, _keep, self._left, self._closed, os.getpid(), segment.descriptor, segment.region.size
+                segment, _enqueue, self._queue, self._closed, os.getpid(), segment.descriptor, segment.region.size
             )
             end.atexit = False
             if self._thread is None:
@@ -75,54 +75,56 @@ class KeptMemory(ProcessBound):
                 with suppress(RuntimeError):
                     thread.start()
                     self._thread = thread
-                self._look()
+                self._close_unused()
 
     @property
     def nbytes(self) -> int:
         """The number of bytes."""
         with self._lock:
-            self._look()
-            return sum(nbytes for _, nbytes in self._kept)
+            self._close_unused()
+            return sum(nbytes for _, nbytes in self._mappings)
 
     def _run(self) -> None:
         while not self._closed.is_set():
             try:
-                left = self._left.get(timeout=_INTERVAL if self._kept else None)
+                mapping = self._queue.get(timeout=_INTERVAL if self._mappings else None)
             except Empty:
-                left = None
+                mapping = None
             with self._lock:
-                self._kept += () if left is None else (left,)
-                self._look()
+                self._mappings += () if mapping is None else (mapping,)
+                self._close_unused()
 
-    def _look(self) -> None:
+    def _close_unused(self) -> None:
         if self._thread is None:
-            self._take()
-        unused = [left for left in self._kept if is_unused(left[0])]
-        # Remove them first, since a forked child closes the rest of `_kept`.
-        self._kept = [left for left in self._kept if left not in unused]
+            self._drain_queue()
+        unused = [mapping for mapping in self._mappings if is_unused(mapping[0])]
+        # Remove them first, since a forked child closes the rest of `_mappings`.
+        self._mappings = [mapping for mapping in self._mappings if mapping not in unused]
         for descriptor, _ in unused:
             os.close(descriptor)
 
-    def _take(self) -> None:  # replaces the thread if it could not start
+    def _drain_queue(self) -> None:  # replaces the thread if it could not start
         with suppress(Empty):
             while True:
-                left = self._left.get_nowait()
-                self._kept += () if left is None else (left,)
+                mapping = self._queue.get_nowait()
+                self._mappings += () if mapping is None else (mapping,)
 
     def close(self) -> None:
         """Stop counting, and close all descriptors."""
         with self._lock:
             self._closed.set()
         if self._thread is not None:
-            self._left.put(None)
+            self._queue.put(None)
             self._thread.join(_JOIN_TIMEOUT)
         with self._lock:
-            self._take()
-            kept, self._kept = self._kept, []
-            for descriptor, _ in kept:
+            self._drain_queue()
+            mappings, self._mappings = self._mappings, []
+            for descriptor, _ in mappings:
                 os.close(descriptor)
 
 
-def _keep(left: SimpleQueue[_Left | None], closed: threading.Event, process: int, descriptor: int, nbytes: int) -> None:
+def _enqueue(
+    queue: SimpleQueue[_Mapping | None], closed: threading.Event, process: int, descriptor: int, nbytes: int
+) -> None:
     if not closed.is_set() and os.getpid() == process:
-        left.put((reopen_read_only(descriptor), nbytes))
+        queue.put((reopen_read_only(descriptor), nbytes))

@@ -60,8 +60,10 @@ def configure(format: str = "text", level: str = "info") -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
     logger = logging.getLogger("dissociated")
-    for before in [one for one in logger.handlers if isinstance(one.formatter, TextFormatter | JsonFormatter)]:
-        logger.removeHandler(before)
+    for existing in [
+        installed for installed in logger.handlers if isinstance(installed.formatter, TextFormatter | JsonFormatter)
+    ]:
+        logger.removeHandler(existing)
     logger.addHandler(handler)
     logger.setLevel(level.upper())
     logger.propagate = False
@@ -82,11 +84,11 @@ class TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the name that logging requires
         """Return the line, with unprintable characters escaped."""
         fields = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in record_fields(record).items())
-        return _UNPRINTABLE.sub(_escaped, " ".join((super().formatMessage(record), *fields)))
+        return _UNPRINTABLE.sub(_escape, " ".join((super().formatMessage(record), *fields)))
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return repr(found[0])[1:-1]
+def _escape(match: re.Match[str]) -> str:
+    return repr(match[0])[1:-1]
 
 
 class JsonFormatter(logging.Formatter):

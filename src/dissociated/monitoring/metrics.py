@@ -82,7 +82,7 @@ class _Collector:
                 ("seconds", "node_heartbeat_age_seconds", "Seconds since the last heartbeat of a node"),
                 ("clock", "node_clock_ahead_seconds", "Seconds by which a node's clock is ahead of the catalog"),
             ):
-                nodes = [([one.host, one.catalog], float(getattr(one, field))) for one in now.nodes]
+                nodes = [([node.host, node.catalog], float(getattr(node, field))) for node in now.nodes]
                 yield family(GaugeMetricFamily, name, text, ["host", "node"], *nodes)
         text = "Parts of current versions that no live node holds"
         yield family(GaugeMetricFamily, "unreadable_parts", text, [], ([], now.unreadable_parts))
@@ -96,13 +96,13 @@ class _Collector:
             ("flight", "flight_streams", "Streams over Flight's DoGet, which no other metric counts"),
         ):
             yield family(CounterMetricFamily, name, text, [], ([], totals[field]))
-        ended = [([outcome], totals[outcome]) for outcome in OUTCOMES]
+        outcomes = [([outcome], totals[outcome]) for outcome in OUTCOMES]
         yield family(
-            CounterMetricFamily, "connections_ended", "Connections that ended, by outcome", ["outcome"], *ended
+            CounterMetricFamily, "connections_ended", "Connections that ended, by outcome", ["outcome"], *outcomes
         )
-        changed = [([kind], count) for kind, count in vars(now.changed).items()]
+        changes = [([kind], count) for kind, count in vars(now.changed).items()]
         text = "Changes of dataset versions in this server, by kind"
-        yield family(CounterMetricFamily, "dataset_versions", text, ["change"], *changed)
+        yield family(CounterMetricFamily, "dataset_versions", text, ["change"], *changes)
         for kind, field, name, text in (
             (GaugeMetricFamily, "open", "connections_open", "Open connections"),
             (CounterMetricFamily, "accepted", "connections_accepted", "Connections accepted since the start"),
@@ -113,7 +113,7 @@ class _Collector:
                 "Accepted connections that were refused because of the limit",
             ),
         ):
-            values = [([one.uri], getattr(one, field)) for one in now.listeners]
+            values = [([listener.uri], getattr(listener, field)) for listener in now.listeners]
             yield family(kind, name, text, ["listener"], *values)
         for kind, field, name, text in (
             (GaugeMetricFamily, "rows", "rows", "Rows, if known"),
@@ -124,5 +124,5 @@ class _Collector:
             (CounterMetricFamily, "messages", "sent_messages", "Messages sent since publication"),
             (CounterMetricFamily, "bytes", "sent_bytes", "Bytes of bodies sent since publication"),
         ):
-            values = [([one.name], getattr(one, field)) for one in now.datasets]
+            values = [([dataset.name], getattr(dataset, field)) for dataset in now.datasets]
             yield family(kind, f"dataset_{name}", text, ["dataset"], *values)

@@ -250,7 +250,7 @@ class ServerStatus:
                 ("consumers", ConsumerStatus),
                 ("nodes", NodeStatus),
             ):
-                parts[name] = tuple(_from_plain(kind, one) for one in plain[name])
+                parts[name] = tuple(_from_plain(kind, item) for item in plain[name])
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise FormatError(f"the answer is not the status of a server: {error!r}") from None
         return cls(**{**vars(status), **parts})
@@ -268,9 +268,9 @@ _PLAIN_TYPES: Mapping[object, tuple[type, ...]] = {
 
 
 def _from_plain(kind: type[T], plain: Mapping[str, Any]) -> T:
-    for one in fields(kind):  # type: ignore[arg-type]
-        if one.name in plain and not isinstance(plain[one.name], _PLAIN_TYPES.get(one.type, object)):
-            raise TypeError(f"{one.name} is {type(plain[one.name]).__name__}, not {one.type}")
-    needed = [one.name for one in fields(kind) if one.default is one.default_factory is MISSING]  # type: ignore[arg-type]
-    known = [one.name for one in fields(kind) if one.name in plain]  # type: ignore[arg-type]
-    return kind(**{name: plain[name] for name in {*needed, *known}})
+    for field_ in fields(kind):  # type: ignore[arg-type]
+        if field_.name in plain and not isinstance(plain[field_.name], _PLAIN_TYPES.get(field_.type, object)):
+            raise TypeError(f"{field_.name} is {type(plain[field_.name]).__name__}, not {field_.type}")
+    needed = [field_.name for field_ in fields(kind) if field_.default is field_.default_factory is MISSING]  # type: ignore[arg-type]
+    present = [field_.name for field_ in fields(kind) if field_.name in plain]  # type: ignore[arg-type]
+    return kind(**{name: plain[name] for name in {*needed, *present}})

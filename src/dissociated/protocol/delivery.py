@@ -120,11 +120,11 @@ class PackedBatches(NamedTuple):
     def expand(self) -> Iterator[Delivery]:
         """Yield the messages one by one."""
         length = self.parsed.body_length
-        known, parsed = b"", self.parsed
+        previous, parsed = b"", self.parsed
         for index, row in enumerate(self.headers):
             header = row.tobytes()
-            if header != known:  # rows are mostly equal
-                known, parsed = header, _as_expected(header, self.parsed)
+            if header != previous:  # rows are mostly equal
+                previous, parsed = header, _as_expected(header, self.parsed)
             body = self.bodies[index * length : (index + 1) * length]
             yield Delivery(self.sequence + index, header, parsed, body)
 

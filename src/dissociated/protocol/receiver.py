@@ -54,8 +54,10 @@ class Receiver:
         self._headers: dict[int, tuple[bytes, Header]] = {}
         self._bodies: dict[int, tuple[BodyKind, Buffer]] = {}
         self._runs: deque[Run] = deque()  # runs that wait to be delivered
-        self._rest: Iterator[Incoming] = iter(())  # remaining messages of a run that is taken message by message
-        self._left = 0  # number of these messages
+        self._run_messages: Iterator[Incoming] = iter(
+            ()
+        )  # remaining messages of a run that is taken message by message
+        self._remaining_messages = 0  # number of these messages
         self._waiting_bytes = 0
         self._waiting_metadata = 0  # bytes
         self._next = 0  # sequence number of the message to deliver next
@@ -86,7 +88,7 @@ class Receiver:
     @property
     def complete(self) -> bool:
         """Return whether every message up to the end of stream has been delivered."""
-        return self._machine.state in (State.COMPLETE, State.DONE) and not self._left and not self._runs
+        return self._machine.state in (State.COMPLETE, State.DONE) and not self._remaining_messages and not self._runs
 
     def want(self) -> None:
         """Record that the stream was requested."""
@@ -126,7 +128,7 @@ class Receiver:
                 f"the peer sent metadata of {len(header)} bytes; at most {self._max_metadata} are accepted "
                 "(max_metadata)"
             )
-        sequence = self._place(wire_sequence, self._headers, "metadata")
+        sequence = self._full_sequence(wire_sequence, self._headers, "metadata")
         parsed = parse_header(header)
         if self._tensors is None:
             self._tensors = parsed.is_tensor
@@ -166,7 +168,7 @@ class Receiver:
         if self._schema_known and unwrap(wire_sequence, self._next) == 0:
             return self._take_spare(kind, body)
         self._machine.move(Step.BODY, RemoteProtocolError)
-        sequence = self._place(wire_sequence, self._bodies, "body")
+        sequence = self._full_sequence(wire_sequence, self._bodies, "body")
         self._waiting_bytes += len(body) + WAITING_OVERHEAD
         if self._waiting_bytes > self._max_waiting_bytes and sequence != self._next:
             raise RemoteProtocolError(
@@ -199,10 +201,10 @@ class Receiver:
             The length, or None if the metadata has not arrived.
         """
         kind, wire_sequence = parse_body_tag(tag)
-        known = self._headers.get(unwrap(wire_sequence, self._next))
-        if known is None:
+        metadata = self._headers.get(unwrap(wire_sequence, self._next))
+        if metadata is None:
             return None
-        parsed = known[1]
+        parsed = metadata[1]
         return parsed.body_length if kind is BodyKind.PACKED else 16 + 16 * parsed.buffer_count
 
     def announced(self, tag: int) -> tuple[bytes, Header] | None:
@@ -214,7 +216,7 @@ class Receiver:
         kind, wire_sequence = parse_body_tag(tag)
         return self._headers.get(unwrap(wire_sequence, self._next)) if kind is BodyKind.PACKED else None
 
-    def _recognised(self, run: Run) -> Delivered | None:
+    def _deliver_run(self, run: Run) -> Delivered | None:
         """Deliver all messages of a run at once, or return None if that is not possible."""
         end = self._next + run.length
         if self._machine.state not in (State.STREAMING, State.ENDING) or not self._next or not self._is_new(run.length):
@@ -249,7 +251,7 @@ class Receiver:
         Raises:
             RemoteProtocolError: A message breaks the protocol.
         """
-        if self._runs and not self._left and (batches := self._recognised(self._runs[0])) is not None:
+        if self._runs and not self._remaining_messages and (batches := self._deliver_run(self._runs[0])) is not None:
             self._runs.popleft()
             return batches
         return self.next()
@@ -260,23 +262,23 @@ class Receiver:
         Raises:
             RemoteProtocolError: A message breaks the protocol.
         """
-        while (delivery := self._deliver()) is None and (self._left or self._runs):
-            if not self._left:
+        while (delivery := self._deliver()) is None and (self._remaining_messages or self._runs):
+            if not self._remaining_messages:
                 run = self._runs.popleft()
-                self._rest, self._left = run.expand(), 2 * run.length
-            self._left -= 1
-            message = next(self._rest)
-            if not self._left:
-                self._rest = iter(())  # drop the reference to the run's memory
+                self._run_messages, self._remaining_messages = run.expand(), 2 * run.length
+            self._remaining_messages -= 1
+            message = next(self._run_messages)
+            if not self._remaining_messages:
+                self._run_messages = iter(())  # drop the reference to the run's memory
             self.receive(message, of_run=True)
         return delivery
 
     def _deliver(self) -> Delivery | None:
         sequence = self._next
-        known = self._headers.get(sequence)
-        if known is None:
+        metadata = self._headers.get(sequence)
+        if metadata is None:
             return None
-        header, parsed = known
+        header, parsed = metadata
         body: Buffer | None = None
         addresses: AddressList | None = None
         if parsed.has_body:
@@ -324,18 +326,18 @@ class Receiver:
         """
         if self.complete:
             return
-        have = sorted(self._headers.keys() | self._bodies.keys())
-        beyond = f"; messages up to {have[-1]} had begun to arrive" if have else ""
+        numbers = sorted(self._headers.keys() | self._bodies.keys())
+        newest = f"; messages up to {numbers[-1]} had begun to arrive" if numbers else ""
         expected = "" if self._count is None else f" of {self._count}"
         raise RemoteProtocolError(
-            f"the peer closed the stream before its end: message {self._next}{expected} is missing{beyond}"
+            f"the peer closed the stream before its end: message {self._next}{expected} is missing{newest}"
         )
 
     def fail(self) -> None:
         """Record that the stream failed before its end."""
         self._machine.move(Step.FAIL, LocalProtocolError)
 
-    def _place(self, wire_sequence: int, arrived: Container[int], what: str) -> int:
+    def _full_sequence(self, wire_sequence: int, arrived: Container[int], part: str) -> int:
         """Return the full sequence number of a message, which must be new and must not lie beyond the stream's end."""
         following = self._next
         if following & SEQUENCE_MASK == wire_sequence and following not in arrived:
@@ -343,10 +345,10 @@ class Receiver:
         else:
             sequence = unwrap(wire_sequence, following)
             if sequence < following or sequence in arrived:
-                raise RemoteProtocolError(f"the peer sent the {what} of message {wire_sequence} twice")
+                raise RemoteProtocolError(f"the peer sent the {part} of message {wire_sequence} twice")
         if self._count is not None and sequence >= self._count:
             raise RemoteProtocolError(
-                f"the peer sent the {what} of message {sequence} after it ended the stream at {self._count} messages"
+                f"the peer sent the {part} of message {sequence} after it ended the stream at {self._count} messages"
             )
         return sequence
 
@@ -361,14 +363,14 @@ class Receiver:
             self._machine.move(Step.DELIVERED, RemoteProtocolError)
 
 
-def _check_address_list(listed: AddressList, header: bytes, parsed: Header, sequence: int) -> None:
+def _check_address_list(address_list: AddressList, header: bytes, parsed: Header, sequence: int) -> None:
     _, lengths = buffer_extents(header, parsed)
-    if len(listed.lengths) != len(lengths):
+    if len(address_list.lengths) != len(lengths):
         raise RemoteProtocolError(
-            f"the address list of message {sequence} has {len(listed.lengths)} buffers; "
+            f"the address list of message {sequence} has {len(address_list.lengths)} buffers; "
             f"its metadata announced {len(lengths)}"
         )
-    for index, (length, announced) in enumerate(zip(listed.lengths, lengths, strict=True)):
+    for index, (length, announced) in enumerate(zip(address_list.lengths, lengths, strict=True)):
         if length != announced:
             raise RemoteProtocolError(
                 f"the address list of message {sequence} gives {length} bytes to buffer {index}; its metadata "

@@ -112,23 +112,23 @@ class Selection:
                 if field >= len(names):
                     raise OptionError(f"field {field} does not exist: the schema has {len(names)} fields")
             return sorted(fields)
-        wanted = set(self.columns)
+        selected = set(self.columns)
         for column in self.columns:
             if column not in names:
                 raise ColumnNotFound(f"there is no column {column!r}; there are {', '.join(names)}")
-        return [index for index, name in enumerate(names) if name in wanted]
+        return [index for index, name in enumerate(names) if name in selected]
 
     def identifier(self, ticket: bytes) -> bytes:
         """Return the identifier that requests this selection from the stream `ticket`.
 
         If the identifier would exceed MAX_IDENTIFIER, the ticket alone is returned, which requests the whole stream.
         """
-        wanted = {kind: value for kind, value in vars(self).items() if value is not None}
+        parameters = {kind: value for kind, value in vars(self).items() if value is not None}
         if self.batches is not None:
-            wanted["batches"] = [min(number, _MAX_NUMBER) for number in self.batches]
+            parameters["batches"] = [min(number, _MAX_NUMBER) for number in self.batches]
         if self.rows is not None:
-            wanted["rows"] = self.rows.plain()
-        encoded = SELECTION_MAGIC + _length.pack(len(ticket)) + ticket + json.dumps(wanted).encode()
+            parameters["rows"] = self.rows.plain()
+        encoded = SELECTION_MAGIC + _length.pack(len(ticket)) + ticket + json.dumps(parameters).encode()
         return encoded if len(encoded) <= MAX_IDENTIFIER else ticket
 
 
@@ -146,18 +146,18 @@ def parse_identifier(identifier: bytes) -> tuple[bytes, Selection | None]:
     try:
         ticket_at = len(SELECTION_MAGIC) + _length.size
         ticket_end = ticket_at + _length.unpack_from(identifier, len(SELECTION_MAGIC))[0]
-        wanted = strict_json.loads(identifier[ticket_end:])
-        if not isinstance(wanted, dict):
+        parameters = strict_json.loads(identifier[ticket_end:])
+        if not isinstance(parameters, dict):
             raise _unreadable()
-        rows = RowSelection.parse(wanted.pop("rows")) if "rows" in wanted else None
+        rows = RowSelection.parse(parameters.pop("rows")) if "rows" in parameters else None
     except (struct.error, ValueError):
         raise _unreadable() from None
-    if not all(_readable(kind, items) for kind, items in wanted.items()):
+    if not all(_readable(kind, items) for kind, items in parameters.items()):
         raise _unreadable()
-    if not (wanted or rows) or wanted.keys() >= {"columns", "fields"}:
+    if not (parameters or rows) or parameters.keys() >= {"columns", "fields"}:
         raise _unreadable()
-    chosen = Selection(**{kind: tuple(items) for kind, items in wanted.items()}, rows=rows)
-    return identifier[ticket_at:ticket_end], chosen
+    selection = Selection(**{kind: tuple(items) for kind, items in parameters.items()}, rows=rows)
+    return identifier[ticket_at:ticket_end], selection
 
 
 def _readable(kind: str, items: Any) -> bool:

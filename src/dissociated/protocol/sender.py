@@ -62,10 +62,10 @@ class Sender:
         self.sequence = 0
 
     @classmethod
-    def ahead(cls, streams: Streams, first: int = 0) -> Sender:
+    def before_request(cls, streams: Streams, first: int = 0) -> Sender:
         """Return the sender of a stream before a client requests it, whose next message has the number `first`.
 
-        Its messages are sent to every client that requests the stream. See `sent`.
+        Its messages are sent to every client that requests the stream. See `record_sent`.
         """
         sender = cls(Tags({}))
         sender.sequence = first
@@ -127,8 +127,8 @@ class Sender:
         first, self.sequence = self.sequence, self.sequence + len(bodies)
         return encode(first, header, bodies)
 
-    def sent(self, first: int, count: int) -> None:
-        """Record that `count` messages were sent that a sender made by `ahead` has numbered from `first` on.
+    def record_sent(self, first: int, count: int) -> None:
+        """Record that `count` messages were sent that a sender made by `before_request` has numbered from `first` on.
 
         Raises:
             LocalProtocolError: `first` is not the next number.

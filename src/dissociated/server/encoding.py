@@ -86,7 +86,7 @@ def _encode(
     group_bytes: int,
     inline_limit: int,
 ) -> Iterator[MessageGroup]:
-    sender = Sender.ahead(streams, first)
+    sender = Sender.before_request(streams, first)
     at = 0
     while at < len(messages):
         first = sender.sequence

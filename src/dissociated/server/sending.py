@@ -235,7 +235,7 @@ class StaticSending(Sending):
             self._hold(group.addresses, group.pairs)  # before sending, since part of an aborted group may have arrived
             with self._stats.sending(connection, group.nbytes):
                 connection.send(group.encoded, self._limits.stall_timeout)
-            self._sender.sent(group.first, group.messages)
+            self._sender.record_sent(group.first, group.messages)
             self._stats.messages += group.messages
             self._take_frees()
 

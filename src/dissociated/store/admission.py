@@ -76,7 +76,7 @@ class Quota:
     def settle(self, names: Iterable[str]) -> None:
         """Forget the evictions that made room for these segments, which are now committed or discarded."""
         for name in names:
-            self._evicted.pop(_purpose(name), None)
+            self._evicted.pop(_commit_key(name), None)
 
     def copy(self, source: Path, target: Path) -> None:
         """Reserve room for a segment and copy it to `target`. Raises the errors of `Store.reserve`."""
@@ -89,11 +89,11 @@ class Quota:
         finally:
             part.unlink(missing_ok=True)
 
-    def admit(self, what: str, size: int, missing: int, in_files: bool = False) -> None:
+    def admit(self, segment_name: str, size: int, missing: int, in_files: bool = False) -> None:
         """Make room under the limit for a write, by evictions if necessary.
 
         Args:
-            what: The name of the write, for errors.
+            segment_name: The name of the write, for errors.
             size: The size of all of the write, in bytes.
             missing: The bytes of it that the store does not hold yet.
             in_files: Whether the write needs room in the file system of the store, too. The evicted versions are
@@ -105,13 +105,14 @@ class Quota:
         """
         if self.limit is not None and size > self.limit:
             raise StoreError(
-                f"{self._full(what, missing)}; the write exceeds the limit, and can never fit{self._tell_evicted(what)}"
+                f"{self._full(segment_name, missing)}; the write exceeds the limit, and can never fit"
+                f"{self._describe_evicted(segment_name)}"
             )
         if not self._fits(missing):
-            self._make_room(what, missing, in_files)
+            self._make_room(segment_name, missing, in_files)
         if not self._fits(missing):
             remedy = _WHEN_FULL[self._eviction.policy]
-            raise StoreFull(f"{self._full(what, missing)}: {remedy}{self._tell_evicted(what)}")
+            raise StoreFull(f"{self._full(segment_name, missing)}: {remedy}{self._describe_evicted(segment_name)}")
 
     def check(self, name: str) -> None:
         """Raise StoreError if the store is over its limit, because a writer has not reserved its room."""
@@ -122,24 +123,24 @@ class Quota:
                 "before they write"
             )
 
-    def _make_room(self, what: str, missing: int, in_files: bool) -> None:
-        evicted = self._evicted.setdefault(_purpose(what), [])
+    def _make_room(self, segment_name: str, missing: int, in_files: bool) -> None:
+        evicted = self._evicted.setdefault(_commit_key(segment_name), [])
         if len(self._evicted) > _MAX_PURPOSES:
             self._evicted.popitem(last=False)
 
         def count_missing() -> Missing:
-            over = 0 if self.limit is None else self.usage().total + missing - self.limit
-            return Missing(over, missing - self._places.free() if in_files else 0)
+            excess = 0 if self.limit is None else self.usage().total + missing - self.limit
+            return Missing(excess, missing - self._places.free() if in_files else 0)
 
         self._eviction.make_room(count_missing, lambda version: evicted.append(version.name))
 
-    def _tell_evicted(self, what: str) -> str:
+    def _describe_evicted(self, segment_name: str) -> str:
         """Return the end of a StoreFull message: the datasets that were already evicted for the refused write."""
-        names = self._evicted.get(_purpose(what), [])
+        names = self._evicted.get(_commit_key(segment_name), [])
         if not names:
             return ""
         listed = ", ".join(map(repr, names[:_MAX_TOLD])) + (", and others" if len(names) > _MAX_TOLD else "")
-        _log.warning("write refused after evictions: segment=%s evicted=%s", what, listed)
+        _log.warning("write refused after evictions: segment=%s evicted=%s", segment_name, listed)
         plural = "" if len(names) == 1 else "s"
         return f"; evicted for the write before: {len(names):,} dataset{plural}, {listed}"
 
@@ -157,7 +158,7 @@ class Quota:
         return StoreFull(
             f"the file system of {str(self._places.directory.path)!r} is full: {name} needs {missing:,} bytes more "
             f"and {self._places.free():,} are free: drop datasets that are not needed, enlarge the file system (in "
-            f"Docker, --shm-size), or choose another directory{self._tell_evicted(name)}"
+            f"Docker, --shm-size), or choose another directory{self._describe_evicted(name)}"
         )
 
     def _full(self, name: str, missing: int) -> str:
@@ -168,10 +169,10 @@ class Quota:
         )
 
 
-def _purpose(what: str) -> str:
+def _commit_key(segment_name: str) -> str:
     """Return the key at the beginning of a segment's name, which all segments of one commit share."""
-    key, dash, _ = what.partition("-")
-    return key if dash else what.removesuffix(PARTIAL_SUFFIX)
+    key, dash, _ = segment_name.partition("-")
+    return key if dash else segment_name.removesuffix(PARTIAL_SUFFIX)
 
 
 def _allocate(descriptor: int, size: int) -> bool:

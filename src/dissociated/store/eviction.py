@@ -93,7 +93,7 @@ class Eviction:
         """
         while True:
             chosen = self._choose_unused(missing)
-            exposed = [other for version in chosen for other in self._exposing(version)]
+            exposed = [exposing_version for version in chosen for exposing_version in self._exposing(version)]
             if not exposed:
                 return chosen
             for version in exposed:
@@ -132,9 +132,13 @@ class Eviction:
         for version in contents:
             if version.id in chosen or version.prepared or not self._is_evictable(version):
                 continue
-            others = (other for other in contents.named(version.name) if other.id not in chosen and other != version)
+            remaining = (
+                candidate
+                for candidate in contents.named(version.name)
+                if candidate.id not in chosen and candidate != version
+            )
             # Removing a version while an older one stays would make the older one current after a restart.
-            if self.policy is Policy.SPILL or not any(others):
+            if self.policy is Policy.SPILL or not any(remaining):
                 yield version
 
     def _is_evictable(self, version: Version) -> bool:
@@ -153,7 +157,7 @@ class Eviction:
         """
         exposed = [*filter(self.is_exposed, self._places.contents.with_name(version.name))]
         segments = self._segments(version) if exposed else set()  # skipped if not needed: it lists files
-        return [other for other in exposed if not segments.isdisjoint(self._segments(other))]
+        return [candidate for candidate in exposed if not segments.isdisjoint(self._segments(candidate))]
 
     def _segments(self, version: Version) -> set[int]:
         return {*self._places.find(version)[1].sizes(version)}

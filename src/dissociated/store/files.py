@@ -221,8 +221,8 @@ def open_regular(path: str | os.PathLike[str], flags: int, follow: bool = False,
     try:
         mode = os.fstat(place).st_mode
         if not stat.S_ISREG(mode):
-            what = "a symbolic link" if stat.S_ISLNK(mode) else "not a regular file"
-            raise StoreError(f"{os.fspath(path)!r} is {what}: segments are regular files")
+            file_kind = "a symbolic link" if stat.S_ISLNK(mode) else "not a regular file"
+            raise StoreError(f"{os.fspath(path)!r} is {file_kind}: segments are regular files")
         return os.open(f"/proc/self/fd/{place}", flags | os.O_CLOEXEC)
     finally:
         os.close(place)

@@ -49,10 +49,10 @@ def store_id(directory: int, path: Path) -> str:
         OSError: The id cannot be read.
         StoreError: The id is not in the format of a store.
     """
-    found = read_private_file(_ID, within=directory).decode("ascii", "replace")
-    if not _ID_FORMAT.fullmatch(found):
+    content = read_private_file(_ID, within=directory).decode("ascii", "replace")
+    if not _ID_FORMAT.fullmatch(content):
         raise StoreError(f"{str(path)!r} is not a store: its file {_ID!r} was not written by a store: {_REMEDY}")
-    return found
+    return content
 
 
 def known_id(directory: int, path: Path) -> str | None:

@@ -52,7 +52,7 @@ class Memfds:
         self._uses: Counter[Memfd] = Counter()  # how often each is staged or committed
         self._paths: dict[Path, Memfd] = {}  # staged and committed memfds by path
         self._trash: list[Memfd] = []
-        self._known: dict[tuple[int, int], Memfd] = {}  # all memfds, the trash included, by `Memfd.file`
+        self._by_file: dict[tuple[int, int], Memfd] = {}  # all memfds, the trash included, by `Memfd.file`
         self._can_tell = can_tell_unused()
 
     # Staging
@@ -65,7 +65,7 @@ class Memfds:
         if not is_sealed(descriptor):
             return None
         status = os.fstat(descriptor)
-        memfd = self._known.get((status.st_dev, status.st_ino))
+        memfd = self._by_file.get((status.st_dev, status.st_ino))
         if memfd is not None:
             return memfd  # with a second descriptor of this process, the memfd would count as used
         # Holes count, too: reading them allocates memory.
@@ -140,14 +140,14 @@ class Memfds:
                 used_memfds.append(memfd)
             else:
                 os.close(memfd.descriptor)
-                del self._known[memfd.file]
+                del self._by_file[memfd.file]
         self._trash = used_memfds
 
     # Bytes
 
     def counts(self, memfd: Memfd) -> bool:
         """Return whether the bytes of this memory are counted already."""
-        return memfd.file in self._known
+        return memfd.file in self._by_file
 
     def uncommitted(self, committed: Container[int]) -> tuple[int, int]:
         """Return the bytes of staged and of removed memfds, without memory that is counted elsewhere.
@@ -171,7 +171,7 @@ class Memfds:
             self._paths[memfd.path] = memfd
             if self.counts(memfd):
                 self._trash.remove(memfd)
-            self._known[memfd.file] = memfd
+            self._by_file[memfd.file] = memfd
         self._uses[memfd] += 1
 
     def _release(self, memfds: Iterable[Memfd]) -> None:
@@ -186,5 +186,5 @@ class Memfds:
         """Close all memfds."""
         for memfd in (*self._uses, *self._trash):
             os.close(memfd.descriptor)
-        for collection in (self._staged, self._committed, self._uses, self._paths, self._trash, self._known):
+        for collection in (self._staged, self._committed, self._uses, self._paths, self._trash, self._by_file):
             collection.clear()

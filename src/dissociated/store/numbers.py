@@ -75,12 +75,12 @@ class Numbers:
         try:
             plain = json.loads(line)
             removed = Removed(int(plain["version"]), bool(plain["lost"]), int(plain["used"]))
-            self._put(str(plain["name"]), removed, int(plain["serial"]))
+            self._merge(str(plain["name"]), removed, int(plain["serial"]))
         except (ValueError, KeyError, TypeError):
             self._whole = False
             _log.warning("unreadable line left out: path=%s line=%d", self._path, self._lines)
 
-    def _put(self, name: str, removed: Removed, serial: int) -> bool:
+    def _merge(self, name: str, removed: Removed, serial: int) -> bool:
         """Merge a record into the known one. Return whether that changes it."""
         self.serial = max(self.serial, serial)
         record = self._records.pop(name, None)
@@ -93,7 +93,7 @@ class Numbers:
 
     def record(self, name: str, removed: Removed, serial: int) -> None:
         """Record a removed version, durably. A repeated call changes nothing. Raises OSError."""
-        if not self._put(name, removed, serial) and self._whole:
+        if not self._merge(name, removed, serial) and self._whole:
             return
         if len(self._records) > _MAX_NAMES:
             self._forget()
@@ -108,7 +108,7 @@ class Numbers:
     def _write(self, name: str) -> None:
         if not self._whole or self._lines > 2 * len(self._records) + _SPARE_LINES:
             self._whole = False
-            write_atomically(self._path, b"".join(self._line(*one) for one in self._records.items()))
+            write_atomically(self._path, b"".join(self._line(*item) for item in self._records.items()))
             sync_directory(self._path.parent)
             self._whole, self._lines = True, len(self._records)
             return

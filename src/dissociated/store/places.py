@@ -74,7 +74,7 @@ class Places:
         places_by_id: dict[str, tuple[Version, Directory]] = {
             version.id: (version, self.directory) for version in versions
         }
-        self._aside_sizes = dict(chain.from_iterable(other.sizes.items() for other in invalid_entries))
+        self._aside_sizes = dict(chain.from_iterable(entry.sizes.items() for entry in invalid_entries))
         if self.disk is not None:
             versions, on_disk = self.disk.committed()
             invalid_entries += on_disk
@@ -88,9 +88,9 @@ class Places:
                 places_by_id[version.id] = version, self.disk
         for version, place in sorted(places_by_id.values(), key=lambda item: item[0].serial):
             self.put(version, place)
-        for other in invalid_entries:
-            self.contents.last = max(self.contents.last, other.serial)
-            _log.error("entry set aside, it stays where it is: path=%r reason=%s", str(other.path), other.reason)
+        for entry in invalid_entries:
+            self.contents.last = max(self.contents.last, entry.serial)
+            _log.error("entry set aside, it stays where it is: path=%r reason=%s", str(entry.path), entry.reason)
         self.set_aside = tuple(invalid_entries)
 
     def find(self, version: Version) -> tuple[Version, Place]:
@@ -110,8 +110,8 @@ class Places:
         Cached segments of this process are closed first, because the kernel would count them as a use.
         """
         _, place = self.find(version)
-        for other in self.contents.with_name(version.name):  # these may share its segments
-            self.cache.pop(other.id)
+        for candidate in self.contents.with_name(version.name):  # these may share its segments
+            self.cache.pop(candidate.id)
         with store_errors(f"asking who uses {version.name!r} in {self.directory.path}"):
             return place.is_used(version, self.blocks[place].names)
 
@@ -215,9 +215,9 @@ class Places:
 
     def _remove(self, version: Version, place: Place, lost: bool) -> None:
         with store_errors(f"removing {version.name!r} from {self.directory.path}"):
-            for other in (self.directory, self.disk):  # a move to disk that failed may have left a second copy
-                if other is not None and other is not place and other.holds(version):
-                    other.remove(version, superseded=True)
+            for directory in (self.directory, self.disk):  # a move to disk that failed may have left a second copy
+                if directory is not None and directory is not place and directory.holds(version):
+                    directory.remove(version, superseded=True)
             self._take_from(place, version, lost)
         self.contents.pop(version.id)
         self.cache.pop(version.id)
@@ -248,8 +248,8 @@ class Places:
 
     def _take_from(self, place: Place, version: Version, lost: bool = False) -> None:
         files = place.sizes(version)
-        others = (other for other in self.contents.with_name(version.name) if not other.prepared)
-        superseded = any(other.number > version.number and self.find(other)[1] is place for other in others)
+        siblings = (sibling for sibling in self.contents.with_name(version.name) if not sibling.prepared)
+        superseded = any(sibling.number > version.number and self.find(sibling)[1] is place for sibling in siblings)
         if place is self.memfds and not superseded:
             with suppress(OSError):  # the record of the commit then stays, which says that it is lost
                 self._record(version, lost)

@@ -136,7 +136,9 @@ class Segment:
     @property
     def batch_rows(self) -> list[int]:
         """The number of rows of each record batch."""
-        return [row_count(one.header) for one in self.messages if one.parsed.type is HeaderType.RECORD_BATCH]
+        return [
+            row_count(message.header) for message in self.messages if message.parsed.type is HeaderType.RECORD_BATCH
+        ]
 
     def batches(self) -> Iterator[BatchAndMetadata]:
         """Decode the record batches, for use by libarrow or gRPC. Each is validated in full the first time.
@@ -298,7 +300,7 @@ class _File(Sink, ProcessBound):
 
     def __init__(self, path: Path, reserve: Reserve | None) -> None:
         place = path.parent.resolve() / path.name  # the path may be one of /proc/self/fd
-        self._what = f"writing {place}"
+        self._operation = f"writing {place}"
         self._open = True
         #: The position of the next byte in the file.
         self.written = 0
@@ -317,12 +319,12 @@ class _File(Sink, ProcessBound):
     def reserve(self, end: int) -> int:
         """Reserve room in the file. See `NewFile.reserve`."""
         self.check_process()
-        with store_errors(self._what):
+        with store_errors(self._operation):
             return self._file.reserve(end)
 
     def map(self, size: int) -> pa.Buffer:
         """Map the first `size` bytes of the file, which must be at least this long."""
-        with store_errors(self._what):
+        with store_errors(self._operation):
             descriptor = reopen_read_only(self._file.descriptor)
             try:
                 return map_read_only(descriptor, size)
@@ -331,13 +333,13 @@ class _File(Sink, ProcessBound):
 
     def write(self, parts: Sequence[Buffer]) -> None:
         self.reserve(self.written + sum(memoryview(part).nbytes for part in parts))
-        with store_errors(self._what):
+        with store_errors(self._operation):
             self.written += write_parts(self._file.descriptor, parts, self.written)
 
     def close(self) -> None:
         if self.is_inherited:
             return
-        with store_errors(self._what):
+        with store_errors(self._operation):
             self._file.commit(self.written)
         self._open = False
 
@@ -355,10 +357,10 @@ class MemfdSink(DescriptorSink, ProcessBound):
     def __init__(self, name: str, finished: Callable[[Segment], object]) -> None:
         self._name = name
         self._finished = finished
-        what = f"shared memory for {name}"
-        with store_errors(what):
+        operation = f"shared memory for {name}"
+        with store_errors(operation):
             descriptor = create_memfd(name)
-        super().__init__(descriptor, what)
+        super().__init__(descriptor, operation)
         self.bind_to_process()
 
     def after_fork_in_child(self) -> None:
@@ -372,7 +374,7 @@ class MemfdSink(DescriptorSink, ProcessBound):
         """Seal the memfd. Raises StoreError."""
         if self.is_inherited:
             return
-        with store_errors(self.what):
+        with store_errors(self.operation):
             seal(self.descriptor, Backing.SEALED)
             readable = reopen_read_only(self.descriptor)
         self._finished(Segment(readable, self._name, Backing.SEALED))

@@ -68,10 +68,10 @@ class SegmentFiles:
         with store_errors(f"opening {path}"):
             status = path.stat() if handed_over else path.lstat()
         file = status.st_dev, status.st_ino
-        found = self._open.get(file)
-        if found is None:
-            self._open[file] = found = Segment.open(path, follow=handed_over)
-        return found
+        segment = self._open.get(file)
+        if segment is None:
+            self._open[file] = segment = Segment.open(path, follow=handed_over)
+        return segment
 
 
 class SegmentCache:
@@ -83,7 +83,7 @@ class SegmentCache:
     def __init__(self, cap: int | None = None) -> None:
         self._fixed_cap = cap
         self._lock = threading.Lock()
-        self._known: OrderedDict[str, OpenSegments] = OrderedDict()
+        self._segments: OrderedDict[str, OpenSegments] = OrderedDict()
         self._count = 0
 
     @property
@@ -97,9 +97,9 @@ class SegmentCache:
     def get(self, id: str) -> OpenSegments | None:
         """Return the open segments of a version, or None. The version then counts as the last one read."""
         with self._lock:
-            segments = self._known.get(id)
+            segments = self._segments.get(id)
             if segments is not None:
-                self._known.move_to_end(id)
+                self._segments.move_to_end(id)
             return segments
 
     def put(self, id: str, opened: OpenSegments) -> None:
@@ -108,10 +108,10 @@ class SegmentCache:
         evicted = []
         cap = self.cap
         with self._lock:
-            self._known[id] = opened
+            self._segments[id] = opened
             self._count += len(opened)
-            while self._count > cap and len(self._known) > 1:
-                _, oldest = self._known.popitem(last=False)
+            while self._count > cap and len(self._segments) > 1:
+                _, oldest = self._segments.popitem(last=False)
                 self._count -= len(oldest)
                 evicted.append(oldest)
         for segments in evicted:
@@ -120,7 +120,7 @@ class SegmentCache:
     def pop(self, id: str) -> None:
         """Remove a version from the cache. Its readers keep its segments."""
         with self._lock:
-            segments = self._known.pop(id, None)
+            segments = self._segments.pop(id, None)
             self._count -= 0 if segments is None else len(segments)
         if segments is not None:
             segments.release()
@@ -128,8 +128,8 @@ class SegmentCache:
     def clear(self) -> None:
         """Remove all versions from the cache."""
         with self._lock:
-            versions = [*self._known.values()]
-            self._known.clear()
+            versions = [*self._segments.values()]
+            self._segments.clear()
             self._count = 0
         for segments in versions:
             segments.release()

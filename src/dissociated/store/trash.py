@@ -64,7 +64,7 @@ def _in_memory(directory: Path) -> bool:
     device = os.stat(directory).st_dev
     device_number = f"{os.major(device)}:{os.minor(device)}"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        fields, _, rest = line.partition(" - ")
+        fields, _, filesystem = line.partition(" - ")
         if fields.split()[2] == device_number:
-            return rest.split()[0] == "tmpfs"
+            return filesystem.split()[0] == "tmpfs"
     return False

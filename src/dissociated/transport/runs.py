@@ -115,17 +115,17 @@ def parse_run(payload: Buffer) -> Run:
 
 def _split_runs(messages: Sequence[Message]) -> Iterator[tuple[bool, Sequence[Message]]]:
     """Yield groups of the messages, in order: whether a group is a run, and its messages."""
-    at = done = 0
+    at = group_start = 0
     while at < len(messages):
         end = _run_end(messages, at)
         if (end - at) // 2 >= MIN_RUN:
-            if done < at:
-                yield False, messages[done:at]
+            if group_start < at:
+                yield False, messages[group_start:at]
             yield True, messages[at:end]
-            done = end
+            group_start = end
         at = end
-    if done < len(messages):
-        yield False, messages[done:]
+    if group_start < len(messages):
+        yield False, messages[group_start:]
 
 
 def _run_end(messages: Sequence[Message], at: int) -> int:

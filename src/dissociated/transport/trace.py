@@ -65,10 +65,10 @@ class _Trace:
         self._fields: Mapping[str, object] = {"connection": number} if number is not None else {}
         self._reason: str | None = None  # the last reason of an abort
 
-    def line(self, what: str) -> None:
-        _log.debug("%s: %s", self._prefix, what, extra=self._fields)
+    def line(self, event: str) -> None:
+        _log.debug("%s: %s", self._prefix, event, extra=self._fields)
 
-    def sent(self, lines: Iterable[str]) -> None:
+    def record_sent(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.line(f"sent {line}")
 
@@ -161,17 +161,17 @@ class _TracedConnection:
         except DissociatedError as error:
             self._trace.failed(messages.lines, error)
             raise
-        self._trace.sent(messages.lines)
+        self._trace.record_sent(messages.lines)
 
     def receive(self, timeout: float, allocate: Allocate) -> Incoming | Run | None:
-        known = self._connection.address_space.regions
+        regions = self._connection.address_space.regions
         try:
             arrived = self._connection.receive(timeout, allocate)
         except DissociatedError as error:
-            what = "abort" if isinstance(error, RemoteError) else "nothing"
-            self._trace.line(f"received {what}: {str(error)!r}")
+            result = "abort" if isinstance(error, RemoteError) else "nothing"
+            self._trace.line(f"received {result}: {str(error)!r}")
             raise
-        self._trace.mapped(known, self._connection.address_space.regions)
+        self._trace.mapped(regions, self._connection.address_space.regions)
         self._trace.line(f"received {'the end' if arrived is None else self._trace.incoming(arrived)}")
         return arrived
 
@@ -180,8 +180,8 @@ class _TracedConnection:
         return self._connection.held_by_fork
 
     @held_by_fork.setter
-    def held_by_fork(self, held: bool) -> None:
-        self._connection.held_by_fork = held
+    def held_by_fork(self, is_held: bool) -> None:
+        self._connection.held_by_fork = is_held
 
     @property
     def memory(self) -> RemoteMemory:

@@ -133,7 +133,7 @@ def test_what_travels_means_the_same_and_leaves_out_no_batch_that_has_a_row(
     passing = may_pass(received.tree, known.num_rows, bounds).to_pylist()
     for batch, may in zip(batches, passing, strict=True):
         mask = rows.mask(batch)
-        passes = there.among(columns).mask(batch)
+        passes = there.at_columns(columns).mask(batch)
         assert passes.fill_null(False).equals(mask.fill_null(False)) if has_set else passes.equals(mask)
         assert may or not mask.true_count
         assert may is False or batch.num_rows
@@ -150,7 +150,7 @@ def test_a_null_travels_to_a_column_of_its_type(type_: pa.DataType) -> None:
         assert encoded is not None
         rows, columns = parse_filter(encoded).bind(schema)
         batch = pa.record_batch([pa.nulls(2, type_), pa.array([True, False])], schema=schema)
-        assert rows.among(columns).mask(batch).to_pylist() in ([None, None], [True, None])
+        assert rows.at_columns(columns).mask(batch).to_pylist() in ([None, None], [True, None])
 
 
 def test_which_sets_of_values_travel() -> None:
@@ -310,7 +310,7 @@ def test_damaged_filters_harm_nobody(seed: int) -> None:
         except FormatError:
             continue
         with suppress(OptionError):
-            rows.among(columns).mask(batch)
+            rows.at_columns(columns).mask(batch)
         read += 1
     assert read < 700
 

@@ -195,7 +195,7 @@ def test_large_untagged_messages_arrive_among_small_ones(where: Uri) -> None:
 def talk(client: FabricConnection, count: int) -> None:
     """Send so many credit messages, each for nothing consumed, that more have arrived than receives were posted."""
     sent = [client._send_control(Kind.CREDIT, struct.pack("<Q", 0)) for _ in range(count)]
-    while not all(one.ended for one in sent):
+    while not all(sending.has_ended for sending in sent):
         client.arrived()
 
 

@@ -138,8 +138,8 @@ class Condition:
                 raise _Uncertain
             return _TEXT[self.operator](column, pattern=self.value)
         if self.operator in _LISTED:
-            found = _one_of(column, type_, self.value)
-            return found if self.operator == "in" else pc.invert(found)
+            result = _one_of(column, type_, self.value)
+            return result if self.operator == "in" else pc.invert(result)
         return _compared(self.operator, column, type_, self.value)
 
 
@@ -158,7 +158,8 @@ class Conditions:
         if not isinstance(plain, list | tuple) or not plain:
             raise OptionError(f"the filter {plain!r} is not a list of [column, operator, value]")
         nested = all(
-            _is_list(conditions) and conditions and all(_is_list(one) for one in conditions) for conditions in plain
+            _is_list(conditions) and conditions and all(_is_list(condition) for condition in conditions)
+            for conditions in plain
         )
         lists = plain if nested else [plain]
         return cls(tuple(tuple(map(Condition.parse, conditions)) for conditions in lists))
@@ -166,17 +167,21 @@ class Conditions:
     @property
     def columns(self) -> list[str]:
         """The names of the columns in the conditions."""
-        return [*dict.fromkeys(one.path[0] for conditions in self.alternatives for one in conditions)]
+        return [*dict.fromkeys(condition.path[0] for conditions in self.alternatives for condition in conditions)]
 
     def mask(self, batch: pa.RecordBatch) -> pa.BooleanArray:
         """Return a mask that is true for the rows that pass."""
-        masks = [reduce(pc.and_kleene, (one.decide(batch) for one in conditions)) for conditions in self.alternatives]
+        masks = [
+            reduce(pc.and_kleene, (condition.decide(batch) for condition in conditions))
+            for conditions in self.alternatives
+        ]
         return reduce(pc.or_kleene, masks)
 
     def expression(self, schema: pa.Schema) -> pc.Expression:
         """Return an expression for batches of this schema. Raises OptionError and ColumnNotFound."""
         expressions = [
-            _joined(pc.and_kleene, [one.expression(schema) for one in conditions]) for conditions in self.alternatives
+            _joined(pc.and_kleene, [condition.expression(schema) for condition in conditions])
+            for conditions in self.alternatives
         ]
         return _joined(pc.or_kleene, expressions)
 
@@ -201,19 +206,19 @@ def _compared(operator: str, column: _Column, type_: pa.DataType, value: Any) ->
     if value is not None and (grid := _Grid.of(type_)):
         return _compared_on_grid(operator, column, type_, grid, grid.number(value))
     if value is not None and types.is_timestamp(type_):
-        ticks, rest = _ticks(value, type_)
-        return _compared_with_floor(operator, column, pa.scalar(ticks, type_), exact=not rest)
+        ticks, remainder = _ticks(value, type_)
+        return _compared_with_floor(operator, column, pa.scalar(ticks, type_), exact=not remainder)
     if types.is_floating(type_) and _is_number(value) and type_ != pa.float64():
         column, type_ = column.cast(pa.float64()), pa.float64()  # which holds each value of it, and more
     scalar = _scalar(value, type_)
-    known = _COMPARISONS[operator](column, scalar)
+    result = _COMPARISONS[operator](column, scalar)
     if not types.is_floating(type_) or value is None:
-        return known
+        return result
     is_nan = pc.is_nan(column)
     if math.isnan(value):
         alike = {"=": True, ">=": True, "!=": False, "<": False}
         return _always(column, operator == "<=") if operator not in alike else pc.equal(is_nan, alike[operator])
-    return pc.or_kleene(known, is_nan) if operator in (">", ">=") else known  # both are null where the column is
+    return pc.or_kleene(result, is_nan) if operator in (">", ">=") else result  # both are null where the column is
 
 
 @dataclass(frozen=True)
@@ -245,14 +250,14 @@ class _Grid:
         small_float = isinstance(value, float) and abs(value) < _MAX_EXACT_FLOAT
         if self.scale is None and not (small_float or isinstance(value, int | Decimal)):
             raise _Uncertain
-        found = Decimal(str(value))
-        _, digits, exponent = found.as_tuple()
+        number = Decimal(str(value))
+        _, digits, exponent = number.as_tuple()
         if not isinstance(exponent, int):  # NaN, infinity
             raise _Uncertain
         whole = max(len(digits) + exponent, self.most.adjusted() + 1)
         if whole + max(self.scale or 0, -exponent) > _MAX_DIGITS:
             raise _Uncertain
-        return found
+        return number
 
     def floor(self, value: Decimal) -> Decimal:
         """Return the largest number of the grid that is not above `value`."""
@@ -293,23 +298,23 @@ def _always(column: _Column, value: bool) -> Any:
 
 
 def _one_of(column: _Column, type_: pa.DataType, values: Sequence[Any]) -> Any:
-    known = [value for value in values if value is not None]
-    if types.is_floating(type_) or (isinstance(column, pc.Expression) and len(known) <= _MAX_SINGLY):
-        comparisons = [_compared("=", column, type_, value) for value in known]
-        found = _joined(pc.or_kleene, comparisons) if comparisons else _always(column, False)
+    non_null = [value for value in values if value is not None]
+    if types.is_floating(type_) or (isinstance(column, pc.Expression) and len(non_null) <= _MAX_SINGLY):
+        comparisons = [_compared("=", column, type_, value) for value in non_null]
+        result = _joined(pc.or_kleene, comparisons) if comparisons else _always(column, False)
     else:
-        value_set = pa.array([*_values(known, type_)], type_)
-        found = pc.if_else(pc.is_valid(column), pc.is_in(column, value_set), pa.scalar(None, pa.bool_()))
-    return found if len(known) == len(values) else pc.or_kleene(found, pa.scalar(None, pa.bool_()))
+        value_set = pa.array([*_values(non_null, type_)], type_)
+        result = pc.if_else(pc.is_valid(column), pc.is_in(column, value_set), pa.scalar(None, pa.bool_()))
+    return result if len(non_null) == len(values) else pc.or_kleene(result, pa.scalar(None, pa.bool_()))
 
 
-def _values(known: Sequence[Any], type_: pa.DataType) -> Iterator[pa.Scalar]:
+def _values(values: Sequence[Any], type_: pa.DataType) -> Iterator[pa.Scalar]:
     """Yield the values that a column of this type can have."""
     grid = _Grid.of(type_)
-    for value in known:
+    for value in values:
         if types.is_timestamp(type_):
-            ticks, rest = _ticks(value, type_)
-            if not rest:
+            ticks, remainder = _ticks(value, type_)
+            if not remainder:
                 yield pa.scalar(ticks, type_)
         elif grid is None:
             yield _scalar(value, type_)

@@ -111,14 +111,16 @@ def _varint(remaining: memoryview) -> tuple[int, memoryview]:
     raise FormatError("the protobuf message is cut off")
 
 
-def messages(of: Sequence[tuple[int, Value]], wanted: int) -> list[Fields]:
+def messages(parsed_fields: Sequence[tuple[int, Value]], field_number: int) -> list[Fields]:
     """Return the fields of each message in the fields of this number."""
-    return [[*fields(value)] for number, value in of if number == wanted and not isinstance(value, int)]
+    return [
+        [*fields(value)] for number, value in parsed_fields if number == field_number and not isinstance(value, int)
+    ]
 
 
-def number(of: Sequence[tuple[int, Value]], wanted: int) -> int:
+def number(parsed_fields: Sequence[tuple[int, Value]], field_number: int) -> int:
     """Return the number in the field of this number, 0 if there is none."""
-    return next((value for number, value in of if number == wanted and isinstance(value, int)), 0)
+    return next((value for number, value in parsed_fields if number == field_number and isinstance(value, int)), 0)
 
 
 def encode_field(number: int, content: bytes) -> bytes:

@@ -15,16 +15,16 @@ _FLIPPED = {"lt": "gt", "lte": "gte", "gt": "lt", "gte": "lte", "equal": "equal"
 _ALWAYS = pc.scalar(True)
 
 
-def passing_batches(tree: FilterNode, known: Statistics, columns: Sequence[int]) -> Sequence[bool]:
+def passing_batches(tree: FilterNode, statistics: Statistics, columns: Sequence[int]) -> Sequence[bool]:
     """Return for each batch whether a row of it may pass the filter, by its statistics.
 
     Args:
         tree: The filter.
-        known: The statistics of the batches.
+        statistics: The statistics of the batches.
         columns: The number of each column of the filter in the statistics.
     """
-    bounds = {at: known.bounds[column] for at, column in enumerate(columns) if column in known.bounds}
-    passing: Sequence[bool] = may_pass(tree, known.num_rows, bounds).to_pylist()
+    bounds = {at: statistics.bounds[column] for at, column in enumerate(columns) if column in statistics.bounds}
+    passing: Sequence[bool] = may_pass(tree, statistics.num_rows, bounds).to_pylist()
     return passing
 
 
@@ -38,19 +38,22 @@ def may_pass(tree: FilterNode, num_rows: pa.Array, columns: dict[int, Bounds]) -
         num_rows: The number of rows of each batch.
         columns: The bounds of each column of the filter that has any, by number.
     """
-    known = {"num_rows": num_rows}
+    table = {"num_rows": num_rows}
     for number, bounds in columns.items():
-        known |= {f"{number}.{what}": _in_utc(getattr(bounds, what)) for what in ("null_count", "min", "max")}
+        table |= {
+            f"{number}.{bound_name}": _in_utc(getattr(bounds, bound_name))
+            for bound_name in ("null_count", "min", "max")
+        }
     expression = pc.and_kleene(pc.field("num_rows") > 0, _may(tree, columns.keys()))
     steps = [
-        acero.Declaration("table_source", acero.TableSourceNodeOptions(pa.table(known))),
+        acero.Declaration("table_source", acero.TableSourceNodeOptions(pa.table(table))),
         acero.Declaration("project", acero.ProjectNodeOptions([expression], ["may"])),
     ]
     try:
-        found = acero.Declaration.from_sequence(steps).to_table(use_threads=False).column(0).combine_chunks()
+        passing = acero.Declaration.from_sequence(steps).to_table(use_threads=False).column(0).combine_chunks()
     except pa.ArrowException:  # the bounds cannot be compared with the values of the filter
         return pa.repeat(True, len(num_rows))
-    return found.fill_null(True)
+    return passing.fill_null(True)
 
 
 def _in_utc(values: pa.Array) -> pa.Array:
@@ -59,25 +62,25 @@ def _in_utc(values: pa.Array) -> pa.Array:
     return values.cast(pa.timestamp(type_.unit, "UTC")) if pa.types.is_timestamp(type_) and type_.tz else values
 
 
-def _may(node: FilterNode, known: object) -> pc.Expression:
+def _may(node: FilterNode, numbers: object) -> pc.Expression:
     match node:
         case Call("and", arguments):
-            return _joined(pc.and_kleene, [_may(one, known) for one in arguments])
+            return _joined(pc.and_kleene, [_may(argument, numbers) for argument in arguments])
         case Call("or", arguments):
-            return _joined(pc.or_kleene, [_may(one, known) for one in arguments])
+            return _joined(pc.or_kleene, [_may(argument, numbers) for argument in arguments])
         case Call("if_else", (_, then, _)):  # otherwise null
-            return _may(then, known)
+            return _may(then, numbers)
         case Call("not", (Call("is_null", inner),)):
-            return _may(Call("is_not_null", inner), known)
+            return _may(Call("is_not_null", inner), numbers)
         case Call("not", (Call("is_not_null", inner),)):
-            return _may(Call("is_null", inner), known)
-        case Call("is_null", (ColumnRef(number, False),)) if _has(known, number):
+            return _may(Call("is_null", inner), numbers)
+        case Call("is_null", (ColumnRef(number, False),)) if _has(numbers, number):
             return pc.field(f"{number}.null_count") > 0
-        case Call("is_not_null", (ColumnRef(number, False),)) if _has(known, number):
+        case Call("is_not_null", (ColumnRef(number, False),)) if _has(numbers, number):
             return pc.field(f"{number}.null_count") < pc.field("num_rows")
-        case Call(name, (ColumnRef(number, False), Value(value))) if name in _FLIPPED and _has(known, number):
+        case Call(name, (ColumnRef(number, False), Value(value))) if name in _FLIPPED and _has(numbers, number):
             return _compared(name, number, value)
-        case Call(name, (Value(value), ColumnRef(number, False))) if name in _FLIPPED and _has(known, number):
+        case Call(name, (Value(value), ColumnRef(number, False))) if name in _FLIPPED and _has(numbers, number):
             return _compared(_FLIPPED[name], number, value)
     return _ALWAYS
 
@@ -97,10 +100,10 @@ def _compared(name: str, number: int, value: pc.Expression) -> pc.Expression:
 
 def _joined(function: object, parts: list[pc.Expression]) -> pc.Expression:
     joined = parts[0]
-    for one in parts[1:]:
-        joined = function(joined, one)  # type: ignore[operator]
+    for part in parts[1:]:
+        joined = function(joined, part)  # type: ignore[operator]
     return joined
 
 
-def _has(known: object, number: int) -> bool:
-    return number in known  # type: ignore[operator]
+def _has(numbers: object, number: int) -> bool:
+    return number in numbers  # type: ignore[operator]

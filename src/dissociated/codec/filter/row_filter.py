@@ -31,23 +31,23 @@ class RowFilter:
     types: tuple[pa.DataType, ...] | None = None
 
     @classmethod
-    def bind(cls, wanted: Filter, schema: pa.Schema) -> RowFilter:
+    def bind(cls, filter_: Filter, schema: pa.Schema) -> RowFilter:
         """Return the filter for batches of this schema.
 
         Raises:
-            OptionError: `wanted` is not a filter for the schema.
+            OptionError: `filter_` is not a filter for the schema.
             ColumnNotFound: The schema lacks a column of the filter.
         """
-        if isinstance(wanted, pc.Expression):
-            return cls(wanted, _columns(wanted, schema))
-        single = isinstance(wanted, list | tuple) and wanted and isinstance(wanted[0], str)
-        conditions = Conditions.parse([wanted] if single else wanted)
+        if isinstance(filter_, pc.Expression):
+            return cls(filter_, _columns(filter_, schema))
+        single = isinstance(filter_, list | tuple) and filter_ and isinstance(filter_[0], str)
+        conditions = Conditions.parse([filter_] if single else filter_)
         columns = tuple(sorted(map(schema.get_field_index, conditions.columns)))
         expression = conditions.expression(schema)
         _try(expression, schema, columns)
         return cls(expression, columns)
 
-    def among(self, columns: Sequence[int]) -> RowFilter:
+    def at_columns(self, columns: Sequence[int]) -> RowFilter:
         """Return the filter for batches that have its columns at these positions."""
         return replace(self, columns=tuple(columns))
 
@@ -74,11 +74,11 @@ def application_errors(rows: RowFilter | None) -> Iterator[None]:
     except pa.ArrowException as error:
         if rows is None:
             raise
-        shown = printed(rows.expression)
-        raise OptionError(f"the filter {shown} cannot be applied to these rows: {error}") from None
+        text = expression_text(rows.expression)
+        raise OptionError(f"the filter {text} cannot be applied to these rows: {error}") from None
 
 
-def printed(expression: pc.Expression) -> str:
+def expression_text(expression: pc.Expression) -> str:
     """Return the text of an expression; empty if pyarrow cuts a long set of values within a character."""
     try:
         return str(expression)
@@ -102,12 +102,12 @@ def _try(expression: pc.Expression, schema: pa.Schema, columns: Sequence[int]) -
         why = str(error).partition("\n")[0]
         if why.startswith("No match for FieldRef"):  # libarrow has no class for this error
             raise ColumnNotFound(
-                f"the filter {printed(expression)} has a column that does not exist; there are "
+                f"the filter {expression_text(expression)} has a column that does not exist; there are "
                 f"{', '.join(schema.names)}"
             ) from None
-        raise OptionError(f"{printed(expression)} is not a filter of these columns: {why}") from None
+        raise OptionError(f"{expression_text(expression)} is not a filter of these columns: {why}") from None
     if type_ != pa.bool_():
-        raise OptionError(f"{printed(expression)} is not a filter: its type is {type_} instead of bool")
+        raise OptionError(f"{expression_text(expression)} is not a filter: its type is {type_} instead of bool")
 
 
 def _columns(expression: pc.Expression, schema: pa.Schema) -> tuple[int, ...]:
@@ -116,7 +116,7 @@ def _columns(expression: pc.Expression, schema: pa.Schema) -> tuple[int, ...]:
     pyarrow only offers the text of an expression. If the text contains the name of another column, then that column is
     read, too. If the expression refers to columns by position, all columns are returned. Raises the errors of `_try`.
     """
-    text = printed(expression)
+    text = expression_text(expression)
     unknown = not text or "FieldPath" in text
     named = [index for index, name in enumerate(schema.names) if name in text or unknown]
     try:

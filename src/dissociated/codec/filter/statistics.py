@@ -70,20 +70,23 @@ class Statistics:
     @classmethod
     def concatenate(cls, parts: Sequence[Statistics]) -> Statistics:
         """Return the statistics of streams that follow each other."""
-        types_ = {column: bounds.min.type for one in parts for column, bounds in one.bounds.items()}
+        types_ = {column: bounds.min.type for part in parts for column, bounds in part.bounds.items()}
         bounds = {}
         for column, type_ in sorted(types_.items()):
-            bounds_of_parts = [one.bounds.get(column) or Bounds.unknown(len(one.num_rows), type_) for one in parts]
+            bounds_of_parts = [part.bounds.get(column) or Bounds.unknown(len(part.num_rows), type_) for part in parts]
             bounds[column] = Bounds(
-                *(pa.concat_arrays([getattr(some, what) for some in bounds_of_parts]) for what in _BOUND_NAMES)
+                *(
+                    pa.concat_arrays([getattr(bounds_of_part, bound_name) for bounds_of_part in bounds_of_parts])
+                    for bound_name in _BOUND_NAMES
+                )
             )
-        return cls(pa.concat_arrays([one.num_rows for one in parts]), bounds)
+        return cls(pa.concat_arrays([part.num_rows for part in parts]), bounds)
 
     def encode(self) -> bytes:
         """Encode the statistics, to follow an IPC stream that ends at a multiple of 8 bytes."""
         named = {"num_rows": self.num_rows}
         for column, bounds in self.bounds.items():
-            named |= {f"{column}.{what}": getattr(bounds, what) for what in _BOUND_NAMES}
+            named |= {f"{column}.{bound_name}": getattr(bounds, bound_name) for bound_name in _BOUND_NAMES}
         batch = pa.record_batch(list(named.values()), list(named))
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batch.schema) as writer:
@@ -105,15 +108,17 @@ class StatisticsCollector:
     """
 
     def __init__(self, schema: pa.Schema, columns: Sequence[int] | None = None, thorough: bool = False) -> None:
-        wanted = range(len(schema)) if columns is None else columns
-        self._columns = {number: found for number in wanted if (found := _column(schema.field(number).type, thorough))}
+        numbers = range(len(schema)) if columns is None else columns
+        self._columns = {
+            number: collector for number in numbers if (collector := _column(schema.field(number).type, thorough))
+        }
         self._num_rows: list[int] = []
-        self._left = _MAX_VALUES
+        self._remaining_values = _MAX_VALUES
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Add the next batch, which must be valid."""
-        self._left -= len(self._columns)
-        if self._left < 0:
+        self._remaining_values -= len(self._columns)
+        if self._remaining_values < 0:
             self._columns = {}
         self._num_rows.append(batch.num_rows)
         for number, column in self._columns.items():
@@ -121,7 +126,7 @@ class StatisticsCollector:
 
     def statistics(self) -> Statistics | None:
         """Return the statistics; None if nothing is known of any column."""
-        bounds = {number: column.bounds() for number, column in self._columns.items() if column.known}
+        bounds = {number: column.bounds() for number, column in self._columns.items() if column.has_bounds}
         return Statistics(pa.array(self._num_rows, pa.int64()), bounds) if bounds else None
 
 
@@ -136,8 +141,8 @@ class _ColumnCollector(ABC):
         self._type = type_
         self._storage = storage
         self._thorough = thorough
-        self._found: dict[str, list[Any]] = {what: [] for what in _BOUND_NAMES}
-        self.known = thorough
+        self._bound_values: dict[str, list[Any]] = {bound_name: [] for bound_name in _BOUND_NAMES}
+        self.has_bounds = thorough
 
     def add(self, values: pa.Array) -> None:
         """Add the values of the next batch.
@@ -148,14 +153,16 @@ class _ColumnCollector(ABC):
         if self._thorough and null_count:
             values = values.drop_null()
         looked_at = len(values) >= (1 if self._thorough else _LEAST_ROWS)
-        found = null_count, *(self._range(values) if looked_at else _UNKNOWN)
-        self.known = self.known or found[1] is not None
-        for what, value in zip(_BOUND_NAMES, found, strict=True):
-            self._found[what].append(value)
+        bound_values = null_count, *(self._range(values) if looked_at else _UNKNOWN)
+        self.has_bounds = self.has_bounds or bound_values[1] is not None
+        for bound_name, value in zip(_BOUND_NAMES, bound_values, strict=True):
+            self._bound_values[bound_name].append(value)
 
     def bounds(self) -> Bounds:
-        least, most = (pa.array(self._found[what], self._storage).view(self._type) for what in ("min", "max"))
-        return Bounds(pa.array(self._found["null_count"], pa.int64()), least, most)
+        least, most = (
+            pa.array(self._bound_values[bound_name], self._storage).view(self._type) for bound_name in ("min", "max")
+        )
+        return Bounds(pa.array(self._bound_values["null_count"], pa.int64()), least, most)
 
     @abstractmethod
     def _range(self, values: pa.Array) -> _Range: ...
@@ -205,16 +212,16 @@ class _ValueCollector(_ColumnCollector):
         last, self._first = self._first, _min_max(comparable[:_SAMPLE])
         if last == self._first and last[0] != last[1]:
             return _UNKNOWN
-        found = _min_max(comparable)
-        is_long = isinstance(found[0], bytes) and max(map(len, found)) > _MAX_LENGTH
-        return _UNKNOWN if is_long else found
+        bounds = _min_max(comparable)
+        is_long = isinstance(bounds[0], bytes) and max(map(len, bounds)) > _MAX_LENGTH
+        return _UNKNOWN if is_long else bounds
 
 
 def _min_max(values: pa.Array) -> _Range:
     import pyarrow.compute as pc  # imported on first use, since the import is slow
 
-    found = pc.min_max(values)
-    return found["min"].as_py(), found["max"].as_py()
+    result = pc.min_max(values)
+    return result["min"].as_py(), result["max"].as_py()
 
 
 def _column(type_: pa.DataType, thorough: bool) -> _ColumnCollector | None:
@@ -232,9 +239,9 @@ def _column(type_: pa.DataType, thorough: bool) -> _ColumnCollector | None:
     return None
 
 
-def is_statistics(rest: Buffer) -> bool:
+def is_statistics(trailing_bytes: Buffer) -> bool:
     """Return whether the bytes after an end-of-stream marker are marked as statistics, valid or not."""
-    whole = memoryview(rest).cast("B")
+    whole = memoryview(trailing_bytes).cast("B")
     stop = len(whole) - _TAIL
     return whole[stop + 8 :] == STATISTICS_MAGIC and int.from_bytes(whole[stop : stop + 8], "little") == stop
 
@@ -260,7 +267,7 @@ def read_statistics(memory: Buffer, end: int, schema: pa.Schema, num_rows: Seque
         return None
     try:
         batch = _batch(whole[start:stop])
-        return None if batch is None else _checked(batch, schema, num_rows)
+        return None if batch is None else _valid_statistics(batch, schema, num_rows)
     except (DissociatedError, pa.ArrowException, OSError, ValueError, IndexError, KeyError):
         return None
 
@@ -276,16 +283,16 @@ def _batch(stream: memoryview) -> pa.RecordBatch | None:
     return batch
 
 
-def _checked(batch: pa.RecordBatch, schema: pa.Schema, num_rows: Sequence[int]) -> Statistics | None:
+def _valid_statistics(batch: pa.RecordBatch, schema: pa.Schema, num_rows: Sequence[int]) -> Statistics | None:
     """Return the statistics in `batch`, for the columns whose types fit; None if they belong to another stream."""
     counted = batch.column("num_rows")
     if counted.type != pa.int64() or counted.to_pylist() != [*num_rows]:
         return None
-    found = {}
+    bounds_of_columns = {}
     names = set(batch.schema.names)
     for number, field in enumerate(schema):
-        if {f"{number}.{what}" for what in _BOUND_NAMES} <= names:
-            bounds = Bounds(*(batch.column(f"{number}.{what}") for what in _BOUND_NAMES))
+        if {f"{number}.{bound_name}" for bound_name in _BOUND_NAMES} <= names:
+            bounds = Bounds(*(batch.column(f"{number}.{bound_name}") for bound_name in _BOUND_NAMES))
             if bounds.null_count.type == pa.int64() and bounds.min.type == bounds.max.type == field.type:
-                found[number] = bounds
-    return Statistics(counted, found) if found else None
+                bounds_of_columns[number] = bounds
+    return Statistics(counted, bounds_of_columns) if bounds_of_columns else None

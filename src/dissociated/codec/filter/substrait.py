@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from dissociated.codec.filter import protobuf
 from dissociated.codec.filter.protobuf import BYTES, FIXED32, FIXED64, NUMBER, ONE_OF, TEXT, Grammar
-from dissociated.codec.filter.row_filter import RowFilter, printed
+from dissociated.codec.filter.row_filter import RowFilter, expression_text
 from dissociated.codec.reader import check_field_names
 from dissociated.errors import FormatError
 
@@ -167,10 +167,10 @@ class ReceivedFilter:
         """
         numbers = []
         for field in self.schema:
-            found = schema.get_all_field_indices(field.name)
-            if len(found) != 1 or not _alike(schema.field(found[0]).type, field.type):
+            indices = schema.get_all_field_indices(field.name)
+            if len(indices) != 1 or not _alike(schema.field(indices[0]).type, field.type):
                 raise FormatError(f"the filter has a column {field.name!r} that does not exist, or has another type")
-            numbers += found
+            numbers += indices
         rows = RowFilter(self.expression, tuple(range(len(numbers))), tuple(self.schema.types))
         return rows, tuple(numbers)
 
@@ -192,7 +192,7 @@ def filter_tree(rows: RowFilter, schema: pa.Schema) -> FilterNode | None:
 
 def _encode(rows: RowFilter, schema: pa.Schema) -> tuple[bytes, ReceivedFilter] | None:
     filter_schema = pa.schema([schema.field(number) for number in rows.columns])
-    text = printed(rows.expression)
+    text = expression_text(rows.expression)
     if not text or _changes_moments(text, filter_schema.types):
         return None
     functions = {*_CALL.findall(text)}
@@ -215,7 +215,7 @@ def _changes_moments(text: str, columns: Sequence[pa.DataType]) -> bool:
     pyarrow serializes seconds and milliseconds as microseconds. It prints a timestamp beyond their range as a number,
     and does not print all values of a set.
     """
-    coarse = any(pa.types.is_timestamp(one) and one.unit in ("s", "ms") for one in columns)
+    coarse = any(pa.types.is_timestamp(type_) and type_.unit in ("s", "ms") for type_ in columns)
     return coarse and ("<value out of range" in text or f"{_SET}(" in text)
 
 
@@ -229,8 +229,8 @@ def _check_sets(received: ReceivedFilter) -> None:
     def check(node: FilterNode) -> None:
         match node:
             case Call("and" | "or", arguments):
-                for one in arguments:
-                    check(one)
+                for argument in arguments:
+                    check(argument)
             case Call("if_else", (_, then, _)):
                 check(then)
             case Call("equal", (ColumnRef(number, nested), Value(value))):
@@ -238,7 +238,7 @@ def _check_sets(received: ReceivedFilter) -> None:
                     raise FormatError(
                         "the set of values of the filter has a null, or is of floats, which sets compare differently"
                     )
-            case Call(name, parts) if name in _OF_COLUMNS and not any(isinstance(one, Call) for one in parts):
+            case Call(name, parts) if name in _OF_COLUMNS and not any(isinstance(argument, Call) for argument in parts):
                 pass  # no set is part of this call
             case _:
                 raise FormatError(
@@ -268,9 +268,9 @@ def parse_filter(encoded: bytes) -> ReceivedFilter:
     if parser.value_schema is not None:
         _check_nulls(tree, parser.value_schema)
     try:
-        bound = _substrait().deserialize_expressions(encoded)
-        ((_, expression),) = bound.expressions.items()
-        schema = check_field_names(bound.schema)
+        bound_expressions = _substrait().deserialize_expressions(encoded)
+        ((_, expression),) = bound_expressions.expressions.items()
+        schema = check_field_names(bound_expressions.schema)
     except (pa.ArrowException, ValueError) as error:
         raise FormatError(f"libarrow cannot read the filter: {error}") from None
     return ReceivedFilter(expression, schema, tree)
@@ -302,19 +302,23 @@ def _substrait() -> Any:
 
 def _depth(text: str) -> int:
     """Return the deepest nesting of parentheses in a text."""
-    steps = ((one == "(") - (one == ")") for one in text)
+    steps = ((character == "(") - (character == ")") for character in text)
     return max(accumulate(steps), default=0)
 
 
 def _compact(encoded: bytes) -> bytes:
     """Return the expression with each used extension declared once, and without unused extensions."""
     fields = [*protobuf.fields(encoded)]
-    used = set()  # by types and functions
+    used_origins = set()  # by types and functions
     for declaration in protobuf.messages(fields, _EXTENSIONS):
-        used |= {protobuf.number(one, 1) for kind in (1, 3) for one in protobuf.messages(declaration, kind)}
+        used_origins |= {
+            protobuf.number(reference, 1) for kind in (1, 3) for reference in protobuf.messages(declaration, kind)
+        }
     compacted: dict[bytes, None] = {}
     for number, value in fields:
-        if isinstance(value, int) or (number == _ORIGINS and protobuf.number([*protobuf.fields(value)], 1) not in used):
+        if isinstance(value, int) or (
+            number == _ORIGINS and protobuf.number([*protobuf.fields(value)], 1) not in used_origins
+        ):
             continue
         compacted[protobuf.encode_field(number, bytes(value))] = None
     return b"".join(compacted)
@@ -364,15 +368,20 @@ class _Parser:
             if name is None:
                 raise FormatError("the filter has a function without a name")
             arguments = [value for argument in protobuf.messages(inner, 4) for value in protobuf.messages(argument, 3)]
-            return Call(name, tuple(self._node(one, depth + 1) for one in arguments))
+            return Call(name, tuple(self._node(part, depth + 1) for part in arguments))
         if number == _SINGULAR_OR_LIST:
             match self._parts(inner, depth):
-                case [ColumnRef() as column, _, *_] as found if all(isinstance(one, Value) for one in found[1:]):
-                    return Call("or", tuple(Call("equal", (column, one)) for one in found[1:]))
+                case [ColumnRef() as column, _, *_] as set_test if all(
+                    isinstance(part, Value) for part in set_test[1:]
+                ):
+                    return Call("or", tuple(Call("equal", (column, part)) for part in set_test[1:]))
             raise FormatError("the filter has a set test whose arguments are not a column and values")
         if number == _IF:
             clauses = protobuf.messages(inner, 1)
-            parts = (*(part for one in clauses for part in self._parts(one, depth)), *self._parts(inner, depth, 2))
+            parts = (
+                *(part for clause in clauses for part in self._parts(clause, depth)),
+                *self._parts(inner, depth, 2),
+            )
             match parts:
                 case (Call("is_not_null", (ColumnRef(),)), _, Value(value)) if _is_null(value):
                     return Call("if_else", parts)
@@ -385,7 +394,11 @@ class _Parser:
 
     def _parts(self, fields: protobuf.Fields, depth: int, *numbers: int) -> list[FilterNode]:
         """Return the expressions in the fields with these numbers, in the order of the numbers."""
-        return [self._node(one, depth + 1) for number in numbers or (1, 2) for one in protobuf.messages(fields, number)]
+        return [
+            self._node(expression, depth + 1)
+            for number in numbers or (1, 2)
+            for expression in protobuf.messages(fields, number)
+        ]
 
     def _value(self, literal: bytes) -> pc.Expression:
         """Let libarrow read a literal, in an expression of its own."""
@@ -393,12 +406,12 @@ class _Parser:
             _EXPRESSIONS,
             protobuf.encode_field(1, protobuf.encode_field(_LITERAL, literal)) + protobuf.encode_field(3, b"value"),
         )
-        rest = [(number, value) for number, value in self._whole if number != _EXPRESSIONS and _is_bytes(value)]
-        message = alone + b"".join(protobuf.encode_field(number, bytes(value)) for number, value in rest)
+        context = [(number, value) for number, value in self._whole if number != _EXPRESSIONS and _is_bytes(value)]
+        message = alone + b"".join(protobuf.encode_field(number, bytes(value)) for number, value in context)
         try:
-            bound = _substrait().deserialize_expressions(message)
-            ((_, expression),) = bound.expressions.items()
-            self.value_schema = bound.schema
+            bound_expressions = _substrait().deserialize_expressions(message)
+            ((_, expression),) = bound_expressions.expressions.items()
+            self.value_schema = bound_expressions.schema
         except (pa.ArrowException, ValueError) as error:
             raise FormatError(f"libarrow cannot read a value of the filter: {error}") from None
         return expression
@@ -415,11 +428,11 @@ def _column(reference: protobuf.Fields) -> ColumnRef:
     raise FormatError("the filter has a column that cannot be read")
 
 
-def _alike(one: pa.DataType, other: pa.DataType) -> bool:
+def _alike(left: pa.DataType, right: pa.DataType) -> bool:
     """Return whether values of two types compare alike. The zones of timestamps do not matter: Substrait has none."""
-    if pa.types.is_timestamp(one) and pa.types.is_timestamp(other):
-        return one.unit == other.unit and (one.tz is None) is (other.tz is None)
-    return bool(one == other)
+    if pa.types.is_timestamp(left) and pa.types.is_timestamp(right):
+        return left.unit == right.unit and (left.tz is None) is (right.tz is None)
+    return bool(left == right)
 
 
 def _is_bytes(value: protobuf.Value) -> bool:

@@ -169,27 +169,27 @@ class Device(ABC):
         self.ring = MemoryRing(self._pin, _MAX_PINNED)
         #: Guards this object's accounts. Reentrant, because memory may be collected by the thread that holds it.
         self.lock = threading.RLock()
-        self._used = [0, 0]  # number of allocations, and their bytes
+        self._usage = [0, 0]  # number of allocations, and their bytes
         #: The `Copies` in progress on this device, which keep the memory that they use.
         self.copies: set[object] = set()
-        self._kept: list[Release] = []  # pending releases
+        self._pending_releases: list[Release] = []  # pending releases
         self._exported: weakref.WeakValueDictionary[bytes, DeviceMemory] = weakref.WeakValueDictionary()
         self._opened: Counter[bytes] = Counter()
 
     @property
     def allocations(self) -> int:
         """Return the number of allocations of this process on the device, opened ones included."""
-        return self._used[0]
+        return self._usage[0]
 
     @property
     def nbytes(self) -> int:
         """Return the total size of these allocations, in bytes."""
-        return self._used[1]
+        return self._usage[1]
 
     @property
-    def kept(self) -> int:
+    def pending_release_count(self) -> int:
         """Return the number of pending releases: the device could not tell yet whether the memory is still in use."""
-        return len(self._kept)
+        return len(self._pending_releases)
 
     @abstractmethod
     def stream(self) -> Stream:
@@ -278,12 +278,12 @@ class Device(ABC):
             DeviceError: The memory does not exist, or is smaller.
         """
         with self.lock:  # held throughout, so that two threads do not open the handle twice
-            known = self._in_use(handle)
-            if known is None:  # not exported here: a driver does not open a handle in the process that exported it
-                known = self._exported[handle] = self._account(size, *self._open_once(handle, size))
-        if known.size < size:
-            raise DeviceError(f"the peer announced {size} bytes on {self.name}; its handle opens {known.size}")
-        return known
+            memory = self._in_use(handle)
+            if memory is None:  # not exported here: a driver does not open a handle in the process that exported it
+                memory = self._exported[handle] = self._account(size, *self._open_once(handle, size))
+        if memory.size < size:
+            raise DeviceError(f"the peer announced {size} bytes on {self.name}; its handle opens {memory.size}")
+        return memory
 
     def is_left_open(self, handle: bytes) -> bool:
         """Return whether a peer's memory is still open although nothing uses it, because it could not be closed yet."""
@@ -291,8 +291,8 @@ class Device(ABC):
             return self._opened[handle] > 0 and self._in_use(handle) is None
 
     def _in_use(self, handle: bytes) -> DeviceMemory | None:
-        known = self._exported.get(handle)
-        return None if known is None or known.closed else known
+        memory = self._exported.get(handle)
+        return None if memory is None or memory.closed else memory
 
     def _open_once(self, handle: bytes, size: int) -> tuple[int, Release]:
         address, release = self._open(handle, size)
@@ -309,14 +309,14 @@ class Device(ABC):
 
     def _account(self, size: int, address: int, release: Release) -> DeviceMemory:
         with self.lock:
-            self._used[0] += 1
-            self._used[1] += size
+            self._usage[0] += 1
+            self._usage[1] += size
 
         def give_back(after: Event | None) -> None:
             release(after)
             with self.lock:
-                self._used[0] -= 1
-                self._used[1] -= size
+                self._usage[0] -= 1
+                self._usage[1] -= size
 
         return DeviceMemory(self, address, size, give_back)
 
@@ -332,12 +332,12 @@ class Device(ABC):
     def keep(self, release: Release) -> None:
         """Keep `release` until a `retry` can tell that all work is done."""
         with self.lock:
-            self._kept.append(release)
+            self._pending_releases.append(release)
 
     def retry(self) -> None:
         """Call the pending releases that can be called now."""
         with self.lock:
-            due, self._kept = self._kept, []
+            due, self._pending_releases = self._pending_releases, []
         again: list[Release] = []
         try:
             after = self.fence() if due else None
@@ -356,7 +356,7 @@ class Device(ABC):
             pass
         finally:
             with self.lock:
-                self._kept += [*due, *again]
+                self._pending_releases += [*due, *again]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}>"

@@ -22,21 +22,21 @@ class Copies:
         self.stream: Stream = device.stream()
         #: The device that executes the copies.
         self.device = device
-        self._used: deque[object] = deque()
+        self._memory_in_use: deque[object] = deque()
         self._afterwards: list[Callable[[], object]] = []
         device.copies.add(self)
 
     def use(self, memory: object) -> None:
         """Keep `memory`, which copies that are queued later will use."""
-        self._used.append(memory)
+        self._memory_in_use.append(memory)
 
     def afterwards(self, call: Callable[[], object]) -> None:
         """Call `call` at the end, when the copies are done."""
         self._afterwards.append(call)
 
-    def let_go(self) -> None:
+    def release_first(self) -> None:
         """Release the memory that was kept first. Its copies must be done."""
-        self._used.popleft()
+        self._memory_in_use.popleft()
 
     def wait(self) -> None:
         """Wait for the copies, and release the memory that they used.
@@ -45,13 +45,13 @@ class Copies:
             DeviceError: The wait failed. The memory is kept.
         """
         self.stream.synchronize()
-        self._used.clear()
+        self._memory_in_use.clear()
 
     def close(self) -> None:
         """Wait for the copies, and release the memory that they used. If the wait fails, the device keeps it."""
         try:
             with suppress(DeviceError):
-                if self._used or self._afterwards:
+                if self._memory_in_use or self._afterwards:
                     self.stream.synchronize()
                 self._end(None)
         finally:
@@ -61,7 +61,7 @@ class Copies:
     def _end(self, after: Event | None) -> None:
         if after is not None:
             after.synchronize()
-        self._used.clear()
+        self._memory_in_use.clear()
         while self._afterwards:
             self._afterwards[-1]()
             self._afterwards.pop()

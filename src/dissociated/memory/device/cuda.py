@@ -135,20 +135,20 @@ class CudaDevice(Device):
         self.call("cuStreamWaitEvent", consumer, event.handle, 0)
 
     def register(self, memory: pa.Buffer, afterwards: Callable[[Callable[[], object]], object]) -> None:
-        said: list[tuple[Any]] = []  # the driver's answer
+        answers: list[tuple[Any]] = []  # the driver's answer
 
         def unregister() -> None:
-            if said and not int(said[0][0]):
+            if answers and not int(answers[0][0]):
                 with _giving_back():
                     self.call("cuMemHostUnregister", memory.address)
 
         afterwards(unregister)
         with self.current() as device:
             read_only = device.properties.read_only_host_register_supported
-            asked = memory.address, memory.size, _PORTABLE | (_READ_ONLY if read_only else 0)
+            arguments = memory.address, memory.size, _PORTABLE | (_READ_ONLY if read_only else 0)
             # This line runs in C only: Ctrl-C comes either before it, or after the driver's answer is stored. If the
             # driver refuses, copies go through its own pinned memory.
-            said.extend(starmap(self._driver.cuMemHostRegister, [asked]))
+            answers.extend(starmap(self._driver.cuMemHostRegister, [arguments]))
 
     def _pin(self, size: int) -> pa.Buffer:
         try:
@@ -282,8 +282,8 @@ def _giving_back() -> Iterator[None]:
         pass
 
 
-def _kind(said: str) -> type[DeviceError]:
+def _kind(message: str) -> type[DeviceError]:
     """Return the type of error to raise for this message of the driver or of cuda.core."""
-    if _CAPTURING in said:
+    if _CAPTURING in message:
         return _Capturing
-    return DeviceFull if _OUT_OF_MEMORY in said else DeviceError
+    return DeviceFull if _OUT_OF_MEMORY in message else DeviceError

@@ -53,7 +53,7 @@ class EmulatedDevice(Device):
     def __init__(self, number: int) -> None:
         super().__init__(f"test:{number}", number, f"test-{number}")
         self.limit = 1 << 32
-        self._lost = False
+        self._is_lost = False
         self.capturing = False
         #: Whether memory can be exported.
         self.exports = True
@@ -64,13 +64,13 @@ class EmulatedDevice(Device):
         self.registrations = 0
         self._events: weakref.WeakValueDictionary[int, _EmulatedEvent] = weakref.WeakValueDictionary()
 
-    def lose(self, lost: bool = True) -> None:
+    def lose(self, is_lost: bool = True) -> None:
         """Let all calls fail from now on."""
-        self._lost = lost
+        self._is_lost = is_lost
 
     def check(self) -> None:
         """Raise DeviceError if the device is lost."""
-        if self._lost:
+        if self._is_lost:
             raise DeviceError(f"the context of {self.name} is lost, and nothing on the device can be used any more")
 
     def check_waiting(self) -> None:
@@ -127,8 +127,8 @@ class EmulatedDevice(Device):
             descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
         except (ValueError, OSError) as error:
             raise DeviceError(f"the peer's memory on {self.name} cannot be opened: {error}") from None
-        found = os.fstat(descriptor)
-        if found.st_ino != inode or found.st_size < size:
+        status = os.fstat(descriptor)
+        if status.st_ino != inode or status.st_size < size:
             os.close(descriptor)
             raise DeviceError(f"the peer's memory on {self.name} cannot be opened: it was replaced")
         return self._map(_EmulatedMapping(descriptor, size, False))
@@ -211,13 +211,13 @@ class _EmulatedStream(Stream):
     def __init__(self, device: EmulatedDevice) -> None:
         self.device = device
         self._lock = device.lock  # shared by all streams: collecting memory, at any point, runs all of them
-        self._done = 0
+        self._completed = 0
         self._due: deque[Callable[[], None]] = deque()
 
     @property
     def end(self) -> int:
         """Return the number of operations that were queued so far."""
-        return self._done + len(self._due)
+        return self._completed + len(self._due)
 
     def copy(self, target: int, source: int, length: int) -> None:
         self._add(lambda: self.device.write(target, self.device.read(source, length)))
@@ -241,8 +241,8 @@ class _EmulatedStream(Stream):
     def run_to(self, position: int) -> None:
         self.device.check_waiting()
         with self._lock:
-            while self._done < position:
-                self._done += 1
+            while self._completed < position:
+                self._completed += 1
                 self._due.popleft()()
 
     def _add(self, task: Callable[[], None]) -> None:

@@ -27,9 +27,9 @@ class DeviceSegment:
         #: The addresses that peers are sent, and the handle that opens them. Without a handle, no peer can open them.
         self.span = Span(reserve_base(memory.size), memory.size, handle)
 
-    def address(self, sent: int) -> int:
-        """Return the address in this process of the memory that peers know by the address `sent`."""
-        return self.memory.address + sent - self.span.base
+    def address(self, peer_address: int) -> int:
+        """Return the address in this process of the memory that peers know by the address `peer_address`."""
+        return self.memory.address + peer_address - self.span.base
 
 
 def open_region(device: Device, span: Span) -> Region:

@@ -55,12 +55,12 @@ _timeval = struct.Struct("ll")
 _GONE = {errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN, errno.ENOTCONN, errno.EBADF, errno.ECONNABORTED}
 
 
-def socket_error(error: OSError, what: str) -> DissociatedError:
+def socket_error(error: OSError, operation: str) -> DissociatedError:
     """Convert an error of the operating system.
 
     Args:
         error: The error.
-        what: The failed action, for the message, such as "sending to PEER".
+        operation: The failed action, for the message, such as "sending to PEER".
 
     Returns:
         The error to raise.
@@ -68,12 +68,12 @@ def socket_error(error: OSError, what: str) -> DissociatedError:
     if isinstance(error, DissociatedError):  # DeadlineExceeded is both
         return error
     if isinstance(error, TimeoutError):
-        return DeadlineExceeded(f"{what}: no answer in time")
+        return DeadlineExceeded(f"{operation}: no answer in time")
     if error.errno == errno.EFAULT:  # the memory is unreadable because a mapped file was truncated
-        return SourceError(f"{what}: a file that is being served has become shorter")
+        return SourceError(f"{operation}: a file that is being served has become shorter")
     if error.errno in _GONE:
-        return ConnectionClosed(f"{what}: the peer closed the connection")
-    return TransportError(f"{what}: {error.strerror or error}")
+        return ConnectionClosed(f"{operation}: the peer closed the connection")
+    return TransportError(f"{operation}: {error.strerror or error}")
 
 
 class EncodedFrames(list[Buffer]):
@@ -242,7 +242,7 @@ class SocketConnection(Connection):
         while at < len(parts):
             window = parts[at : at + _IOV_MAX]
             try:
-                sent = self._send_buffers(window, offset)
+                count = self._send_buffers(window, offset)
             except BlockingIOError:
                 try:
                     self._wait_writable(timeout)
@@ -251,14 +251,14 @@ class SocketConnection(Connection):
                     raise
                 continue
             self._cut_short = True
-            self.written += sent
-            sent += offset
+            self.written += count
+            count += offset
             offset = 0
             for part in window:
-                if sent < len(part):
-                    offset = sent
+                if count < len(part):
+                    offset = count
                     break
-                sent -= len(part)
+                count -= len(part)
                 at += 1
         self._cut_short = False
 

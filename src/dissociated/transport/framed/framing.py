@@ -175,7 +175,7 @@ class FrameReader:
             self._begin = at + padded
             payload: Buffer = memoryview(self._chunk)[at : at + length]
             if kind in _IN_PLACE_KINDS:
-                self._lent = True
+                self._is_lent = True
                 return Frame(kind, tag, payload)
         else:
             payload = self._supply(kind, tag, length, allocate)
@@ -189,7 +189,7 @@ class FrameReader:
 
     def detach(self) -> None:
         """Drop the reference to the source of bytes. The stream has ended."""
-        self._read_into = _ended
+        self._read_into = _read_end
 
     def _supply(self, kind: int, tag: int, length: int, allocate: Allocate) -> Buffer:
         if kind == FrameKind.TAGGED:
@@ -219,11 +219,11 @@ class FrameReader:
         if missing <= 0:
             return True
         if self._begin + size > len(self._chunk):
-            rest = bytes(memoryview(self._chunk)[self._begin : self._end])
-            if self._lent:
+            unread = bytes(memoryview(self._chunk)[self._begin : self._end])
+            if self._is_lent:
                 self._new_chunk()
-            self._chunk[: len(rest)] = rest
-            self._begin, self._end = 0, len(rest)
+            self._chunk[: len(unread)] = unread
+            self._begin, self._end = 0, len(unread)
         view = memoryview(self._chunk)
         while missing > 0:
             limit = max(self._end + missing, min(len(view), self._end + self._read_size))
@@ -252,8 +252,8 @@ class FrameReader:
 
     def _new_chunk(self) -> None:
         self._chunk = bytearray(_CHUNK)
-        self._lent = False
+        self._is_lent = False
 
 
-def _ended(memory: memoryview, timeout: float) -> int:
+def _read_end(memory: memoryview, timeout: float) -> int:
     return 0

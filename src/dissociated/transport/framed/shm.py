@@ -141,13 +141,13 @@ class ShmConnection(SocketConnection, RemoteMemory):
             if not happened or not happened[0][1] & select.POLLOUT:
                 return
             try:
-                sent = self._socket.send(self._unsent_parts[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                count = self._socket.send(self._unsent_parts[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 continue
             except OSError:
                 self._unsent_parts.clear()  # the peer does not listen any more
                 return
-            unsent = memoryview(self._unsent_parts[0]).cast("B")[sent:]
+            unsent = memoryview(self._unsent_parts[0]).cast("B")[count:]
             self._unsent_parts[:1] = [unsent] if unsent else []
             if happened[0][1] != select.POLLOUT:
                 return
@@ -291,8 +291,8 @@ class ShmTransport(Transport):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with _locked(Path(path).parent) as directory:
-                for other in [path] if uri.path else map(str, directory.glob("*.sock")):
-                    _remove_stale(other)
+                for candidate in [path] if uri.path else map(str, directory.glob("*.sock")):
+                    _remove_stale(candidate)
                 os.fchmod(sock.fileno(), 0o600)  # bind creates the path with this mode
                 sock.bind(path)
                 if uri.parameters.get("allow"):

@@ -130,11 +130,11 @@ class TlsConnection(SocketConnection):
     def _send_buffers(self, window: Sequence[Buffer], offset: int) -> int:
         """Encrypt some of these parts, and send as much as the socket takes. Return the number of bytes encrypted."""
         self._send_encrypted()
-        taken, small = 0, bytearray()
+        encrypted, small = 0, bytearray()
         with self._using:
             for part in window:
-                piece = memoryview(part).cast("B")[offset : offset + _CHUNK - taken]
-                taken, offset = taken + len(piece), 0
+                piece = memoryview(part).cast("B")[offset : offset + _CHUNK - encrypted]
+                encrypted, offset = encrypted + len(piece), 0
                 if len(piece) < _RECORD:
                     small += piece
                 if len(piece) >= _RECORD or len(small) >= _RECORD:
@@ -142,7 +142,7 @@ class TlsConnection(SocketConnection):
                     small = bytearray()
                 if len(piece) >= _RECORD:
                     self._encrypt(piece)
-                if taken == _CHUNK:
+                if encrypted == _CHUNK:
                     break
             self._encrypt(small)
             self._encrypted = memoryview(self._outgoing.read())
@@ -150,7 +150,7 @@ class TlsConnection(SocketConnection):
             self._send_encrypted()
         except BlockingIOError:
             pass  # the rest is sent before the next parts, or at the end of `_write`
-        return taken
+        return encrypted
 
     def _encrypt(self, data: bytearray | memoryview) -> None:
         view = memoryview(data)

@@ -14,10 +14,10 @@ _layouts = {socket.AF_INET: struct.Struct("=H2s4s8s"), socket.AF_INET6: struct.S
 def sockaddr(address: str, port: int) -> bytes:
     """Encode an IP address, which may have a scope, and a port as a socket address."""
     name, _, scope = address.partition("%")
-    family, rest = socket.AF_INET6 if ":" in name else socket.AF_INET, b""
+    family, scope_id = socket.AF_INET6 if ":" in name else socket.AF_INET, b""
     if family == socket.AF_INET6 and scope:
-        rest = (int(scope) if scope.isdigit() else socket.if_nametoindex(scope)).to_bytes(4, sys.byteorder)
-    return _layouts[family].pack(family, port.to_bytes(2, "big"), socket.inet_pton(family, name), rest)
+        scope_id = (int(scope) if scope.isdigit() else socket.if_nametoindex(scope)).to_bytes(4, sys.byteorder)
+    return _layouts[family].pack(family, port.to_bytes(2, "big"), socket.inet_pton(family, name), scope_id)
 
 
 def host_and_port(name: bytes) -> tuple[str, int]:
@@ -50,8 +50,8 @@ def advertised_names(names: bytes, host: str) -> bytes:
     family = socket.AddressFamily(int.from_bytes(names[:2], sys.byteorder))
     layout, here = _layout(family), socket.inet_pton(family, host.partition("%")[0])
     return b"".join(
-        layout.pack(number, port, named if any(named) else here, rest)
-        for number, port, named, rest in layout.iter_unpack(names)
+        layout.pack(number, port, named if any(named) else here, scope_id)
+        for number, port, named, scope_id in layout.iter_unpack(names)
     )
 
 
@@ -68,7 +68,7 @@ def resolve(host: str, action: str) -> str:
         TransportError: if `host` cannot be resolved. The message starts with `action`.
     """
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise TransportError(f"{action}: {host!r} cannot be found: {error}") from None
-    return str(found[0][4][0])
+    return str(addresses[0][4][0])

@@ -378,14 +378,14 @@ class NativeConnection(Connection, RemoteMemory):
             raise RemoteProtocolError(f"the peer sent a message of {length} bytes while it should be receiving")
         return bytearray(length) if self._accepted else pa.allocate_buffer(length)
 
-    def _end(self, done: Callable[[], bool], seconds: float) -> None:
-        """Let the medium work until `done`, for `seconds` at most.
+    def _end(self, is_done: Callable[[], bool], seconds: float) -> None:
+        """Let the medium work until `is_done` returns true, for `seconds` at most.
 
         Errors of this library are ignored: there is no reason to wait for a peer that violates the protocol now.
         """
         end = time.monotonic() + seconds
         with suppress(DissociatedError):
-            self._drive(lambda: self._has(done) or time.monotonic() >= end, seconds)
+            self._drive(lambda: self._has(is_done) or time.monotonic() >= end, seconds)
 
     def _keep_moving(self) -> None:
         """Let a background thread drive the sends in progress, since the source may take long for its next batch."""
@@ -446,13 +446,13 @@ class NativeConnection(Connection, RemoteMemory):
         if self._peer_gone:
             raise ConnectionClosed(f"sending to {self._peer}: the peer closed the connection")
 
-    def _drive(self, done: Callable[[], bool], timeout: float) -> bool:
-        """Let the medium work until `done` returns true. Return False if nothing happened for `timeout` seconds."""
+    def _drive(self, is_done: Callable[[], bool], timeout: float) -> bool:
+        """Let the medium work until `is_done` returns true. Return False if nothing happened for `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while True:
             if self._closed:  # checked first, because `done` may use the medium, which is released by now
                 raise ConnectionClosed("this side closed the connection")
-            if done():
+            if is_done():
                 return True
             if self._advance():
                 deadline = time.monotonic() + self._time_left(timeout)
@@ -485,10 +485,10 @@ class NativeConnection(Connection, RemoteMemory):
         although the medium did nothing in this call.
         """
         moved = self._progress()
-        while self._under_way and (sent := self._complete(self._under_way[0].request)) is not None:
+        while self._under_way and (was_sent := self._complete(self._under_way[0].request)) is not None:
             size = self._under_way.popleft().size
             self._in_flight -= size
-            self.written += size if sent else 0
+            self.written += size if was_sent else 0
             moved = True
         if moved and self._asleep:
             self._waker.set()

@@ -13,16 +13,16 @@ from dissociated.transport.framed.connection import socket_error
 MAX_SLEEP = 1.0  # seconds, in case the medium fails to wake the thread
 
 
-def start_thread(run: Callable[[], object], name: str, what: str) -> None:
+def start_thread(run: Callable[[], object], name: str, purpose: str) -> None:
     """Start a daemon thread called `name` that calls `run`.
 
     Raises:
-        TransportError: if the system has no thread to spare. The message starts with `what`.
+        TransportError: if the system has no thread to spare. The message starts with `purpose`.
     """
     try:
         threading.Thread(target=run, name=name, daemon=True).start()
     except RuntimeError as error:
-        raise TransportError(f"{what}: {error}") from None
+        raise TransportError(f"{purpose}: {error}") from None
 
 
 class Waker:

@@ -255,10 +255,10 @@ class Ofi:
             number = self.lib.fi_version()
         except AttributeError:
             raise LIBRARY.wrong(self.path) from None
-        found = number >> 16, number & 0xFFFF
-        self.version = "{}.{}".format(*found)
-        LIBRARY.check_age(self.path, self.version, found, _OLDEST_LIBFABRIC)
-        with _small_buffers(found):
+        version = number >> 16, number & 0xFFFF
+        self.version = "{}.{}".format(*version)
+        LIBRARY.check_age(self.path, self.version, version, _OLDEST_LIBFABRIC)
+        with _small_buffers(version):
             self._check_layouts()
 
     def explain(self, code: int) -> str:
@@ -281,14 +281,14 @@ class Ofi:
         hints = self.lib.fi_dupinfo(ffi.NULL)
         hints.caps = TAGGED
         hints.ep_attr.type, hints.fabric_attr.prov_name = EP_RDM, self.lib.strdup(b"tcp;ofi_rxm")
-        found = ffi.new("struct fi_info **")
-        code = self.lib.fi_getinfo(API, ffi.NULL, ffi.NULL, 0, hints, found)
+        infos = ffi.new("struct fi_info **")
+        code = self.lib.fi_getinfo(API, ffi.NULL, ffi.NULL, 0, hints, infos)
         self.lib.fi_freeinfo(hints)
         if code < 0:
             raise TransportError(
                 f"libfabric {self.version} ({self.path}) has no provider tcp;ofi_rxm: {self.explain(code)}"
             )
-        info = found[0]
+        info = infos[0]
         checks = {
             "fi_info": info.addr_format in (1, 2, 3) and info.src_addrlen in (16, 28) and not info.handle,
             "fi_ep_attr": info.ep_attr.type == EP_RDM and info.ep_attr.max_msg_size > 1 << 30,
@@ -358,6 +358,6 @@ def installed_library() -> Path | None:
         listed = files("mpich") or []
     except PackageNotFoundError:
         return None
-    found = [Path(str(file.locate())).resolve() for file in listed if file.name == LIBRARY.file]
+    bundled = [Path(str(file.locate())).resolve() for file in listed if file.name == LIBRARY.file]
     of_mpich = Path(sys.prefix, "lib", "mpich", LIBRARY.file)
-    return next((path for path in (*found, of_mpich) if path.exists()), None)
+    return next((path for path in (*bundled, of_mpich) if path.exists()), None)

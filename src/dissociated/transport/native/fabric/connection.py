@@ -113,21 +113,21 @@ class FabricConnection(NativeConnection):
         virtual, key = RMA_KEY.unpack(span.key)
         reading = PendingSend(None, ())
 
-        def done(completion: Completion) -> None:
-            reading.ended = self._happened = self._liveness.heard = True
+        def on_done(completion: Completion) -> None:
+            reading.has_ended = self._happened = self._liveness.heard = True
             if completion.error:
                 self._lose_by(completion.error)
 
-        def begun() -> bool:
+        def begin_read() -> bool:
             source = self._handshake.address
             assert source is not None
             where = address if virtual else address - span.base
             self._retries_read = not (
-                self._peer_gone or self._endpoint.read(source, where, key, into, at, length, done)
+                self._peer_gone or self._endpoint.read(source, where, key, into, at, length, on_done)
             )
             return not self._retries_read
 
-        self._settle_until(begun, timeout)
+        self._settle_until(begin_read, timeout)
         self._track(reading, 0, into)
 
     def introduce(self, listener: bytes, host: str, timeout: float) -> None:
@@ -156,20 +156,22 @@ class FabricConnection(NativeConnection):
                 raise ConnectionClosed(f"connecting to {self._peer}: the peer closed the connection")
             handshake.take_name(host)
             joining = self._send_controls(JOINS, TAKES_RUNS if self.takes_runs else b"")
-            self._until(lambda: all(one.ended for one in joining), end, timeout)
+            self._until(lambda: all(sending.has_ended for sending in joining), end, timeout)
             self._check_open()
 
-    def _until(self, done: Callable[[], bool], end: float, timeout: float) -> None:
-        """Wait, while connecting, until `done` returns true or the peer is gone.
+    def _until(self, is_done: Callable[[], bool], end: float, timeout: float) -> None:
+        """Wait, while connecting, until `is_done` returns true or the peer is gone.
 
         Raises:
             DeadlineExceeded: if neither happens until the time `end`.
             RemoteProtocolError: if the peer violates the protocol.
         """
-        self._drive(lambda: done() or self._peer_ended or self._failure is not None or time.monotonic() >= end, timeout)
+        self._drive(
+            lambda: is_done() or self._peer_ended or self._failure is not None or time.monotonic() >= end, timeout
+        )
         if self._failure is not None:
             raise self._failure
-        if not (done() or self._peer_ended):
+        if not (is_done() or self._peer_ended):
             raise DeadlineExceeded(
                 f"connecting to {self._peer}: no answer for {timeout:g} s. libfabric uses further ports for data: set "
                 "FI_TCP_PORT_LOW_RANGE and FI_TCP_PORT_HIGH_RANGE on both hosts, and open these ports"
@@ -183,7 +185,7 @@ class FabricConnection(NativeConnection):
     def _start(self, message: Outgoing) -> None:
         self._credit.send(message.size)
         sending = self._outbox.send_message(message, self._on_sent)
-        if not sending.ended:
+        if not sending.has_ended:
             self._track(sending, 0, None)
 
     def _send_control(self, kind: Kind, payload: bytes = b"") -> PendingSend:
@@ -205,10 +207,10 @@ class FabricConnection(NativeConnection):
         return self._credit.has_room(size) and len(self._under_way) < _MAX_UNDER_WAY
 
     def _complete(self, request: PendingSend) -> bool | None:
-        return request.ended or None
+        return request.has_ended or None
 
     def _taken_all(self) -> bool:
-        return self._credit.spent or len(self._byes) == self._endpoint.lanes
+        return self._credit.all_consumed or len(self._byes) == self._endpoint.lanes
 
     def _send_abort(self, reason: str) -> bool:
         if self._handshake.address is None:
@@ -236,7 +238,7 @@ class FabricConnection(NativeConnection):
         self._send_control(Kind.CREDIT, self._credit.report())
 
     def _receive_untagged(self, memory: Any) -> None:
-        def done(completion: Completion) -> None:
+        def on_done(completion: Completion) -> None:
             if completion.error:
                 self._lose_by(completion.error)
                 return
@@ -245,7 +247,7 @@ class FabricConnection(NativeConnection):
             if completion.last:
                 self._receive_untagged(memory)
 
-        self._endpoint.receive_untagged(memory, done)
+        self._endpoint.receive_untagged(memory, on_done)
 
     def _break_off(self, error: RemoteProtocolError) -> None:
         """Record a violation of the protocol by the peer, unless there was one before."""
@@ -259,7 +261,7 @@ class FabricConnection(NativeConnection):
     def _on_control(self, memory: Any, again: bool) -> Done:
         """Return the callback for a control message in `memory`. If `again`, it also receives the next one."""
 
-        def done(completion: Completion) -> None:
+        def on_done(completion: Completion) -> None:
             if completion.error:
                 self._lose_by(completion.error)
                 return
@@ -268,7 +270,7 @@ class FabricConnection(NativeConnection):
                 self._receive_control(memory)
             self._control_arrived(completion.tag, data)
 
-        return done
+        return on_done
 
     def _control_arrived(self, tag: int, data: bytes) -> None:
         """Handle a control message of the peer."""
@@ -284,7 +286,9 @@ class FabricConnection(NativeConnection):
         self._happened = True
         # Each kind below is accepted once. Otherwise a peer could look alive by repeating it.
         if self._handshake.receive(kind, data):
-            if self._accepted and not self._credit.begun:  # after the first message, the server has read `takes_runs`
+            if (
+                self._accepted and not self._credit.has_arrived
+            ):  # after the first message, the server has read `takes_runs`
                 self.takes_runs = self._handshake.takes_runs
             return
         if kind == Kind.ABORT and self._reason is None:
@@ -373,7 +377,7 @@ class FabricConnection(NativeConnection):
     def _claim(self, tag: int, memory: Buffer) -> None:
         size = len(memory)
 
-        def done(completion: Completion) -> None:
+        def on_done(completion: Completion) -> None:
             self._receiving -= 1
             self._receiving_bytes -= size
             if completion.error:
@@ -387,7 +391,7 @@ class FabricConnection(NativeConnection):
         self._receiving += 1
         self._receiving_bytes += size
         view = self._ffi.from_buffer(memory, require_writable=True) if size else self._ffi.new("char[1]")
-        self._endpoint.claim(view, done)
+        self._endpoint.claim(view, on_done)
 
     def _arrive(self, incoming: Incoming) -> None:
         self._happened = self._liveness.heard = True
@@ -402,7 +406,7 @@ class FabricConnection(NativeConnection):
         for _ in range(_MAX_ROUNDS):
             if not self._endpoint.progress():
                 break
-        if self._woken_at == self._endpoint.ended:
+        if self._woken_at == self._endpoint.ended_count:
             self._liveness.heard = True  # part of a large message arrived, which delays the heartbeats behind it
         self._woken_at = None
         if self._asleep and self._endpoint.peeked is None and self._endpoint.peek() is not None:
@@ -413,17 +417,17 @@ class FabricConnection(NativeConnection):
     def _arm(self) -> bool:
         # Only a peek finds a message that has arrived. Libfabric wakes this side only for messages it has not read yet.
         message, endpoint = self._endpoint.peeked, self._endpoint
-        if endpoint.peek() is not message or endpoint.ended != self._ended_before:
-            self._ended_before = endpoint.ended
+        if endpoint.peek() is not message or endpoint.ended_count != self._ended_before:
+            self._ended_before = endpoint.ended_count
             self._lock.notify_all()
             return False
         return endpoint.arm()
 
     def _sleep(self, seconds: float) -> None:
-        ended = self._endpoint.ended
+        ended_count = self._endpoint.ended_count
         retries = self._retries_read or (self._outbox.first is not None and self._handshake.address is not None)
         woken = self._endpoint.sleep(self._waker, min(seconds, _RETRY_DELAY) if retries else seconds)
-        self._woken_at = ended if woken and self._receiving else None
+        self._woken_at = ended_count if woken and self._receiving else None
 
     def _send_heartbeat(self) -> None:
         """Send a heartbeat, and check that the peer has sent one.
@@ -460,7 +464,7 @@ class FabricConnection(NativeConnection):
     def _refused(self) -> PendingSend | None:
         """Return the message that libfabric does not accept although it is idle and accepted earlier ones, or None."""
         idle = not self._under_way and not self._receiving
-        return self._outbox.first if idle and self._credit.used else None
+        return self._outbox.first if idle and self._credit.is_used else None
 
     def _lose_by(self, error: int) -> None:
         """Record that the peer is gone, because an operation failed with `error`."""

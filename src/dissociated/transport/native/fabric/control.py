@@ -145,34 +145,36 @@ class Credit:
     """Flow control: the bytes that each side has sent and consumed, including the overhead of each message."""
 
     def __init__(self, accepted: bool) -> None:
-        self._sent = self._peer_consumed = 0
+        self._bytes_sent = self._peer_consumed = 0
         self._consumed = self._reported = 0
         self._window = MAX_IN_FLIGHT if accepted else _CLIENT_WINDOW  # limit of bytes in flight from this side
         self._peer_window = _CLIENT_WINDOW if accepted else MAX_IN_FLIGHT
-        self._taken = self._largest = 0  # bytes that arrived, and the size of the largest message without overhead
+        self._bytes_arrived = self._largest = (
+            0  # bytes that arrived, and the size of the largest message without overhead
+        )
 
     # Messages of this side
 
     @property
-    def used(self) -> bool:
+    def is_used(self) -> bool:
         """Whether anything was sent or consumed."""
-        return bool(self._sent or self._consumed)
+        return bool(self._bytes_sent or self._consumed)
 
     @property
-    def spent(self) -> bool:
+    def all_consumed(self) -> bool:
         """Whether the peer has consumed all that was sent."""
-        return self._peer_consumed == self._sent
+        return self._peer_consumed == self._bytes_sent
 
     def send(self, size: int) -> None:
         """Count a message of `size` bytes as sent."""
-        self._sent += size + _UNCLAIMED_OVERHEAD
+        self._bytes_sent += size + _UNCLAIMED_OVERHEAD
 
     def has_room(self, size: int) -> bool:
         """Return whether a message of `size` bytes may be sent now.
 
         Bytes are in flight until the peer has reported that it consumed them.
         """
-        in_flight = self._sent - self._peer_consumed
+        in_flight = self._bytes_sent - self._peer_consumed
         return in_flight < self._window // 2 or in_flight + size <= self._window
 
     def receive_report(self, payload: bytes) -> bool | None:
@@ -182,7 +184,7 @@ class Credit:
             Whether the number has grown; None if it exceeds the number of bytes that were sent.
         """
         (consumed,) = CONSUMED.unpack(payload)
-        if consumed > self._sent:
+        if consumed > self._bytes_sent:
             return None
         if consumed <= self._peer_consumed:
             return False  # a report that was found by a peek may be handled after a later one
@@ -192,15 +194,15 @@ class Credit:
     # Messages of the peer
 
     @property
-    def begun(self) -> bool:
+    def has_arrived(self) -> bool:
         """Whether a message has arrived."""
-        return bool(self._taken)
+        return bool(self._bytes_arrived)
 
     def arrive(self, size: int) -> bool:
         """Count a message of `size` bytes as arrived. Return whether the peer has respected its window."""
         self._largest = max(self._largest, size)
-        self._taken += size + _UNCLAIMED_OVERHEAD
-        return self._taken - self._reported - self._largest <= self._peer_window * 5 // 4
+        self._bytes_arrived += size + _UNCLAIMED_OVERHEAD
+        return self._bytes_arrived - self._reported - self._largest <= self._peer_window * 5 // 4
 
     def consume(self, size: int) -> None:
         """Count a message of `size` bytes as consumed."""
@@ -208,7 +210,7 @@ class Credit:
 
     def consume_all(self) -> None:
         """Count all messages that have arrived as consumed."""
-        self._consumed = self._taken
+        self._consumed = self._bytes_arrived
 
     @property
     def should_report(self) -> bool:

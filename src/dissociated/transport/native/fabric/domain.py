@@ -56,21 +56,21 @@ def close_object(ffi: Any, opened: Any) -> None:
 class Domain:
     """A fabric and a domain in it, with which memory is registered. The last endpoint that leaves it closes it."""
 
-    def __init__(self, used: Ofi, info: Any) -> None:
-        self._ffi = used.ffi
+    def __init__(self, ofi: Ofi, info: Any) -> None:
+        self._ffi = ofi.ffi
         self._lock = threading.Lock()
         self._users = 0
-        null, action = used.ffi.NULL, "opening a domain"
-        fabric, domain = used.ffi.new("struct fid_fabric **"), used.ffi.new("struct fid_domain **")
-        used.check(used.lib.fi_fabric(info.fabric_attr, fabric, null), action)
+        null, action = ofi.ffi.NULL, "opening a domain"
+        fabric, domain = ofi.ffi.new("struct fid_fabric **"), ofi.ffi.new("struct fid_domain **")
+        ofi.check(ofi.lib.fi_fabric(info.fabric_attr, fabric, null), action)
         self.fabric = fabric[0]
         code = self.fabric.ops.domain(self.fabric, info, domain, null)
         if code < 0:
-            close_object(used.ffi, self.fabric)
-        used.check(code, action)
+            close_object(ofi.ffi, self.fabric)
+        ofi.check(code, action)
         self.domain = domain[0]
         self._keys = count(1)
-        self._used = used
+        self._ofi = ofi
 
     def enter(self) -> None:
         """Count another endpoint that shares the domain."""
@@ -94,7 +94,7 @@ class Domain:
         registered, null = self._ffi.new("struct fid_mr **"), self._ffi.NULL
         fid = self._ffi.addressof(self.domain.fid)
         code = self.domain.mr.reg(fid, memory, len(memory), access, 0, next(self._keys), 0, registered, null)
-        self._used.check(code, "registering memory")
+        self._ofi.check(code, "registering memory")
         return registered[0]
 
     def unregister(self, registered: Any) -> None:

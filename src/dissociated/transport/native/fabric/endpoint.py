@@ -115,9 +115,9 @@ class FabricEndpoint:
         self._opened: list[Any] = []  # objects that are open, to be closed in reverse order
         self._count = 0  # the number of operations that have ended, except peeks
         self._peeking: Any = None
-        self._found: PeekedMessage | None = None
+        self._peeked: PeekedMessage | None = None
         self._provider, self._rma, self._rxm = provider, rma, provider.endswith("ofi_rxm")
-        self._known: bytes | None = None  # the name of the endpoint that was inserted last
+        self._last_name: bytes | None = None  # the name of the endpoint that was inserted last
         info = find_info(
             self.ofi, provider, node, service, c.SOURCE, rma, f"opening {provider} at {node}:{service or '*'}"
         )
@@ -142,8 +142,8 @@ class FabricEndpoint:
             self._error = new("struct fi_cq_err_entry *")
             self._tagged = new("struct fi_msg_tagged *")
             self._tagged.addr, self._tagged.ignore = _ANYBODY, ANY_TAG
-            self._one = new("struct iovec *")
-            self._tagged.msg_iov = self._one
+            self._single_iov = new("struct iovec *")
+            self._tagged.msg_iov = self._single_iov
             self._iov = new(f"struct iovec[{self.iov_limit}]")
             self._descriptors = new(f"void *[{self.iov_limit}]")
             self._open(info, domain)
@@ -176,8 +176,8 @@ class FabricEndpoint:
         self._queue = opened("fid_cq", domain.ops.cq_open, domain, queue)
         self._endpoint = opened("fid_ep", domain.ops.endpoint, domain, info)
         self._fid = ffi.addressof(self._endpoint.fid)
-        for other, flags in ((self._queue, c.SEND | c.RECV), (self._vector, 0)):
-            check(self._endpoint.fid.ops.bind(self._fid, ffi.addressof(other.fid), flags), action)
+        for resource, flags in ((self._queue, c.SEND | c.RECV), (self._vector, 0)):
+            check(self._endpoint.fid.ops.bind(self._fid, ffi.addressof(resource.fid), flags), action)
         least = ffi.new("size_t *", MAX_SMALL_UNTAGGED)
         check(self._endpoint.ops.setopt(self._fid, 0, c.OPT_MIN_MULTI_RECV, least, ffi.sizeof("size_t")), action)
         check(self._endpoint.fid.ops.control(self._fid, c.ENABLE, null), action)
@@ -219,7 +219,7 @@ class FabricEndpoint:
         padded = name.ljust(256, b"\0")
         if self._vector.ops.insert(self._vector, self._ffi.from_buffer(padded), 1, number, 0, self._ffi.NULL) != 1:
             raise TransportError(f"libfabric {self.ofi.version} knows no endpoint {name.hex()}")
-        self._known = name
+        self._last_name = name
         return int(number[0])
 
     def remove(self, number: int) -> None:
@@ -229,23 +229,23 @@ class FabricEndpoint:
     # Messages
 
     @property
-    def ended(self) -> int:
+    def ended_count(self) -> int:
         """The number of operations that have ended, except peeks."""
         return self._count
 
     @property
     def peeked(self) -> PeekedMessage | None:
         """The message that was found by a peek, and is neither claimed nor discarded yet."""
-        return self._found
+        return self._peeked
 
-    def send(self, to: int, tag: int | None, pieces: Sequence[Any], done: Done) -> bool:
+    def send(self, to: int, tag: int | None, pieces: Sequence[Any], on_done: Done) -> bool:
         """Begin to send a message.
 
         Args:
             to: the number of the receiving endpoint.
             tag: the tag; None for an untagged message.
-            pieces: at most `iov_limit` cffi buffers, which are kept alive and must not change until `done` is called.
-            done: called when the send has ended.
+            pieces: at most `iov_limit` cffi buffers, which are kept alive and must not change before `on_done`.
+            on_done: called when the send has ended.
 
         Returns:
             False if libfabric does not accept the message now, so that it must be sent again later.
@@ -257,7 +257,7 @@ class FabricEndpoint:
         registered = (
             [self._register(piece) for piece in pieces] if self._local and sum(map(len, pieces)) > _EAGER else ()
         )
-        operation = self._operations.begin(done, pieces, registered=registered)
+        operation = self._operations.begin(on_done, pieces, registered=registered)
         ep, context = self._endpoint, operation.context
         if len(pieces) == 1:
             (data,) = pieces
@@ -277,27 +277,32 @@ class FabricEndpoint:
                 code = ep.tagged.sendv(ep, iov, memories, len(pieces), to, tag, context)
         return self._check_begun(operation, code, "sending")
 
-    def receive_untagged(self, memory: Any, done: Done) -> None:
+    def receive_untagged(self, memory: Any, on_done: Done) -> None:
         """Receive untagged messages into `memory` until it is used up.
 
-        `done` is called for each message. Its completion has `last` set when the memory is used up.
+        `on_done` is called for each message. Its completion has `last` set when the memory is used up.
         """
         registered = [self._register(memory)] if self._local else ()
         least = MAX_SMALL_UNTAGGED if self._rxm else None
         filling = Filling(int(self._ffi.cast("uintptr_t", memory)), len(memory), least)
-        operation = self._operations.begin(done, memory, filling=filling, registered=registered)
+        operation = self._operations.begin(on_done, memory, filling=filling, registered=registered)
         message = self._ffi.new("struct fi_msg *")
         if registered:
             self._descriptors[0] = registered[0].mem_desc
             message.desc = self._descriptors
-        self._one.iov_base, self._one.iov_len = memory, len(memory)
-        message.msg_iov, message.iov_count, message.addr, message.context = self._one, 1, _ANYBODY, operation.context
+        self._single_iov.iov_base, self._single_iov.iov_len = memory, len(memory)
+        message.msg_iov, message.iov_count, message.addr, message.context = (
+            self._single_iov,
+            1,
+            _ANYBODY,
+            operation.context,
+        )
         self._check_begun(operation, self._endpoint.msg.recvmsg(self._endpoint, message, c.MULTI_RECV), "receiving")
 
-    def receive_tagged(self, memory: Any, tag: int, ignore: int, done: Done) -> None:
+    def receive_tagged(self, memory: Any, tag: int, ignore: int, on_done: Done) -> None:
         """Receive one message into `memory`. Its tag must equal `tag`, except for the bits in `ignore`."""
         registered = [self._register(memory)] if self._local else ()
-        operation, ep = self._operations.begin(done, memory, registered=registered), self._endpoint
+        operation, ep = self._operations.begin(on_done, memory, registered=registered), self._endpoint
         described = registered[0].mem_desc if registered else self._ffi.NULL
         code = ep.tagged.recv(ep, memory, len(memory), described, _ANYBODY, tag, ignore, operation.context)
         self._check_begun(operation, code, "receiving")
@@ -307,7 +312,7 @@ class FabricEndpoint:
 
         Further calls return the same message until it is claimed or discarded.
         """
-        if self._found is None:
+        if self._peeked is None:
             if self._peeking is None:
                 operation = self._operations.begin(self._on_peeked, None)
                 self._peeking = operation.context
@@ -322,39 +327,39 @@ class FabricEndpoint:
                 if self._peeking is None:
                     break
                 self.progress()
-        return self._found
+        return self._peeked
 
     def _on_peeked(self, completion: Completion) -> None:
         context, self._peeking = self._peeking, None
         if not completion.error:
-            self._found = PeekedMessage(completion.tag, completion.length, context)
+            self._peeked = PeekedMessage(completion.tag, completion.length, context)
 
-    def claim(self, memory: Any, done: Done) -> None:
+    def claim(self, memory: Any, on_done: Done) -> None:
         """Receive the peeked message into `memory`, which must have its length."""
-        self._claim(memory, c.CLAIM, done)
+        self._claim(memory, c.CLAIM, on_done)
 
     def discard(self) -> None:
         """Discard the peeked message."""
         self._claim(self._ffi.new("char[1]"), c.CLAIM | c.DISCARD, lambda completion: None)
 
-    def _claim(self, memory: Any, flags: int, done: Done) -> None:
-        assert self._found is not None
-        tag, length, context = self._found
-        self._found = None
+    def _claim(self, memory: Any, flags: int, on_done: Done) -> None:
+        assert self._peeked is not None
+        tag, length, context = self._peeked
+        self._peeked = None
         registered = [self._register(memory)] if self._local else ()
         operation = self._operations.begin(
-            done, memory, context, registered=registered, fetches=length > self.eager_limit and not flags & c.DISCARD
+            on_done, memory, context, registered=registered, fetches=length > self.eager_limit and not flags & c.DISCARD
         )
         self._tagged.desc = self._ffi.NULL
         if registered:
             self._descriptors[0], self._tagged.desc = registered[0].mem_desc, self._descriptors
-        self._one.iov_base, self._one.iov_len = memory, length if not flags & c.DISCARD else 0
+        self._single_iov.iov_base, self._single_iov.iov_len = memory, length if not flags & c.DISCARD else 0
         self._tagged.iov_count, self._tagged.context, self._tagged.tag = 1, context, tag
         code = self._endpoint.tagged.recvmsg(self._endpoint, self._tagged, flags)
         self._tagged.tag = 0
         self._check_begun(operation, code, "receiving")
 
-    def read(self, source: int, address: int, key: int, into: Any, at: int, length: int, done: Done) -> bool:
+    def read(self, source: int, address: int, key: int, into: Any, at: int, length: int, on_done: Done) -> bool:
         """Begin to read `length` bytes of a peer's memory into the buffer `into` at offset `at`.
 
         Returns:
@@ -367,7 +372,7 @@ class FabricEndpoint:
         view = self._ffi.from_buffer(piece, require_writable=True)
         registered = [self._register(view)] if self._local else ()
         # The view does not keep `into` alive, so both are kept.
-        operation = self._operations.begin(done, (into, view), registered=registered, fetches=True)
+        operation = self._operations.begin(on_done, (into, view), registered=registered, fetches=True)
         described = registered[0].mem_desc if registered else self._ffi.NULL
         code = self._endpoint.rma.read(self._endpoint, view, length, described, source, address, key, operation.context)
         return self._check_begun(operation, code, "reading memory")
@@ -386,7 +391,7 @@ class FabricEndpoint:
         return code == 0
 
     def progress(self) -> bool:
-        """Let libfabric work, and call `done` of operations that have ended. Return whether any has."""
+        """Let libfabric work, and call `on_done` of operations that have ended. Return whether any has."""
         ffi, queue = self._ffi, self._queue
         count = queue.ops.read(queue, self._entries, _COMPLETIONS_READ)
         if count > 0:
@@ -404,15 +409,15 @@ class FabricEndpoint:
         return False
 
     def _end(self, entry: Any, error: int) -> None:
-        ended = self._operations.end(entry, error)
-        if ended is None:
+        operation_end = self._operations.end(entry, error)
+        if operation_end is None:
             return
-        operation, whole = ended
+        operation, whole = operation_end
         if operation.context is not self._peeking:
             self._count += 1
         # Operations that end because of `close` are not reported.
-        if not self._closing or operation.done == self._on_peeked:
-            operation.done(Completion(error, entry.flags, entry.len, entry.buf, entry.tag, whole))
+        if not self._closing or operation.on_done == self._on_peeked:
+            operation.on_done(Completion(error, entry.flags, entry.len, entry.buf, entry.tag, whole))
 
     def arm(self) -> bool:
         """Prepare to sleep. Return False if there is work to do first."""
@@ -450,10 +455,10 @@ class FabricEndpoint:
 
         It also keeps the peer from sending more.
         """
-        if self._known is None:
+        if self._last_name is None:
             return
         with suppress(ValueError, struct.error):  # names of providers without TCP are no socket addresses
-            _shut_down(self.name, self._known)
+            _shut_down(self.name, self._last_name)
         end = time.monotonic() + _CUT_OFF_TIMEOUT
         with suppress(TransportError):
             while self._operations.fetching and time.monotonic() < end:
@@ -526,25 +531,27 @@ class DualEndpoint:
         """
         half = len(self._first.name)
         number = self._first.insert(name[:half])
-        other = self._second.insert(name[half:] or name)  # a single name is added to both, to keep the numbers equal
-        if number != other:
+        second_number = self._second.insert(
+            name[half:] or name
+        )  # a single name is added to both, to keep the numbers equal
+        if number != second_number:
             raise TransportError(f"{name.hex()} names one endpoint twice")
         return number
 
     @property
-    def ended(self) -> int:
+    def ended_count(self) -> int:
         """The number of operations that have ended, except peeks."""
-        return self._first.ended + self._second.ended
+        return self._first.ended_count + self._second.ended_count
 
     @property
     def peeked(self) -> PeekedMessage | None:
         """The message that was found by a peek, and is neither claimed nor discarded yet."""
         return self._second.peeked
 
-    def send(self, to: int, tag: int | None, pieces: Sequence[Any], done: Done) -> bool:
+    def send(self, to: int, tag: int | None, pieces: Sequence[Any], on_done: Done) -> bool:
         """Begin to send a message. See `FabricEndpoint.send`."""
         apart = tag is not None and self._apart(tag)
-        return (self._second if apart else self._first).send(to, tag, pieces, done)
+        return (self._second if apart else self._first).send(to, tag, pieces, on_done)
 
     def progress(self) -> bool:
         """Let libfabric work for both endpoints. Return whether any operation has ended."""
@@ -571,8 +578,8 @@ class DualEndpoint:
 ConnectionEndpoint: TypeAlias = FabricEndpoint | DualEndpoint
 
 
-def _shut_down(name: bytes, other: bytes) -> None:
-    """Shut down the TCP connections of the endpoint called `name`, and those with the endpoint called `other`.
+def _shut_down(name: bytes, peer_name: bytes) -> None:
+    """Shut down the TCP connections of the endpoint called `name`, and those with the endpoint called `peer_name`.
 
     Libfabric does not expose its connections, so they are looked for among the descriptors of this process. The C
     library is called directly, because Python's `socket` would have to duplicate each descriptor, and none may be free.
@@ -585,7 +592,7 @@ def _shut_down(name: bytes, other: bytes) -> None:
         ValueError: if a name is no internet address.
         struct.error: if a name is too short.
     """
-    (host, port), peer = host_and_port(name), host_and_port(other)
+    (host, port), peer = host_and_port(name), host_and_port(peer_name)
     libc, stream = ctypes.CDLL(None), struct.pack("i", socket.SOCK_STREAM)
     for descriptor in _descriptors():
         with suppress(OSError, ValueError, struct.error):  # closed meanwhile, or no internet socket

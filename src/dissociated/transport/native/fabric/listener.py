@@ -49,12 +49,12 @@ _JOIN_TIME = 1.0  # seconds that such a client has to join, even if others wait
 class _Answer:
     """The answer to the HELLO of a client, and the connection that is returned once the answer is sent."""
 
-    __slots__ = ("begun", "client", "connection", "end", "ended", "kind", "payload")
+    __slots__ = ("client", "completions", "connection", "end", "is_begun", "kind", "payload")
 
     def __init__(self, client: int, kind: Kind, payload: Any, connection: Connection | None) -> None:
         self.client, self.kind, self.payload, self.connection = client, kind, payload, connection
-        self.begun, self.end = False, time.monotonic() + _LAST_TIMEOUT
-        self.ended: list[Completion] = []
+        self.is_begun, self.end = False, time.monotonic() + _LAST_TIMEOUT
+        self.completions: list[Completion] = []
 
 
 class FabricListener(NativeListener):
@@ -68,7 +68,7 @@ class FabricListener(NativeListener):
         self._endpoint = endpoint = FabricEndpoint(self._provider, self._host, str(uri.port or 0), rma)
         self._ffi = endpoint.ofi.ffi
         self._hellos: deque[bytes] = deque()
-        self._known: deque[int] = deque()
+        self._clients: deque[int] = deque()
         self._answers: list[_Answer] = []
         #: Connections whose clients have not joined, and their start times, oldest first. Their acceptors own them.
         self._joining: list[tuple[float, weakref.ref[FabricConnection]]] = []
@@ -93,13 +93,13 @@ class FabricListener(NativeListener):
         self.uri = Uri("fabric", host=self._host, port=port, parameters=parameters)
 
     def _listen(self, memory: Any) -> None:
-        def done(completion: Completion) -> None:
+        def on_done(completion: Completion) -> None:
             if not completion.error:
                 if len(self._hellos) < _MAX_WAITING:
                     self._hellos.append(bytes(self._ffi.buffer(memory, completion.length)))
                 self._listen(memory)
 
-        self._endpoint.receive_tagged(memory, CONTROL | Kind.HELLO, 0, done)
+        self._endpoint.receive_tagged(memory, CONTROL | Kind.HELLO, 0, on_done)
 
     def _progress(self) -> None:
         while not self._closed and self._endpoint.progress():
@@ -129,7 +129,9 @@ class FabricListener(NativeListener):
         If not, interrupt the connection whose client has had the longest time to join, once it has had `_JOIN_TIME`.
         The owner of that connection closes it.
         """
-        self._joining = [(since, one) for since, one in self._joining if (joining := one()) and joining.joining]
+        self._joining = [
+            (since, client) for since, client in self._joining if (joining := client()) and joining.joining
+        ]
         if len(self._joining) < _MAX_JOINING:
             return True
         since, oldest = self._joining[0]
@@ -155,9 +157,9 @@ class FabricListener(NativeListener):
                 event="no name",
             )
             return
-        self._known.append(client)
-        if len(self._known) > _MAX_KNOWN_CLIENTS:
-            self._endpoint.remove(self._known.popleft())
+        self._clients.append(client)
+        if len(self._clients) > _MAX_KNOWN_CLIENTS:
+            self._endpoint.remove(self._clients.popleft())
         if version != VERSION or len(name) != len(self._endpoint.name) * lanes(self._provider):
             self._answer(client, Kind.ABORT, b"the server exchanges names in another way: install the same version")
             return
@@ -179,14 +181,14 @@ class FabricListener(NativeListener):
     def _is_answered(self, answer: _Answer) -> bool:
         """Return whether an answer was sent or has expired, and begin to send it if that has not begun yet."""
         try:
-            if not answer.begun:
-                answer.begun = self._endpoint.send(
-                    answer.client, CONTROL | answer.kind, [answer.payload], answer.ended.append
+            if not answer.is_begun:
+                answer.is_begun = self._endpoint.send(
+                    answer.client, CONTROL | answer.kind, [answer.payload], answer.completions.append
                 )
         except TransportError as error:  # the client is gone
             _log.debug("answer failed: uri=%s error=%s", self.uri, error)
             return True
-        return bool(answer.ended) or time.monotonic() >= answer.end
+        return bool(answer.completions) or time.monotonic() >= answer.end
 
     def _turn_away(self) -> None:
         for answer in self._answers:

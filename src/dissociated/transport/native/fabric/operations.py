@@ -61,7 +61,7 @@ class Operation(NamedTuple):
     """An operation in progress. `context` identifies it in libfabric."""
 
     context: Any
-    done: Done
+    on_done: Done
     keep: Any  # memory that must stay alive
     filling: Filling | None  # set for a buffer of many untagged messages, whose operation completes several times
     registered: list[Any]  # registrations of memory, which end with the operation
@@ -84,7 +84,7 @@ class Operations:
 
     def begin(
         self,
-        done: Done,
+        on_done: Done,
         keep: Any,
         context: Any = None,
         filling: Filling | None = None,
@@ -94,7 +94,7 @@ class Operations:
         """Record an operation that is passed to libfabric next. `keep` stays alive until the operation has ended."""
         if context is None:
             context = self._ffi.new(f"void *[{_CONTEXT_SIZE}]")
-        operation = Operation(context, done, keep, filling, [*registered], fetches)
+        operation = Operation(context, on_done, keep, filling, [*registered], fetches)
         self._by_context[self._key(context)] = operation
         return operation
 

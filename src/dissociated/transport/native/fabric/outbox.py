@@ -51,12 +51,12 @@ def encode(ffi: Any, max_message: int, max_untagged: int, message: Message) -> O
 class PendingSend:
     """A message that libfabric is sending, or that waits until libfabric accepts it."""
 
-    __slots__ = ("ended", "memory", "pieces", "size", "tag")
+    __slots__ = ("has_ended", "memory", "pieces", "size", "tag")
 
     def __init__(self, tag: int | None, pieces: Sequence[Any], memory: bytearray | None = None) -> None:
         self.tag, self.pieces, self.memory = tag, pieces, memory
         self.size = 0  # bytes of a message of the protocol; 0 for a control message
-        self.ended = False
+        self.has_ended = False
 
 
 class Joiner:
@@ -152,15 +152,15 @@ class Outbox:
         if self._handshake.address is None:
             return False
 
-        def done(completion: Completion) -> None:
-            sending.ended = True
+        def on_done(completion: Completion) -> None:
+            sending.has_ended = True
             settled(sending, completion.error or None)
             self._joiner.release(sending)
 
         try:
-            return self._endpoint.send(self._handshake.address, sending.tag, sending.pieces, done)
+            return self._endpoint.send(self._handshake.address, sending.tag, sending.pieces, on_done)
         except TransportError as error:
             _log.debug("send failed: target=%r error=%s", settled, error)
-            sending.ended = True
+            sending.has_ended = True
             settled(sending, 0)
             return True

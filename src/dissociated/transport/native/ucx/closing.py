@@ -54,14 +54,14 @@ class ClosingConnection:
         Raises:
             DeviceError: if a device cannot tell whether copies to it have ended.
         """
-        over = self._endpoint.advance_closing()
-        if over:
+        is_closed = self._endpoint.advance_closing()
+        if is_closed:
             for device in self._devices:  # no copy begins any more, and the fence comes after all that have begun
                 if (after := device.fence()) is not None:
                     after.synchronize()
             self._endpoint.destroy()
             self._memory.clear()
-        return over
+        return is_closed
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} with {self._peer}>"
@@ -109,11 +109,11 @@ class ClosingConnections:
             time.sleep(_INTERVAL)
             for connection in list(self._connections):
                 try:
-                    over = connection.advance()
+                    is_closed = connection.advance()
                 except Exception as error:
-                    over = False  # the connection is kept, because its memory may still be in use
+                    is_closed = False  # the connection is kept, because its memory may still be in use
                     _log.info("connection closed with an error: connection=%r error=%s", connection, error)
-                if over:
+                if is_closed:
                     with self._lock:
                         self._connections.remove(connection)
                         if not self._connections:

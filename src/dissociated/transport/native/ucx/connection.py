@@ -168,11 +168,11 @@ class UcxConnection(NativeConnection):
                 self._track(request, 0, None)
             end = time.monotonic() + timeout  # not extended by progress
 
-            def over() -> bool:
+            def is_finished() -> bool:
                 return not self._under_way or self._peer_gone or time.monotonic() >= end
 
             # `_has` enforces the limit for a peer that keeps sending before the flush ends.
-            self._drive(lambda: self._has(over), timeout)
+            self._drive(lambda: self._has(is_finished), timeout)
             self._connected = not (self._under_way or self._peer_gone)
             if self._under_way and not self._peer_gone:
                 raise DeadlineExceeded(
@@ -258,7 +258,7 @@ class UcxConnection(NativeConnection):
             )
             return c.OK
         if attributes & c.AM_RECV_RNDV:
-            self._put(_ProbedMessage(data, None, length))
+            self._defer(_ProbedMessage(data, None, length))
             return c.INPROGRESS
         # Whether UCX lets us keep the memory after this call depends on how it arrived. Copying is right in both cases.
         self._arrive(Incoming(None, bytes(self._ucp.ffi.buffer(data, length))))
@@ -276,7 +276,7 @@ class UcxConnection(NativeConnection):
             if message is None:
                 break
             self._claim(message, allocate)
-        return self._taken()
+        return self._pass_on()
 
     def _find(self, fetching: bool) -> _ProbedMessage | None:
         """Return the next message that UCX holds, or None. Unless `fetching`, large messages are put off."""
@@ -288,10 +288,10 @@ class UcxConnection(NativeConnection):
             message = _ProbedMessage(handle, self._info.sender_tag, self._info.length)
             if fetching or message.length <= _SMALL:
                 return message
-            self._put(message)
+            self._defer(message)
         return None
 
-    def _put(self, message: _ProbedMessage) -> None:
+    def _defer(self, message: _ProbedMessage) -> None:
         self._deferred_messages.append(message)
         self._deferred_bytes += OVERHEAD + message.length
 
@@ -319,7 +319,7 @@ class UcxConnection(NativeConnection):
             request = self._lib.ucp_tag_msg_recv_nbx(worker, view, length, handle, param)
         self._receive_into(request, tag, memory)
 
-    def _taken(self) -> bool:
+    def _pass_on(self) -> bool:
         """Pass on the messages that are complete. Return whether some are still being received."""
         while self._receiving:
             request, tag, memory = self._receiving[0]
@@ -393,28 +393,28 @@ class UcxConnection(NativeConnection):
         if endpoint.handle is None or not self._connected:
             endpoint.destroy()  # at once, because UCX 1.22 would continue to connect or to disconnect, and crash
             return
-        over = False
+        is_closed = False
         try:  # memory that UCX or the peer still reads needs an owner, even after an exception in a callback
             try:
                 if not endpoint.err_mode_none:
                     self._let_arrive()
             finally:
                 if not (self._peer_gone and endpoint.err_mode_none):
-                    endpoint.begin_close(one.request for one in self._under_way)
+                    endpoint.begin_close(sending.request for sending in self._under_way)
             end = time.monotonic() + _ENDPOINT_CLOSE_TIMEOUT
-            while not (over := endpoint.advance_closing() and not self._devices()) and time.monotonic() < end:
+            while not (is_closed := endpoint.advance_closing() and not self._devices()) and time.monotonic() < end:
                 self._sleep(_ENDPOINT_CLOSE_TIMEOUT / 20)
         finally:
-            self._give_back(over)
+            self._give_back(is_closed)
 
-    def _give_back(self, over: bool) -> None:
+    def _give_back(self, is_closed: bool) -> None:
         """Destroy the endpoint, or pass it to the thread that does so once its memory is not in use any more.
 
         Args:
-            over: whether the close is known to be complete.
+            is_closed: whether the close is known to be complete.
         """
         endpoint, devices = self._endpoint, self._devices()
-        if over or not (endpoint.is_busy or self._is_shared() or devices):
+        if is_closed or not (endpoint.is_busy or self._is_shared() or devices):
             endpoint.destroy()
         else:
             memory = [*self._under_way, *self._retained, *self._receiving, *self._incomplete]
@@ -429,8 +429,12 @@ class UcxConnection(NativeConnection):
         `UcxEndpoint.begin_close` would have to wait for a rendezvous.
         """
         check, end = self._lib.ucp_request_check_status, time.monotonic() + _ENDPOINT_CLOSE_TIMEOUT
-        requests = [one.request for one in self._receiving if one.request]
-        while not self._peer_gone and any(check(one) == c.INPROGRESS for one in requests) and time.monotonic() < end:
+        requests = [receiving.request for receiving in self._receiving if receiving.request]
+        while (
+            not self._peer_gone
+            and any(check(request) == c.INPROGRESS for request in requests)
+            and time.monotonic() < end
+        ):
             if not self._worker.progress() and self._worker.arm():
                 self._sleep(_ENDPOINT_CLOSE_TIMEOUT / 20)
 

@@ -87,9 +87,9 @@ class UcxListener(NativeListener):
         u = self._ucp
         attributes = u.ffi.new("ucp_conn_request_attr_t *")
         attributes.field_mask = c.CONN_REQUEST_CLIENT_ADDR | c.CONN_REQUEST_CLIENT_ID
-        known = u.lib.ucp_conn_request_query(request, attributes) == c.OK
-        peer = "ucx client {}:{}".format(*host_and_port(u.raw(attributes.client_address))) if known else "ucx client"
-        client = client_says(attributes.client_id if known else 0)
+        is_known = u.lib.ucp_conn_request_query(request, attributes) == c.OK
+        peer = "ucx client {}:{}".format(*host_and_port(u.raw(attributes.client_address))) if is_known else "ucx client"
+        client = client_says(attributes.client_id if is_known else 0)
         try:
             closing_connections().check_room()
             # Memory is registered with the listener's context, so connections that may fetch from it use that context.

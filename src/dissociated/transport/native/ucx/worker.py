@@ -70,12 +70,12 @@ class _Use(ProcessBound):
     """
 
     def __init__(self) -> None:
-        self.over = False
+        self.is_over = False
         self.bind_to_process()
 
     def after_fork_in_child(self) -> None:
         global _inherited
-        _inherited = _inherited or not self.over
+        _inherited = _inherited or not self.is_over
 
 
 def _check_process() -> None:
@@ -244,4 +244,4 @@ class Worker:
 
     def destroy(self) -> None:
         self.ucp.lib.ucp_worker_destroy(self.handle)
-        self._use.over = True
+        self._use.is_over = True
