@@ -175,3 +175,19 @@ def test_code_fits_80_columns(page: Path) -> None:
         if len(line) > 80
     ]
     assert wide == []
+
+
+def test_the_files_that_the_architecture_names_exist() -> None:
+    named = set(re.findall(r"`([a-z_]+/[a-z_/]+\.py)`", (ROOT / "docs" / "architecture.md").read_text()))
+    source = ROOT / "src" / "dissociated"
+    assert len(named) > 30
+    assert [name for name in sorted(named) if not (source / name).exists() and not (ROOT / name).exists()] == []
+
+
+def test_a_walk_through_the_files_is_short() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    walks = page.split("## Four walks")[1].split("\n## ")[0].split("\n### ")[1:]
+    steps = {
+        walk.partition(":")[0]: len(re.findall(r"^\| \d \| `[a-z_/]+\.py` \|", walk, re.MULTILINE)) for walk in walks
+    }
+    assert steps == {"Publish": 8, "Read": 8, "Filter": 8, "Commit": 9}

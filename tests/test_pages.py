@@ -107,8 +107,8 @@ def test_the_code_on_a_page_runs(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if page.stem == "ucx":
-        need("ucx")
+    if requirement := {"ucx": "ucx", "fabric": "libfabric"}.get(page.stem):
+        need(requirement)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "default_store", lambda: tmp_path / "default")
     table = flights.slice(0, 20_000)
