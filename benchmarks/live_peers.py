@@ -35,10 +35,10 @@ _SCHEMA = pa.schema([("at", pa.int64()), *((f"v{n}", pa.float64()) for n in rang
 
 
 class Load(NamedTuple):
-    """The batches that a producer makes: `count` batches of `nbytes`, `interval` seconds apart."""
+    """The batches that a producer makes: `number` batches of `nbytes`, `interval` seconds apart."""
 
     consumers: int
-    count: int
+    number: int
     nbytes: int
     interval: float = 0.0
 
@@ -52,7 +52,7 @@ class Load(NamedTuple):
         values = _values(self.rows)
         at = np.zeros(self.rows, np.int64)
         due = time.monotonic()
-        for _ in range(self.count):
+        for _ in range(self.number):
             if self.interval:
                 due += self.interval
                 time.sleep(max(0.0, due - time.monotonic()))
@@ -125,7 +125,7 @@ def _consume_zmq(load: Load, address: Any) -> Iterator[Iterator[pa.RecordBatch]]
     import zmq
 
     def batches() -> Iterator[pa.RecordBatch]:
-        for _ in range(load.count):
+        for _ in range(load.number):
             message = socket.recv(copy=load.nbytes < 1 << 16)
             yield pa.ipc.read_record_batch(pa.py_buffer(getattr(message, "buffer", message)), _SCHEMA)
 
@@ -191,8 +191,8 @@ def _consume(peer: str, load: Load, address: Any, pipe: Connection) -> None:
             at = batch.column(0)[0].as_py()
             latencies.append(time.monotonic_ns() - at)
         del batch
-    assert len(latencies) == load.count, (peer, len(latencies))
-    pipe.send(latencies[load.count // 10 :])
+    assert len(latencies) == load.number, (peer, len(latencies))
+    pipe.send(latencies[load.number // 10 :])
 
 
 def measure(peer: str, load: Load) -> Figures:
@@ -217,7 +217,7 @@ def measure(peer: str, load: Load) -> Figures:
     for process in (*consumers, producer):
         process.join(10)
     return Figures(
-        float(np.quantile(latencies, 0.5)), float(np.quantile(latencies, 0.99)), processor / load.count * 1000
+        float(np.quantile(latencies, 0.5)), float(np.quantile(latencies, 0.99)), processor / load.number * 1000
     )
 
 
