@@ -6,13 +6,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks import device, fabric, handles, ipc, live, many, scaling, spark, transfer, ucx
+from benchmarks import device, fabric, handles, ipc, live, live_peers, many, scaling, spark, transfer, ucx
 from dissociated.errors import DeviceNotFound
 
 PARTS = {
     "transfer": "shm, tcp, Flight and a bare socket.",
     "ipc": "readers, writers, decoder and index, and pyarrow.ipc.",
-    "live": "a stream through shared memory of a limited size, and one of batches of one row beside Flight.",
+    "live": "a stream through shared memory of a limited size, and small and large batches beside ZeroMQ and Flight.",
     "fabric": "fabric, by messages and by reading memory, tcp, Flight and fi_pingpong, fi_rma_bw.",
     "device": "onto a GPU from shm, tcp and Flight, beside pinned memory, and opening by handle what is there.",
     "handles": "DuckDB and Polars over a handle, its Table and Parquet; small datasets, and first batches.",
@@ -48,6 +48,7 @@ def main() -> None:
     if arguments.part == "live":
         live.run(arguments.gigabytes, arguments.limit << 20, arguments.tcp)
         live.run_rows(arguments.rounds)
+        live_peers.run(arguments.rounds)
     elif arguments.part == "device":
         try:
             device.run(arguments.gigabytes, arguments.rounds, arguments.device)

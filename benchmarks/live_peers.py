@@ -35,25 +35,38 @@ _SCHEMA = pa.schema([("at", pa.int64()), *((f"v{n}", pa.float64()) for n in rang
 
 
 class Load(NamedTuple):
-    """The batches that a producer makes: `count` batches of `nbytes`, `interval` seconds apart."""
+    """The batches that a producer makes: `number` batches of `nbytes`, `interval` seconds apart."""
 
     consumers: int
-    count: int
+    number: int
     nbytes: int
     interval: float = 0.0
 
+    @property
+    def rows(self) -> int:
+        """The rows of each batch."""
+        return max(1, self.nbytes // 8 // _COLUMNS)
+
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Yield the batches, each at its time."""
-        rows = max(1, self.nbytes // 8 // _COLUMNS)
-        values = [pa.array(np.random.default_rng(n).random(rows)) for n in range(1, _COLUMNS)]
-        ats = np.zeros(rows, np.int64)
+        values = _values(self.rows)
+        at = np.zeros(self.rows, np.int64)
         due = time.monotonic()
-        for _ in range(self.count):
+        for _ in range(self.number):
             if self.interval:
                 due += self.interval
                 time.sleep(max(0.0, due - time.monotonic()))
-            ats[0] = time.monotonic_ns()
-            yield pa.record_batch([pa.array(ats.copy() if self.interval else ats), *values], schema=_SCHEMA)
+            at[0] = time.monotonic_ns()
+            yield pa.record_batch([pa.array(at.copy()), *values], schema=_SCHEMA)
+
+
+_made: dict[int, list[pa.Array]] = {}  # the columns of batches, by the number of rows
+
+
+def _values(rows: int) -> list[pa.Array]:
+    if rows not in _made:
+        _made[rows] = [pa.array(np.random.default_rng(n).random(rows)) for n in range(1, _COLUMNS)]
+    return _made[rows]
 
 
 class Figures(NamedTuple):
@@ -71,11 +84,12 @@ def _produce_live(load: Load, pipe: Connection) -> None:
         begin.wait(_TIMEOUT)
         yield from load.batches()
 
-    with dis.Server(["shm:"], catalog=None) as server:
+    limit = max(1 << 24, _DEPTH * load.nbytes)
+    with dis.Server(["shm:"], catalog=None, live_limit=limit) as server:
         reader = pa.RecordBatchReader.from_batches(_SCHEMA, source())
         server.publish("live", reader, live=dis.Live(consumers=load.consumers))
         pipe.send((server.locations("live")[0], server.ticket("live")))
-        _measured(pipe, begin.set)
+        _measured(load, pipe, begin.set)
 
 
 @contextmanager
@@ -103,7 +117,7 @@ def _produce_zmq(load: Load, pipe: Connection) -> None:
             for batch in load.batches():
                 socket.send(batch.serialize(), copy=load.nbytes < 1 << 16)
 
-        _measured(pipe, produce)
+        _measured(load, pipe, produce)
 
 
 @contextmanager
@@ -111,7 +125,7 @@ def _consume_zmq(load: Load, address: Any) -> Iterator[Iterator[pa.RecordBatch]]
     import zmq
 
     def batches() -> Iterator[pa.RecordBatch]:
-        for _ in range(load.count):
+        for _ in range(load.number):
             message = socket.recv(copy=load.nbytes < 1 << 16)
             yield pa.ipc.read_record_batch(pa.py_buffer(getattr(message, "buffer", message)), _SCHEMA)
 
@@ -141,7 +155,7 @@ def _produce_flight(load: Load, pipe: Connection) -> None:
 
     with _Server("grpc://127.0.0.1:0") as server:
         pipe.send(f"grpc://127.0.0.1:{server.port}")
-        _measured(pipe, produce)
+        _measured(load, pipe, produce)
 
 
 @contextmanager
@@ -152,8 +166,9 @@ def _consume_flight(load: Load, address: Any) -> Iterator[Iterator[pa.RecordBatc
         yield (chunk.data for chunk in client.do_get(flight.Ticket(b"live")))
 
 
-def _measured(pipe: Connection, produce: Callable[[], object]) -> None:
+def _measured(load: Load, pipe: Connection, produce: Callable[[], object]) -> None:
     """Produce once all consumers are ready, and send the processor time until all of them have finished."""
+    _values(load.rows)
     pipe.recv()
     started = time.process_time()
     produce()
@@ -176,8 +191,8 @@ def _consume(peer: str, load: Load, address: Any, pipe: Connection) -> None:
             at = batch.column(0)[0].as_py()
             latencies.append(time.monotonic_ns() - at)
         del batch
-    assert len(latencies) == load.count, (peer, len(latencies))
-    pipe.send(latencies[load.count // 10 :])
+    assert len(latencies) == load.number, (peer, len(latencies))
+    pipe.send(latencies[load.number // 10 :])
 
 
 def measure(peer: str, load: Load) -> Figures:
@@ -202,7 +217,7 @@ def measure(peer: str, load: Load) -> Figures:
     for process in (*consumers, producer):
         process.join(10)
     return Figures(
-        float(np.quantile(latencies, 0.5)), float(np.quantile(latencies, 0.99)), processor / load.count * 1000
+        float(np.quantile(latencies, 0.5)), float(np.quantile(latencies, 0.99)), processor / load.number * 1000
     )
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from typing import Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +18,8 @@ from memory.maps import shared_bytes
 
 from .conftest import Good, Serve, Spawn
 from .peer import PATIENCE
+
+Policy: TypeAlias = Literal["drop_oldest", "latest"]
 
 MB = 1 << 20
 LIMIT = 8 * MB
@@ -156,6 +159,34 @@ def test_a_consumer_that_is_stopped_is_cut_off_and_no_other(serve: Serve, consum
     assert stopped("check") == "True [0, 1]"
     assert stopped("let go") == "gone"
     wait_until(lambda: shared_bytes("live") == 0, "what it held is given back")
+
+
+@pytest.mark.parametrize("policy", ["drop_oldest", "latest"])
+def test_a_consumer_that_is_stopped_continues_with_the_present(
+    serve: Serve, consumer: Start, policy: Literal["drop_oldest", "latest"]
+) -> None:
+    good = serve("shm:", live_limit=LIMIT)
+    source = Paced(40)
+    live = dis.Live(consumers=2, stall_timeout=60, policy=policy)
+    good.server.publish("live", source.reader, live=live)
+    stopped, other = consumer(good), consumer(good)
+    for number in range(2):
+        source.allow(1)
+        assert (stopped("hold"), other("hold")) == (str(number), str(number))
+    assert other("let go") == "gone"
+    stopped.process.send_signal(signal.SIGSTOP)
+    for number in range(2, 40):
+        source.allow(1)
+        assert (other("hold"), other("let go")) == (str(number), "gone")
+    missed = sorted(one.missed for one in good.server.status().consumers)
+    assert missed[0] == 0
+    stopped.process.send_signal(signal.SIGCONT)
+    source.allow(1)
+    _, last, count = stopped("rest").split()
+    assert (last, int(count)) == ("[39]", 38 - missed[1])
+    assert stopped("check") == "True [0, 1]"
+    assert stopped("let go") == "gone"
+    wait_until(lambda: shared_bytes("live") == 0, "nothing is left")
 
 
 def test_a_consumer_over_tcp_that_is_stopped_is_cut_off(serve: Serve, consumer: Start) -> None:

@@ -23,8 +23,8 @@ from dissociated.format.projection import Projection
 class BroadcastDataset(Dataset):
     """A dataset whose messages are read once, for all clients together."""
 
-    #: See `Live.linger`.
-    linger: float
+    #: The publisher's options.
+    live: Live
 
     @abstractmethod
     def join(self, wake: Callable[[], None], on_cut_off: Callable[[], None] | None = None) -> Consumer:
@@ -50,7 +50,7 @@ class Broadcast(BroadcastDataset):
         check_options(options, WriteOptions)
         reader = open_source(name, source)
         super().__init__(name, reader.schema)
-        self.linger = live.linger
+        self.live = live
         self._fanout = Fanout(name, reader, live, limit, options)
 
     def join(self, wake: Callable[[], None], on_cut_off: Callable[[], None] | None = None) -> Consumer:
@@ -81,7 +81,7 @@ class _BroadcastColumns(BroadcastDataset):
 
     def __init__(self, whole: Broadcast, indices: tuple[int, ...], schema: bytes) -> None:
         super().__init__(whole.name, select_fields(whole.schema, indices))
-        self.linger = whole.linger
+        self.live = whole.live
         self._indices = indices
         self._whole = whole
         self._schema = schema  # the encoded schema message of the whole dataset

@@ -9,6 +9,9 @@ The pump waits for the slowest consumer while `limit` bytes are held. If consume
 Memory that was sent to it stays unchanged until it frees the memory or disconnects, and no longer counts against the
 limit.
 
+With the policies "drop_oldest" and "latest", batches that consumers have not taken yet are dropped, so that the pump
+waits only for memory that consumers hold. Schema and dictionaries stay, except dictionaries that were replaced since.
+
 A consumer that joins late receives the schema and the current dictionaries, and then the next messages.
 """
 
@@ -51,6 +54,8 @@ class Consumer:
         self.on_cut_off = on_cut_off
         self.waiting: deque[LiveMessage] = deque()  # messages that the consumer has not taken yet
         self.queued = 0  # bytes of the waiting messages outside of shared memory
+        self.droppable = 0  # number of waiting items that may be dropped
+        self.missed = 0  # number of batches that were dropped
         self.idle = False  # whether the last `take` found no message
         self.held: set[int] = set()  # addresses that the consumer holds, in waiting and in taken messages
         self.stopped = False  # whether the consumer receives nothing more at its own request
@@ -69,16 +74,18 @@ class Consumer:
         """Append `item` to the waiting messages. Call it with the fan-out's `changed` held."""
         self.waiting.append(item)
         self.queued += item.queued * item.messages
+        self.droppable += item.droppable
         if self.idle:
             self.idle = False
             self.wake()
 
-    def take(self, count: int = 1, nbytes: int = 0) -> list[LiveMessage]:
+    def take(self, count: int = 1, nbytes: int = 0, maps: bool = False) -> list[LiveMessage]:
         """Take the next messages.
 
         Args:
             count: the largest number of messages; an item of alike messages is not split.
             nbytes: the largest number of bytes of bodies, unless it is a single item.
+            maps: whether the consumer maps bodies in shared memory, so that their bytes do not count.
 
         Returns:
             The messages, in order; empty if none are waiting now.
@@ -89,12 +96,16 @@ class Consumer:
         taken: list[LiveMessage] = []
         waiting = self.waiting
         with self._fanout.changed:
-            while waiting and count > 0 and (not taken or waiting[0].nbytes <= nbytes):
-                item = waiting.popleft()
-                taken.append(item)
+            while waiting and count > 0:
+                item = waiting[0]
+                size = 0 if maps and item.region is not None else item.nbytes
+                if taken and size > nbytes:
+                    break
+                taken.append(waiting.popleft())
                 count -= item.messages
-                nbytes -= item.nbytes
+                nbytes -= size
                 self.queued -= item.queued * item.messages
+                self.droppable -= item.droppable
             if taken:
                 self.last_progress = time.monotonic()
                 self._fanout.on_taken()
@@ -102,6 +113,31 @@ class Consumer:
                 raise _ended(self.reason, self.reference)
             self.idle = not taken
         return taken
+
+    def drop_oldest(self) -> set[int]:
+        """Drop the oldest waiting item that is droppable. Call it with the fan-out's `changed` held.
+
+        Dictionaries that waited before it go to the front of the queue, each once, with its deltas.
+
+        Returns:
+            The addresses that the consumer does not need any more.
+        """
+        popped: list[LiveMessage] = []
+        while not (popped and popped[-1].droppable):
+            popped.append(self.waiting.popleft())
+        self.droppable -= 1
+        self.missed += popped[-1].messages
+        kept: list[LiveMessage] = []
+        dictionaries: dict[int, list[LiveMessage]] = {}
+        for item in popped[:-1]:
+            if item.parsed.type is HeaderType.DICTIONARY_BATCH:
+                _add_dictionary(dictionaries, item)
+            else:
+                kept.append(item)
+        kept += [item for items in dictionaries.values() for item in items]
+        self.waiting.extendleft(reversed(kept))
+        self.queued += _queued_bytes(kept) - _queued_bytes(popped)
+        return _addresses(popped) - _addresses(kept)
 
     def free(self, addresses: Collection[int]) -> None:
         """Free `addresses`, which the consumer does not need any more. Unknown addresses are ignored."""
@@ -224,10 +260,10 @@ class Fanout:
 
     def forget(self, consumer: Consumer) -> None:
         """Discard the messages that `consumer` has not taken yet. Call it with `changed` held."""
-        unsent = {address for item in consumer.waiting for address in item.addresses}
+        unsent = _addresses(consumer.waiting)
         self._last = None
         consumer.waiting.clear()
-        consumer.queued = 0
+        consumer.queued = consumer.droppable = 0
         self.free(consumer, unsent)
 
     def on_taken(self) -> None:
@@ -339,14 +375,16 @@ class Fanout:
         if self._over:
             return
         if message.parsed.type is HeaderType.DICTIONARY_BATCH:
-            id_, is_delta = dictionary_of(message.header)
-            earlier = self._dictionaries.get(id_, []) if is_delta else []
-            self._dictionaries[id_] = [*earlier, LiveMessage.inline(message)]
+            _add_dictionary(self._dictionaries, LiveMessage.inline(message))
         self._last, self._last_receivers, self._room_for = item, self._active_consumers, 0
         addresses = item.addresses
         for consumer in self._last_receivers:
+            while self._live.policy == "latest" and item.droppable and consumer.droppable:
+                self._drop_oldest(consumer)
             consumer.held |= addresses
             consumer.enqueue(item)
+        if self._live.policy == "latest":
+            self._last = None  # a message that is appended to another could not be dropped alone
 
     def _wait_for_consumers(self) -> bool:
         """Wait until there is an active consumer. Call it with `changed` held.
@@ -368,6 +406,13 @@ class Fanout:
 
         Whenever `stall_timeout` passes, the stalled consumer that holds the most memory is cut off.
         """
+        if self._live.policy != "block":
+            while not self._has_room(length):
+                # Each queue is an end of the same stream, so the longest begins with the oldest batch.
+                consumer = max(self._active_consumers, key=lambda one: one.droppable, default=None)
+                if consumer is None or not consumer.droppable:
+                    break
+                self._drop_oldest(consumer)
         if self._has_room(length):
             return
         patience = self._live.stall_timeout
@@ -383,6 +428,10 @@ class Fanout:
                 self._cut_off(max(stalled, key=self.size_of))
             since = time.monotonic()
         self._full = False
+
+    def _drop_oldest(self, consumer: Consumer) -> None:
+        self._last = None
+        self.free(consumer, consumer.drop_oldest())
 
     def _has_room(self, length: int) -> bool:
         """Return whether `length` more bytes may be held.
@@ -444,6 +493,20 @@ class Fanout:
         """Wait up to `timeout` seconds for the pump to end. It may be blocked in the source for longer."""
         if self._pump is not None:
             self._pump.join(timeout)
+
+
+def _queued_bytes(items: Collection[LiveMessage]) -> int:
+    return sum([item.queued * item.messages for item in items])
+
+
+def _addresses(items: Collection[LiveMessage]) -> set[int]:
+    return {address for item in items for address in item.addresses}
+
+
+def _add_dictionary(dictionaries: dict[int, list[LiveMessage]], item: LiveMessage) -> None:
+    """Add a dictionary, or a delta of one, to the current dictionaries by their ids."""
+    id_, is_delta = dictionary_of(item.header)
+    dictionaries[id_] = [*(dictionaries.get(id_, []) if is_delta else []), item]
 
 
 def _ended(reason: str, reference: str | None) -> SourceError:

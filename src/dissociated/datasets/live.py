@@ -27,6 +27,10 @@ class Live:
     late: Literal["join", "refuse"] = "join"
     #: Number of clients that must be connected before the stream begins.
     consumers: int = 1
+    #: The batches that a client gets that does not keep up. With "block", all of them: the source waits for it. With
+    #: "drop_oldest", the source does not wait while batches wait to be sent: when memory is short, the oldest of these
+    #: are dropped. With "latest", a client gets one batch after another, and next the newest batch there is.
+    policy: Literal["block", "drop_oldest", "latest"] = "block"
     #: Seconds for which a client that neither takes nor frees anything may delay all others before it is cut off.
     stall_timeout: float = 10.0
     #: Seconds that pass between two sends of small batches to a client, so that several are sent in one call. With 0, a
@@ -37,6 +41,8 @@ class Live:
     def __post_init__(self) -> None:
         if self.late not in ("join", "refuse"):
             raise OptionError(f'late is {self.late!r}; it must be "join" or "refuse"')
+        if self.policy not in ("block", "drop_oldest", "latest"):
+            raise OptionError(f'policy is {self.policy!r}; it must be "block", "drop_oldest" or "latest"')
         if self.consumers < 1:
             raise OptionError(f"consumers is {self.consumers!r}; a live stream begins with one consumer or more")
         if not self.stall_timeout > 0:

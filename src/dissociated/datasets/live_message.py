@@ -66,6 +66,11 @@ class LiveMessage(NamedTuple):
         return 1 + len(self.repeats) if self.repeats else 1
 
     @property
+    def droppable(self) -> bool:
+        """Whether the stream stays valid without this message. Batches need the schema and dictionaries before them."""
+        return self.parsed.type is HeaderType.RECORD_BATCH
+
+    @property
     def nbytes(self) -> int:
         """The total bytes of all bodies."""
         return self.messages * self.parsed.body_length

@@ -80,6 +80,8 @@ class ConnectionStats:
         self.held: Sized = ()
         #: Returns the number of bytes of live streams that the client still holds; None unless the client was cut off.
         self.kept: Callable[[], int | None] | None = None
+        #: Returns the number of batches of a live stream that were dropped because the client did not keep up.
+        self.missed: Callable[[], int] | None = None
         #: Whether all requested data were sent.
         self.sent = False
         #: Returns whether all sent data have arrived, and the data that the client holds stay valid when this process
@@ -142,11 +144,16 @@ class ConnectionStats:
             len(self.held),
             kept_bytes or 0,
             self._rate.at(now, nbytes),
+            self._missed(),
         )
 
     def _kept_bytes(self) -> int | None:
         count_kept = self.kept  # Read the attribute once, since the connection's thread may set it to None.
         return None if count_kept is None else count_kept()
+
+    def _missed(self) -> int:
+        missed = self.missed  # see `_kept`
+        return 0 if missed is None else missed()
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of a log record about this connection."""

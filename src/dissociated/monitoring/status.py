@@ -34,6 +34,7 @@ class ConsumerStatus:
         leases: The number of addresses that the client holds.
         kept: The number of bytes of a live stream that the client still holds after it was cut off.
         rate: The number of bytes sent per second, since a recent reading of the status or else since the start.
+        missed: The number of batches of a live stream that were dropped because the client did not keep up.
     """
 
     connection: int
@@ -47,6 +48,7 @@ class ConsumerStatus:
     leases: int
     kept: int = 0
     rate: float = 0.0
+    missed: int = 0
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from dissociated.server.coalescer import COALESCE_INTERVAL, FREE_MESSAGES, Coale
 from dissociated.server.sending import ClientRequest, Sending
 
 _MAX_WAIT = 3600.0  # seconds; this long only because new messages and frees wake the thread that waits
+_MIN_UNREAD_WAIT, _MAX_UNREAD_WAIT = 0.001, 0.016  # seconds between looks at whether the client has read everything
 _ROOM_TIMEOUT = 1.0  # seconds that a client has to free memory before bodies are sent inline
 
 
@@ -201,19 +202,28 @@ class BroadcastSending(_LiveSending):
         # interrupting the connection. A client that maps memory is woken, and told the reason.
         on_cut_off = self._connection.wake if self._mapped else self._connection.interrupt
         self._consumer = consumer = self._dataset.join(self._connection.wake, on_cut_off)
-        linger = self._dataset.linger
+        live = self._dataset.live
         pause_until = 0.0  # by time.monotonic
+        unread_wait = _MIN_UNREAD_WAIT
         while not consumer.finished:
             self._take_frees()
+            if live.policy != "block" and self._connection.unread:
+                # Messages that are sent can be dropped no more, and would be old when the client comes to them.
+                self._connection.wait(unread_wait)
+                unread_wait = min(2 * unread_wait, _MAX_UNREAD_WAIT)
+                continue
+            unread_wait = _MIN_UNREAD_WAIT
             if (pause := pause_until - time.monotonic()) > 0:
                 time.sleep(pause)
-            items = consumer.take(MAX_SEND_MESSAGES, MAX_SEND_BYTES)
+            # Bodies that are sent by address do not count, unless they should wait where they can be dropped.
+            by_address = self._mapped and not self._half_closed and not self._limits.inline_limit
+            items = consumer.take(MAX_SEND_MESSAGES, MAX_SEND_BYTES, by_address and live.policy == "block")
             if not items:
                 self._connection.wait(_MAX_WAIT)
                 continue
             count, nbytes = self._send_items(consumer, items)
             # Several messages came during the last send. More will come, and together they cost less.
-            interval = linger or (COALESCE_INTERVAL if count > FREE_MESSAGES else 0.0)
+            interval = live.linger or (COALESCE_INTERVAL if count > FREE_MESSAGES else 0.0)
             is_small = count < MAX_SEND_MESSAGES and nbytes <= SMALL_BODY
             pause_until = time.monotonic() + interval if interval and is_small else 0.0
 
@@ -228,6 +238,10 @@ class BroadcastSending(_LiveSending):
     @property
     def kept_bytes(self) -> int | None:
         return None if self._consumer is None else self._consumer.kept_bytes
+
+    @property
+    def missed(self) -> int:
+        return 0 if self._consumer is None else self._consumer.missed
 
     def drain(self, timeout: float) -> None:
         if self._consumer is not None:

@@ -112,6 +112,11 @@ class Sending(ABC):
         """The bytes that the client still holds after it was cut off. None if it was not cut off."""
         return None
 
+    @property
+    def missed(self) -> int:
+        """The number of batches of a live stream that were dropped because the client did not keep up."""
+        return 0
+
     def cut_off(self) -> None:
         """Cut the client off. Memory that it holds stays until it is freed, and delays no other client."""
 

@@ -123,6 +123,7 @@ class Session:
     def _serve_request(self, sending: Sending, published: Dataset) -> None:
         """Send the stream, and wait until the client has freed everything."""
         self._stats.kept = lambda: sending.kept_bytes
+        self._stats.missed = lambda: sending.missed
         self._stats.outlives_server = lambda: (
             self._connection.shares_memory and not self._connection.backlog and not sending.holds_live
         )
@@ -174,7 +175,8 @@ class Session:
             if sending.holds_live:
                 self._connection.close(linger=math.inf)
                 disconnected = self._connection.close()
-            self._stats.kept = self._stats.outlives_server = None  # they refer to the session, and would keep it alive
+            # They refer to the session, and would keep it alive.
+            self._stats.kept = self._stats.missed = self._stats.outlives_server = None
             if self._stats.dataset is not None and not self._stats.dataset.stored:
                 self._admission.watch_kept(sending.mapped)
             sending.close(disconnected)

@@ -135,6 +135,11 @@ class Connection(ProcessBound, ABC):
         return 0
 
     @property
+    def unread(self) -> bool:
+        """Return whether the peer still has to read something that this side has sent, as far as the medium tells."""
+        return False
+
+    @property
     def peer(self) -> str:
         """Return a description of the peer, for people."""
         return type(self).__name__

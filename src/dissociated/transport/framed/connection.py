@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import select
 import socket
 import struct
+import termios
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
@@ -118,6 +120,17 @@ class SocketConnection(Connection):
     @property
     def peer(self) -> str:
         return self._peer
+
+    @property
+    def unread(self) -> bool:
+        # For Unix sockets, these are the bytes that the peer has not received; for TCP, those that its host has not
+        # acknowledged.
+        count = bytearray(4)
+        try:
+            fcntl.ioctl(self._socket, termios.TIOCOUTQ, count)
+        except (OSError, ValueError):
+            return False  # closed
+        return any(count)
 
     def limit_untagged(self, length: int) -> None:
         self._reader.limit_untagged(length)
