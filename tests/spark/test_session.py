@@ -4,6 +4,10 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
 from dissociated.spark import session
 
 if TYPE_CHECKING:
@@ -21,6 +25,19 @@ def test_the_environment_is_as_it_was(spark: SparkSession) -> None:
 def test_a_running_session_is_taken_and_told_the_settings(spark: SparkSession) -> None:
     settings: dict[str, Any] = {"spark.sql.shuffle.partitions": 2}
     assert session("again", **settings) is spark
+
+
+def test_the_variable_with_the_catalog_becomes_a_setting(
+    spark: SparkSession, catalog: str, client: dis.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The JVM was started without the variable."""
+    client.put("numbers", pa.table({"n": [7]}))
+    monkeypatch.setenv("DISSOCIATED_CATALOG", catalog)
+    try:
+        session("again")
+        assert spark.read.format("dissociated").load("numbers").collect() == [(7,)]
+    finally:
+        spark.conf.unset("spark.dissociated.catalog")
 
 
 def test_a_thread_that_takes_it_has_it(spark: SparkSession) -> None:

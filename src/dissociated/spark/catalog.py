@@ -23,6 +23,8 @@ T = TypeVar("T")
 WAIT = 60.0
 _MAX_WAIT = 86_400.0
 RETRY_DELAY = 0.5  # seconds between two attempts
+#: For each catalog that does not answer, by URI: the times of the first and the last failure.
+_failures: dict[str, tuple[float, float]] = {}
 
 
 @dataclass(frozen=True)
@@ -71,18 +73,37 @@ class CatalogConfig:
     def retry(self, call: Callable[[], T]) -> T:
         """Return the result of `call`, repeated for `wait` seconds while the catalog or a node does not answer.
 
+        For a catalog, these seconds begin with the first failure of any such call in this process. So if the catalog is
+        gone for good, the further attempts of a task, and the abort after them, do not wait as long again.
+
         Raises:
             CatalogUnreachable, NodeUnreachable: The catalog, or a node that `call` needs, did not answer in that time.
             DeadlineExceeded: The last call took too long.
         """
-        deadline = time.monotonic() + self.wait
+        started = time.monotonic()
         while True:
             try:
-                return call()
-            except (CatalogUnreachable, NodeUnreachable, DeadlineExceeded):
-                if time.monotonic() >= deadline:
+                result = call()
+            except CatalogUnreachable:
+                if time.monotonic() - min(started, _first_failure(self.uri)) >= self.wait:
                     raise
+            except (NodeUnreachable, DeadlineExceeded):
+                if time.monotonic() - started >= self.wait:
+                    raise
+            else:
+                _failures.pop(self.uri, None)
+                return result
             time.sleep(RETRY_DELAY)
+
+
+def _first_failure(uri: str) -> float:
+    """Record that the catalog does not answer. Return the time since when it has not answered any call."""
+    now = time.monotonic()
+    first, last = _failures.get(uri, (now, now))
+    if now - last > WAIT:
+        first = now  # No call has failed for so long that the earlier outage was probably another one.
+    _failures[uri] = first, now
+    return first
 
 
 def _parse_wait(text: str | None) -> float:

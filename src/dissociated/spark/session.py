@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dissociated.base.host import machine_memory
+from dissociated.control.catalog_uri import CATALOG_VARIABLE
 from dissociated.errors import JarNotMade, PySparkNotFound
 from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.jar import jar
@@ -47,13 +48,14 @@ def session(
     """Start Spark, or return the running session, with the settings that matter for Arrow.
 
     Spark's UI and progress bar are turned off, and the driver gets a quarter of the machine's memory, from 1 to 8 GiB.
-    A Java is found by `java_home`.
+    A Java is found by `java_home`. The variable DISSOCIATED_CATALOG, as it is now, becomes the setting
+    spark.dissociated.catalog, unless a server of Spark Connect runs elsewhere.
 
     Args:
         app_name: The name of the application.
         master: The master to connect to, in Spark's notation.
         remote: A server of Spark Connect, in place of `master`. "sc://HOST:PORT" is a running server, which must have
-            `dissociated` installed. "local[*]" starts a server here.
+            `dissociated` installed. "local[*]" starts a server here. Default: the variable SPARK_REMOTE, as in Spark.
         conf: Any other setting, by its own name. It wins over those of this function:
             `session(**{"spark.driver.memory": "16g"})`.
 
@@ -70,6 +72,7 @@ def session(
     """
     from pyspark.sql import SparkSession
 
+    remote = remote or os.environ.get("SPARK_REMOTE")
     builder = SparkSession.builder.appName(app_name)
     builder = builder.master(master) if remote is None else builder.remote(remote)
     started = master if remote is None else remote
@@ -203,6 +206,9 @@ def _settings(master: str) -> dict[str, str]:
         "spark.ui.showConsoleProgress": "false",
         "spark.driver.memory": f"{_heap()}g",
     }
+    if CATALOG_VARIABLE in os.environ and not master.startswith("sc://"):
+        # The JVM keeps the environment in which it was started, so it may not know this variable.
+        settings["spark.dissociated.catalog"] = os.environ[CATALOG_VARIABLE]
     if master.startswith("local"):
         settings["spark.driver.host"] = settings["spark.driver.bindAddress"] = "127.0.0.1"
     return settings

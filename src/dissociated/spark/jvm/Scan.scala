@@ -81,15 +81,16 @@ case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, colu
   override def readSchema(): StructType = columns
 
   /** For EXPLAIN. Batches and partitions are left out by pushed filters, and rows by Spark's own filter. */
-  override def description(): String = {
+  override def description(): String = if (streams) s"dissociated ${options.get("path")}" else {
     val filters = (conditions ++ joined).map {
       case Seq(column, "IN", values: Seq[_]) => s"$column IN (${values.mkString(", ")})"
       case Seq(column, operator, values: Seq[_]) => (Seq(column, operator) ++ values).mkString(" ")
     }
     val rows = if (limit == Long.MaxValue) "" else s", limit $limit"
-    val partitions = if (streams) "" else Try(s", partitions ${planInputPartitions().length}").getOrElse("")
-    s"dissociated ${options.get("path")}, version ${dataset.known(options).get("version").asText}, columns " +
-      s"[${columns.fieldNames.mkString(", ")}], pushed filters [${filters.mkString(", ")}]$rows$partitions"
+    // A text of a plan, which Spark also makes for its logs, does not fail where the query will.
+    val plan = Try(s"version ${dataset.known(options).get("version").asText}, partitions ${planInputPartitions().length}")
+    s"dissociated ${options.get("path")}, ${plan.getOrElse("not planned")}, " +
+      s"columns [${columns.fieldNames.mkString(", ")}], pushed filters [${filters.mkString(", ")}]$rows"
   }
 
   override def toBatch: Batch = this

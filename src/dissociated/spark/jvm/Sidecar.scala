@@ -2,12 +2,15 @@ package org.apache.spark.sql.dissociated
 
 import java.io.{IOException, UncheckedIOException}
 import java.nio.charset.StandardCharsets.UTF_8
+import java.nio.file.{Files, Paths}
 import java.util.concurrent.{CompletableFuture, ConcurrentHashMap}
 import java.util.concurrent.atomic.AtomicLong
 
+import scala.util.Try
+
 import com.fasterxml.jackson.databind.{JsonNode, ObjectMapper}
 import com.fasterxml.jackson.module.scala.DefaultScalaModule
-import org.apache.spark.{SparkEnv, SparkRuntimeException}
+import org.apache.spark.{SparkConf, SparkEnv, SparkRuntimeException}
 import org.apache.spark.api.python.PythonUtils
 
 object Failure {
@@ -25,10 +28,27 @@ case class Python(executable: String, path: String)
 
 object Python {
   def ofDriver(): Python = {
-    val executable = Option(SparkEnv.get).flatMap(_.conf.getOption("spark.pyspark.python"))
-      .orElse(sys.env.get("PYSPARK_PYTHON")).getOrElse("python3")
+    val conf = Option(SparkEnv.get).fold(new SparkConf)(_.conf)
+    val executable = conf.getOption("spark.pyspark.python").orElse(sys.env.get("PYSPARK_PYTHON"))
+      .orElse(if (conf.get("spark.master", "").startsWith("local")) ofParent else None).getOrElse("python3")
     Python(executable, PythonUtils.mergePythonPaths(PythonUtils.sparkPythonPath, sys.env.getOrElse("PYTHONPATH", "")))
   }
+
+  /**
+   * The interpreter that has started this JVM, if one has. Its file may be that of all virtual environments; the name by
+   * which it was called tells them apart.
+   */
+  private lazy val ofParent: Option[String] = Try {
+    val parent = Paths.get("/proc", ProcessHandle.current.parent.get.pid.toString)
+    val file = parent.resolve("exe").toRealPath()
+    def texts(name: String) = new String(Files.readAllBytes(parent.resolve(name)), UTF_8).split('\u0000')
+    val called = texts("cmdline").head
+    val directories = if (called.contains('/')) Array("")
+      else texts("environ").collectFirst { case path if path.startsWith("PATH=") => path.drop(5).split(':') }.get
+    directories.map(parent.resolve("cwd").resolve(_).resolve(called)).find { name =>
+      file.getFileName.toString.startsWith("python") && Files.isExecutable(name) && name.toRealPath() == file
+    }.map(name => name.getParent.toRealPath().resolve(name.getFileName).toString)
+  }.toOption.flatten
 }
 
 /**

@@ -16,7 +16,7 @@ import org.apache.spark.sql.execution.datasources.v2.python.PythonDataSourceV2
 import org.apache.spark.sql.internal.SQLConf
 import org.apache.spark.sql.sources.DataSourceRegister
 import org.apache.spark.sql.types.{DataType, StructType}
-import org.apache.spark.sql.util.{CaseInsensitiveStringMap, SchemaUtils}
+import org.apache.spark.sql.util.CaseInsensitiveStringMap
 
 /**
  * The data source `dissociated`. Spark looks for a name here before it does in Python, where a data source of the same
@@ -109,7 +109,6 @@ class Dataset(override val schema: StructType, by: Array[Transform], options: ut
   }
 
   override def newWriteBuilder(info: LogicalWriteInfo): WriteBuilder = {
-    SchemaUtils.checkSchemaColumnNameDuplication(info.schema, SQLConf.get.caseSensitiveAnalysis)
     val completed = LogicalWriteInfoImpl(info.queryId, info.schema, Source.withCatalog(info.options))
     new DatasetWrite(completed, inPython.newWriteBuilder(completed))
   }
