@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from dissociated.client.dataset import DatasetHandle
 from dissociated.errors import OptionError
 from dissociated.training.batches import Examples, Position, Sampling
 from dissociated.training.columns import Access
+from dissociated.training.launch import check_accelerate, find_place, processes_of_accelerate
 from dissociated.training.plan import Shard, turns
 
 #: Options of a DataLoader that would change the order of the batches.
@@ -48,9 +49,10 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
     dataset: DatasetHandle = field(kw_only=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.rank is None and self.world_size is None:
-            self.rank, self.world_size = _place()
         super().__post_init__()
+        #: The place of the process that has pickled this copy, and its number of processes of Accelerate.
+        self._sender: tuple[tuple[int, int], int] | None = None
+        self._for_loader = False  # whether a `Loader` reads this, which Accelerate leaves as it is
         self._examples = Examples(self.dataset, self, Access.COPIED if self.writable else Access.PRIVATE)
         self._begin = (0, 0)  # the next epoch, and the number of its batches that this rank has received already
         # `_begin` in shared memory, for persistent workers, which are not pickled anew for each epoch.
@@ -58,6 +60,26 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
         self._read_in: int | None = None  # id of the process in which this copy has read an epoch
         self._state: Mapping[str, Any] | None = None  # a loaded state that was not used yet
         self._position: Position | None = None
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """The number of the part that is read, and the number of parts: as given, or as the launcher has it now.
+
+        Launchers such as Lightning tell each process its rank only after the dataset was made.
+        """
+        if self.rank is not None:
+            return super().part
+        return find_place() if self._sender is None else self._sender[0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker that is no fork does not know the ranks that torch.distributed has assigned, nor Accelerate.
+        sender = self._sender or (self.part, processes_of_accelerate())
+        return {**self.__dict__, "_sender": sender, "_position": None}
+
+    def for_loader(self) -> Self:
+        """Mark this dataset as read by a `Loader`, and return it."""
+        self._for_loader = True
+        return self
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that is read next."""
@@ -74,6 +96,8 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
             self._state = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        if not self._for_loader:
+            check_accelerate(self.part[1], processes_of_accelerate() if self._sender is None else self._sender[1])
         worker = get_worker_info()
         number, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
         # A new worker has `_begin` in its copy of this object. A persistent worker reads the shared tensor, which is
@@ -101,7 +125,7 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
 
     def position(self, workers: int) -> Position:
         """Return the beginning of epoch 0, for `workers` workers on each rank."""
-        return Position(self._examples, self.part[1] * workers)
+        return Position(self._examples, lambda: self.part[1] * workers)
 
     def shard(self, worker: int, workers: int, epoch: int) -> Shard:
         """Return the shard that one worker of this rank reads in an epoch."""
@@ -132,7 +156,7 @@ class Loader:
         for name in _NOT_OURS:
             if name in options:
                 raise OptionError(f"{name} is not for this loader: it knows which rows come when")
-        self.dataset = dataset
+        self.dataset = dataset.for_loader()
         self._workers = max(1, num_workers)
         self._position = dataset.position(self._workers)
         options.setdefault("collate_fn", _as_it_is)
@@ -171,14 +195,6 @@ class Loader:
                 workers or ranks.
         """
         self._position.load_state_dict(state)
-
-
-def _place() -> tuple[int, int]:
-    """Return the rank of this process and the number of ranks, according to torch.distributed."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return 0, 1
-    return distributed.get_rank(), distributed.get_world_size()
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,8 @@ class Sampling:
     - `as_arrow`: columns to return as pyarrow Arrays: strings, nested types, columns with nulls.
     - `rank`, `world_size`: the number of the part to read, and the number of parts. Together, the parts contain every
       row exactly once. All parts have the same number of batches, unless `batch_size` is 1 or there are fewer rows than
-      parts. Default: everything; for PyTorch, the part of this process in `torch.distributed` if that is initialised.
+      parts. Default: everything; for PyTorch, the part of this process in `torch.distributed` if that is initialised,
+      or else that of `torchrun`.
     - `writable`: return copies that can be written to. Shuffled rows are always copied. Default: arrays and tensors lie
       in the server's memory if possible. NumPy arrays are then read-only; PyTorch tensors can be written to, which
       changes only the tensor.
@@ -153,10 +154,15 @@ class Position:
     """The next batch to read, number `step` of an epoch. It can be saved, and resumed in another process."""
 
     examples: Examples
-    shards: int
+    count: Callable[[], int]  # returns the number of shards, which a launcher may tell late
     epoch: int = 0
     step: int = 0
     _resumed: bool = field(default=False, repr=False)
+
+    @property
+    def shards(self) -> int:
+        """The number of shards of an epoch."""
+        return self.count()
 
     def set_epoch(self, epoch: int) -> None:
         """Set the next epoch. It is read from its beginning, unless a state of this epoch was loaded just before."""
@@ -222,7 +228,7 @@ class Batches(Sampling):
         self._examples = Examples(self.dataset, self, Access.COPIED if self.writable else Access.READ_ONLY)
         rank, world_size = self.part
         self._rank = rank
-        self._position = Position(self._examples, world_size)
+        self._position = Position(self._examples, lambda: world_size)
 
     def __len__(self) -> int:
         """Return the number of batches of the current epoch."""
