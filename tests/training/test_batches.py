@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 import dissociated as dis
@@ -80,11 +81,122 @@ def test_a_run_goes_on_where_another_was_interrupted(client: dis.Client) -> None
     third.load_state_dict(state)
     third.set_epoch(2)
     assert len(rows(third)) == ROWS
-    for other in (made(seed=1), made(rank=0, world_size=2)):
-        with pytest.raises(OptionError, match="would not be the same rows"):
+    for name, other in (("seed", made(seed=1)), ("filter", made(filter=[("n", ">", 1)]))):
+        with pytest.raises(OptionError, match=f"the state has {name} .*would not be the same rows"):
             other.load_state_dict(state)
     with pytest.raises(OptionError, match="is missing"):
         second.load_state_dict({"epoch": 1})
+    for wrong in ({"epoch": -1}, {"progress": [[1, 1]]}, {"progress": [[1, 0, 3]]}, {"progress": 3}):
+        with pytest.raises(OptionError, match="invalid position"):
+            second.load_state_dict({**state, **wrong})
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_an_epoch_is_finished_by_another_number_of_ranks(client: dis.Client, transport: str) -> None:
+    def ranks(count: int) -> list[Batches]:
+        handle = client.dataset("data", transport=transport)
+        options: dict[str, Any] = {"columns": ["n", "x"], "batch_size": 48, "shuffle": shuffle}
+        return [Batches(handle, rank=rank, world_size=count, **options) for rank in range(count)]
+
+    for shuffle in (False, "window", "global") if transport == "shm" else (False, "window"):
+        state, seen = None, []
+        for count in (2, 3, 1):
+            for rank in ranks(count):
+                if state is not None:
+                    rank.load_state_dict(json.loads(json.dumps(state)))
+                for number, batch in enumerate(rank, 1):
+                    seen += batch["n"].tolist()
+                    if number == 3 and count > 1:
+                        break
+            state = rank.state_dict()
+        assert sorted(seen) == [*range(ROWS)], shuffle
+        assert state is not None
+        assert state["epoch"] == 1
+
+
+def test_sorted_rows_that_are_mapped_are_shuffled_as_a_whole(server: dis.Server, client: dis.Client) -> None:
+    rows_, piece = 1 << 16, 1 << 10
+    table = pa.table({"n": range(rows_)})
+    server.publish("sorted", pa.Table.from_batches(table.to_batches(max_chunksize=piece)))
+    options: dict[str, Any] = {"batch_size": 256, "shuffle": True, "seed": 3}
+    drawn = {}
+    cases: list[tuple[str, dict[str, Any]]] = [("shm", {}), ("tcp", {}), ("tcp", {"buffer_size": piece})]
+    for transport, more in cases:
+        batches = Batches(client.dataset("sorted", transport=transport), **options, **more)
+        arrays = [batch["n"] for batch in batches]
+        assert sorted(np.concatenate(arrays).tolist()) == [*range(rows_)]
+        drawn[transport, *more] = np.mean([len(np.unique(array // piece)) for array in arrays])
+        if transport == "shm":
+            assert abs(np.corrcoef(np.arange(rows_), np.concatenate(arrays))[0, 1]) < 0.02
+    assert drawn["shm",] > 60  # of 64 record batches, of which a batch of 256 random rows has 62.9 on average
+    assert drawn["tcp",] > 60  # the window holds the whole dataset
+    assert drawn["tcp", "buffer_size"] < 3
+
+
+def test_a_global_shuffle_is_of_mapped_data_and_of_ranks_on_one_host(
+    server: dis.Server, client: dis.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def order(**options: Any) -> Any:
+        return Batches(client["data"], columns=["n"], **options).state_dict()["shuffle"]
+
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert order(shuffle=True) == "global"
+    assert order(shuffle=True, buffer_size=9) == order(shuffle="window") == "window"
+    # A rank on another host could not map the data, and all ranks need the same order.
+    assert order(shuffle=True, rank=0, world_size=2) == "window"
+    assert order(shuffle="global", rank=0, world_size=2) == "global"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert order(shuffle=True, rank=0, world_size=2) == "global"
+    with pytest.raises(OptionError, match="cannot be mapped into this process"):
+        Batches(client.dataset("data", transport="tcp"), columns=["n"], shuffle="global")
+    for wrong in ({"shuffle": "all"}, {"shuffle": "global", "buffer_size": 3}):
+        with pytest.raises(OptionError, match="shuffle"):
+            order(**wrong)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_only_rows_that_pass_the_filter_come(client: dis.Client, transport: str) -> None:
+    handle = client.dataset("data", transport=transport)
+    passing = [row for row in range(ROWS) if row % 3 == 0 and row > 330]
+    modulo = pc.subtract(pc.field("n"), pc.multiply(pc.divide(pc.field("n"), 3), 3))
+    for shuffle in (False, True, "window"):
+        for condition in ((modulo == 0) & (pc.field("n") > 330), (modulo == 0) & (pc.field("s").cast("int64") > 330)):
+            options: dict[str, Any] = {"columns": ["x"], "batch_size": 20, "filter": condition, "shuffle": shuffle}
+            ranks = [Batches(handle, rank=rank, world_size=2, **options) for rank in range(2)]
+            assert [*map(len, ranks)] == [6, 6]
+            found = [int(2 * x) for rank in ranks for batch in rank for x in batch["x"].tolist()]
+            assert (sorted(found) if shuffle else found) == passing
+    assert [*Batches(handle, columns=["x"], filter=[("n", ">", ROWS)], shuffle=True)] == []
+    with pytest.raises(ColumnNotFound, match="no"):
+        Batches(handle, columns=["x"], filter=[("no", ">", 1)])
+
+
+def test_rows_come_in_proportion_to_their_weights(server: dis.Server, client: dis.Client) -> None:
+    labels = ["rare" if row % 100 == 0 else "common" for row in range(ROWS)]
+    table = pa.table({"n": range(ROWS), "label": labels, "weight": [float(row % 2) for row in range(ROWS)]})
+    encoded = table.set_column(1, "label", table["label"].dictionary_encode())
+    for name, each in (("weighted", table), ("weighted codes", encoded)):
+        server.publish(name, pa.Table.from_batches(each.to_batches(max_chunksize=70)))
+        handle = client[name]
+        weights = {"label": {"rare": 99, "common": 1}}
+        batches = Batches(handle, columns=["n"], weights=weights)
+        drawn = np.concatenate([batch["n"] for batch in batches])
+        assert len(drawn) == ROWS
+        assert np.sum(drawn % 100 == 0) == 500
+        assert len({*drawn.tolist()} & {*range(0, ROWS, 100)}) == 10
+        odd = np.concatenate([batch["n"] for batch in Batches(handle, columns=["n"], weights="weight")])
+        assert np.unique(odd, return_counts=True)[1].tolist() == [2] * 500
+        assert (odd % 2 == 1).all()
+        some = Batches(handle, columns=["n"], weights=weights, filter=[("n", "<", 10)])
+        assert sum(row == 0 for batch in some for row in batch["n"].tolist()) == 9
+        with pytest.raises(OptionError, match="no weight for the value 'common' of column 'label'"):
+            Batches(handle, columns=["n"], weights={"label": {"rare": 1}})
+        with pytest.raises(OptionError, match="must be 0 or more"):
+            Batches(handle, columns=["n"], weights={"label": {"rare": -1, "common": 1}})
+        with pytest.raises(ColumnNotFound, match="no"):
+            Batches(handle, columns=["n"], weights="no")
+    with pytest.raises(OptionError, match="cannot be mapped"):
+        Batches(client.dataset("weighted", transport="tcp"), columns=["n"], weights="weight")
 
 
 def test_arrays_lie_in_the_servers_memory_unless_they_may_be_written_to(client: dis.Client) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Self
 
 import numpy as np
@@ -17,10 +18,11 @@ from dissociated.errors import OptionError
 from dissociated.training.batches import Examples, Position, Sampling
 from dissociated.training.columns import Access
 from dissociated.training.launch import check_accelerate, find_place, processes_of_accelerate
-from dissociated.training.plan import Shard, turns
+from dissociated.training.plan import Progress, Shard, turns
 
 #: Options of a DataLoader that would change the order of the batches.
 _NOT_OURS = ("batch_sampler", "in_order", "sampler")
+_MAX_LAYOUTS = 20  # numbers of ranks and workers with which one epoch can be read before it is resumed
 
 
 @dataclass(kw_only=True, eq=False)
@@ -54,9 +56,11 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
         self._sender: tuple[tuple[int, int], int] | None = None
         self._for_loader = False  # whether a `Loader` reads this, which Accelerate leaves as it is
         self._examples = Examples(self.dataset, self, Access.COPIED if self.writable else Access.PRIVATE)
-        self._begin = (0, 0)  # the next epoch, and the number of its batches that this rank has received already
-        # `_begin` in shared memory, for persistent workers, which are not pickled anew for each epoch.
-        self._begin_again = torch.zeros(2, dtype=torch.int64).share_memory_()
+        # The next epoch, the number of its batches that this rank has received already, and the numbers of the progress
+        # of earlier layouts.
+        self._begin: tuple[int, ...] = (0, 0)
+        # `_begin` in shared memory after its length, for persistent workers, which are not pickled for each epoch.
+        self._begin_again = torch.zeros(3 + 3 * _MAX_LAYOUTS, dtype=torch.int64).share_memory_()
         self._read_in: int | None = None  # id of the process in which this copy has read an epoch
         self._state: Mapping[str, Any] | None = None  # a loaded state that was not used yet
         self._position: Position | None = None
@@ -85,13 +89,21 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
         """Set the epoch that is read next."""
         self.begin_at(epoch, 0)
 
-    def begin_at(self, epoch: int, given: int) -> None:
-        """Set the epoch that is read next, without the first `given` batches that a DataLoader returns of it.
+    def begin_at(self, epoch: int, given: int, before: Sequence[Progress] = ()) -> None:
+        """Set the epoch that is read next, without its first batches.
 
         A DataLoader returns a batch of each worker in turn.
+
+        Args:
+            epoch: the epoch.
+            given: the number of batches that a DataLoader with as many workers has returned.
+            before: the progress with other numbers of ranks or workers.
         """
-        self._begin = epoch, given
-        self._begin_again.copy_(torch.tensor(self._begin))
+        if len(before) > _MAX_LAYOUTS:
+            raise OptionError(f"an epoch can be resumed with {_MAX_LAYOUTS} other numbers of ranks or workers at most")
+        self._begin = epoch, given, *chain.from_iterable(before)
+        begin = torch.tensor([len(self._begin), *self._begin])
+        self._begin_again[: len(begin)] = begin
         if self._state is not None and self._state.get("epoch") != epoch:
             self._state = None
 
@@ -102,17 +114,28 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
         number, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
         # A new worker has `_begin` in its copy of this object. A persistent worker reads the shared tensor, which is
         # set before the DataLoader tells its workers to begin the next epoch.
-        epoch, given = self._begin_again.tolist() if worker and self._read_in == os.getpid() else self._begin
+        begin = self._begin
+        if worker and self._read_in == os.getpid():
+            length, *again = self._begin_again.tolist()
+            begin = tuple(again[:length])
         self._read_in = os.getpid()
-        # The DataLoader always asks its first worker first. So the shard whose turn it is moves to the first worker.
-        number, step = turns([len(self.shard(one, count, epoch)) for one in range(count)], given)[number]
         self._position = position = self.position(count)
         if self._state is not None:
             position.load_state_dict(self._state)
             self._state = None
-        else:
-            position.epoch, position.step = epoch, step
-        return self._tensors(position, self.shard(number, count, position.epoch))
+            if (before := position.before) and worker is not None:
+                raise OptionError(
+                    f"the state is of {before[-1].ranks} ranks with {before[-1].workers} workers each, and here are "
+                    f"{self.part[1]} ranks with {count}: a DataLoader with workers has a state for each worker, which "
+                    "fits the same numbers alone; use dissociated.torch.loader()"
+                )
+            return self._tensors(position, self.shard(number, count, position))
+        epoch, given, *numbers = begin
+        position.start(epoch, [Progress(*numbers[at : at + 3]) for at in range(0, len(numbers), 3)])
+        # The DataLoader always asks its first worker first. So the shard whose turn it is moves to the first worker.
+        lengths = [len(self.shard(other, count, position)) for other in range(count)]
+        number, position.step = turns(lengths, given)[number]
+        return self._tensors(position, self.shard(number, count, position))
 
     def _tensors(self, position: Position, shard: Shard) -> Iterator[dict[str, Any]]:
         first = position.step
@@ -125,12 +148,12 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
 
     def position(self, workers: int) -> Position:
         """Return the beginning of epoch 0, for `workers` workers on each rank."""
-        return Position(self._examples, lambda: self.part[1] * workers)
+        return Position(self._examples, lambda: (self.part[1], workers))
 
-    def shard(self, worker: int, workers: int, epoch: int) -> Shard:
-        """Return the shard that one worker of this rank reads in an epoch."""
+    def shard(self, worker: int, workers: int, position: Position) -> Shard:
+        """Return the shard that one worker of this rank reads of the rest of an epoch."""
         rank, world_size = self.part
-        return self._examples.plan.shard(rank * workers + worker, world_size * workers, epoch)
+        return self._examples.plan.shard(rank * workers + worker, world_size * workers, position.epoch, position.before)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the next batch in this process, which can be written as JSON."""
@@ -163,14 +186,15 @@ class Loader:
         self._batches = DataLoader(dataset, batch_size=None, num_workers=num_workers, **options)
 
     def __len__(self) -> int:
-        """Return the number of batches of the current epoch."""
-        epoch = self._position.epoch
-        return sum(len(self.dataset.shard(number, self._workers, epoch)) for number in range(self._workers))
+        """Return the number of batches of the current epoch, with those that were read before it was resumed."""
+        position, workers = self._position, self._workers
+        rest = sum(len(self.dataset.shard(number, workers, position)) for number in range(workers))
+        return sum(progress.step for progress in position.before) + rest
 
     def __iter__(self) -> Iterator[Any]:
         position = self._position
         first, epoch = position.begin(), position.epoch
-        self.dataset.begin_at(epoch, first)
+        self.dataset.begin_at(epoch, first, position.before)
         for given, batch in enumerate(self._batches, first + 1):
             position.step = given
             yield batch
@@ -190,9 +214,11 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the next `for` loop from a saved position, with exactly the batch that was next.
 
+        With another number of ranks or workers than before, the rows that were not read are divided anew. The state is
+        then that of all ranks: they must have received the same number of batches.
+
         Raises:
-            OptionError: if the state refers to other rows: to another version, other options, or another number of
-                workers or ranks.
+            OptionError: if the state refers to other rows: to another version or other options.
         """
         self._position.load_state_dict(state)
 

@@ -50,6 +50,19 @@ class ArrayColumns:
                     "with columns=, or name it in as_arrow= to get a pyarrow.Array"
                 )
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the columns."""
+        return [*self._types]
+
+    def type(self, name: str) -> pa.DataType:
+        """Return the Arrow type of a column."""
+        return self._types[name]
+
+    def is_numeric(self, name: str) -> bool:
+        """Return whether a column becomes an array of numbers."""
+        return name not in self._as_arrow
+
     def join(self, pieces: Sequence[pa.RecordBatch]) -> dict[str, Column]:
         """Join record batches into one array for each column, by name.
 
@@ -63,10 +76,11 @@ class ArrayColumns:
     def _join(self, name: str, pieces: list[pa.Array]) -> Column:
         if name in self._as_arrow:
             return pieces[0] if len(pieces) == 1 else pa.concat_arrays(pieces)
-        arrays = [self._view(name, piece) for piece in pieces]
+        arrays = [self.view(name, piece) for piece in pieces]
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
-    def _view(self, name: str, array: pa.Array) -> Array:
+    def view(self, name: str, array: pa.Array) -> Array:
+        """Return the numbers of a column. Raise OptionError if it has nulls."""
         try:
             values = view(array)
         except _Nulls:
@@ -77,12 +91,30 @@ class ArrayColumns:
         values.flags.writeable = False  # libarrow marks some buffers as mutable even if others share them
         return values
 
+    def check_nulls(self, name: str, arrays: Sequence[pa.Array]) -> None:
+        """Raise OptionError if one of the arrays of a column has nulls."""
+        for array in arrays:
+            if array.null_count:
+                self.view(name, array)
+
 
 def take(columns: Mapping[str, Column], rows: Array) -> dict[str, Column]:
     """Return copies of the rows at these positions."""
     return {
         name: column.take(pa.array(rows)) if isinstance(column, pa.Array) else column[rows]
         for name, column in columns.items()
+    }
+
+
+def join(parts: Sequence[Mapping[str, Column]]) -> Mapping[str, Column]:
+    """Join batches of the same columns into one, which needs no copy if there is only one."""
+    if len(parts) == 1:
+        return parts[0]
+    return {
+        name: pa.concat_arrays([part[name] for part in parts])
+        if isinstance(column, pa.Array)
+        else np.concatenate([part[name] for part in parts])
+        for name, column in parts[0].items()
     }
 
 

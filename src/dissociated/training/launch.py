@@ -41,6 +41,11 @@ def find_place() -> Place:
     return Place(int(rank), int(world_size))
 
 
+def is_alone(world_size: int) -> bool:
+    """Return whether all of `world_size` processes are known to be on this host."""
+    return world_size == 1 or os.environ.get(_LOCAL_WORLD_SIZE) == str(world_size)
+
+
 def processes_of_accelerate() -> int:
     """Return the number of processes among which Accelerate divides batches; 1 if Accelerate is not in use."""
     state = sys.modules.get("accelerate.state")
