@@ -19,6 +19,7 @@ from dissociated.training.batches import Examples, Position, Sampling
 from dissociated.training.columns import Access
 from dissociated.training.launch import check_accelerate, find_place, processes_of_accelerate
 from dissociated.training.plan import Progress, Shard, turns
+from dissociated.training.workers import end_with_parent
 
 #: Options of a DataLoader that would change the order of the batches.
 _NOT_OURS = ("batch_sampler", "in_order", "sampler")
@@ -67,7 +68,7 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
 
     @property
     def part(self) -> tuple[int, int]:
-        """The number of the part that is read, and the number of parts: as given, or as the launcher has it now.
+        """The number of the part that is read, and the number of parts. By default, the launcher's ranks are the parts.
 
         Launchers such as Lightning tell each process its rank only after the dataset was made.
         """
@@ -111,6 +112,8 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
         if not self._for_loader:
             check_accelerate(self.part[1], processes_of_accelerate() if self._sender is None else self._sender[1])
         worker = get_worker_info()
+        if worker is not None:
+            end_with_parent()
         number, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
         # A new worker has `_begin` in its copy of this object. A persistent worker reads the shared tensor, which is
         # set before the DataLoader tells its workers to begin the next epoch.
