@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -214,6 +215,39 @@ def test_arrays_lie_in_the_servers_memory_unless_they_may_be_written_to(client: 
             batch["n"] += 1
 
 
+class Exported(ctypes.Structure):
+    """The beginning of a `DLManagedTensorVersioned`, as DLPack 1.0 defines it."""
+
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("data", ctypes.c_void_p),
+    ]
+
+
+def test_a_consumer_of_dlpack_that_writes_all_the_same_harms_nobody(client: dis.Client) -> None:
+    """Such a consumer ignores that the array is read-only, as PyTorch does."""
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    handle = client.dataset("data", transport="shm")
+    array = next(iter(Batches(handle, columns=["n"], batch_size=300)))["n"][10:]
+    for value in (7, 8):
+        capsule = array.__dlpack__(max_version=(1, 0))
+        exported = Exported.from_address(pointer(capsule, b"dltensor_versioned"))
+        assert exported.flags & 1, "read-only"
+        assert ctypes.c_int64.from_address(exported.data).value == 10
+        ctypes.c_int64.from_address(exported.data).value = value
+    assert array.tolist() == [*range(10, 300)]
+    with pytest.raises(ValueError, match="read-only"):
+        np.from_dlpack(array)[0] = 1
+    with pytest.raises(BufferError):
+        array.__dlpack__()  # without a version, DLPack cannot say that it is read-only
+    assert client.read("data").read_all()["n"].to_pylist() == [*range(ROWS)]
+
+
 TYPES: dict[str, tuple[pa.Array, list[Any]]] = {
     "bool": (pa.array([True, False, True]), [True, False, True]),
     "half": (pa.array(np.array([1, 2, 3], np.float16)), [1, 2, 3]),
@@ -245,7 +279,7 @@ def test_what_is_made_of_each_type(server: dis.Server, client: dis.Client) -> No
 
 def test_what_is_no_number_is_refused_or_comes_as_it_is(server: dis.Server, client: dis.Client) -> None:
     handle = client["data"]
-    with pytest.raises(WrongKind, match=r"'s' is string.*as_arrow"):
+    with pytest.raises(WrongKind, match=r"'s' is string.*codes=.*as_arrow"):
         Batches(handle)
     for shuffle in (False, True):
         seen = [batch["s"] for batch in Batches(handle, batch_size=400, shuffle=shuffle, as_arrow=["s"])]
@@ -277,6 +311,128 @@ def test_what_is_no_number_is_refused_or_comes_as_it_is(server: dis.Server, clie
     for unknown in unknowns:
         with pytest.raises(ColumnNotFound, match="no"):
             Batches(handle, **unknown)
+
+
+def published(server: dis.Server, name: str, table: pa.Table) -> None:
+    server.publish(name, pa.Table.from_batches(table.to_batches(max_chunksize=70)))
+
+
+WAYS: list[tuple[str, bool | str]] = [
+    ("shm", False),
+    ("shm", "window"),
+    ("shm", "global"),
+    ("tcp", False),
+    ("tcp", True),
+]
+
+
+@pytest.mark.parametrize(("transport", "shuffle"), WAYS)
+def test_features_are_one_matrix(server: dis.Server, client: dis.Client, transport: str, shuffle: bool | str) -> None:
+    numbers = np.arange(300)
+    columns = {f"f{at}": (numbers + 1000 * at).astype(np.float32) for at in range(5)}
+    flags = pa.array(numbers % 2 == 0)
+    nulls = pa.array([None if n % 7 == 0 else n for n in range(300)], pa.int16())
+    published(server, "features", pa.table({**columns, "n": numbers, "flag": flags, "nulls": nulls}))
+    matrices = {"same": [*columns], "mixed": ["f0", "nulls", "flag", "n", "f1"], "one": ["f4"]}
+    options: dict[str, Any] = {"shuffle": shuffle, "batch_size": 64, "fill": {"nulls": -1}, "seed": 3}
+    handle = client.dataset("features", transport=transport)
+    seen = []
+    for batch in Batches(handle, columns=[], features=matrices, mask=["nulls"], **options):
+        assert {*batch} == {"same", "mixed", "one", "nulls_mask"}
+        assert batch["same"].dtype == batch["one"].dtype == np.float32
+        assert batch["mixed"].dtype == np.float64
+        rows_ = batch["mixed"][:, 3].astype(int)
+        assert np.array_equal(batch["same"], rows_[:, None] + 1000 * np.arange(5))
+        assert np.array_equal(batch["one"], rows_[:, None] + 4000)
+        expected = [[n, -1 if n % 7 == 0 else n, n % 2 == 0, n, n + 1000] for n in rows_.tolist()]
+        assert np.array_equal(batch["mixed"], expected)
+        assert np.array_equal(batch["nulls_mask"], rows_ % 7 != 0)
+        seen += rows_.tolist()
+    assert sorted(seen) == [*range(300)]
+    batches = Batches(handle, columns=["n"], features=[*columns], batch_size=300, shuffle=shuffle)
+    (batch,) = batches
+    assert np.array_equal(batch["features"], batch["n"][:, None] + 1000 * np.arange(5))
+    with pytest.raises(OptionError, match=r"'nulls' has nulls.*fill="):
+        [*Batches(handle, columns=[], features=["f0", "nulls"], shuffle=shuffle)]
+
+
+@pytest.mark.parametrize(("transport", "shuffle"), WAYS)
+def test_nulls_are_replaced(server: dis.Server, client: dis.Client, transport: str, shuffle: bool | str) -> None:
+    values: dict[str, list[Any]] = {
+        "i": [None if n % 3 == 0 else n for n in range(200)],
+        "f": [None if n % 5 == 0 else n / 2 for n in range(200)],
+        "b": [None if n % 4 == 0 else n % 8 < 4 for n in range(200)],
+        "d": [None if n % 6 == 0 else date(1970, 1, 1 + n % 28) for n in range(200)],
+    }
+    published(server, "holes", pa.table({**values, "n": range(200)}).slice(3))
+    handle = client.dataset("holes", transport=transport)
+    fill = {"f": -2.5, "b": True, "d": date(1970, 1, 31)}
+    found: list[tuple[Any, ...]] = []
+    for batch in Batches(handle, batch_size=32, fill=fill, mask=["i", "b"], shuffle=shuffle):
+        found += zip(*(batch[name].tolist() for name in ("n", "i", "i_mask", "f", "b", "b_mask", "d")), strict=True)
+    expected = [
+        (
+            n,
+            n if n % 3 else 0,
+            n % 3 != 0,
+            n / 2 if n % 5 else -2.5,
+            n % 8 < 4 if n % 4 else True,
+            n % 4 != 0,
+            n % 28 if n % 6 else 30,
+        )
+        for n in range(3, 200)
+    ]
+    assert (sorted(found) if shuffle else found) == expected
+    with pytest.raises(OptionError, match="fill= has 'x', which is no int64 as column 'i'"):
+        [*Batches(handle, columns=["i"], fill={"i": "x"}, shuffle=shuffle)]
+
+
+@pytest.mark.parametrize(("transport", "shuffle"), WAYS)
+def test_codes_and_lists(server: dis.Server, client: dis.Client, transport: str, shuffle: bool | str) -> None:
+    words = [None if n % 11 == 0 else f"w{n % 5}" for n in range(200)]
+    lists = [[*range(n % 4)] for n in range(200)]
+    arrays = {"n": range(200), "word": words, "encoded": pa.array(words).dictionary_encode(), "list": lists}
+    table = pa.table({**arrays, "floats": pa.array(lists, pa.large_list(pa.float32()))})
+    pieces = [table.slice(100), table.slice(0, 100)]  # whose dictionaries have other orders
+    recoded = [piece.set_column(2, "encoded", piece["word"].combine_chunks().dictionary_encode()) for piece in pieces]
+    server.publish("words", pa.concat_tables(recoded))
+    batches = Batches(
+        client.dataset("words", transport=transport), codes=["word", "encoded"], batch_size=48, shuffle=shuffle
+    )
+    seen = []
+    for batch in batches:
+        for name in ("word", "encoded"):
+            assert batch[name].dtype == np.int32
+            values = [None if code < 0 else batches.dictionaries[name][code].as_py() for code in batch[name].tolist()]
+            assert values == [words[row] for row in batch["n"].tolist()]
+        for name in ("list", "floats"):
+            values_, offsets = batch[name]
+            parts = [values_[start:stop].tolist() for start, stop in pairwise(offsets.tolist())]
+            assert parts == [lists[row] for row in batch["n"].tolist()]
+        seen += batch["n"].tolist()
+    assert sorted(seen) == [*range(200)]
+    assert sorted(batches.dictionaries["word"].to_pylist()) == ["w0", "w1", "w2", "w3", "w4"]
+
+
+def test_options_of_columns_that_contradict_are_refused(server: dis.Server, client: dis.Client) -> None:
+    published(server, "mixed", pa.table({"n": [1, 2], "s": ["a", "b"], "l": [[1], None], "m": [[["x"]], []]}))
+    wrongs: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"columns": "n"}, OptionError, "columns is a list of names"),
+        ({"features": "n"}, OptionError, "features is a list of names"),
+        ({"codes": "s"}, OptionError, "codes is a list of names"),
+        ({"columns": ["n"], "features": ["no"]}, ColumnNotFound, "no"),
+        ({"columns": ["n"], "fill": {"no": 1}}, ColumnNotFound, "there is no column 'no' for fill"),
+        ({"columns": ["n"], "codes": ["no"]}, ColumnNotFound, "no"),
+        ({"columns": [], "features": ["n", "s"]}, WrongKind, "'s' is string"),
+        ({"columns": ["m"]}, WrongKind, r"'m' is list.*codes="),
+        ({"columns": [], "codes": ["s"], "fill": {"s": 1}}, OptionError, "its nulls are not replaced"),
+        ({"columns": ["n", "s"], "features": {"s": ["n"]}, "codes": ["s"]}, OptionError, "both called 's'"),
+    ]
+    for options, kind, message in wrongs:
+        with pytest.raises(kind, match=message):
+            Batches(client["mixed"], **options)
+    with pytest.raises(OptionError, match="'l' has lists that are null"):
+        [*Batches(client["mixed"], columns=["l"])]
 
 
 def changing() -> Callable[[], pa.Table]:

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any, Self
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data import IterableDataset as TorchIterableDataset
@@ -16,7 +17,7 @@ from torch.utils.data import IterableDataset as TorchIterableDataset
 from dissociated.client.dataset import DatasetHandle
 from dissociated.errors import OptionError
 from dissociated.training.batches import Examples, Position, Sampling
-from dissociated.training.columns import Access
+from dissociated.training.columns import Access, Lists
 from dissociated.training.launch import check_accelerate, find_place, processes_of_accelerate
 from dissociated.training.plan import Progress, Shard, turns
 from dissociated.training.workers import end_with_parent
@@ -144,10 +145,7 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
         first = position.step
         for step, batch in enumerate(self._examples.read(shard, first), first + 1):
             position.step = step
-            yield {
-                name: torch.from_numpy(column) if isinstance(column, np.ndarray) else column
-                for name, column in batch.items()
-            }
+            yield {name: _tensor(column) for name, column in batch.items()}
 
     def position(self, workers: int) -> Position:
         """Return the beginning of epoch 0, for `workers` workers on each rank."""
@@ -157,6 +155,11 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
         """Return the shard that one worker of this rank reads of the rest of an epoch."""
         rank, world_size = self.part
         return self._examples.plan.shard(rank * workers + worker, world_size * workers, position.epoch, position.before)
+
+    @property
+    def dictionaries(self) -> dict[str, pa.Array]:
+        """The distinct values of the columns in `codes`, of which the batches have the positions."""
+        return self._examples.dictionaries
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the next batch in this process, which can be written as JSON."""
@@ -203,6 +206,11 @@ class Loader:
             yield batch
         position.set_epoch(epoch + 1)
 
+    @property
+    def dictionaries(self) -> dict[str, pa.Array]:
+        """The distinct values of the columns in `codes`, of which the batches have the positions."""
+        return self.dataset.dictionaries
+
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that the next `for` loop reads."""
         self._position.set_epoch(epoch)
@@ -224,6 +232,12 @@ class Loader:
             OptionError: if the state refers to other rows: to another version or other options.
         """
         self._position.load_state_dict(state)
+
+
+def _tensor(column: Any) -> Any:
+    if isinstance(column, Lists):
+        return Lists(*map(torch.from_numpy, column))
+    return torch.from_numpy(column) if isinstance(column, np.ndarray) else column
 
 
 def _as_it_is(batch: Any) -> Any:

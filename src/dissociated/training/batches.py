@@ -27,8 +27,8 @@ _WINDOW_BYTES = 1 << 28  # about the most memory that a window takes by default
 class Sampling:
     """Options that define the batches of a dataset. Raises OptionError for invalid values.
 
-    - `columns`: the columns to read. Default: all. A column must hold numbers without nulls, or fixed-size lists or
-      fixed-shape tensors of such numbers; see `as_arrow` for other types.
+    - `columns`: the columns to read, besides those of `features` and `codes`. Default: all. A column must hold numbers
+      without nulls, or lists or fixed-shape tensors of such numbers; see `codes`, `fill` and `as_arrow` for others.
     - `batch_size`: the number of rows of a batch.
     - `shuffle`: shuffle each epoch in an order of its own. `"global"` shuffles all rows, which needs data that is
       mapped into this process. `"window"` shuffles the record batches, and then the rows within a window. `True` is
@@ -43,6 +43,13 @@ class Sampling:
     - `seed`: determines the order of every epoch.
     - `drop_last`: leave out batches that are not full.
     - `as_arrow`: columns to return as pyarrow Arrays: strings, nested types, columns with nulls.
+    - `features`: columns of numbers to pack into one matrix, `batch["features"]`, with a column for each. A mapping has
+      the columns of several matrices by name. The type of a matrix holds the values of all of its columns.
+    - `codes`: columns of strings or other values to return as numbers, from 0 on, of their distinct values, which
+      `dictionaries` has; -1 is null. The distinct values are found before the first batch.
+    - `fill`: the numbers that replace the nulls of columns, by column.
+    - `mask`: columns whose nulls are 0, or as `fill` says. `batch["x_mask"]` says which values of `x` are not
+      null.
     - `rank`, `world_size`: the number of the part to read, and the number of parts. Together, the parts contain every
       row exactly once. All parts have the same number of batches, unless `batch_size` is 1 or there are fewer rows than
       parts. Default: everything; for PyTorch, the part of this process in `torch.distributed` if that is initialised,
@@ -61,6 +68,10 @@ class Sampling:
     buffer_size: int | None = None
     drop_last: bool = False
     as_arrow: Sequence[str] = ()
+    features: Sequence[str] | Mapping[str, Sequence[str]] = ()
+    codes: Sequence[str] = ()
+    fill: Mapping[str, Any] = field(default_factory=dict)
+    mask: Sequence[str] = ()
     rank: int | None = None
     world_size: int | None = None
     writable: bool = False
@@ -78,6 +89,8 @@ class Sampling:
             raise OptionError(f"weights has the values of one column, not of {len(self.weights)}")
         if self.weights is not None and (self.buffer_size is not None or self.shuffle == "window"):
             raise OptionError("weights= needs a global shuffle: leave out buffer_size= and shuffle='window'")
+        if isinstance(self.features, str):
+            raise OptionError(f"features is a list of names: [{self.features!r}]")
         if not _is_count(self.seed):
             raise OptionError(f"seed is a number, 0 or more, not {self.seed!r}")
         if self.buffer_size is not None and not _is_count(self.buffer_size):
@@ -92,6 +105,21 @@ class Sampling:
     def part(self) -> tuple[int, int]:
         """The number of the part that is read, and the number of parts."""
         return (0, 1) if self.rank is None or self.world_size is None else (self.rank, self.world_size)
+
+    @property
+    def read_columns(self) -> Sequence[str] | None:
+        """The names of all columns to read; None for all of the dataset."""
+        if self.columns is None:
+            return None
+        packed = [name for columns in self.matrices.values() for name in columns]
+        return [*dict.fromkeys([*self.columns, *packed, *_names("codes", self.codes)])]
+
+    @property
+    def matrices(self) -> dict[str, Sequence[str]]:
+        """The columns of each matrix, by the name of the matrix."""
+        if isinstance(self.features, Mapping):
+            return {**self.features}
+        return {"features": self.features} if self.features else {}
 
     def order(self, mapped: bool) -> Order:
         """Return the kind of order for data that is `mapped` into this process, or not.
@@ -128,8 +156,17 @@ class Examples:
         self.dataset = dataset
         self._sampling = sampling
         self._access = access
-        self._blocks = Blocks(dataset, sampling.columns, sampling.batch_size, access is Access.PRIVATE, sampling.filter)
-        self._columns = ArrayColumns(self._blocks.schema, sampling.as_arrow)
+        self._blocks = Blocks(
+            dataset, sampling.read_columns, sampling.batch_size, access is not Access.COPIED, sampling.filter
+        )
+        self._columns = ArrayColumns(
+            self._blocks.schema,
+            sampling.as_arrow,
+            sampling.matrices,
+            {name: self._blocks.distinct(name) for name in _names("codes", sampling.codes)},
+            sampling.fill,
+            sampling.mask,
+        )
         self._is_mapped = self._blocks.mapped(()) is not None
         self._gatherer: Gatherer | None = None
         self._plan: Plan | None = None
@@ -194,10 +231,13 @@ class Examples:
         """Yield the batches of a shard, from number `first` on. A batch maps column names to arrays."""
         lender = Lender(self._access, self._blocks.find_region)
         for batch in self._gather(shard, first) if shard.plan.order is Order.GLOBAL else self._read(shard, first):
-            yield {
-                name: lender.lend(column) if isinstance(column, np.ndarray) else column
-                for name, column in batch.items()
-            }
+            finished = ((name, self._columns.finish(name, column)) for name, column in batch.items())
+            yield {name: lender.lend_column(column) for name, column in finished}
+
+    @property
+    def dictionaries(self) -> dict[str, pa.Array]:
+        """The distinct values of the columns in `codes`."""
+        return self._columns.codes
 
     def _gather(self, shard: Shard, first: int) -> Iterator[dict[str, Column]]:
         """Yield batches of single rows, which are copied from mapped memory."""
@@ -220,7 +260,7 @@ class Examples:
         loaded: tuple[int, list[pa.RecordBatch]] | None = None  # number and batches of the block that was read last
         opened: tuple[int, dict[str, Column], Any] | None = None  # number, columns and row order of the current window
 
-        def load(spans: Sequence[Span]) -> dict[str, Column]:
+        def load(spans: Sequence[Span], by_row: bool) -> dict[str, Column]:
             nonlocal loaded
             pieces: list[pa.RecordBatch] = []
             for span in spans:
@@ -228,12 +268,12 @@ class Examples:
                     if loaded is None or loaded[0] != block:
                         loaded = block, self._blocks.read(block)
                     pieces += slice_pieces(loaded[1], begin, end)
-            return self._columns.join(pieces)
+            return self._columns.join(pieces, by_row)
 
         for step in range(first, len(shard)):
             spans = shard.batch(step)
             if not window:
-                yield load(spans)
+                yield load(spans, False)
                 continue
             taken = []
             for span in spans:
@@ -241,7 +281,7 @@ class Examples:
                     if opened is None or opened[0] != number:
                         opened = None  # frees the memory of the last window before the next is loaded
                         whole, order = shard.order.window(number)
-                        opened = number, load([whole]), order
+                        opened = number, load([whole], True), order
                     _, columns, order = opened
                     start = number * window
                     taken.append(take(columns, order[max(0, span.start - start) : span.stop - start]))
@@ -385,6 +425,11 @@ class Batches(Sampling):
         position = self._position
         return self._examples.plan.shard(*self.part, position.epoch, position.before)
 
+    @property
+    def dictionaries(self) -> dict[str, pa.Array]:
+        """The distinct values of the columns in `codes`, of which the batches have the positions."""
+        return self._examples.dictionaries
+
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that the next `for` loop reads. With `shuffle`, each epoch has an order of its own."""
         self._position.set_epoch(epoch)
@@ -402,6 +447,12 @@ class Batches(Sampling):
             OptionError: if the state refers to other rows: to another version or other options.
         """
         self._position.load_state_dict(state)
+
+
+def _names(option: str, names: Sequence[str]) -> Sequence[str]:
+    if isinstance(names, str):
+        raise OptionError(f"{option} is a list of names: [{names!r}]")
+    return names
 
 
 def _is_progress(progress: object) -> bool:

@@ -108,6 +108,26 @@ class Blocks:
             found += [batch.select(columns) for batch in batches]
         return found
 
+    def distinct(self, name: str) -> pa.Array:
+        """Return the distinct values of a column, without null. All of the column is read, or its dictionaries."""
+        import pyarrow.compute as pc  # on first use: it is slow to import
+
+        if name not in self.schema.names:
+            raise ColumnNotFound(f"codes has {name!r}; the columns are {', '.join(self.schema.names)}")
+        type_ = self.schema.field(name).type
+        found = pa.array([], type_.value_type if pa.types.is_dictionary(type_) else type_)
+        for part in range(len(self._lengths)):
+            for batch in self._map(part) or self._column(part, name):
+                column = batch.column(name)
+                values = column.dictionary if pa.types.is_dictionary(type_) else column.unique()
+                new = values.filter(pc.invert(pc.is_in(values, found))).drop_null()
+                found = pa.concat_arrays([found, new.unique()]) if len(new) else found
+        return found
+
+    def _column(self, part: int, name: str) -> pa.RecordBatchReader:
+        column: pa.RecordBatchReader = self.dataset.read_part(part, lambda defaults: replace(defaults, columns=[name]))
+        return column
+
     def passing(self) -> Positions | None:
         """Return the numbers of the rows that pass the filter, counted over all parts; None without a filter."""
         if self._filter is None:
