@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data import IterableDataset as TorchIterableDataset
 
 from dissociated.client.dataset import DatasetHandle
+from dissociated.codec.dlpack import DeviceColumn
 from dissociated.errors import OptionError
 from dissociated.training.batches import Examples, Position, Sampling
 from dissociated.training.columns import Access, Lists
@@ -115,6 +116,8 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
         worker = get_worker_info()
         if worker is not None:
             end_with_parent()
+            if self.device is not None:
+                raise OptionError("workers cannot give memory of a device to their parent: use num_workers=0")
         number, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
         # A new worker has `_begin` in its copy of this object. A persistent worker reads the shared tensor, which is
         # set before the DataLoader tells its workers to begin the next epoch.
@@ -143,7 +146,7 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
 
     def _tensors(self, position: Position, shard: Shard) -> Iterator[dict[str, Any]]:
         first = position.step
-        for step, batch in enumerate(self._examples.read(shard, first), first + 1):
+        for step, batch in enumerate(self._examples.deliver(shard, first), first + 1):
             position.step = step
             yield {name: _tensor(column) for name, column in batch.items()}
 
@@ -237,6 +240,8 @@ class Loader:
 def _tensor(column: Any) -> Any:
     if isinstance(column, Lists):
         return Lists(*map(torch.from_numpy, column))
+    if isinstance(column, DeviceColumn):
+        return torch.from_dlpack(column)
     return torch.from_numpy(column) if isinstance(column, np.ndarray) else column
 
 

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from dissociated.client.dataset import DatasetHandle
 from dissociated.errors import ColumnNotFound, OptionError
+from dissociated.memory.device.registry import open_device
 from dissociated.training.blocks import Blocks, slice_pieces
 from dissociated.training.columns import Access, ArrayColumns, Column, Lender, join, row_width, take
 from dissociated.training.gather import Gatherer
@@ -57,6 +58,9 @@ class Sampling:
     - `writable`: return copies that can be written to. Shuffled rows are always copied. Default: arrays and tensors lie
       in the server's memory if possible. NumPy arrays are then read-only; PyTorch tensors can be written to, which
       changes only the tensor.
+    - `device`: the device to copy batches to, such as `"cuda:0"`. `Batches` then gives a `DeviceColumn` for each
+      column, and PyTorch's loader a tensor on the device.
+    - `prefetch`: the number of batches that are copied to the device while an earlier one is used.
     """
 
     columns: Sequence[str] | None = None
@@ -75,6 +79,8 @@ class Sampling:
     rank: int | None = None
     world_size: int | None = None
     writable: bool = False
+    device: Any = None
+    prefetch: int = 2
 
     def __post_init__(self) -> None:
         if not _is_count(self.batch_size) or self.batch_size < 1:
@@ -91,6 +97,8 @@ class Sampling:
             raise OptionError("weights= needs a global shuffle: leave out buffer_size= and shuffle='window'")
         if isinstance(self.features, str):
             raise OptionError(f"features is a list of names: [{self.features!r}]")
+        if not _is_count(self.prefetch):
+            raise OptionError(f"prefetch is a number of batches, 0 or more, not {self.prefetch!r}")
         if not _is_count(self.seed):
             raise OptionError(f"seed is a number, 0 or more, not {self.seed!r}")
         if self.buffer_size is not None and not _is_count(self.buffer_size):
@@ -233,6 +241,16 @@ class Examples:
         for batch in self._gather(shard, first) if shard.plan.order is Order.GLOBAL else self._read(shard, first):
             finished = ((name, self._columns.finish(name, column)) for name, column in batch.items())
             yield {name: lender.lend_column(column) for name, column in finished}
+
+    def deliver(self, shard: Shard, first: int = 0) -> Iterator[dict[str, Any]]:
+        """Yield the batches of `read`, on the device of the sampling if it has one."""
+        device = self._sampling.device
+        batches = self.read(shard, first)
+        if device is None:
+            return batches
+        from dissociated.training.prefetch import prefetch  # on first use: few read onto a device
+
+        return prefetch(batches, open_device(device), self._sampling.prefetch)
 
     @property
     def dictionaries(self) -> dict[str, pa.Array]:
@@ -416,7 +434,7 @@ class Batches(Sampling):
     def __iter__(self) -> Iterator[dict[str, Column]]:
         position = self._position
         first, epoch = position.begin(), position.epoch
-        for step, batch in enumerate(self._examples.read(self._shard(), first), first + 1):
+        for step, batch in enumerate(self._examples.deliver(self._shard(), first), first + 1):
             position.step = step
             yield batch
         position.set_epoch(epoch + 1)
