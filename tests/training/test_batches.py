@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from datetime import date, datetime
@@ -153,6 +154,19 @@ def test_a_global_shuffle_is_of_mapped_data_and_of_ranks_on_one_host(
     for wrong in ({"shuffle": "all"}, {"shuffle": "global", "buffer_size": 3}):
         with pytest.raises(OptionError, match="shuffle"):
             order(**wrong)
+
+
+@pytest.mark.parametrize("shuffle", [False, "window", "global"])
+def test_batches_that_were_pickled_go_on(client: dis.Client, shuffle: bool | str) -> None:
+    batches = Batches(client["data"], columns=["n", "x"], batch_size=64, shuffle=shuffle)
+    whole = rows(batches)
+    batches.set_epoch(0)
+    for number, _ in enumerate(batches):
+        if number == 4:
+            break
+    copied = pickle.loads(pickle.dumps(batches))
+    copied.load_state_dict(batches.state_dict())
+    assert rows(copied) == whole[5 * 64 :]
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

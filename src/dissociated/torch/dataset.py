@@ -55,7 +55,7 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        #: The place of the process that has pickled this copy, and its number of processes of Accelerate.
+        #: `_launched` of the process that has pickled this copy, for workers.
         self._sender: tuple[tuple[int, int], int] | None = None
         self._for_loader = False  # whether a `Loader` reads this, which Accelerate leaves as it is
         self._examples = Examples(self.dataset, self, Access.COPIED if self.writable else Access.PRIVATE)
@@ -74,14 +74,17 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
 
         Launchers such as Lightning tell each process its rank only after the dataset was made.
         """
-        if self.rank is not None:
-            return super().part
-        return find_place() if self._sender is None else self._sender[0]
+        return super().part if self.rank is not None else self._launched()[0]
+
+    def _launched(self) -> tuple[tuple[int, int], int]:
+        """Return the place of the process that trains, and the number of its processes of Accelerate."""
+        if self._sender is not None and get_worker_info() is not None:
+            return self._sender
+        return find_place(), processes_of_accelerate()
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker that is no fork does not know the ranks that torch.distributed has assigned, nor Accelerate.
-        sender = self._sender or (self.part, processes_of_accelerate())
-        return {**self.__dict__, "_sender": sender, "_position": None}
+        return {**self.__dict__, "_sender": self._launched(), "_position": None}
 
     def for_loader(self) -> Self:
         """Mark this dataset as read by a `Loader`, and return it."""
@@ -112,7 +115,7 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         if not self._for_loader:
-            check_accelerate(self.part[1], processes_of_accelerate() if self._sender is None else self._sender[1])
+            check_accelerate(self.part[1], self._launched()[1])
         worker = get_worker_info()
         if worker is not None:
             end_with_parent()

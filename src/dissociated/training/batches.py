@@ -425,7 +425,7 @@ class Batches(Sampling):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._examples = Examples(self.dataset, self, Access.COPIED if self.writable else Access.READ_ONLY)
-        self._position = Position(self._examples, lambda: (self.part[1], 1))
+        self._position = Position(self._examples, self._layout)
 
     def __len__(self) -> int:
         """Return the number of batches of the current epoch, with those that were read before it was resumed."""
@@ -438,6 +438,9 @@ class Batches(Sampling):
             position.step = step
             yield batch
         position.set_epoch(epoch + 1)
+
+    def _layout(self) -> tuple[int, int]:
+        return self.part[1], 1
 
     def _shard(self) -> Shard:
         position = self._position

@@ -84,7 +84,7 @@ class ArrayColumns:
             if not _is_numeric(type_):
                 raise WrongKind(
                     f"column {name!r} is {type_}, which is not an array of numbers: leave it out with columns=, name "
-                    "it in codes= to get the numbers of its distinct values, or name it in as_arrow= to get a pyarrow.Array"
+                    "it in codes= to get the numbers of its distinct values, or in as_arrow= to get a pyarrow.Array"
                 )
         for name in packed:
             if name in self._as_arrow or name in codes or not _is_scalar(self._types[name]):
