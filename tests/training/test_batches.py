@@ -148,7 +148,12 @@ def test_a_global_shuffle_is_of_mapped_data_and_of_ranks_on_one_host(
     assert order(shuffle=True, rank=0, world_size=2) == "window"
     assert order(shuffle="global", rank=0, world_size=2) == "global"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert order(shuffle=True, rank=0, world_size=2) == "global"
+    for processes, kind in ((4, "window"), (1, "window"), (2, "global")):
+        monkeypatch.setenv("WORLD_SIZE", str(processes))
+        assert order(shuffle=True, rank=0, world_size=2) == kind
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("WORLD_SIZE", "1")  # of a job that has no part in these ranks
+    assert order(shuffle=True, rank=0, world_size=2) == "window"
     with pytest.raises(OptionError, match="cannot be mapped into this process"):
         Batches(client.dataset("data", transport="tcp"), columns=["n"], shuffle="global")
     for wrong in ({"shuffle": "all"}, {"shuffle": "global", "buffer_size": 3}):

@@ -42,8 +42,9 @@ def find_place() -> Place:
 
 
 def is_alone(world_size: int) -> bool:
-    """Return whether all of `world_size` processes are known to be on this host."""
-    return world_size == 1 or os.environ.get(_LOCAL_WORLD_SIZE) == str(world_size)
+    """Return whether `world_size` processes are known to be on this host, because the whole job is."""
+    everywhere, here = os.environ.get(_WORLD_SIZE, ""), os.environ.get(_LOCAL_WORLD_SIZE)
+    return world_size == 1 or (here == everywhere and everywhere.isdecimal() and int(everywhere) >= world_size)
 
 
 def processes_of_accelerate() -> int:
