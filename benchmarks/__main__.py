@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks import device, fabric, handles, ipc, live, live_peers, many, scaling, spark, transfer, ucx
+from benchmarks import device, fabric, handles, ipc, live, live_peers, many, scaling, spark, training, transfer, ucx
 from dissociated.errors import DeviceNotFound
 
 PARTS = {
@@ -19,6 +19,7 @@ PARTS = {
     "scaling": "opening, by how many batches, columns, bytes, datasets, consumers and versions there are.",
     "many": "commits, by how many datasets a node has already.",
     "spark": "publishing from Spark and reading into it, beside mapInArrow, toArrow, toPandas, Parquet and Flight.",
+    "training": "an epoch of shuffled batches, beside Parquet, arrays in memory and PyTorch's DataLoader.",
     "ucx": "ucx with both error modes, tcp, Flight and ucx_perftest.",
 }
 
@@ -63,7 +64,7 @@ def main() -> None:
     elif arguments.part == "spark":
         spark.run(arguments.scale, arguments.rounds)
     else:
-        {"transfer": transfer, "ipc": ipc, "fabric": fabric, "ucx": ucx}[arguments.part].run(
+        {"transfer": transfer, "ipc": ipc, "fabric": fabric, "training": training, "ucx": ucx}[arguments.part].run(
             arguments.gigabytes, arguments.rounds
         )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from datetime import date, datetime
@@ -12,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 import dissociated as dis
@@ -80,11 +83,140 @@ def test_a_run_goes_on_where_another_was_interrupted(client: dis.Client) -> None
     third.load_state_dict(state)
     third.set_epoch(2)
     assert len(rows(third)) == ROWS
-    for other in (made(seed=1), made(rank=0, world_size=2)):
-        with pytest.raises(OptionError, match="would not be the same rows"):
+    for name, other in (("seed", made(seed=1)), ("filter", made(filter=[("n", ">", 1)]))):
+        with pytest.raises(OptionError, match=f"the state has {name} .*would not be the same rows"):
             other.load_state_dict(state)
     with pytest.raises(OptionError, match="is missing"):
         second.load_state_dict({"epoch": 1})
+    for wrong in ({"epoch": -1}, {"progress": [[1, 1]]}, {"progress": [[1, 0, 3]]}, {"progress": 3}):
+        with pytest.raises(OptionError, match="invalid position"):
+            second.load_state_dict({**state, **wrong})
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_an_epoch_is_finished_by_another_number_of_ranks(client: dis.Client, transport: str) -> None:
+    def ranks(count: int) -> list[Batches]:
+        handle = client.dataset("data", transport=transport)
+        options: dict[str, Any] = {"columns": ["n", "x"], "batch_size": 48, "shuffle": shuffle}
+        return [Batches(handle, rank=rank, world_size=count, **options) for rank in range(count)]
+
+    for shuffle in (False, "window", "global") if transport == "shm" else (False, "window"):
+        state, seen = None, []
+        for count in (2, 3, 1):
+            for rank in ranks(count):
+                if state is not None:
+                    rank.load_state_dict(json.loads(json.dumps(state)))
+                for number, batch in enumerate(rank, 1):
+                    seen += batch["n"].tolist()
+                    if number == 3 and count > 1:
+                        break
+            state = rank.state_dict()
+        assert sorted(seen) == [*range(ROWS)], shuffle
+        assert state is not None
+        assert state["epoch"] == 1
+
+
+def test_sorted_rows_that_are_mapped_are_shuffled_as_a_whole(server: dis.Server, client: dis.Client) -> None:
+    rows_, piece = 1 << 16, 1 << 10
+    table = pa.table({"n": range(rows_)})
+    server.publish("sorted", pa.Table.from_batches(table.to_batches(max_chunksize=piece)))
+    options: dict[str, Any] = {"batch_size": 256, "shuffle": True, "seed": 3}
+    drawn = {}
+    cases: list[tuple[str, dict[str, Any]]] = [("shm", {}), ("tcp", {}), ("tcp", {"buffer_size": piece})]
+    for transport, more in cases:
+        batches = Batches(client.dataset("sorted", transport=transport), **options, **more)
+        arrays = [batch["n"] for batch in batches]
+        assert sorted(np.concatenate(arrays).tolist()) == [*range(rows_)]
+        drawn[transport, *more] = np.mean([len(np.unique(array // piece)) for array in arrays])
+        if transport == "shm":
+            assert abs(np.corrcoef(np.arange(rows_), np.concatenate(arrays))[0, 1]) < 0.02
+    assert drawn["shm",] > 60  # of 64 record batches, of which a batch of 256 random rows has 62.9 on average
+    assert drawn["tcp",] > 60  # the window holds the whole dataset
+    assert drawn["tcp", "buffer_size"] < 3
+
+
+def test_a_global_shuffle_is_of_mapped_data_and_of_ranks_on_one_host(
+    server: dis.Server, client: dis.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def order(**options: Any) -> Any:
+        return Batches(client["data"], columns=["n"], **options).state_dict()["shuffle"]
+
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert order(shuffle=True) == "global"
+    assert order(shuffle=True, buffer_size=9) == order(shuffle="window") == "window"
+    # A rank on another host could not map the data, and all ranks need the same order.
+    assert order(shuffle=True, rank=0, world_size=2) == "window"
+    assert order(shuffle="global", rank=0, world_size=2) == "global"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for processes, kind in ((4, "window"), (1, "window"), (2, "global")):
+        monkeypatch.setenv("WORLD_SIZE", str(processes))
+        assert order(shuffle=True, rank=0, world_size=2) == kind
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("WORLD_SIZE", "1")  # of a job that has no part in these ranks
+    assert order(shuffle=True, rank=0, world_size=2) == "window"
+    with pytest.raises(OptionError, match="cannot be mapped into this process"):
+        Batches(client.dataset("data", transport="tcp"), columns=["n"], shuffle="global")
+    for wrong in ({"shuffle": "all"}, {"shuffle": "global", "buffer_size": 3}):
+        with pytest.raises(OptionError, match="shuffle"):
+            order(**wrong)
+
+
+@pytest.mark.parametrize("shuffle", [False, "window", "global"])
+def test_batches_that_were_pickled_go_on(client: dis.Client, shuffle: bool | str) -> None:
+    batches = Batches(client["data"], columns=["n", "x"], batch_size=64, shuffle=shuffle)
+    whole = rows(batches)
+    batches.set_epoch(0)
+    for number, _ in enumerate(batches):
+        if number == 4:
+            break
+    copied = pickle.loads(pickle.dumps(batches))
+    copied.load_state_dict(batches.state_dict())
+    assert rows(copied) == whole[5 * 64 :]
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_only_rows_that_pass_the_filter_come(client: dis.Client, transport: str) -> None:
+    handle = client.dataset("data", transport=transport)
+    passing = [row for row in range(ROWS) if row % 3 == 0 and row > 330]
+    modulo = pc.subtract(pc.field("n"), pc.multiply(pc.divide(pc.field("n"), 3), 3))
+    for shuffle in (False, True, "window"):
+        for condition in ((modulo == 0) & (pc.field("n") > 330), (modulo == 0) & (pc.field("s").cast("int64") > 330)):
+            options: dict[str, Any] = {"columns": ["x"], "batch_size": 20, "filter": condition, "shuffle": shuffle}
+            ranks = [Batches(handle, rank=rank, world_size=2, **options) for rank in range(2)]
+            assert [*map(len, ranks)] == [6, 6]
+            found = [int(2 * x) for rank in ranks for batch in rank for x in batch["x"].tolist()]
+            assert (sorted(found) if shuffle else found) == passing
+    assert [*Batches(handle, columns=["x"], filter=[("n", ">", ROWS)], shuffle=True)] == []
+    with pytest.raises(ColumnNotFound, match="no"):
+        Batches(handle, columns=["x"], filter=[("no", ">", 1)])
+
+
+def test_rows_come_in_proportion_to_their_weights(server: dis.Server, client: dis.Client) -> None:
+    labels = ["rare" if row % 100 == 0 else "common" for row in range(ROWS)]
+    table = pa.table({"n": range(ROWS), "label": labels, "weight": [float(row % 2) for row in range(ROWS)]})
+    encoded = table.set_column(1, "label", table["label"].dictionary_encode())
+    for name, each in (("weighted", table), ("weighted codes", encoded)):
+        server.publish(name, pa.Table.from_batches(each.to_batches(max_chunksize=70)))
+        handle = client[name]
+        weights = {"label": {"rare": 99, "common": 1}}
+        batches = Batches(handle, columns=["n"], weights=weights)
+        drawn = np.concatenate([batch["n"] for batch in batches])
+        assert len(drawn) == ROWS
+        assert np.sum(drawn % 100 == 0) == 500
+        assert len({*drawn.tolist()} & {*range(0, ROWS, 100)}) == 10
+        odd = np.concatenate([batch["n"] for batch in Batches(handle, columns=["n"], weights="weight")])
+        assert np.unique(odd, return_counts=True)[1].tolist() == [2] * 500
+        assert (odd % 2 == 1).all()
+        some = Batches(handle, columns=["n"], weights=weights, filter=[("n", "<", 10)])
+        assert sum(row == 0 for batch in some for row in batch["n"].tolist()) == 9
+        with pytest.raises(OptionError, match="no weight for the value 'common' of column 'label'"):
+            Batches(handle, columns=["n"], weights={"label": {"rare": 1}})
+        with pytest.raises(OptionError, match="must be 0 or more"):
+            Batches(handle, columns=["n"], weights={"label": {"rare": -1, "common": 1}})
+        with pytest.raises(ColumnNotFound, match="no"):
+            Batches(handle, columns=["n"], weights="no")
+    with pytest.raises(OptionError, match="cannot be mapped"):
+        Batches(client.dataset("weighted", transport="tcp"), columns=["n"], weights="weight")
 
 
 def test_arrays_lie_in_the_servers_memory_unless_they_may_be_written_to(client: dis.Client) -> None:
@@ -100,6 +232,39 @@ def test_arrays_lie_in_the_servers_memory_unless_they_may_be_written_to(client: 
         for batch in Batches(handle, columns=["n", "x"], batch_size=300, writable=True):
             assert np.array_equal(batch["x"], batch["n"] / 2)
             batch["n"] += 1
+
+
+class Exported(ctypes.Structure):
+    """The beginning of a `DLManagedTensorVersioned`, as DLPack 1.0 defines it."""
+
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("data", ctypes.c_void_p),
+    ]
+
+
+def test_a_consumer_of_dlpack_that_writes_all_the_same_harms_nobody(client: dis.Client) -> None:
+    """Such a consumer ignores that the array is read-only, as PyTorch does."""
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    handle = client.dataset("data", transport="shm")
+    array = next(iter(Batches(handle, columns=["n"], batch_size=300)))["n"][10:]
+    for value in (7, 8):
+        capsule = array.__dlpack__(max_version=(1, 0))
+        exported = Exported.from_address(pointer(capsule, b"dltensor_versioned"))
+        assert exported.flags & 1, "read-only"
+        assert ctypes.c_int64.from_address(exported.data).value == 10
+        ctypes.c_int64.from_address(exported.data).value = value
+    assert array.tolist() == [*range(10, 300)]
+    with pytest.raises(ValueError, match="read-only"):
+        np.from_dlpack(array)[0] = 1
+    with pytest.raises(BufferError):
+        array.__dlpack__()  # without a version, DLPack cannot say that it is read-only
+    assert client.read("data").read_all()["n"].to_pylist() == [*range(ROWS)]
 
 
 TYPES: dict[str, tuple[pa.Array, list[Any]]] = {
@@ -133,7 +298,7 @@ def test_what_is_made_of_each_type(server: dis.Server, client: dis.Client) -> No
 
 def test_what_is_no_number_is_refused_or_comes_as_it_is(server: dis.Server, client: dis.Client) -> None:
     handle = client["data"]
-    with pytest.raises(WrongKind, match=r"'s' is string.*as_arrow"):
+    with pytest.raises(WrongKind, match=r"'s' is string.*codes=.*as_arrow"):
         Batches(handle)
     for shuffle in (False, True):
         seen = [batch["s"] for batch in Batches(handle, batch_size=400, shuffle=shuffle, as_arrow=["s"])]
@@ -165,6 +330,128 @@ def test_what_is_no_number_is_refused_or_comes_as_it_is(server: dis.Server, clie
     for unknown in unknowns:
         with pytest.raises(ColumnNotFound, match="no"):
             Batches(handle, **unknown)
+
+
+def published(server: dis.Server, name: str, table: pa.Table) -> None:
+    server.publish(name, pa.Table.from_batches(table.to_batches(max_chunksize=70)))
+
+
+WAYS: list[tuple[str, bool | str]] = [
+    ("shm", False),
+    ("shm", "window"),
+    ("shm", "global"),
+    ("tcp", False),
+    ("tcp", True),
+]
+
+
+@pytest.mark.parametrize(("transport", "shuffle"), WAYS)
+def test_features_are_one_matrix(server: dis.Server, client: dis.Client, transport: str, shuffle: bool | str) -> None:
+    numbers = np.arange(300)
+    columns = {f"f{at}": (numbers + 1000 * at).astype(np.float32) for at in range(5)}
+    flags = pa.array(numbers % 2 == 0)
+    nulls = pa.array([None if n % 7 == 0 else n for n in range(300)], pa.int16())
+    published(server, "features", pa.table({**columns, "n": numbers, "flag": flags, "nulls": nulls}))
+    matrices = {"same": [*columns], "mixed": ["f0", "nulls", "flag", "n", "f1"], "one": ["f4"]}
+    options: dict[str, Any] = {"shuffle": shuffle, "batch_size": 64, "fill": {"nulls": -1}, "seed": 3}
+    handle = client.dataset("features", transport=transport)
+    seen = []
+    for batch in Batches(handle, columns=[], features=matrices, mask=["nulls"], **options):
+        assert {*batch} == {"same", "mixed", "one", "nulls_mask"}
+        assert batch["same"].dtype == batch["one"].dtype == np.float32
+        assert batch["mixed"].dtype == np.float64
+        rows_ = batch["mixed"][:, 3].astype(int)
+        assert np.array_equal(batch["same"], rows_[:, None] + 1000 * np.arange(5))
+        assert np.array_equal(batch["one"], rows_[:, None] + 4000)
+        expected = [[n, -1 if n % 7 == 0 else n, n % 2 == 0, n, n + 1000] for n in rows_.tolist()]
+        assert np.array_equal(batch["mixed"], expected)
+        assert np.array_equal(batch["nulls_mask"], rows_ % 7 != 0)
+        seen += rows_.tolist()
+    assert sorted(seen) == [*range(300)]
+    batches = Batches(handle, columns=["n"], features=[*columns], batch_size=300, shuffle=shuffle)
+    (batch,) = batches
+    assert np.array_equal(batch["features"], batch["n"][:, None] + 1000 * np.arange(5))
+    with pytest.raises(OptionError, match=r"'nulls' has nulls.*fill="):
+        [*Batches(handle, columns=[], features=["f0", "nulls"], shuffle=shuffle)]
+
+
+@pytest.mark.parametrize(("transport", "shuffle"), WAYS)
+def test_nulls_are_replaced(server: dis.Server, client: dis.Client, transport: str, shuffle: bool | str) -> None:
+    values: dict[str, list[Any]] = {
+        "i": [None if n % 3 == 0 else n for n in range(200)],
+        "f": [None if n % 5 == 0 else n / 2 for n in range(200)],
+        "b": [None if n % 4 == 0 else n % 8 < 4 for n in range(200)],
+        "d": [None if n % 6 == 0 else date(1970, 1, 1 + n % 28) for n in range(200)],
+    }
+    published(server, "holes", pa.table({**values, "n": range(200)}).slice(3))
+    handle = client.dataset("holes", transport=transport)
+    fill = {"f": -2.5, "b": True, "d": date(1970, 1, 31)}
+    found: list[tuple[Any, ...]] = []
+    for batch in Batches(handle, batch_size=32, fill=fill, mask=["i", "b"], shuffle=shuffle):
+        found += zip(*(batch[name].tolist() for name in ("n", "i", "i_mask", "f", "b", "b_mask", "d")), strict=True)
+    expected = [
+        (
+            n,
+            n if n % 3 else 0,
+            n % 3 != 0,
+            n / 2 if n % 5 else -2.5,
+            n % 8 < 4 if n % 4 else True,
+            n % 4 != 0,
+            n % 28 if n % 6 else 30,
+        )
+        for n in range(3, 200)
+    ]
+    assert (sorted(found) if shuffle else found) == expected
+    with pytest.raises(OptionError, match="fill= has 'x', which is no int64 as column 'i'"):
+        [*Batches(handle, columns=["i"], fill={"i": "x"}, shuffle=shuffle)]
+
+
+@pytest.mark.parametrize(("transport", "shuffle"), WAYS)
+def test_codes_and_lists(server: dis.Server, client: dis.Client, transport: str, shuffle: bool | str) -> None:
+    words = [None if n % 11 == 0 else f"w{n % 5}" for n in range(200)]
+    lists = [[*range(n % 4)] for n in range(200)]
+    arrays = {"n": range(200), "word": words, "encoded": pa.array(words).dictionary_encode(), "list": lists}
+    table = pa.table({**arrays, "floats": pa.array(lists, pa.large_list(pa.float32()))})
+    pieces = [table.slice(100), table.slice(0, 100)]  # whose dictionaries have other orders
+    recoded = [piece.set_column(2, "encoded", piece["word"].combine_chunks().dictionary_encode()) for piece in pieces]
+    server.publish("words", pa.concat_tables(recoded))
+    batches = Batches(
+        client.dataset("words", transport=transport), codes=["word", "encoded"], batch_size=48, shuffle=shuffle
+    )
+    seen = []
+    for batch in batches:
+        for name in ("word", "encoded"):
+            assert batch[name].dtype == np.int32
+            values = [None if code < 0 else batches.dictionaries[name][code].as_py() for code in batch[name].tolist()]
+            assert values == [words[row] for row in batch["n"].tolist()]
+        for name in ("list", "floats"):
+            values_, offsets = batch[name]
+            parts = [values_[start:stop].tolist() for start, stop in pairwise(offsets.tolist())]
+            assert parts == [lists[row] for row in batch["n"].tolist()]
+        seen += batch["n"].tolist()
+    assert sorted(seen) == [*range(200)]
+    assert sorted(batches.dictionaries["word"].to_pylist()) == ["w0", "w1", "w2", "w3", "w4"]
+
+
+def test_options_of_columns_that_contradict_are_refused(server: dis.Server, client: dis.Client) -> None:
+    published(server, "mixed", pa.table({"n": [1, 2], "s": ["a", "b"], "l": [[1], None], "m": [[["x"]], []]}))
+    wrongs: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"columns": "n"}, OptionError, "columns is a list of names"),
+        ({"features": "n"}, OptionError, "features is a list of names"),
+        ({"codes": "s"}, OptionError, "codes is a list of names"),
+        ({"columns": ["n"], "features": ["no"]}, ColumnNotFound, "no"),
+        ({"columns": ["n"], "fill": {"no": 1}}, ColumnNotFound, "there is no column 'no' for fill"),
+        ({"columns": ["n"], "codes": ["no"]}, ColumnNotFound, "no"),
+        ({"columns": [], "features": ["n", "s"]}, WrongKind, "'s' is string"),
+        ({"columns": ["m"]}, WrongKind, r"'m' is list.*codes="),
+        ({"columns": [], "codes": ["s"], "fill": {"s": 1}}, OptionError, "its nulls are not replaced"),
+        ({"columns": ["n", "s"], "features": {"s": ["n"]}, "codes": ["s"]}, OptionError, "both called 's'"),
+    ]
+    for options, kind, message in wrongs:
+        with pytest.raises(kind, match=message):
+            Batches(client["mixed"], **options)
+    with pytest.raises(OptionError, match="'l' has lists that are null"):
+        [*Batches(client["mixed"], columns=["l"])]
 
 
 def changing() -> Callable[[], pa.Table]:

@@ -158,8 +158,14 @@ def test_workers_and_ranks_have_every_row_once_and_go_on_exactly(client: dis.Cli
     resumed = loader(handle, **options)
     resumed.load_state_dict(interrupted.state_dict())
     assert rows(resumed) == epochs[1][7:]
-    with pytest.raises(OptionError, match="another shards"):
-        loader(handle, **COLUMNS).load_state_dict(interrupted.state_dict())
+    # The rest of the epoch is divided anew among other numbers of ranks and workers, also in persistent workers.
+    left = sorted(flat(epochs[1][7:]))
+    for count, more in ((1, {"num_workers": 0, "multiprocessing_context": None}), (2, {"persistent_workers": True})):
+        others = [loader(handle, rank=rank, world_size=count, **{**options, **more}) for rank in range(count)]
+        for _ in range(2):
+            for other in others:
+                other.load_state_dict(interrupted.state_dict())
+            assert sorted(row for other in others for row in flat(rows(other))) == left
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
@@ -196,7 +202,13 @@ def test_ranks_are_those_of_torch_distributed(client: dis.Client, tmp_path: Any)
         assert len(flat(rows(loader(client["data"], **COLUMNS)))) == ROWS
     finally:
         torch.distributed.destroy_process_group()
-    wrongs: list[dict[str, Any]] = [{"rank": 0}, {"rank": 1, "world_size": 1}, {"sampler": []}]
-    for wrong in wrongs:
-        with pytest.raises(OptionError):
+    wrongs: list[tuple[dict[str, Any], str]] = [
+        ({"rank": 0}, "give rank and world_size"),
+        ({"rank": 1, "world_size": 1}, "rank is a number"),
+        ({"sampler": []}, "sampler is not for this loader"),
+        ({"colums": ["n"]}, "there is no option 'colums': did you mean 'columns'"),
+        ({"workers": 2}, "there is no option 'workers'; there are "),
+    ]
+    for wrong, message in wrongs:
+        with pytest.raises(OptionError, match=message):
             loader(client["data"], **COLUMNS, **wrong)

@@ -1,8 +1,9 @@
 """Flat columns on a device for array libraries: DLPack, and `__cuda_array_interface__`.
 
 A column is flat if it has no nulls and a number per row, of a width that array libraries support: integers and floats,
-and dates, times and durations as integers. A decimal is an integer in units of its last digit; a decimal of more than
-64 bits is a row of such integers, the lowest first, of which the last has the sign.
+and dates, times and durations as integers. So is a column of lists of one size of such numbers. A decimal is an integer
+in units of its last digit; a decimal of more than 64 bits is a row of such integers, the lowest first, of which the
+last has the sign.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class DeviceColumn:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """Return a tensor of one dimension, or of two for long decimals.
+        """Return a tensor of one dimension, or of two for long decimals and lists of one size.
 
         A read-only column is copied if the version of DLPack cannot express that it is read-only.
 
@@ -152,7 +153,7 @@ class DeviceColumn:
             event.synchronize()  # the consumer cannot wait for the copy
         elif event is not None and stream != _NO_SYNCHRONIZATION:
             self.device.wait_on(_LEGACY_STREAM if stream is None else stream, event)
-        dimensions = (len(self),) if words == 1 else (len(self), words)
+        dimensions = self._shape(words)
         shape = (ctypes.c_int64 * len(dimensions))(*dimensions)
         strides = (ctypes.c_int64 * len(dimensions))(*(words, 1)[-len(dimensions) :])
         kind, number = self.__dlpack_device__()
@@ -188,7 +189,7 @@ class DeviceColumn:
         if self._event is not None:
             self._event.synchronize()
         return {
-            "shape": (len(self),) if words == 1 else (len(self), words),
+            "shape": self._shape(words),
             "typestr": f"<{'iuf'[code]}{bits // 8}",
             "data": (address, self._shared),
             "version": 3,
@@ -203,7 +204,11 @@ class DeviceColumn:
             BufferError: The column is not flat.
         """
         type_ = self.type.storage_type if isinstance(self.type, pa.BaseExtensionType) else self.type
-        types = pa.types
+        types, numbers = pa.types, 1
+        if self._is_list:
+            type_, numbers = type_.value_type, type_.list_size
+            if self._array.values.null_count:
+                raise BufferError("the lists have nulls, which an array cannot: take the column as Arrow")
         if types.is_floating(type_):
             code = _FLOAT
         elif types.is_unsigned_integer(type_):
@@ -221,7 +226,15 @@ class DeviceColumn:
                 f"the column has {self.null_count} nulls, which an array cannot hold: take the column as Arrow"
             )
         bits: int = type_.bit_width
-        return code, min(bits, 64), max(1, bits // 64)
+        return code, min(bits, 64), max(1, bits // 64) * numbers
+
+    @property
+    def _is_list(self) -> bool:
+        """Whether each row is a list of the same size."""
+        return bool(pa.types.is_fixed_size_list(self.type))
+
+    def _shape(self, words: int) -> tuple[int, ...]:
+        return (len(self), words) if words > 1 or self._is_list else (len(self),)
 
     def _copied(self, bits: int) -> tuple[object, Event | None, int]:
         """Copy the values on the device. Return the owner of the copy, its event, and its address."""
@@ -243,10 +256,13 @@ class DeviceColumn:
             BufferError: There are fewer bytes than the rows need: the peer's lengths are not trusted.
         """
         *_, values = self._array.buffers()
-        there, needed = 0 if values is None else int(values.size), (self._array.offset + len(self)) * bits // 8
+        first = self._array.offset * bits // 8
+        if self._is_list:  # whose values may begin at an offset of their own
+            first += self._array.values.offset * bits // (8 * self.type.list_size)
+        there, needed = 0 if values is None else int(values.size), first + len(self) * bits // 8
         if len(self) and there < needed:
             raise BufferError(f"the column has {len(self)} rows, which need {needed} bytes, and its buffer has {there}")
-        return int(values.address) + self._array.offset * bits // 8 if len(self) else 0
+        return int(values.address) + first if len(self) else 0
 
     def __repr__(self) -> str:
         return f"<DeviceColumn of {len(self)} {self.type} on {self.device.name}>"

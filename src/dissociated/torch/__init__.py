@@ -11,6 +11,8 @@ Needs `pip install 'dissociated[torch]'`. Importing this package does not import
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from dissociated.base.once import once
@@ -35,8 +37,7 @@ def loader(dataset: DatasetHandle, *, num_workers: int = 0, **options: Any) -> L
         dataset: the dataset handle.
         num_workers: the number of processes that read. The part of a rank is divided further among them. Over shared
             memory, workers seldom help, since PyTorch copies their batches once more, to this process.
-        **options: the fields of `dissociated.training.Sampling` (`columns`, `batch_size`, `shuffle`, `seed`,
-            `buffer_size`, `drop_last`, `as_arrow`, `rank`, `world_size` and `writable`), and further options of
+        **options: the fields of `dissociated.training.Sampling`, and further options of
             `torch.utils.data.DataLoader`. Its `collate_fn` is called with each batch.
 
     Returns:
@@ -59,6 +60,7 @@ def loader(dataset: DatasetHandle, *, num_workers: int = 0, **options: Any) -> L
     _require_torch()
     from dissociated.torch.dataset import IterableDataset, Loader
 
+    _check_names(options)
     sampling = {name: options.pop(name) for name in _SAMPLING if name in options}
     return Loader(IterableDataset(dataset, **sampling), num_workers=num_workers, **options)
 
@@ -69,6 +71,18 @@ _loader = inspect.signature(loader)
 loader.__signature__ = _loader.replace(  # type: ignore[attr-defined]
     parameters=sorted((*_loader.parameters.values(), *_SAMPLING.values()), key=lambda parameter: parameter.kind)
 )
+
+
+def _check_names(options: Iterable[str]) -> None:
+    """Raise OptionError if one of the options is neither ours nor the DataLoader's."""
+    from torch.utils.data import DataLoader
+
+    known = {*_SAMPLING, *inspect.signature(DataLoader).parameters} - {"dataset"}
+    for name in options:
+        if name not in known:
+            (*similar,) = get_close_matches(name, known, 1)
+            remedy = f": did you mean {similar[0]!r}?" if similar else f"; there are {', '.join(sorted(known))}"
+            raise OptionError(f"there is no option {name!r}{remedy}")
 
 
 @once

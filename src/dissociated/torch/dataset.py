@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import Any, Self
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data import IterableDataset as TorchIterableDataset
 
 from dissociated.client.dataset import DatasetHandle
+from dissociated.codec.dlpack import DeviceColumn
 from dissociated.errors import OptionError
 from dissociated.training.batches import Examples, Position, Sampling
-from dissociated.training.columns import Access
-from dissociated.training.plan import Shard, turns
+from dissociated.training.columns import Access, Lists
+from dissociated.training.launch import check_accelerate, find_place, processes_of_accelerate
+from dissociated.training.plan import Progress, Shard, turns
+from dissociated.training.workers import end_with_parent
 
 #: Options of a DataLoader that would change the order of the batches.
 _NOT_OURS = ("batch_sampler", "in_order", "sampler")
+_MAX_LAYOUTS = 20  # numbers of ranks and workers with which one epoch can be read before it is resumed
 
 
 @dataclass(kw_only=True, eq=False)
@@ -48,65 +54,118 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
     dataset: DatasetHandle = field(kw_only=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.rank is None and self.world_size is None:
-            self.rank, self.world_size = _place()
         super().__post_init__()
+        #: `_launched` of the process that has pickled this copy, for workers.
+        self._sender: tuple[tuple[int, int], int] | None = None
+        self._for_loader = False  # whether a `Loader` reads this, which Accelerate leaves as it is
         self._examples = Examples(self.dataset, self, Access.COPIED if self.writable else Access.PRIVATE)
-        self._begin = (0, 0)  # the next epoch, and the number of its batches that this rank has received already
-        # `_begin` in shared memory, for persistent workers, which are not pickled anew for each epoch.
-        self._begin_again = torch.zeros(2, dtype=torch.int64).share_memory_()
+        # The next epoch, the number of its batches that this rank has received already, and the numbers of the progress
+        # of earlier layouts.
+        self._begin: tuple[int, ...] = (0, 0)
+        # `_begin` in shared memory after its length, for persistent workers, which are not pickled for each epoch.
+        self._begin_again = torch.zeros(3 + 3 * _MAX_LAYOUTS, dtype=torch.int64).share_memory_()
         self._read_in: int | None = None  # id of the process in which this copy has read an epoch
         self._state: Mapping[str, Any] | None = None  # a loaded state that was not used yet
         self._position: Position | None = None
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """The number of the part that is read, and the number of parts. By default, the launcher's ranks are the parts.
+
+        Launchers such as Lightning tell each process its rank only after the dataset was made.
+        """
+        return super().part if self.rank is not None else self._launched()[0]
+
+    def _launched(self) -> tuple[tuple[int, int], int]:
+        """Return the place of the process that trains, and the number of its processes of Accelerate."""
+        if self._sender is not None and get_worker_info() is not None:
+            return self._sender
+        return find_place(), processes_of_accelerate()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker that is no fork does not know the ranks that torch.distributed has assigned, nor Accelerate.
+        return {**self.__dict__, "_sender": self._launched(), "_position": None}
+
+    def for_loader(self) -> Self:
+        """Mark this dataset as read by a `Loader`, and return it."""
+        self._for_loader = True
+        return self
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that is read next."""
         self.begin_at(epoch, 0)
 
-    def begin_at(self, epoch: int, given: int) -> None:
-        """Set the epoch that is read next, without the first `given` batches that a DataLoader returns of it.
+    def begin_at(self, epoch: int, given: int, before: Sequence[Progress] = ()) -> None:
+        """Set the epoch that is read next, without its first batches.
 
         A DataLoader returns a batch of each worker in turn.
+
+        Args:
+            epoch: the epoch.
+            given: the number of batches that a DataLoader with as many workers has returned.
+            before: the progress with other numbers of ranks or workers.
         """
-        self._begin = epoch, given
-        self._begin_again.copy_(torch.tensor(self._begin))
+        if len(before) > _MAX_LAYOUTS:
+            raise OptionError(f"an epoch can be resumed with {_MAX_LAYOUTS} other numbers of ranks or workers at most")
+        self._begin = epoch, given, *chain.from_iterable(before)
+        begin = torch.tensor([len(self._begin), *self._begin])
+        self._begin_again[: len(begin)] = begin
         if self._state is not None and self._state.get("epoch") != epoch:
             self._state = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        if not self._for_loader:
+            check_accelerate(self.part[1], self._launched()[1])
         worker = get_worker_info()
+        if worker is not None:
+            end_with_parent()
+            if self.device is not None:
+                raise OptionError("workers cannot give memory of a device to their parent: use num_workers=0")
         number, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
         # A new worker has `_begin` in its copy of this object. A persistent worker reads the shared tensor, which is
         # set before the DataLoader tells its workers to begin the next epoch.
-        epoch, given = self._begin_again.tolist() if worker and self._read_in == os.getpid() else self._begin
+        begin = self._begin
+        if worker and self._read_in == os.getpid():
+            length, *again = self._begin_again.tolist()
+            begin = tuple(again[:length])
         self._read_in = os.getpid()
-        # The DataLoader always asks its first worker first. So the shard whose turn it is moves to the first worker.
-        number, step = turns([len(self.shard(one, count, epoch)) for one in range(count)], given)[number]
         self._position = position = self.position(count)
         if self._state is not None:
             position.load_state_dict(self._state)
             self._state = None
-        else:
-            position.epoch, position.step = epoch, step
-        return self._tensors(position, self.shard(number, count, position.epoch))
+            if (before := position.before) and worker is not None:
+                raise OptionError(
+                    f"the state is of {before[-1].ranks} ranks with {before[-1].workers} workers each, and here are "
+                    f"{self.part[1]} ranks with {count}: a DataLoader with workers has a state for each worker, which "
+                    "fits the same numbers alone; use dissociated.torch.loader()"
+                )
+            return self._tensors(position, self.shard(number, count, position))
+        epoch, given, *numbers = begin
+        position.start(epoch, [Progress(*numbers[at : at + 3]) for at in range(0, len(numbers), 3)])
+        # The DataLoader always asks its first worker first. So the shard whose turn it is moves to the first worker.
+        lengths = [len(self.shard(other, count, position)) for other in range(count)]
+        number, position.step = turns(lengths, given)[number]
+        return self._tensors(position, self.shard(number, count, position))
 
     def _tensors(self, position: Position, shard: Shard) -> Iterator[dict[str, Any]]:
         first = position.step
-        for step, batch in enumerate(self._examples.read(shard, first), first + 1):
+        for step, batch in enumerate(self._examples.deliver(shard, first), first + 1):
             position.step = step
-            yield {
-                name: torch.from_numpy(column) if isinstance(column, np.ndarray) else column
-                for name, column in batch.items()
-            }
+            yield {name: _tensor(column) for name, column in batch.items()}
 
     def position(self, workers: int) -> Position:
         """Return the beginning of epoch 0, for `workers` workers on each rank."""
-        return Position(self._examples, self.part[1] * workers)
+        return Position(self._examples, lambda: (self.part[1], workers))
 
-    def shard(self, worker: int, workers: int, epoch: int) -> Shard:
-        """Return the shard that one worker of this rank reads in an epoch."""
+    def shard(self, worker: int, workers: int, position: Position) -> Shard:
+        """Return the shard that one worker of this rank reads of the rest of an epoch."""
         rank, world_size = self.part
-        return self._examples.plan.shard(rank * workers + worker, world_size * workers, epoch)
+        return self._examples.plan.shard(rank * workers + worker, world_size * workers, position.epoch, position.before)
+
+    @property
+    def dictionaries(self) -> dict[str, pa.Array]:
+        """The distinct values of the columns in `codes`, of which the batches have the positions."""
+        return self._examples.dictionaries
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the next batch in this process, which can be written as JSON."""
@@ -132,25 +191,31 @@ class Loader:
         for name in _NOT_OURS:
             if name in options:
                 raise OptionError(f"{name} is not for this loader: it knows which rows come when")
-        self.dataset = dataset
+        self.dataset = dataset.for_loader()
         self._workers = max(1, num_workers)
         self._position = dataset.position(self._workers)
         options.setdefault("collate_fn", _as_it_is)
         self._batches = DataLoader(dataset, batch_size=None, num_workers=num_workers, **options)
 
     def __len__(self) -> int:
-        """Return the number of batches of the current epoch."""
-        epoch = self._position.epoch
-        return sum(len(self.dataset.shard(number, self._workers, epoch)) for number in range(self._workers))
+        """Return the number of batches of the current epoch, with those that were read before it was resumed."""
+        position, workers = self._position, self._workers
+        rest = sum(len(self.dataset.shard(number, workers, position)) for number in range(workers))
+        return sum(progress.step for progress in position.before) + rest
 
     def __iter__(self) -> Iterator[Any]:
         position = self._position
         first, epoch = position.begin(), position.epoch
-        self.dataset.begin_at(epoch, first)
+        self.dataset.begin_at(epoch, first, position.before)
         for given, batch in enumerate(self._batches, first + 1):
             position.step = given
             yield batch
         position.set_epoch(epoch + 1)
+
+    @property
+    def dictionaries(self) -> dict[str, pa.Array]:
+        """The distinct values of the columns in `codes`, of which the batches have the positions."""
+        return self.dataset.dictionaries
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that the next `for` loop reads."""
@@ -166,19 +231,21 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the next `for` loop from a saved position, with exactly the batch that was next.
 
+        With another number of ranks or workers than before, the rows that were not read are divided anew. The state is
+        then that of all ranks: they must have received the same number of batches.
+
         Raises:
-            OptionError: if the state refers to other rows: to another version, other options, or another number of
-                workers or ranks.
+            OptionError: if the state refers to other rows: to another version or other options.
         """
         self._position.load_state_dict(state)
 
 
-def _place() -> tuple[int, int]:
-    """Return the rank of this process and the number of ranks, according to torch.distributed."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return 0, 1
-    return distributed.get_rank(), distributed.get_world_size()
+def _tensor(column: Any) -> Any:
+    if isinstance(column, Lists):
+        return Lists(*map(torch.from_numpy, column))
+    if isinstance(column, DeviceColumn):
+        return torch.from_dlpack(column)
+    return torch.from_numpy(column) if isinstance(column, np.ndarray) else column
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -9,5 +9,6 @@
 """
 
 from dissociated.training.batches import Batches, Sampling
+from dissociated.training.columns import Lists
 
-__all__ = ["Batches", "Sampling"]
+__all__ = ["Batches", "Lists", "Sampling"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,10 +11,11 @@ import numpy as np
 import pyarrow as pa
 
 from dissociated.client.dataset import DatasetHandle
+from dissociated.client.plan import row_filter
 from dissociated.errors import ColumnNotFound, SourceError, WrongKind
 from dissociated.memory.region import Region
 from dissociated.training.columns import row_width
-from dissociated.training.plan import Positions
+from dissociated.training.permutation import Positions
 
 _BLOCK_BYTES = 1 << 20  # bytes of a block up to which small record batches are combined
 _BLOCKS = 256  # number of blocks below which record batches are not combined
@@ -41,14 +42,18 @@ class Blocks:
         columns: the columns to read; None for all.
         size: the number of rows up to which record batches are combined into a block.
         keep_files: whether to keep the files of mapped regions, so that they can be mapped again privately.
+        filter: the filter of the rows; None for all rows. Its columns are read at once.
 
     Raises:
         WrongKind: if the dataset holds tensors.
         ColumnNotFound: if the dataset lacks one of the columns.
+        OptionError: if the filter does not fit the columns.
         DissociatedError: further errors of reading.
     """
 
-    def __init__(self, dataset: DatasetHandle, columns: Sequence[str] | None, size: int, keep_files: bool) -> None:
+    def __init__(
+        self, dataset: DatasetHandle, columns: Sequence[str] | None, size: int, keep_files: bool, filter: Any = None
+    ) -> None:
         if dataset.info.tensors is not None:
             raise WrongKind(f"{dataset.name!r} holds tensors: read it with client.read_tensors")
         for name in columns or ():
@@ -60,10 +65,16 @@ class Blocks:
         self._mapped: dict[int, list[pa.RecordBatch] | None] = {}  # batches by part; None if it cannot be mapped
         self._regions: list[Region] = []  # all mapped regions, sorted by their address in this process
         self._addresses: list[int] = []  # the addresses of `_regions`
-        lengths = [self._lengths(part) for part in range(len(dataset.info.endpoints))]
-        together = min(_BLOCK_BYTES // row_width(self.schema), sum(map(sum, lengths)) // _BLOCKS)
+        self._filter = None if filter is None else row_filter(filter, dataset.schema)
+        #: The number of rows of each record batch, by part.
+        self._lengths: list[list[int]] = []
+        #: The positions in each record batch of the rows that pass the filter, by part.
+        self._passing: list[list[Positions]] = []
+        for part in range(len(dataset.info.endpoints)):
+            self._survey(part)
+        together = min(_BLOCK_BYTES // row_width(self.schema), sum(map(sum, self._lengths)) // _BLOCKS)
         self._blocks = [
-            block for part, each in enumerate(lengths) for block in _blocks(part, each, max(size, together))
+            block for part, each in enumerate(self._lengths) for block in _blocks(part, each, max(size, together))
         ]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -71,24 +82,83 @@ class Blocks:
 
     @property
     def rows(self) -> Positions:
-        """The number of rows of each block."""
-        return np.array([block.rows for block in self._blocks], np.int64)
+        """The number of rows of each block that pass the filter."""
+        return np.array(
+            [
+                block.rows
+                if self._filter is None
+                else sum(map(len, self._passing[block.part][block.first : block.stop]))
+                for block in self._blocks
+            ],
+            np.int64,
+        )
+
+    @property
+    def longest(self) -> int:
+        """The number of rows of the longest block; 0 if there is none."""
+        return max((block.rows for block in self._blocks), default=0)
+
+    def mapped(self, columns: Sequence[str]) -> list[pa.RecordBatch] | None:
+        """Return these columns of all record batches, or None if a part cannot be mapped."""
+        found = []
+        for part in range(len(self._lengths)):
+            batches = self._map(part)
+            if batches is None:
+                return None
+            found += [batch.select(columns) for batch in batches]
+        return found
+
+    def distinct(self, name: str) -> pa.Array:
+        """Return the distinct values of a column, without null. All of the column is read, or its dictionaries."""
+        import pyarrow.compute as pc  # on first use: it is slow to import
+
+        if name not in self.schema.names:
+            raise ColumnNotFound(f"codes has {name!r}; the columns are {', '.join(self.schema.names)}")
+        type_ = self.schema.field(name).type
+        found = pa.array([], type_.value_type if pa.types.is_dictionary(type_) else type_)
+        for part in range(len(self._lengths)):
+            for batch in self._map(part) or self._column(part, name):
+                column = batch.column(name)
+                values = column.dictionary if pa.types.is_dictionary(type_) else column.unique()
+                new = values.filter(pc.invert(pc.is_in(values, found))).drop_null()
+                found = pa.concat_arrays([found, new.unique()]) if len(new) else found
+        return found
+
+    def _column(self, part: int, name: str) -> pa.RecordBatchReader:
+        column: pa.RecordBatchReader = self.dataset.read_part(part, lambda defaults: replace(defaults, columns=[name]))
+        return column
+
+    def passing(self) -> Positions | None:
+        """Return the numbers of the rows that pass the filter, counted over all parts; None without a filter."""
+        if self._filter is None:
+            return None
+        lengths = [length for part in self._lengths for length in part]
+        firsts = np.cumsum([0, *lengths]).tolist()
+        each = [passing for part in self._passing for passing in part]
+        return np.concatenate([np.empty(0, np.int64), *(one + first for one, first in zip(each, firsts, strict=False))])
 
     def read(self, number: int) -> list[pa.RecordBatch]:
-        """Return the record batches of a block. Raise SourceError if its number of rows has changed."""
-        part, first, stop, rows = self._blocks[number]
+        """Return the rows of a block that pass the filter. Raise SourceError if its number of rows has changed."""
+        part, first, stop, _ = self._blocks[number]
         mapped = self._map(part)
         batches = self._fetch(part, first, stop) if mapped is None else mapped[first:stop]
-        if sum(batch.num_rows for batch in batches) != rows:
+        if [batch.num_rows for batch in batches] != self._lengths[part][first:stop]:
             raise SourceError(
                 f"{self.dataset.name!r} has other batches each time it is read: put it into a node, and read it there"
             )
-        return batches
+        batches = [batch.select(self.schema.names) for batch in batches]
+        if self._filter is None:
+            return batches
+        passing = self._passing[part][first:stop]
+        return [
+            batch if len(rows) == batch.num_rows else batch.take(pa.array(rows))
+            for batch, rows in zip(batches, passing, strict=True)
+        ]
 
     def _fetch(self, part: int, first: int, stop: int) -> list[pa.RecordBatch]:
         names = self.schema.names
         reader = self.dataset.read_part(part, lambda defaults: replace(defaults, columns=names, batches=(first, stop)))
-        return [batch.select(names) for batch in reader]
+        return [*reader]
 
     def _map(self, part: int) -> list[pa.RecordBatch] | None:
         """Return the batches of a part in shared memory, or None if the part cannot be mapped."""
@@ -97,7 +167,7 @@ class Blocks:
             if reader is not None:
                 self._regions = sorted([*self._regions, *reader.regions], key=lambda region: region.memory.address)
                 self._addresses = [region.memory.address for region in self._regions]
-            self._mapped[part] = None if reader is None else [batch.select(self.schema.names) for batch in reader]
+            self._mapped[part] = None if reader is None else [*reader]
         return self._mapped[part]
 
     def find_region(self, address: int) -> Region | None:
@@ -107,13 +177,25 @@ class Blocks:
             return None
         return self._regions[place]
 
-    def _lengths(self, part: int) -> list[int]:
-        """Return the number of rows of each record batch of a part."""
+    def _survey(self, part: int) -> None:
+        """Count the rows of each record batch of a part, and find those that pass the filter."""
+        names = [] if self._filter is None else [self.dataset.schema.names[at] for at in self._filter.columns]
         mapped = self._map(part)
-        counted = (
-            self.dataset.read_part(part, lambda defaults: defaults.without_columns()) if mapped is None else mapped
-        )
-        return [batch.num_rows for batch in counted]
+        batches: Iterable[pa.RecordBatch]
+        if mapped is not None:
+            batches = mapped if self._filter is None else (batch.select(names) for batch in mapped)
+        elif self._filter is None or not names:
+            batches = self.dataset.read_part(part, lambda defaults: defaults.without_columns())
+        else:
+            batches = self.dataset.read_part(part, lambda defaults: replace(defaults, columns=names))
+        lengths, passing = [], []
+        for batch in batches:
+            lengths.append(batch.num_rows)
+            if self._filter is not None:
+                mask = self._filter.among(range(len(names))).mask(batch).fill_null(False)
+                passing.append(np.flatnonzero(mask.to_numpy(zero_copy_only=False)))
+        self._lengths.append(lengths)
+        self._passing.append(passing)
 
 
 def slice_pieces(batches: Sequence[pa.RecordBatch], start: int, stop: int) -> Iterator[pa.RecordBatch]:

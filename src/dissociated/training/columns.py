@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
-from typing import Any, TypeAlias
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,60 +23,191 @@ Column: TypeAlias = Any
 _INT64_DIGITS = 18  # number of digits of every decimal that fits into 64 bits
 
 
+class Lists(NamedTuple):
+    """A column of lists of any length: list `n` has the values from `offsets[n]` up to `offsets[n + 1]`."""
+
+    values: Any
+    offsets: Any
+
+
 class ArrayColumns:
     """The conversion of the columns of one schema.
 
-    Columns in `as_arrow` stay pyarrow Arrays; all others must hold numbers.
+    Args:
+        schema: the schema.
+        as_arrow: the columns that stay pyarrow Arrays.
+        matrices: the columns of each matrix, by the name of the matrix.
+        codes: the distinct values of each column that becomes codes, by the name of the column.
+        fill: the replacements of nulls, by the name of the column.
+        mask: the columns that get a mask, whose nulls are 0 if they are not in `fill`.
 
     Raises:
-        ColumnNotFound: if `as_arrow` has a column that is not in the schema.
-        WrongKind: if another column does not hold numbers.
-        OptionError: if two columns have the same name.
+        ColumnNotFound: if an option has a column that is not in the schema.
+        WrongKind: if another column does not hold numbers, or lists of numbers.
+        OptionError: if two columns have the same name, or two options contradict each other.
     """
 
-    def __init__(self, schema: pa.Schema, as_arrow: Sequence[str] = ()) -> None:
-        if isinstance(as_arrow, str):
-            raise OptionError(f"the option as_arrow is {as_arrow!r}; it must be a list of names: [{as_arrow!r}]")
-        for name in as_arrow:
-            if name not in schema.names:
-                raise ColumnNotFound(f"there is no column {name!r} for as_arrow; there are {', '.join(schema.names)}")
+    def __init__(
+        self,
+        schema: pa.Schema,
+        as_arrow: Sequence[str] = (),
+        matrices: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        codes: Mapping[str, pa.Array] = MappingProxyType({}),
+        fill: Mapping[str, Any] = MappingProxyType({}),
+        mask: Sequence[str] = (),
+    ) -> None:
+        packed = [name for columns in matrices.values() for name in columns]
+        options = {"as_arrow": as_arrow, "codes": [*codes], "features": packed, "fill": [*fill]}
+        for option, names in {**options, "mask": mask}.items():
+            if isinstance(names, str):
+                raise OptionError(f"the option {option} is {names!r}; it must be a list of names: [{names!r}]")
+            for name in names:
+                if name not in schema.names:
+                    raise ColumnNotFound(
+                        f"there is no column {name!r} for {option}; there are {', '.join(schema.names)}"
+                    )
         if len({*schema.names}) < len(schema.names):
             raise OptionError("two columns have one name: choose some by columns=")
         self._types = dict(zip(schema.names, schema.types, strict=True))
         self._as_arrow = {*as_arrow}
-        for name in self._types.keys() - self._as_arrow:
-            if not _is_numeric(self._types[name]):
+        self.matrices = {name: [*columns] for name, columns in matrices.items()}
+        self.codes = dict(codes)
+        self.fill = {**dict.fromkeys(mask, 0), **fill}
+        self.masks = [*mask]
+        for name in self.fill.keys() & {*as_arrow, *codes}:
+            raise OptionError(f"column {name!r} is not read as numbers, so its nulls are not replaced")
+        for name in matrices.keys() & ({*schema.names} - {*packed}):
+            raise OptionError(f"a column and a matrix are both called {name!r}")
+        for name, type_ in self._types.items():
+            if name in self._as_arrow or name in codes or self.is_list(name):
+                continue
+            if not _is_numeric(type_):
                 raise WrongKind(
-                    f"column {name!r} is {self._types[name]}, which is not an array of numbers: leave the column out "
-                    "with columns=, or name it in as_arrow= to get a pyarrow.Array"
+                    f"column {name!r} is {type_}, which is not an array of numbers: leave it out with columns=, name "
+                    "it in codes= to get the numbers of its distinct values, or in as_arrow= to get a pyarrow.Array"
                 )
+        for name in packed:
+            if name in self._as_arrow or name in codes or not _is_scalar(self._types[name]):
+                raise WrongKind(f"column {name!r} of features= is {self._types[name]}, which is not one number")
+        #: The columns that are not packed into a matrix.
+        self.names = [name for name in schema.names if name not in packed]
 
-    def join(self, pieces: Sequence[pa.RecordBatch]) -> dict[str, Column]:
-        """Join record batches into one array for each column, by name.
+    def type(self, name: str) -> pa.DataType:
+        """Return the Arrow type of a column."""
+        return self._types[name]
 
-        A single batch is not copied, and its arrays are read-only.
+    def is_list(self, name: str) -> bool:
+        """Return whether a column becomes `Lists`."""
+        type_ = self._types[name]
+        is_list = types.is_list(type_) or types.is_large_list(type_)
+        return name not in self._as_arrow and is_list and _is_scalar(type_.value_type)
+
+    def is_numeric(self, name: str) -> bool:
+        """Return whether a column becomes an array of numbers, which are the column's own values."""
+        return name not in self._as_arrow and name not in self.codes and not self.is_list(name)
+
+    def matrix_type(self, name: str) -> np.dtype[Any]:
+        """Return the type of the items of a matrix, which holds the values of all of its columns."""
+        kinds = [np.dtype(np.bool_) if types.is_boolean(t) else _kind(t) for t in map(self.type, self.matrices[name])]
+        kind: np.dtype[Any] = np.result_type(*(kind for kind in kinds if kind is not None))
+        return kind
+
+    def join(self, pieces: Sequence[pa.RecordBatch], by_row: bool = False) -> dict[str, Column]:
+        """Join record batches into one array for each column or matrix, by name.
+
+        A column of a single batch is not copied, and its array is read-only. With `by_row`, rows of a matrix can be
+        taken faster.
 
         Raises:
-            OptionError: if a column of numbers has nulls.
+            OptionError: if a column of numbers has nulls that are not replaced.
         """
-        return {name: self._join(name, [piece.column(name) for piece in pieces]) for name in self._types}
+        joined = {name: self._join(name, [piece.column(name) for piece in pieces]) for name in self.names}
+        joined.update((name, self._pack(name, pieces, by_row)) for name in self.matrices)
+        for name in self.masks:
+            joined[mask_name(name)] = np.concatenate([valid(piece.column(name)) for piece in pieces])
+        return joined
 
     def _join(self, name: str, pieces: list[pa.Array]) -> Column:
-        if name in self._as_arrow:
+        if name in self.codes:
+            return np.concatenate([self.encode(name, piece) for piece in pieces])
+        if name in self._as_arrow or self.is_list(name):
             return pieces[0] if len(pieces) == 1 else pa.concat_arrays(pieces)
-        arrays = [self._view(name, piece) for piece in pieces]
+        arrays = [self.view(name, piece) for piece in pieces]
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
-    def _view(self, name: str, array: pa.Array) -> Array:
+    def _pack(self, name: str, pieces: Sequence[pa.RecordBatch], by_row: bool) -> Array:
+        columns, kind = self.matrices[name], self.matrix_type(name)
+        rows = sum(piece.num_rows for piece in pieces)
+        matrix = np.empty((rows, len(columns)), kind, order="C" if by_row else "F")
+        uniform = {self._types[column] for column in columns} <= {pa.from_numpy_dtype(kind)} and kind.kind in "iuf"
+        start = 0
+        for piece in pieces:
+            part = matrix[start : start + piece.num_rows]
+            start += piece.num_rows
+            if uniform and not any(piece.column(column).null_count for column in columns):
+                part[:] = piece.select(columns).to_tensor(row_major=by_row).to_numpy()
+            else:
+                for at, column in enumerate(columns):
+                    part[:, at] = self.view(column, piece.column(column))
+        return matrix
+
+    def view(self, name: str, array: pa.Array) -> Array:
+        """Return the numbers of a column. Raise OptionError if it has nulls that are not replaced."""
+        if array.null_count and name in self.fill:
+            array = self.filled(name, array)
         try:
             values = view(array)
         except _Nulls:
             raise OptionError(
-                f"column {name!r} has nulls, which numbers cannot say: fill them where it is published, leave it out "
-                "by columns=, or name it in as_arrow= to get a pyarrow.Array"
+                f"column {name!r} has nulls, which numbers cannot say: replace them by fill={{{name!r}: 0}}, also with "
+                f"mask=[{name!r}], leave it out by columns=, or name it in as_arrow= to get a pyarrow.Array"
             ) from None
         values.flags.writeable = False  # libarrow marks some buffers as mutable even if others share them
         return values
+
+    def filled(self, name: str, array: pa.Array) -> pa.Array:
+        """Return the array with its nulls replaced. Raise OptionError if the replacement is no value of its type."""
+        try:
+            filled: pa.Array = array.fill_null(pa.scalar(self.fill[name], array.type))
+            return filled
+        except (pa.ArrowException, TypeError, ValueError, OverflowError):
+            raise OptionError(f"fill= has {self.fill[name]!r}, which is no {array.type} as column {name!r}") from None
+
+    def encode(self, name: str, array: pa.Array) -> Array:
+        """Return the codes of the values of a column: their positions among its distinct values; -1 for null."""
+        import pyarrow.compute as pc  # on first use: it is slow to import
+
+        values = self.codes[name]
+        if not types.is_dictionary(array.type):
+            codes: Array = pc.index_in(array, values).fill_null(-1).to_numpy().astype(np.int32, copy=False)
+            return codes
+        # A null among the indices, or in the dictionary, is the last code here.
+        known = [*pc.index_in(array.dictionary, values).fill_null(-1).to_pylist(), -1]
+        places = array.indices.cast(pa.int64()).fill_null(len(known) - 1).to_numpy()
+        found: Array = np.array(known, np.int32)[places]
+        return found
+
+    def finish(self, name: str, column: Column) -> Column:
+        """Return a column of a batch as users get it."""
+        if not isinstance(column, pa.Array) or name in self._as_arrow:
+            return column
+        if column.null_count:
+            raise OptionError(f"column {name!r} has lists that are null: name it in as_arrow= to get a pyarrow.Array")
+        offsets = column.offsets.to_numpy().astype(np.int64)
+        return Lists(self.view(name, column.flatten()), offsets - offsets[0])
+
+
+def mask_name(column: str) -> str:
+    """Return the name of the array that says which values of a column were not null."""
+    return f"{column}_mask"
+
+
+def valid(array: pa.Array) -> Array:
+    """Return which values are not null."""
+    if not array.null_count:
+        return np.ones(len(array), np.bool_)
+    found: Array = array.is_valid().to_numpy(zero_copy_only=False)
+    return found
 
 
 def take(columns: Mapping[str, Column], rows: Array) -> dict[str, Column]:
@@ -83,6 +215,18 @@ def take(columns: Mapping[str, Column], rows: Array) -> dict[str, Column]:
     return {
         name: column.take(pa.array(rows)) if isinstance(column, pa.Array) else column[rows]
         for name, column in columns.items()
+    }
+
+
+def join(parts: Sequence[Mapping[str, Column]]) -> Mapping[str, Column]:
+    """Join batches of the same columns into one, which needs no copy if there is only one."""
+    if len(parts) == 1:
+        return parts[0]
+    return {
+        name: pa.concat_arrays([part[name] for part in parts])
+        if isinstance(column, pa.Array)
+        else np.concatenate([part[name] for part in parts])
+        for name, column in parts[0].items()
     }
 
 
@@ -125,6 +269,11 @@ def _is_numeric(type_: pa.DataType) -> bool:
         return bool(types.is_integer(type_.value_type) or types.is_floating(type_.value_type))
     if types.is_fixed_size_list(type_):
         return _is_numeric(type_.value_type)
+    return bool(types.is_boolean(type_)) or _kind(type_) is not None
+
+
+def _is_scalar(type_: pa.DataType) -> bool:
+    """Return whether a value of this type is one number."""
     return bool(types.is_boolean(type_)) or _kind(type_) is not None
 
 
@@ -188,6 +337,7 @@ class Lender:
         self._find = find
         self._region: Region | None = None
         self._mapping: PrivateMapping | None = None  # a private mapping of `_region`
+        self._exporter = Lender(Access.PRIVATE, find) if access is Access.READ_ONLY else None
 
     def lend(self, array: Array) -> Array:
         """Return an array of the same values with the requested access.
@@ -195,12 +345,22 @@ class Lender:
         A writable `array` is returned as it is, since it has memory of its own already.
         """
         if self._access is Access.READ_ONLY:
-            array.flags.writeable = False
-            return array
+            if array.flags.writeable:
+                array.flags.writeable = False
+                return array
+            shared = array.view(SharedArray)
+            shared.lender = self._exporter
+            return shared
         if array.flags.writeable:
             return array
         private = self._map(array) if self._access is Access.PRIVATE else None
         return array.copy() if private is None else private
+
+    def lend_column(self, column: Column) -> Column:
+        """Return a column of a batch with the requested access."""
+        if isinstance(column, Lists):
+            return Lists(self.lend(column.values), self.lend(column.offsets))
+        return self.lend(column) if isinstance(column, np.ndarray) else column
 
     def _map(self, array: Array) -> Array | None:
         """Return the array in a private mapping of its memory.
@@ -221,6 +381,26 @@ class Lender:
         if mapping is None or not mapping.claims.add(start - base, stop - base):
             return None
         return np.ndarray(array.shape, array.dtype, mapping, start - base, array.strides)
+
+
+class SharedArray(np.ndarray[Any, np.dtype[Any]]):
+    """A read-only array, which may lie in the server's memory.
+
+    DLPack exports it as read-only, and from a private mapping of that memory. So a consumer that ignores this and
+    writes changes only what it sees itself. Writing to the server's memory would end the process.
+    """
+
+    lender: Lender | None = None
+
+    def __array_finalize__(self, source: object) -> None:
+        self.lender = getattr(source, "lender", None)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        array = self.view(np.ndarray)
+        if self.lender is not None and not array.flags.writeable and options.get("max_version"):
+            array = self.lender.lend(array)
+            array.flags.writeable = False
+        return array.__dlpack__(**options)
 
 
 def _extent(array: Array) -> tuple[int, int]:

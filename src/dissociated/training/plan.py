@@ -1,6 +1,7 @@
 """The plan of an epoch: the order of its rows, and their division into shards and batches.
 
-This is arithmetic alone. Every shard computes the same plan, so that shards need not communicate.
+This is arithmetic alone. Every shard computes the same plan, so that shards need not communicate. The order of an epoch
+does not depend on the number of shards, so that an epoch can be finished by another number of shards.
 """
 
 from __future__ import annotations
@@ -8,13 +9,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-Positions = npt.NDArray[np.int64]
+from dissociated.training.permutation import Permutation, Positions, shuffled
+
+_CHUNK = 1 << 16  # positions whose rows are computed at once
 
 
 class Piece(NamedTuple):
@@ -25,64 +29,169 @@ class Piece(NamedTuple):
     stop: int
 
 
+class Span(NamedTuple):
+    """Positions in the order of an epoch, from `start` up to, but not including, `stop`."""
+
+    start: int
+    stop: int
+
+
+class Progress(NamedTuple):
+    """The number of batches, `step`, that each of `ranks` ranks has received, which `workers` workers have read."""
+
+    ranks: int
+    workers: int
+    step: int
+
+
+class Order(Enum):
+    """A kind of order of the rows of an epoch."""
+
+    #: Rows come as they are stored.
+    STORED = "stored"
+    #: Blocks come in random order. The rows of a block keep their order.
+    BLOCKS = "blocks"
+    #: Blocks come in random order, and the rows of each window of positions are shuffled.
+    WINDOW = "window"
+    #: Every order of the rows is about as probable as any other. Rows are read at random.
+    GLOBAL = "global"
+
+
 @dataclass(frozen=True)
 class Plan:
     """A plan in which every epoch reads each row exactly once, over all shards together.
 
     - `rows`: the number of rows of each block.
     - `batch_size`: the number of rows of a batch.
-    - `shuffle`: whether blocks are read in an order of the epoch's own, which follows from `seed`.
-    - `window`: the number of rows that are shuffled together, a multiple of `batch_size`. With 0, the rows of a block
-      keep their order.
+    - `order`: the kind of order, which is another in each epoch, and follows from `seed`.
+    - `window`: the number of rows that are shuffled together in a `WINDOW` order.
     - `seed`: determines the order of every epoch.
     - `drop_last`: whether batches that are not full are left out. All shards then have the same number of batches.
+    - `weights`: the sum of the weights of all rows up to each row, for a `GLOBAL` order in which a row comes more or
+      less often than once, in proportion to its weight. An epoch has as many rows as without weights.
     """
 
     rows: Positions
     batch_size: int
-    shuffle: bool
+    order: Order
     window: int
     seed: int
     drop_last: bool
+    weights: npt.NDArray[np.float64] | None = None
 
-    @property
+    @cached_property
     def total(self) -> int:
         """The total number of rows."""
         return int(self.rows.sum())
 
-    def shard(self, number: int, count: int, epoch: int) -> Shard:
-        """Return shard `number` of `count` in an epoch."""
-        return Shard(self, number, count, epoch)
+    def shard(self, number: int, count: int, epoch: int, before: Sequence[Progress] = ()) -> Shard:
+        """Return shard `number` of `count` of the rows of an epoch that were not read in the progress `before`."""
+        return Shard(self, number, count, EpochOrder(self, epoch), self.remaining(before, epoch))
+
+    def remaining(self, before: Sequence[Progress], epoch: int) -> tuple[Span, ...]:
+        """Return the positions of the rows of an epoch that were not read in the progress `before`."""
+        spans: tuple[Span, ...] = (Span(0, self.total),)
+        for ranks, workers, step in before:
+            order, count = EpochOrder(self, epoch), ranks * workers
+            shards = [Shard(self, number, count, order, spans) for number in range(count)]
+            rest = []
+            for rank in range(ranks):
+                own = shards[rank * workers : (rank + 1) * workers]
+                steps = dict(turns([len(shard) for shard in own], step))
+                rest += [span for number, shard in enumerate(own) for span in shard.rest(steps[number])]
+            spans = tuple(rest)
+        return spans
 
 
-@dataclass(frozen=True)
+class EpochOrder:
+    """The order of the rows of one epoch."""
+
+    def __init__(self, plan: Plan, epoch: int) -> None:
+        self.plan = plan
+        self.epoch = epoch
+        self._chunk = -1, np.empty(0, np.int64)  # number and rows of the chunk that was computed last
+
+    @cached_property
+    def _blocks(self) -> Positions:
+        """The numbers of the blocks, in the order of the epoch."""
+        blocks = len(self.plan.rows)
+        if self.plan.order is Order.STORED:
+            return np.arange(blocks)
+        return shuffled(blocks, self.plan.seed, self.epoch, 1)
+
+    @cached_property
+    def _ends(self) -> Positions:
+        """The end position of each block in the epoch's order of blocks."""
+        return np.cumsum(self.plan.rows[self._blocks])
+
+    @cached_property
+    def _permutation(self) -> Permutation:
+        return Permutation(self.plan.total, self.plan.seed, self.epoch, 3)
+
+    def pieces(self, span: Span) -> Iterator[Piece]:
+        """Yield the pieces of blocks at these positions, before the rows of windows are shuffled."""
+        at, stop = span
+        place = int(np.searchsorted(self._ends, at, side="right"))
+        while at < stop:
+            block = int(self._blocks[place])
+            begin = int(self._ends[place] - self.plan.rows[block])
+            end = min(stop, int(self._ends[place]))
+            if at < end:
+                yield Piece(block, at - begin, end - begin)
+            at, place = end, place + 1
+
+    def window(self, number: int) -> tuple[Span, Positions]:
+        """Return the positions of a window, and the shuffled order of its rows, as positions within the window."""
+        size = self.plan.window
+        span = Span(number * size, min((number + 1) * size, self.plan.total))
+        return span, shuffled(span.stop - span.start, self.plan.seed, self.epoch, 2, 0, number)
+
+    def rows(self, span: Span) -> Positions:
+        """Return the numbers of the rows at these positions of a `GLOBAL` order."""
+        found = []
+        for number in range(span.start // _CHUNK, -(-span.stop // _CHUNK)):
+            first = number * _CHUNK
+            if self._chunk[0] != number:
+                self._chunk = number, self._compute(Span(first, min(first + _CHUNK, self.plan.total)))
+            found.append(self._chunk[1][max(0, span.start - first) : span.stop - first])
+        return np.concatenate(found)
+
+    def _compute(self, span: Span) -> Positions:
+        places = self._permutation.at(span.start, span.stop)
+        weights = self.plan.weights
+        if weights is None:
+            return places
+        # Each place has an equal share of the sum of the weights. So the number of times that a row comes differs by
+        # less than one from its share of the epoch. The offset gives the same chance to all rows.
+        offset = np.random.PCG64(np.random.SeedSequence((self.plan.seed, self.epoch, 4))).random_raw() / 2**64
+        points = (places + offset) * (weights[-1] / self.plan.total)
+        last = np.searchsorted(weights, weights[-1])  # the last row with a weight; rounding must not lead past it
+        rows: Positions = np.minimum(np.searchsorted(weights, points, side="right"), last).astype(np.int64, copy=False)
+        return rows
+
+
+@dataclass(frozen=True, eq=False)
 class Shard:
-    """A part of an epoch: consecutive rows in the epoch's order of blocks. Shards differ by one row at most."""
+    """A part of the spans of an epoch: their positions are consecutive. Shards differ by one row at most."""
 
     plan: Plan
     number: int
     count: int
-    epoch: int
+    order: EpochOrder
+    spans: tuple[Span, ...]
 
     @cached_property
-    def _order(self) -> Positions:
-        """The numbers of the blocks, in the order of the epoch."""
-        blocks = len(self.plan.rows)
-        return _permutation(blocks, self.plan.seed, self.epoch, 1) if self.plan.shuffle else np.arange(blocks)
-
-    @cached_property
-    def _ends(self) -> Positions:
-        """The end position of each block in the epoch's order of rows."""
-        return np.cumsum(self.plan.rows[self._order])
+    def _total(self) -> int:
+        return sum(stop - start for start, stop in self.spans)
 
     @property
     def _first(self) -> int:
-        return self.number * self.plan.total // self.count
+        return self.number * self._total // self.count
 
     @property
     def rows(self) -> int:
         """The number of rows of the shard, including rows that `drop_last` leaves out."""
-        return (self.number + 1) * self.plan.total // self.count - self._first
+        return (self.number + 1) * self._total // self.count - self._first
 
     @property
     def _full(self) -> int:
@@ -92,7 +201,7 @@ class Shard:
     @property
     def _halved(self) -> bool:
         """Whether the last batch is split in two, since shards with one more row have one more batch."""
-        most = -(-self.plan.total // self.count)
+        most = -(-self._total // self.count)
         one_more = -(-most // self.plan.batch_size) > self._full
         return one_more and self.rows > 0 and self.plan.batch_size > 1
 
@@ -103,7 +212,7 @@ class Shard:
         shards have one batch less.
         """
         if self.plan.drop_last:
-            return self.plan.total // self.count // self.plan.batch_size
+            return self._total // self.count // self.plan.batch_size
         return self._full + self._halved
 
     def extent(self, step: int) -> tuple[int, int]:
@@ -115,21 +224,24 @@ class Shard:
             return (begin, middle) if step == self._full - 1 else (middle, end)
         return step * size, min((step + 1) * size, self.rows)
 
-    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        """Yield the pieces of blocks that hold the shard's rows from `start` up to, but not including, `stop`."""
-        at, stop = self._first + start, self._first + stop
-        place = int(np.searchsorted(self._ends, at, side="right"))
-        while at < stop:
-            block = int(self._order[place])
-            begin = int(self._ends[place] - self.plan.rows[block])
-            end = min(stop, int(self._ends[place]))
-            if at < end:
-                yield Piece(block, at - begin, end - begin)
-            at, place = end, place + 1
+    def batch(self, step: int) -> list[Span]:
+        """Return the positions of batch number `step`."""
+        return self._within(*self.extent(step))
 
-    def order(self, window: int, rows: int) -> Positions:
-        """Return the shuffled order of the `rows` rows of window number `window`, as positions within the window."""
-        return _permutation(rows, self.plan.seed, self.epoch, 2, self._first, window)
+    def rest(self, step: int) -> list[Span]:
+        """Return the positions of the shard's rows after its first `step` batches, including those left out."""
+        return self._within(self.extent(step - 1)[1] if step else 0, self.rows)
+
+    def _within(self, start: int, stop: int) -> list[Span]:
+        """Return the positions of the shard's rows from `start` up to, but not including, `stop`."""
+        start, stop, found = start + self._first, stop + self._first, []
+        for begin, end in self.spans:
+            length = end - begin
+            first, last = max(0, start), min(stop, length)
+            if first < last:
+                found.append(Span(begin + first, begin + last))
+            start, stop = start - length, stop - length
+        return found
 
 
 def turns(lengths: Sequence[int], given: int) -> list[tuple[int, int]]:
@@ -156,12 +268,3 @@ def turns(lengths: Sequence[int], given: int) -> list[tuple[int, int]]:
         left -= 1
         waiting.append(number)
     return [(number, steps[number]) for number in (*waiting, *ended)]
-
-
-def _permutation(length: int, *seeds: int) -> Positions:
-    """Return a permutation of the numbers below `length` that follows from the seeds, in every release of NumPy.
-
-    NumPy guarantees the output of a bit generator across releases, but not the results of its own `permutation`.
-    """
-    keys = np.random.PCG64(np.random.SeedSequence(seeds)).random_raw(length)
-    return np.argsort(keys, kind="stable").astype(np.int64, copy=False)

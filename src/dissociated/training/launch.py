@@ -1,0 +1,67 @@
+"""The place of this process among the processes that train together, according to the launcher that started them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NamedTuple
+
+from dissociated.errors import OptionError
+
+#: Variables that torchrun sets, and after it Accelerate, Ray Train and Kubeflow.
+_RANK, _WORLD_SIZE, _ADDRESS, _LOCAL_WORLD_SIZE = "RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_WORLD_SIZE"
+
+
+class Place(NamedTuple):
+    """The number of this process, and the number of processes that train together."""
+
+    rank: int
+    world_size: int
+
+
+def find_place() -> Place:
+    """Return the place of this process: that of `torch.distributed` if it is initialised, or that of `torchrun`.
+
+    PyTorch is not imported for this. Lightning and Ray Train initialise `torch.distributed` before they read batches.
+
+    Raises:
+        OptionError: if the variables of `torchrun` contradict each other.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return Place(distributed.get_rank(), distributed.get_world_size())
+    if not all(name in os.environ for name in (_RANK, _WORLD_SIZE, _ADDRESS)):
+        return Place(0, 1)
+    rank, world_size = os.environ[_RANK], os.environ[_WORLD_SIZE]
+    if not (rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)):
+        raise OptionError(
+            f"the environment has {_RANK}={rank!r} of {_WORLD_SIZE}={world_size!r}, which is no place among processes: "
+            "give rank= and world_size="
+        )
+    return Place(int(rank), int(world_size))
+
+
+def is_alone(world_size: int) -> bool:
+    """Return whether `world_size` processes are known to be on this host, because the whole job is."""
+    everywhere, here = os.environ.get(_WORLD_SIZE, ""), os.environ.get(_LOCAL_WORLD_SIZE)
+    return world_size == 1 or (here == everywhere and everywhere.isdecimal() and int(everywhere) >= world_size)
+
+
+def processes_of_accelerate() -> int:
+    """Return the number of processes among which Accelerate divides batches; 1 if Accelerate is not in use."""
+    state = sys.modules.get("accelerate.state")
+    shared = {} if state is None else state.PartialState._shared_state
+    return int(shared.get("num_processes", 1))
+
+
+def check_accelerate(world_size: int, processes: int) -> None:
+    """Raise OptionError if Accelerate would divide batches among `processes` that were already divided.
+
+    A dataset is not told by whose DataLoader it is read. So this is also raised for a DataLoader that was not prepared.
+    """
+    if world_size > 1 and processes > 1:
+        raise OptionError(
+            f"this dataset gives each of {world_size} processes its own rows, and Accelerate would divide the batches "
+            f"of its DataLoader among {processes} once more, so that rows are lost: use dissociated.torch.loader(), "
+            "which accelerator.prepare() leaves as it is, or give rank=0 and world_size=1, and Accelerate divides alone"
+        )

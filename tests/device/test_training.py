@@ -1,0 +1,80 @@
+"""Batches for training that are copied to a device ahead of their use."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+from dissociated.codec.device import copy_to_host
+from dissociated.codec.dlpack import DeviceColumn
+from dissociated.errors import OptionError, WrongKind
+from dissociated.memory.device.base import Device
+from dissociated.training import Batches
+
+ROWS = 1000
+
+
+def on_host(column: DeviceColumn) -> Any:
+    """Return the values of a column that array libraries get by its interface, copied from the device."""
+    there = column.array_interface()
+    kind = np.dtype(there["typestr"])
+    length = int(np.prod(there["shape"])) * kind.itemsize
+    memory = copy_to_host(column.device, pa.foreign_buffer(there["data"][0], length, column))
+    return np.frombuffer(memory, kind).reshape(there["shape"])
+
+
+def publish(server: dis.Server) -> None:
+    columns: dict[str, Any] = {f"f{at}": np.arange(ROWS, dtype=np.float32) + at for at in range(3)}
+    flags = np.arange(ROWS) % 2 == 0
+    table = pa.table({**columns, "n": range(ROWS), "flag": flags, "s": map(str, range(ROWS))})
+    server.publish("data", pa.Table.from_batches(table.to_batches(max_chunksize=70)))
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_batches_come_on_the_device(server: dis.Server, client: dis.Client, device: Device, transport: str) -> None:
+    publish(server)
+    handle = client.dataset("data", transport=transport)
+    for options in ({}, {"shuffle": True}, {"prefetch": 0}, {"prefetch": 100}, {"shuffle": True, "features": ["f2"]}):
+        given: dict[str, Any] = {"columns": ["n", "flag"], "batch_size": 64, "features": ["f0", "f1", "f2"], **options}
+        batches = Batches(handle, device=device.name, **given)
+        seen = []
+        for batch in batches:
+            assert batch["n"].device is device
+            n, flags, features = (on_host(batch[name]) for name in ("n", "flag", "features"))
+            width = len(given["features"])
+            assert features.shape == (len(n), width)
+            assert np.array_equal(features, n[:, None] + np.arange(3 - width if width == 1 else 0, 3)[:width])
+            assert np.array_equal(flags, n % 2 == 0)
+            seen += n.tolist()
+        assert sorted(seen) == [*range(ROWS)]
+        assert batches.state_dict()["epoch"] == 1
+        del batch
+        gc.collect()
+
+
+def test_a_run_on_a_device_goes_on_where_it_was_interrupted(server: dis.Server, client: dis.Client) -> None:
+    publish(server)
+    options: dict[str, Any] = {"columns": ["n"], "batch_size": 64, "shuffle": True, "device": "test:0"}
+    first = Batches(client["data"], **options)
+    seen = []
+    for number, batch in enumerate(first):
+        seen += on_host(batch["n"]).tolist()
+        if number == 4:
+            break
+    second = Batches(client["data"], **options)
+    second.load_state_dict(first.state_dict())  # which counts no batches that were only copied ahead
+    seen += [row for batch in second for row in on_host(batch["n"]).tolist()]
+    assert sorted(seen) == [*range(ROWS)]
+
+
+def test_only_numbers_come_on_a_device(server: dis.Server, client: dis.Client) -> None:
+    publish(server)
+    with pytest.raises(WrongKind, match="'s' is no array of numbers"):
+        [*Batches(client["data"], columns=["s"], as_arrow=["s"], device="test:0")]
+    with pytest.raises(OptionError, match="prefetch"):
+        Batches(client["data"], columns=["n"], device="test:0", prefetch=-1)
