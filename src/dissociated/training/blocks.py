@@ -192,7 +192,7 @@ class Blocks:
         for batch in batches:
             lengths.append(batch.num_rows)
             if self._filter is not None:
-                mask = self._filter.among(range(len(names))).mask(batch).fill_null(False)
+                mask = self._filter.at_columns(range(len(names))).mask(batch).fill_null(False)
                 passing.append(np.flatnonzero(mask.to_numpy(zero_copy_only=False)))
         self._lengths.append(lengths)
         self._passing.append(passing)
