@@ -5,27 +5,23 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from dissociated.cli.formats import FILE_FORMATS
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.filter.statistics import MAX_STATISTICS
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.file import check_rest
-from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.sources import make_dataset
+from dissociated.datasets.text import TEXT_FORMATS, open_text, text_file
 from dissociated.errors import OptionError, SourceError
 
 _STDIN = Path("-")
-#: The text formats by ending, since the content of a file does not show which one it has.
-_TEXTS = {ending: name for name in ("csv", "jsonl") for ending in FILE_FORMATS[name].endings}
-_BLOCK_SIZE = 16 << 20  # bytes of text; the types of the columns are inferred from the first block
 _KIND_BY_MAGIC = {
     b"PAR1": "a Parquet file",
     b"ORC": "an ORC file",
@@ -48,11 +44,10 @@ def open_input(path: Path, written: str | None, owned: ExitStack) -> Dataset:
         SourceError: The input cannot be read.
         OptionError: The standard input is a terminal.
     """
-    written = written or _TEXTS.get(path.suffix)
     if path == _STDIN:
         return _open_stdin(written, owned)
-    if written is not None and path.is_file():
-        return make_dataset(path.name, _open_text(path.name, str(path), written))
+    if (written is not None or path.suffix in TEXT_FORMATS) and path.is_file():
+        return text_file(path.name, path, format=written)
     check_arrow(path, "give --format csv or jsonl for text")
     return make_dataset(path.name, path)
 
@@ -85,14 +80,14 @@ def _open_stdin(written: str | None, owned: ExitStack) -> Dataset:
         raise OptionError('"-" is the standard input, which is this terminal: pipe data into the command')
     stdin: Any = sys.stdin.buffer
     if written == "csv":
-        return make_dataset("-", _open_text("the standard input", stdin, written))
+        return make_dataset("-", open_text("the standard input", stdin, written))
     if written is not None or stdin.peek(8)[:4] in (b"ARRO", b"PAR1"):  # these formats are read twice, or from the end
         memory = owned.enter_context(os.fdopen(os.memfd_create("stdin"), "wb"))
         shutil.copyfileobj(stdin, memory)
         memory.flush()
         path = f"/proc/self/fd/{memory.fileno()}"
         if written is not None:
-            return make_dataset("-", _open_text("the standard input", path, written))
+            return make_dataset("-", open_text("the standard input", path, written))
         try:
             return make_dataset("-", Path(path))
         except SourceError as error:
@@ -141,36 +136,3 @@ class _StreamFile:
         check_rest("the standard input", rest)
 
     def close(self) -> None: ...
-
-
-def _open_text(name: str, source: Any, written: str) -> pa.RecordBatchReader:
-    with source_errors(name):
-        if written == "csv":
-            import pyarrow.csv
-
-            return pyarrow.csv.open_csv(source, pyarrow.csv.ReadOptions(block_size=_BLOCK_SIZE))
-        import pyarrow.json
-
-        options = pyarrow.json.ReadOptions(block_size=_BLOCK_SIZE)
-        schema = _without_times(pa.struct(pyarrow.json.open_json(source, options).schema))
-        parsing = pyarrow.json.ParseOptions(explicit_schema=pa.schema(schema.fields))
-        reader = pyarrow.json.open_json(source, options, parsing)
-        return pa.RecordBatchReader.from_batches(reader.schema, _checked(reader))
-
-
-def _checked(reader: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Validate each batch and pass it on. Raises ArrowInvalid for text that is not UTF-8, which libarrow accepts."""
-    for batch in reader:
-        batch.validate(full=True)
-        yield batch
-
-
-def _without_times(guessed: pa.DataType) -> pa.DataType:
-    """Replace inferred timestamps in a type by strings: for text that looks like a time, libarrow drops the zone."""
-    if pa.types.is_timestamp(guessed):
-        return pa.string()
-    if pa.types.is_list(guessed):
-        return pa.list_(_without_times(guessed.value_type))
-    if pa.types.is_struct(guessed):
-        return pa.struct([field.with_type(_without_times(field.type)) for field in guessed.fields])
-    return guessed

@@ -22,6 +22,7 @@ from dissociated.datasets.source_errors import foreign_errors, foreign_reader, s
 from dissociated.datasets.static import SegmentsDataset
 from dissociated.datasets.streamed import LiveDataset
 from dissociated.datasets.table import TableDataset
+from dissociated.datasets.text import TEXT_FORMATS, text_file
 from dissociated.errors import OptionError, SourceError
 from dissociated.format.index import Index
 from dissociated.protocol.request import Selection
@@ -39,7 +40,8 @@ def make_dataset(
       RecordBatchFileReader; no other data may follow the stream or file in it.
     - A path to an Arrow IPC stream or file is mapped and served in place. A stream must end with its end-of-stream
       marker, and no other data may follow. A path to a Parquet file, or to a directory of them, is read anew for each
-      client.
+      client. So is a path that ends in `.csv`, `.jsonl` or `.ndjson` (JSON lines); types are inferred from its first
+      16 MB.
     - A RecordBatchReader, or an iterator of record batches such as a generator, can be read once, by one client.
     - A callable is called once to learn the schema, and again for each client. It must return the same stream each
       time: a reader, an object with `__arrow_c_stream__`, or an iterator of record batches.
@@ -94,6 +96,8 @@ def _make_dataset(name: str, source: Source, options: WriteOptions | None, schem
             raise SourceError(f"cannot publish {str(path)!r}: {_why_no_file(path)}")
         if is_parquet(path):
             return parquet_file(name, path, options)
+        if path.suffix in TEXT_FORMATS:
+            return text_file(name, path, options)
         if options is not None:
             raise SourceError(
                 f"cannot publish {str(path)!r} with options: an Arrow IPC file is served unchanged; publish a "
@@ -171,8 +175,8 @@ def _open_reader(source: Source, schema: pa.Schema | None = None) -> pa.RecordBa
         return source.to_reader()
     raise SourceError.told(
         f"cannot publish a {type(source).__name__}: give a Table, record batches, a RecordBatchReader, an object "
-        "with __arrow_c_stream__, a pyarrow dataset, a callable that returns one of these, the path of an Arrow IPC "
-        "or Parquet file, or one or more tensors"
+        "with __arrow_c_stream__, a pyarrow dataset, a callable that returns one of these, the path of an Arrow IPC, "
+        "Parquet, CSV or JSON lines file, or one or more tensors"
     )
 
 
