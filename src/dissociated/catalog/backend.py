@@ -75,6 +75,10 @@ class NoStore:
     def usage(self) -> Usage | None:
         return None
 
+    @property
+    def directory(self) -> Path | None:
+        return None
+
 
 class Backend(ABC):
     """The storage of a catalog or node. Its methods may be called from several threads."""

@@ -23,6 +23,7 @@ from dissociated.store.version import NodeRecord, Part, Version
 #: The number of seconds after which a prepared part is released if its commit never came.
 PREPARE_TIMEOUT = 600.0
 FOREVER = 1e18
+_MAX_NAMES = 10  # of unreadable datasets that are told
 
 
 class Database:
@@ -205,16 +206,16 @@ class Database:
             sql = "SELECT 1 FROM parts JOIN version_parts ON part = parts.id WHERE node = ? LIMIT 1"
             return bool(self._tables.all(sql, node))
 
-    def unreadable_parts(self) -> int:
-        """Return the number of parts of current versions that no live node holds."""
+    def unreadable(self) -> tuple[int, tuple[str, ...]]:
+        """Return the number of parts of current versions that no live node holds, and names of their datasets."""
         with self._transaction() as versions:
-            (row,) = self._tables.all(
-                "SELECT count(*) AS found FROM (SELECT 1 FROM versions JOIN version_parts ON version = versions.id"
+            rows = self._tables.all(
+                "SELECT versions.name AS name FROM versions JOIN version_parts ON version = versions.id"
                 " JOIN parts ON part = parts.id JOIN nodes ON node = nodes.id WHERE replaced IS NULL"
-                " GROUP BY version, version_parts.number HAVING max(lives_until) <= ?)",
+                " GROUP BY version, version_parts.number HAVING max(lives_until) <= ? ORDER BY versions.name",
                 versions.now,
             )
-            return int(row["found"])
+            return len(rows), tuple(dict.fromkeys(row["name"] for row in rows))[:_MAX_NAMES]
 
     def nodes(self) -> list[NodeRecord]:
         """Return every node that ever registered."""

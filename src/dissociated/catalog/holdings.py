@@ -22,6 +22,7 @@ from dissociated.monitoring.activity import Activity
 from dissociated.monitoring.changes import Change
 from dissociated.monitoring.status import StoreStatus
 from dissociated.protocol.request import parse_identifier
+from dissociated.store.layout import NODE_LOG
 from dissociated.store.version import Part, Version
 
 _log = logging.getLogger(__name__)
@@ -138,5 +139,11 @@ class Holdings:
     def store_status(self) -> StoreStatus | None:
         """Return the usage of the store, or None if there is no store."""
         usage = self.backend.store.usage()
+        directory = self.backend.store.directory
+        if usage is None or directory is None:
+            return None
         set_aside = tuple(str(entry) for entry in self.backend.store.set_aside)
-        return None if usage is None else StoreStatus(usage.total, usage.limit, set_aside)
+        log = directory / NODE_LOG
+        return StoreStatus(
+            usage.total, usage.limit, set_aside, usage.free, str(directory), str(log) if log.exists() else ""
+        )

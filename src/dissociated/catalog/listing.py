@@ -108,7 +108,8 @@ class Listing:
         if locations:
             locations.append(REUSE_CONNECTION)
         known_nodes = [
-            {"id": node.id, "host": node.host, "boot_id": node.boot_id, "alive": node.alive} for node in part.nodes
+            {"id": node.id, "host": node.host, "boot_id": node.boot_id, "alive": node.alive, "seen": node.seen}
+            for node in part.nodes
         ]
         if local is not None and not local.repeatable:
             expires = None  # A second request may return nothing, or another stream.

@@ -409,7 +409,8 @@ class LocalCatalog(Catalog):
         return nodes
 
     def status(self) -> ServerStatus:
-        status = replace(super().status(), unreadable_parts=self._database.unreadable_parts())
+        parts, names = self._database.unreadable()
+        status = replace(super().status(), unreadable_parts=parts, unreadable_datasets=names)
         if self._backend.has_stage:
             return status
         datasets = (

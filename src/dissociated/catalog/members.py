@@ -21,6 +21,7 @@ from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.codec.validation import Validator
 from dissociated.control.flight_streams import upload
+from dissociated.control.locations import describe_away
 from dissociated.errors import (
     AccessDenied,
     CatalogError,
@@ -201,8 +202,8 @@ class Members:
         for node in part.nodes:
             if node.alive and node.id != self._own.id:
                 return self._open_on(node, ticket)
-        silent = ", ".join(node.host for node in part.nodes)
-        raise NodeUnreachable(f"a part of {name!r} is on {silent}, and no node there is alive: start the node again")
+        hosts = [node.host for node in part.nodes]
+        raise NodeUnreachable(describe_away(name, hosts, max((node.seen for node in part.nodes), default=0.0)))
 
     def _open_on(self, node: NodeRecord, ticket: bytes) -> pa.RecordBatchReader:
         peer = Peer(node.flight, self._security)

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from dissociated.cli import access, target, terminal, text
-from dissociated.control.locations import DatasetInfo, Endpoint
+from dissociated.control.locations import DatasetInfo, Endpoint, describe_away
 from dissociated.errors import CatalogError, DatasetNotFound, OptionError
 
 if TYPE_CHECKING:
@@ -52,12 +52,18 @@ def _run_ls(arguments: argparse.Namespace) -> None:
 
 
 def _problems(client: Client) -> list[str]:
-    """Return a sentence about each node that the catalog refused, or that has a problem."""
+    """Return a sentence about each node that is away, that the catalog refused, or that has another problem."""
     try:
         nodes = client.nodes()
     except CatalogError:
         return []  # a server that is not of this library
-    return [f"node on {node['host']}: {node['problem']}" for node in nodes if node.get("problem")]
+    away = [
+        f"the node on {node['host']} has been away since {text.local_time(node['seen'])}: start it again, or remove it "
+        f"with its datasets: dissociated forget {node['host']}"
+        for node in nodes
+        if not node["alive"] and not node.get("problem")
+    ]
+    return [*away, *(f"node on {node['host']}: {node['problem']}" for node in nodes if node.get("problem"))]
 
 
 def _print_list(found: list[DatasetInfo], long: bool) -> None:
@@ -71,6 +77,8 @@ def _print_list(found: list[DatasetInfo], long: bool) -> None:
     ]
     if long:
         columns.append(("CREATED", [text.local_time(info.created) if info.created else "-" for info in found]))
+    if any(endpoint.is_away for info in found for endpoint in info.endpoints):
+        columns.append(("STATE", [_state(info) for info in found]))
     if long or any(info.expires for info in found):
         columns.append(("EXPIRES", [text.until(info.expires) for info in found]))
     if long:
@@ -80,6 +88,12 @@ def _print_list(found: list[DatasetInfo], long: bool) -> None:
         columns.append(("TAGS", [" ".join(f"{key}={value}" for key, value in info.tags.items()) for info in found]))
     heads = [head for head, _ in columns]
     terminal.print_table(heads, zip(*(cells for _, cells in columns), strict=True), right=(1, 2, 3, 4))
+
+
+def _state(info: DatasetInfo) -> str:
+    """Return whether a dataset can be read, as text."""
+    away = {host for endpoint in info.endpoints if endpoint.is_away for host in endpoint.hosts}
+    return f"cannot be read: {', '.join(sorted(away))} is away" if away else "readable"
 
 
 _DESCRIBE = "Show the columns, version, tags and locations of a dataset."
@@ -110,12 +124,15 @@ def _run_describe(arguments: argparse.Namespace) -> None:
             str(number),
             text.count(one.rows),
             " ".join(one.hosts) or "-",
-            _transports([one]) or "none: is its node alive?",
+            "none: its node is away" if one.is_away else _transports([one]),
         )
         for number, one in enumerate(info.endpoints)
     ]
     print()
     terminal.print_table(("PART", "ROWS", "HOSTS", "TRANSPORTS"), parts, right=(0, 1))
+    away = next((endpoint for endpoint in info.endpoints if endpoint.is_away), None)
+    if away is not None:
+        print(text.printable(describe_away(info.name, away.hosts, away.seen)), file=sys.stderr)
     if arguments.long:
         for endpoint in info.endpoints:
             print("\n" + "\n".join(endpoint.locations))
@@ -179,6 +196,7 @@ def _plain_info(info: DatasetInfo) -> dict[str, Any]:
         "schema": [{"name": f.name, "type": str(f.type), "nullable": f.nullable} for f in info.schema],
         "tensors": None if info.tensors is None else [one._asdict() for one in info.tensors.first],
         "hosts": sorted({host for endpoint in info.endpoints for host in endpoint.hosts}),
+        "readable": not any(endpoint.is_away for endpoint in info.endpoints),
         "locations": [one for endpoint in info.endpoints for one in endpoint.locations],
     }
 

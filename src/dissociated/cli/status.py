@@ -6,14 +6,15 @@ import argparse
 import json
 import shutil
 import sys
+import textwrap
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
-from dissociated.cli import access, target, text
+from dissociated.cli import access, target, terminal, text
 from dissociated.errors import DissociatedError
-from dissociated.monitoring.status import ConsumerStatus, DatasetStatus, NodeStatus, ServerStatus
+from dissociated.monitoring.status import ConsumerStatus, DatasetStatus, NodeStatus, ServerStatus, StoreStatus
 
 _STATUS = """\
 Show the datasets of a server, a node or a catalog, with their readers, leases and transfer rates.
@@ -51,7 +52,7 @@ def _run_status(arguments: argparse.Namespace) -> None:
         if arguments.json:
             print(json.dumps(now.plain(), indent=2))
         elif arguments.once or not sys.stdout.isatty():
-            print("\n".join(_render(now, None)))
+            print("\n".join(_render(now, None, terminal.width(sys.stdout))))
         else:
             _watch(client.status, now, arguments.interval)
 
@@ -63,8 +64,8 @@ def _watch(fetch: Callable[[], ServerStatus], now: ServerStatus, interval: float
     sys.stdout.write(_ENTER)
     try:
         while True:
-            lines = [*([problem, ""] if problem else []), *_render(now, before)]
             width, height = shutil.get_terminal_size()
+            lines = [*([problem, ""] if problem else []), *_render(now, before, width)]
             if len(lines) > height - 1:
                 lines[height - 2 :] = [f"... and {len(lines) - height + 2} more lines"]
             sys.stdout.write(_CLEAR + "\n".join(line[:width] for line in lines))
@@ -82,7 +83,8 @@ def _watch(fetch: Callable[[], ServerStatus], now: ServerStatus, interval: float
         sys.stdout.flush()
 
 
-def _render(now: ServerStatus, before: ServerStatus | None) -> list[str]:
+def _render(now: ServerStatus, before: ServerStatus | None, width: int | None) -> list[str]:
+    """Return the lines of the view. Tables narrower than `width` leave out columns, and sentences are wrapped."""
     if before is not None and (before.pid != now.pid or before.seconds >= now.seconds):
         before = None  # the server was restarted
     totals = now.totals
@@ -104,40 +106,58 @@ def _render(now: ServerStatus, before: ServerStatus | None) -> list[str]:
     if changed:
         lines.append("versions of datasets: " + ", ".join(f"{count:,} {kind}" for kind, count in changed.items()))
     if now.unreadable_parts:
-        lines.append(f"{text.plural(now.unreadable_parts, 'part')} cannot be read: no node that holds them is alive")
+        parts, names = text.plural(now.unreadable_parts, "part"), ", ".join(now.unreadable_datasets)
+        lines.append(f"{parts} cannot be read, since no node that holds them is alive: {text.printable(names)}")
     if totals.refused_puts:
         lines.append(f"{text.plural(totals.refused_puts, 'put')} refused")
     if now.kept:
         lines.append(f"consumers that were cut off hold {text.size(now.kept)} until they let go")
     if now.store is not None:
-        limit = "" if now.store.limit is None else f" of at most {text.size(now.store.limit)}"
-        lines.append(f"the store holds {text.size(now.store.held)}{limit}")
-        lines += now.store.set_aside
-    lines.append("")
+        lines += _store(now.store)
+    lines = [*_wrapped(lines, width), ""]
     listeners = [(one.uri, f"{one.open:,}", f"{one.accepted:,}", f"{one.refused:,}") for one in now.listeners]
-    lines += _table(("LISTENING AT", "OPEN", "ACCEPTED", "TURNED AWAY"), listeners, (1, 2, 3))
-    nodes = [(one.host, one.catalog, _state(one), text.duration(one.seconds)) for one in now.nodes]
-    lines += _table(("NODE", "CATALOG", "STATE", "HEARD BEFORE"), nodes, (3,))
+    lines += _table(("LISTENING AT", "OPEN", "ACCEPTED", "TURNED AWAY"), listeners, (1, 2, 3), width)
+    nodes = [(one.host, _state(one), text.duration(one.seconds), one.catalog) for one in now.nodes]
+    lines += _table(("NODE", "STATE", "HEARD BEFORE", "CATALOG"), nodes, (2,), width)
     problems = [f"{one.host}: {one.problem}" for one in now.nodes if one.problem]
+    problems += [
+        f"{one.host} has been away for {text.duration(one.seconds)}: start its node again, or remove it with its "
+        f"datasets: dissociated forget {one.host}"
+        for one in now.nodes
+        if one.registered and not one.alive
+    ]
     if now.problem:
         problems.append(f"the catalog of this node: {now.problem}")
-    lines += [*map(text.printable, problems), ""] if problems else []
+    lines += [*_wrapped(map(text.printable, problems), width), ""] if problems else []
     known = {} if before is None else {one.name: one for one in before.datasets}
     rates: dict[str | None, float] = defaultdict(float)
     for reader in now.consumers:
         rates[reader.dataset] += reader.rate
     datasets = [_dataset(one, known.get(one.name), since, rates.get(one.name)) for one in now.datasets]
     head = ("DATASET", "ROWS", "SIZE", "CONSUMERS", "STREAMS", "SENT", "RATE", "LEASES")
-    lines += _table(head, datasets, range(1, 8))
+    lines += _table(head, datasets, range(1, 8), width)
     consumers = [_consumer(one) for one in now.consumers]
     columns = ("#", "CONSUMER", "DATASET", "STATE", "FOR", "MESSAGES", "SENT", "RATE", "LEASES")
-    return lines + _table(columns, consumers, (0, 4, 5, 6, 7, 8))
+    return lines + _table(columns, consumers, (0, 4, 5, 6, 7, 8), width)
+
+
+def _store(store: StoreStatus) -> list[str]:
+    """Return lines about the store: what it holds, what limits it, and entries that are set aside."""
+    limit = store.effective_limit
+    held = "" if limit is None else f" of at most {text.size(limit)}"
+    if limit is not None and limit != store.limit:
+        own = "no limit" if store.limit is None else f"a limit of {text.size(store.limit)}"
+        held += f": it has {own}, and its file system has {text.size(store.free)} free"
+    full = ["the store is full: drop datasets, or give it more room"] if store.room == 0 else []
+    log = f", log {store.log}" if store.log else ""
+    where = [f"store {store.directory}{log}"] if store.directory else []
+    return [*where, f"the store holds {text.size(store.held)}{held}", *full, *store.set_aside]
 
 
 def _state(node: NodeStatus) -> str:
     if not node.registered:
         return "refused"
-    return "alive" if node.alive else "silent"
+    return "alive" if node.alive else "away"
 
 
 def _dataset(now: DatasetStatus, before: DatasetStatus | None, since: float, reading: float | None) -> tuple[str, ...]:
@@ -168,5 +188,11 @@ def _consumer(now: ConsumerStatus) -> tuple[str, ...]:
     )
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
-    return [*text.table(head, rows, right).splitlines(), ""] if rows else []
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int], width: int | None) -> list[str]:
+    return [*text.narrow_table(head, rows, right, width).splitlines(), ""] if rows else []
+
+
+def _wrapped(lines: Iterable[str], width: int | None) -> list[str]:
+    if width is None:
+        return [*lines]
+    return [part for line in lines for part in textwrap.wrap(line, width, subsequent_indent="  ") or [""]]

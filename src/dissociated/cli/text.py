@@ -77,6 +77,21 @@ def table(
     )
 
 
+def narrow_table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = (), width: int | None = None
+) -> str:
+    """Format a table with as many whole columns, from the left, as fit into `width`; "…" stands for the others.
+
+    If not even the first column fits, it is cut.
+    """
+    for number in range(len(head), 0, -1):
+        rest = ["…"] if number < len(head) else []
+        lines = table([*head[:number], *rest], [[*row[:number], *rest] for row in rows], right)
+        if width is None or all(cell_len(line) <= width for line in lines.splitlines()):
+            return lines
+    return "\n".join(align(line, width or 0).rstrip() for line in lines.splitlines())
+
+
 def _fit(widths: list[int], width: int, least: Mapping[int, int]) -> list[int]:
     """Reduce the widths of the columns in `least`, down to these values, until the table fits into `width`.
 

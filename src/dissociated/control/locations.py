@@ -18,6 +18,7 @@ from dissociated.errors import CatalogError, NodeUnreachable, UriError
 from dissociated.transport import registry
 from dissociated.uri import DEVICE, Uri
 
+_HTML_WIDTH = 4096  # the same in a notebook, which wraps long types
 _WIDTH = 60  # the maximum number of characters in a line of a description
 _MAX_LINES = 40  # the maximum number of lines in a table
 
@@ -47,12 +48,14 @@ class Endpoint:
             respond. An endpoint of another Flight server may also have none, which means that server itself.
         hosts: The hosts of the nodes that have the part; empty for endpoints of other Flight servers.
         rows: The number of rows; None if the catalog does not know it.
+        seen: The time of the last heartbeat of these nodes, in seconds since the epoch; 0 if the catalog does not tell.
     """
 
     ticket: bytes = field(repr=False)  # The ticket gives access to the data, so it is not shown.
     locations: tuple[str, ...]
     hosts: tuple[str, ...] = ()
     rows: int | None = None
+    seen: float = 0.0
 
     @classmethod
     def parse(cls, endpoint: Any) -> Self:
@@ -65,7 +68,13 @@ class Endpoint:
             locations=tuple(location.uri.decode(errors="replace") for location in endpoint.locations),
             hosts=tuple(node["host"] for node in nodes) if is_complete else (),
             rows=metadata.get("rows") if is_complete else None,
+            seen=max((_moment(node.get("seen")) for node in nodes), default=0.0) if is_complete else 0.0,
         )
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the part cannot be read, because no node with it is alive."""
+        return bool(self.hosts and not self.locations)
 
     @property
     def schemes(self) -> list[str]:
@@ -144,7 +153,8 @@ class DatasetInfo:
         )
 
     def __repr__(self) -> str:
-        head, rows = self._columns
+        head, rows = self._columns(_WIDTH)
+        cut = ["(types that end in … are whole in .schema)"] if any(row[-1].endswith("…") for row in rows) else []
         return "\n".join(
             [
                 f"{shorten(self.name, 24)}{self._version_text}",
@@ -152,12 +162,16 @@ class DatasetInfo:
                 "",
                 plain_table(head, rows),
                 *self._omitted,
+                *cut,
             ]
         )
 
     def _repr_html_(self) -> str:
         return html(
-            self.name, [f"{self._version_text.strip(', ')}", *self._summary], html_table(*self._columns), *self._omitted
+            self.name,
+            [f"{self._version_text.strip(', ')}", *self._summary],
+            html_table(*self._columns(_HTML_WIDTH)),
+            *self._omitted,
         )
 
     @property
@@ -191,8 +205,8 @@ class DatasetInfo:
             lines.append("tags: " + shorten(", ".join(f"{key}={value}" for key, value in self.tags.items()), _WIDTH))
         return lines
 
-    @property
-    def _columns(self) -> tuple[list[str], list[list[str]]]:
+    def _columns(self, width: int) -> tuple[list[str], list[list[str]]]:
+        """Return the head and the rows of a table of the columns, in which a row has at most `width` characters."""
         tensors = self.tensors
         if tensors is not None:
             shapes = [
@@ -202,7 +216,7 @@ class DatasetInfo:
             return ["type", "shape", "format"], shapes
         fields = (self.schema.field(index) for index in range(min(len(self.schema), _MAX_LINES)))
         return ["column", "type"], [
-            [shorten(column.name, 24), shorten(f"{column.type}{'' if column.nullable else ' not null'}", _WIDTH - 26)]
+            [shorten(column.name, 24), shorten(f"{column.type}{'' if column.nullable else ' not null'}", width - 26)]
             for column in fields
         ]
 
@@ -296,6 +310,11 @@ def descriptor_name(descriptor: Any) -> str:
     return content.decode(errors="backslashreplace")
 
 
+def _moment(seconds: object) -> float:
+    """Return a time in a catalog's answer; 0 if it is missing or invalid."""
+    return float(seconds) if isinstance(seconds, int | float) and is_moment(seconds) else 0.0
+
+
 def _parse_app_metadata(content: bytes, fields: FieldTypes) -> dict[str, Any]:
     """Return the fields that our catalogs add to Flight messages; an empty dict for another server's metadata."""
     try:
@@ -323,6 +342,21 @@ def device_routes(endpoint: Endpoint, scheme: str | None, identity: str) -> list
     ]
 
 
+def describe_away(name: str, hosts: Sequence[str], seen: float) -> str:
+    """Return a sentence about a part of the dataset `name` that cannot be read, because no node with it is alive.
+
+    Args:
+        name: The name of the dataset.
+        hosts: The hosts of the nodes.
+        seen: The time of their last heartbeat, in seconds since the epoch; 0 if it is unknown.
+    """
+    since = f" since {datetime.fromtimestamp(seen, UTC):%Y-%m-%d %H:%M:%S} UTC" if seen else ""
+    return (
+        f"a part of {name!r} is on {', '.join(hosts)}, and no node there is alive{since}: start the node again. If it "
+        f"will not come back, remove it with its datasets: dissociated forget {hosts[0] if hosts else 'NODE'}"
+    )
+
+
 def reachable(name: str, endpoint: Endpoint, scheme: str | None, allow_rma: bool) -> list[list[Uri]]:
     """Return the routes by which this process can reach an endpoint, nearest first.
 
@@ -339,10 +373,8 @@ def reachable(name: str, endpoint: Endpoint, scheme: str | None, allow_rma: bool
         NodeUnreachable: Its node does not respond.
         CatalogError: No route and no Flight server reaches it.
     """
-    if not endpoint.locations and endpoint.hosts:
-        raise NodeUnreachable(
-            f"a part of {name!r} is on {', '.join(endpoint.hosts)}, and no node there is alive: start the node again"
-        )
+    if endpoint.is_away:
+        raise NodeUnreachable(describe_away(name, endpoint.hosts, endpoint.seen))
     routes = [
         uris
         for uris in locations(endpoint)

@@ -177,11 +177,29 @@ class StoreStatus:
         limit: The maximum number of bytes; None if there is no limit.
         set_aside: A sentence for each entry of the store that is invalid or could not be read at the start. Such
             entries are not served.
+        free: The number of free bytes in the file system of the store; None if that is unlimited or unknown.
+        directory: The path of the store on its host.
+        log: The path of the node's log; empty if it was not started in the background.
     """
 
     held: int
     limit: int | None
     set_aside: tuple[str, ...] = ()
+    free: int | None = None
+    directory: str = ""
+    log: str = ""
+
+    @property
+    def effective_limit(self) -> int | None:
+        """The number of bytes that the store can hold: its limit, or less if its file system has less room."""
+        limits = [self.limit, None if self.free is None else self.held + self.free]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def room(self) -> int | None:
+        """The number of bytes that the store can still take; None if that is unlimited or unknown."""
+        limit = self.effective_limit
+        return None if limit is None else max(0, limit - self.held)
 
 
 @dataclass(frozen=True)
@@ -207,6 +225,7 @@ class ServerStatus:
         state: `running`; or `stopping` once the server accepts no connections and waits for streams in progress.
         waits_for: The numbers of the connections that a stopping server waits for.
         unreadable_parts: On a catalog, the number of parts of current versions that no live node holds.
+        unreadable_datasets: The names of datasets with such parts, at most ten.
         problem: On a node, the reason why its last report to the catalog failed; empty if it succeeded.
     """
 
@@ -227,6 +246,7 @@ class ServerStatus:
     state: str = "running"
     waits_for: tuple[int, ...] = ()
     unreadable_parts: int = 0
+    unreadable_datasets: tuple[str, ...] = ()
     problem: str = ""
 
     def plain(self) -> dict[str, Any]:
@@ -243,6 +263,7 @@ class ServerStatus:
                 store = _from_plain(StoreStatus, plain["store"])
                 parts["store"] = replace(store, set_aside=tuple(map(str, store.set_aside)))
             parts["waits_for"] = tuple(map(operator.index, plain.get("waits_for", ())))
+            parts["unreadable_datasets"] = tuple(map(str, plain.get("unreadable_datasets", ())))
             parts["changed"] = _from_plain(ChangeCounts, plain.get("changed", {}))
             for name, kind in (
                 ("listeners", ListenerStatus),

@@ -41,6 +41,8 @@ class Usage:
     spilled: int
     #: The bytes of entries that are set aside.
     aside: int = 0
+    #: The free bytes in the file system of the store; None if it has no limit.
+    free: int | None = None
 
     @property
     def total(self) -> int:
@@ -286,6 +288,7 @@ class Places:
             sum(removed.values()) + memfds_removed,
             self.blocks[self.disk].total if self.disk else 0,
             sum(size for inode, size in self._aside_sizes.items() if inode not in committed),
+            None if (free := self.free()) == sys.maxsize else free,
         )
 
     def free(self) -> int:

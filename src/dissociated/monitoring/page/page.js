@@ -177,9 +177,12 @@ function show() {
   write("kept", status.kept ? `${size(status.kept)} held by consumers that were cut off` : "addresses that consumers hold");
   const store = status.store;
   write("held", store ? size(store.held) : "none");
-  element("store").hidden = !(store && store.limit);
-  if (store && store.limit) element("store").value = store.held / store.limit;
-  write("limit", !store ? "this server keeps no segments" : store.limit ? `of ${size(store.limit)}` : "no limit");
+  const byFileSystem = store && store.free != null ? store.held + store.free : Infinity;
+  const limit = store ? Math.min(store.limit || Infinity, byFileSystem) : Infinity;
+  element("store").hidden = limit === Infinity;
+  if (limit !== Infinity) element("store").value = limit ? store.held / limit : 1;
+  const which = byFileSystem <= limit ? ", all that its file system has" : "";
+  write("limit", !store ? "this server keeps no segments" : limit === Infinity ? "no limit" : `of ${size(limit)}${which}`);
   draw(status.samples, status.now);
   const wanted = element("search").value;
   const some = status.datasets.filter((one) => one.name.includes(wanted));

@@ -1,0 +1,107 @@
+"""Nodes that are away and file systems that are full: how commands show them, also in a narrow terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+import processes
+from cli.shell import run
+from dissociated.errors import DissociatedError, NodeUnreachable
+from helpers import wait_until
+from nodes import put, small_file_system, table
+from processes import Start
+
+pytestmark = pytest.mark.usefixtures("forks")
+
+
+def test_a_node_that_is_away_is_described_as_that(memory: Path, tmp_path: Path, start: Start) -> None:
+    catalog = start("catalog", "--db", tmp_path / "db", "--listen", "grpc://127.0.0.1:0")
+    node = start("node", "--store", memory / "a", "--catalog", catalog.uri, "--beat", "0.2")
+    put(catalog.uri, "orders", table(1, 2))
+    assert "STATE" not in run("ls", catalog.uri)
+    node.kill()
+    with dis.connect(catalog.uri) as client:
+        wait_until(lambda: client.describe("orders").endpoints[0].is_away, "the catalog has noticed")
+        (host,) = client.describe("orders").endpoints[0].hosts
+        told = (
+            rf"'orders' is on {re.escape(host)}, and no node there is alive since \d{{4}}-\S+ \S+ UTC: start .* forget"
+        )
+        for transport in (None, "shm", "grpc"):
+            with pytest.raises(DissociatedError, match=told):
+                client.read("orders", transport=transport).read_all()
+        with pytest.raises(NodeUnreachable, match=told):
+            client.dataset("orders").to_table()
+    listed = run("ls", catalog.uri)
+    assert listed.splitlines()[1].endswith(f"cannot be read: {host} is away")
+    assert f"dissociated forget {host}" in listed
+    assert re.search(told, run("describe", f"{catalog.uri}/orders"))
+    (plain,) = json.loads(run("ls", "--json", catalog.uri))
+    assert plain["readable"] is False
+    status = run("status", catalog.uri)
+    assert "1 part cannot be read, since no node that holds them is alive: orders\n" in status
+    assert re.search(rf"^{re.escape(host)} +away ", status, re.MULTILINE)
+    assert f"{host} has been away for " in status
+
+
+def test_a_full_file_system_is_seen(tmp_path: Path, start: Start) -> None:
+    """The file system has 8 MiB, and the limit would allow more."""
+    root = tmp_path / "small"
+    root.mkdir()
+    options = (
+        "--store",
+        root / "store",
+        "--limit",
+        "64MiB",
+        "--metrics",
+        "127.0.0.1:0",
+        "--flight",
+        "grpc://127.0.0.1:0",
+    )
+    node = start("node", *options, prefix=small_file_system(root))
+    with dis.connect(node.uri) as client:
+        client.put("small", pa.table({"n": range(1000)}))
+        with pytest.raises(DissociatedError):
+            client.put("large", pa.table({"n": range(2_000_000)}))
+        store = client.status().store
+        assert store.limit == 64 << 20
+        assert store.held + store.free == store.effective_limit < 9 << 20
+        assert client.status().totals.refused_puts > 0
+    shown = run("status", node.uri)
+    assert re.search(r"the store holds \S+ kB of at most 8\.\d\d MB: it has a limit of 67\.1 MB, and its file", shown)
+    assert re.search(r"^[1-9]\d* puts? refused$", shown, re.MULTILINE)
+    assert f"store {root / 'store'}" in shown
+
+
+def test_a_narrow_terminal_shows_whole_columns(tmp_path: Path) -> None:
+    with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server:
+        server.publish("a/dataset/with/a/long/name", table(1, 2))
+        command = [sys.executable, "-m", "dissociated", "status", "--once", server.catalog_uri]
+        around = {**os.environ, "TERM": "dumb"}
+        narrow, wide = (processes.in_terminal(columns, command, around).splitlines() for columns in (60, 120))
+    assert max(map(len, narrow)) <= 60
+    (head,) = (line for line in narrow if line.startswith("DATASET"))
+    assert head.split() == ["DATASET", "ROWS", "SIZE", "CONSUMERS", "…"]
+    (row,) = (line for line in narrow if line.startswith("a/dataset/with/a/long/name "))
+    assert row.split()[1:] == ["2", "16", "B", "0", "…"]
+    assert any(line.split()[:1] == ["DATASET"] and line.split()[-1] == "LEASES" for line in wide)
+    assert "0 done, 0 gone, 0 refused, 0 failed; over Flight 0" in " ".join(" ".join(narrow).split())
+
+
+def test_long_types_are_whole_in_a_notebook_and_in_the_schema() -> None:
+    wide = pa.struct({f"field_{number}": pa.list_(pa.int64()) for number in range(20)})
+    with dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("d", pa.table({"n": [1], "wide": pa.array([None], wide)}))
+        handle = client.dataset("d")
+        assert "field_19: list&lt;item: int64&gt;" in handle._repr_html_()
+        assert "…" not in handle._repr_html_()
+        assert ".schema" in repr(handle)
+        server.publish("d", pa.table({"n": [1]}))
+        assert ".schema" not in repr(client.dataset("d"))
