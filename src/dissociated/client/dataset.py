@@ -6,18 +6,21 @@ Importing this module imports pyarrow.dataset.
 from __future__ import annotations
 
 import io
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Self
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
 from dissociated.client.calls import CatalogClient
 from dissociated.client.request import ReadRequest, check_decompress
 from dissociated.client.scanner import Scanner
 from dissociated.client.version_reader import VersionReader
+from dissociated.codec.filter.row_filter import RowFilter
 from dissociated.codec.inplace import MappedReader
 from dissociated.control.locations import DatasetInfo
 from dissociated.errors import OptionError
@@ -40,13 +43,155 @@ _IGNORED_OPTIONS = {
 _UNREADABLE_SIZE = 1 << 20  # bytes: large enough for pyarrow to try a read, which raises a helpful error
 
 
-class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no type hints
+class _Rows(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no type hints
+    """A dataset of pyarrow that is read by this library: every method that reads does so through `scanner`.
+
+    Code of pyarrow in C++ cannot read it. Methods of pyarrow that would need that read all rows first, which copies
+    nothing over shared memory.
+    """
+
+    def __init__(self, schema: pa.Schema) -> None:
+        super().__init__(schema, [_unreadable_dataset(schema)])
+
+    @abstractmethod
+    def scanner(self, columns: Any = None, filter: Any = None, **options: Any) -> Scanner:
+        """Return a selection of columns and rows, which can be read repeatedly. See `DatasetHandle.scanner`."""
+
+    @property
+    def children(self) -> list[Any]:
+        """Return an empty list: this stands for one dataset, not for a union."""
+        return []
+
+    def to_table(self, columns: Any = None, filter: Any = None, **options: Any) -> pa.Table:
+        """Read all rows and columns, or those that `columns`, `filter` and options of `scanner` select, as a table."""
+        return self.scanner(columns, filter, **options).to_table()
+
+    def to_batches(self, columns: Any = None, filter: Any = None, **options: Any) -> Iterator[pa.RecordBatch]:
+        """Yield the record batches of the selection, one by one, as they arrive."""
+        return self.scanner(columns, filter, **options).to_batches()
+
+    def to_reader(self, columns: Any = None, filter: Any = None, **options: Any) -> pa.RecordBatchReader:
+        """Return a reader over the selection, which can be read once."""
+        return self.scanner(columns, filter, **options).to_reader()
+
+    def open_reader(self) -> pa.RecordBatchReader:
+        """Return a reader over all data. `publish` calls this."""
+        return self.scanner().open_reader()
+
+    def to_pandas(self, columns: Any = None, filter: Any = None, **options: Any) -> pd.DataFrame:
+        """Read the selection as a DataFrame of pandas. `to_table().to_pandas(...)` takes options of pyarrow."""
+        return self.to_table(columns, filter, **options).to_pandas()
+
+    def to_polars(self, columns: Any = None, filter: Any = None, **options: Any) -> pl.DataFrame:
+        """Read the selection as a DataFrame of Polars. Over shared memory, no data is copied."""
+        import polars
+
+        return polars.from_arrow(self.to_table(columns, filter, **options), rechunk=False)  # type: ignore[return-value]
+
+    def head(self, num_rows: int = 10, columns: Any = None, filter: Any = None, **options: Any) -> pa.Table:
+        """Read the first `num_rows` rows of the selection, as a table."""
+        return self.scanner(columns, filter, **options).head(num_rows)
+
+    def take(self, indices: Any, columns: Any = None, filter: Any = None, **options: Any) -> pa.Table:
+        """Read the rows at these positions, counted from 0 in the selection, as a table.
+
+        This reads the whole selection.
+        """
+        return self.scanner(columns, filter, **options).take(indices)
+
+    def count_rows(self, filter: Any = None, **options: Any) -> int:
+        """Return the number of rows of the version, or of the rows that pass `filter`."""
+        return self.scanner(filter=filter, **options).count_rows()
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> Any:
+        return self.scanner().__arrow_c_stream__(requested_schema)
+
+    def __arrow_c_schema__(self) -> Any:
+        return self.schema.__arrow_c_schema__()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def filter(self, expression: Any) -> FilteredDataset:
+        """Return a dataset of the rows that pass `expression`, which is applied when they are read.
+
+        Args:
+            expression: See `filter` of `Client.read`.
+
+        Raises:
+            OptionError: It is not a filter for the schema.
+            ColumnNotFound: The schema lacks a column of the filter.
+        """
+        return FilteredDataset(self, RowFilter.bind(expression, self.schema).expression)
+
+    def sort_by(self, sorting: Any, **options: Any) -> ds.InMemoryDataset:
+        """Read all rows, and return them as a dataset in memory, sorted as `pyarrow.Table.sort_by` sorts."""
+        return ds.InMemoryDataset(self.to_table().sort_by(sorting, **options))
+
+    def join(self, right_dataset: Any, keys: Any, *arguments: Any, **options: Any) -> ds.InMemoryDataset:
+        """Read this dataset and `right_dataset`, and return their join in memory. See `pyarrow.Table.join`."""
+        return ds.InMemoryDataset(self.to_table().join(_table(right_dataset), keys, *arguments, **options))
+
+    def join_asof(self, right_dataset: Any, *arguments: Any, **options: Any) -> ds.InMemoryDataset:
+        """Read this dataset and `right_dataset`, and return their join in memory. See `pyarrow.Table.join_asof`."""
+        return ds.InMemoryDataset(self.to_table().join_asof(_table(right_dataset), *arguments, **options))
+
+    def replace_schema(self, schema: pa.Schema) -> ds.InMemoryDataset:
+        """Read all rows, and return them as a dataset in memory with another schema.
+
+        `pyarrow.dataset.dataset` calls this to make one dataset of several.
+
+        Raises:
+            OptionError: Columns of the same name have different types. `to_table().cast(schema)` converts values.
+        """
+        try:
+            return ds.InMemoryDataset(self.to_table()).replace_schema(schema)
+        except pa.ArrowTypeError as error:
+            raise OptionError(f"{error}: convert the values by to_table().cast(schema)") from None
+
+    def __iter__(self) -> Iterator[Any]:
+        raise OptionError(
+            "a dataset cannot be iterated over: to_batches() gives its batches, and to_pandas() or "
+            "pandas.DataFrame.from_arrow() a DataFrame"
+        )
+
+
+def _table(source: Any) -> pa.Table:
+    """Return a table, or all rows of a dataset."""
+    return source if isinstance(source, pa.Table) else source.to_table()
+
+
+class FilteredDataset(_Rows):
+    """The rows of a dataset that pass a filter, from `DatasetHandle.filter`. It can be read repeatedly."""
+
+    def __init__(self, whole: _Rows, expression: pc.Expression) -> None:
+        super().__init__(whole.schema)
+        self._whole = whole
+        self._expression = expression
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._whole, self._expression)
+
+    def scanner(self, columns: Any = None, filter: Any = None, **options: Any) -> Scanner:
+        """Return a selection of columns and of these rows. See `DatasetHandle.scanner`."""
+        both = self._expression
+        if filter is not None:
+            both = both & RowFilter.bind(filter, self.schema).expression
+        return self._whole.scanner(columns, both, **options)
+
+    def __repr__(self) -> str:
+        return f"{self._whole!r}\nonly rows that pass {self._expression}"
+
+
+class DatasetHandle(_Rows):
     """A version of a dataset, from `Client.dataset`. It can be read repeatedly.
 
     A handle reads its version, or raises DatasetNotFound if that is gone; `refresh` returns a handle on the current
     version. Columns, filters and limits are those of `Client.read`, but columns are in the order in which they are
     named. Tools that scan the handle as a dataset of pyarrow (DuckDB, Polars) read only the columns and rows that they
-    need.
+    need. For Polars, use `scan`: with `polars.scan_pyarrow_dataset`, comparisons with NaN are those of pyarrow.
 
     A version in shared memory stays mapped once it was read. Later reads need neither the catalog nor a server, and
     succeed even if the version is dropped meanwhile. `mapped_nbytes` is the size of this memory. It is given back by
@@ -56,7 +201,7 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
     """
 
     def __init__(self, client: CatalogClient, info: DatasetInfo, transport: str | None = None) -> None:
-        super().__init__(info.schema, [_unreadable_dataset(info.schema)])
+        super().__init__(info.schema)
         self._client = client
         self._reader = VersionReader(client, info, transport)
         #: Description of the version by the catalog.
@@ -104,11 +249,6 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
     def tags(self) -> Mapping[str, str]:
         """Return the tags that `Client.put` was given."""
         return self.info.tags
-
-    @property
-    def children(self) -> list[Any]:
-        """Return an empty list: a handle stands for one dataset, not for a union."""
-        return []
 
     @property
     def mapped_nbytes(self) -> int:
@@ -176,67 +316,11 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
         check_decompress(decompress, opened)
         return Scanner(self._reader, columns, filter, limit, batch_size, opened, decompress)
 
-    def filter(self, expression: Any) -> ds.Dataset:
-        """Raise OptionError: a handle has no filter of its own. Pass `filter` to the methods that read."""
-        raise OptionError("a handle has no filter of its own: give filter= to to_table, to_reader or scanner")
-
-    def to_table(self, columns: Any = None, filter: Any = None, **options: Any) -> pa.Table:
-        """Read all rows and columns, or those that `columns`, `filter` and options of `scanner` select, as a table."""
-        return self.scanner(columns, filter, **options).to_table()
-
-    def to_batches(self, columns: Any = None, filter: Any = None, **options: Any) -> Iterator[pa.RecordBatch]:
-        """Yield the record batches of the selection, one by one, as they arrive."""
-        return self.scanner(columns, filter, **options).to_batches()
-
-    def to_reader(self, columns: Any = None, filter: Any = None, **options: Any) -> pa.RecordBatchReader:
-        """Return a reader over the selection, which can be read once."""
-        return self.scanner(columns, filter, **options).to_reader()
-
-    def open_reader(self) -> pa.RecordBatchReader:
-        """Return a reader over all data. `publish` calls this."""
-        return self.scanner().open_reader()
-
-    def to_pandas(self, columns: Any = None, filter: Any = None, **options: Any) -> pd.DataFrame:
-        """Read the selection as a DataFrame of pandas. `to_table().to_pandas(...)` takes options of pyarrow."""
-        return self.to_table(columns, filter, **options).to_pandas()
-
-    def to_polars(self, columns: Any = None, filter: Any = None, **options: Any) -> pl.DataFrame:
-        """Read the selection as a DataFrame of Polars. Over shared memory, no data is copied."""
-        import polars
-
-        return polars.from_arrow(self.to_table(columns, filter, **options), rechunk=False)  # type: ignore[return-value]
-
     def scan(self) -> pl.LazyFrame:
         """Return a LazyFrame of Polars, which reads only the columns and rows that its plan needs."""
         from dissociated.client.lazy import scan
 
         return scan(self._reader)
-
-    def head(self, num_rows: int = 10, columns: Any = None, filter: Any = None, **options: Any) -> pa.Table:
-        """Read the first `num_rows` rows of the selection, as a table."""
-        return self.scanner(columns, filter, **options).head(num_rows)
-
-    def take(self, indices: Any, columns: Any = None, filter: Any = None, **options: Any) -> pa.Table:
-        """Read the rows at these positions, counted from 0 in the selection, as a table.
-
-        This reads the whole selection.
-        """
-        return self.scanner(columns, filter, **options).take(indices)
-
-    def count_rows(self, filter: Any = None, **options: Any) -> int:
-        """Return the number of rows of the version, or of the rows that pass `filter`."""
-        return self.scanner(filter=filter, **options).count_rows()
-
-    def __arrow_c_stream__(self, requested_schema: object = None) -> Any:
-        return self.scanner().__arrow_c_stream__(requested_schema)
-
-    def __arrow_c_schema__(self) -> Any:
-        return self.schema.__arrow_c_schema__()
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    __hash__ = object.__hash__
 
     def __repr__(self) -> str:
         return repr(self.info)
@@ -280,8 +364,7 @@ class _UnreadableFile(io.RawIOBase):
 
     def read(self, size: int | None = -1) -> bytes:
         raise OptionError(
-            "pyarrow cannot read a handle in this way: call its own scanner(), to_table() or to_reader(), and go on "
-            "with what that gives"
+            "pyarrow cannot read a handle in this way: call its to_table() or to_reader(), and pass the result"
         )
 
 

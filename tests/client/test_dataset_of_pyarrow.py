@@ -1,0 +1,90 @@
+"""A handle where a pyarrow.dataset.Dataset is expected."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+
+import duckdb
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+import pytest
+
+import dissociated as dis
+from dissociated.client.dataset import DatasetHandle
+from dissociated.errors import ColumnNotFound, OptionError
+
+TABLE = pa.table({"n": [3, 1, 2, 1], "s": ["c", "a", "b", "d"]})
+OTHER = pa.table({"n": [1, 2], "v": [10, 20]})
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[dis.Client]:
+    with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("d", TABLE)
+        server.publish("other", OTHER)
+        yield client
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def handle(client: dis.Client, request: pytest.FixtureRequest) -> DatasetHandle:
+    return client.dataset("d", transport=request.param)
+
+
+def test_filters_add_up_and_apply_to_each_way_of_reading(handle: DatasetHandle) -> None:
+    plain = ds.dataset(TABLE)
+    small, expected = handle.filter(("n", "<", 3)), plain.filter(pc.field("n") < 3)
+    assert isinstance(small, ds.Dataset)
+    assert small.to_table() == expected.to_table()
+    assert small.filter(pc.field("s") > "a").to_table() == expected.filter(pc.field("s") > "a").to_table()
+    assert small.to_table(columns=["s"], filter=pc.field("n") == 1)["s"].to_pylist() == ["a", "d"]
+    assert small.count_rows() == 3
+    assert small.head(2) == expected.head(2)
+    assert small.take([2]) == expected.take([2])
+    assert pa.table(small) == expected.to_table()
+    assert pa.Table.from_batches(small.to_batches(), TABLE.schema) == expected.to_table()
+    assert small.to_pandas()["n"].to_list() == pl.DataFrame(small)["n"].to_list() == [1, 2, 1]
+    assert duckdb.sql("SELECT sum(n) FROM small WHERE s > 'a'").fetchall() == [(3,)]
+    assert pl.scan_pyarrow_dataset(small).filter(pl.col("n") > 1).collect()["s"].to_list() == ["b"]
+    assert pickle.loads(pickle.dumps(small)).to_table() == expected.to_table()
+    assert handle.count_rows() == 4
+
+
+def test_a_filter_for_other_columns_is_refused_at_once(handle: DatasetHandle) -> None:
+    with pytest.raises(ColumnNotFound):
+        handle.filter(("missing", ">", 1))
+
+
+def test_a_filtered_dataset_is_published_without_the_other_rows(client: dis.Client, handle: DatasetHandle) -> None:
+    assert client.put("ones", handle.filter(("n", "=", 1))) == 2
+    assert client.read("ones").read_all()["s"].to_pylist() == ["a", "d"]
+
+
+def test_methods_that_need_all_rows(client: dis.Client, handle: DatasetHandle) -> None:
+    plain, other = ds.dataset(TABLE), client.dataset("other")
+    by = [("n", "ascending"), ("s", "descending")]
+    assert handle.sort_by(by).to_table() == plain.sort_by(by).to_table()
+    joined = handle.join(other, "n", join_type="inner").sort_by("s").to_table()
+    assert joined == plain.join(ds.dataset(OTHER), "n", join_type="inner").sort_by("s").to_table()
+    asof = handle.sort_by("n").join_asof(ds.dataset(OTHER), on="n", by=[], tolerance=0).to_table()
+    assert asof["v"].to_pylist() == [10, 10, 20, None]
+    both = ds.dataset([handle, handle])
+    assert both.to_table() == pa.concat_tables([TABLE, TABLE])
+    assert both.count_rows(filter=pc.field("n") == 1) == 4
+    schema = pa.schema([("s", pa.string()), ("new", pa.int8())])
+    assert handle.replace_schema(schema).to_table() == plain.replace_schema(schema).to_table()
+    with pytest.raises(OptionError, match=r"to_table\(\)\.cast\(schema\)"):
+        handle.replace_schema(pa.schema([("n", pa.int8())]))
+
+
+def test_pandas_and_others_take_it(handle: DatasetHandle) -> None:
+    assert pd.DataFrame.from_arrow(handle).to_dict("list") == TABLE.to_pydict()
+    assert pl.DataFrame(handle).to_dict(as_series=False) == TABLE.to_pydict()
+    assert duckdb.from_arrow(handle).fetchall() == [*zip(*TABLE.to_pydict().values(), strict=True)]
+    with pytest.raises(OptionError, match=r"to_pandas\(\)"):
+        pd.DataFrame(handle)
+    with pytest.raises(OptionError, match=r"to_table\(\)"):
+        ds.dataset(OTHER).join(handle, "n").to_table()
