@@ -1,0 +1,96 @@
+"""The first examples: each is short, does as it says, and is linked from the README in order."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from certificates import certificates
+from dissociated.node.launch import running
+from helpers import Child
+
+ROOT = Path(__file__).resolve().parents[1]
+BASICS = ROOT / "examples" / "basics"
+ORDER = ["publish", "read", "filter", "live", "put", "with_spark", "with_torch", "service"]
+PATIENCE = 120.0  # seconds; only failing tests wait this long
+
+
+@pytest.fixture
+def store(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Yield the path of this user's store, whose node is killed in the end."""
+    path = memory / "own"
+    monkeypatch.setenv("DISSOCIATED_STORE", str(path))
+    monkeypatch.delenv("DISSOCIATED_CATALOG", raising=False)
+    yield path
+    if (node := running(path)) is not None:
+        os.kill(node.pid, signal.SIGKILL)
+
+
+def run(name: str, *arguments: str) -> list[str]:
+    """Run an example, and return the lines that it prints."""
+    command = [sys.executable, "-m", f"examples.basics.{name}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_each_is_short_and_linked_in_order() -> None:
+    assert {path.stem for path in BASICS.glob("*.py")} == {*ORDER, "__init__"}
+    for name in ORDER:
+        assert len((BASICS / f"{name}.py").read_text().splitlines()) < 40, name
+    assert re.findall(r"examples/basics/(\w+)\.py", (ROOT / "README.md").read_text()) == ORDER
+
+
+def test_publish_read_and_filter(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, "-m", "examples.basics.publish"]
+    with Child(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        name, _, uri = server.stdout.readline().strip().removeprefix("export ").partition("=")
+        monkeypatch.setenv(name, uri)
+        read, filtered = run("read"), run("filter")
+        server.communicate("\n", PATIENCE)
+        assert server.returncode == 0
+    assert read[1].split()[:2] == ["flights", "5"]
+    assert read[-2:] == ["['IAH', 'IAH', 'MIA', 'BQN', 'ORD']", "5 rows over tcp"]
+    assert filtered == [
+        "[{'dest': 'MIA', 'delay': 92.0}, {'dest': 'ORD', 'delay': 61.5}]",
+        "3",
+        "76.75",
+        "[('EWR', 2), ('JFK', 2), ('LGA', 1)]",
+    ]
+
+
+def test_live() -> None:
+    assert sorted(run("live")) == ["one got a total of 10", "two got a total of 10"]
+
+
+def test_put(store: Path) -> None:
+    assert run("put")[0] == "[149, 149, 178] {'of': 'basics'}"
+    assert running(store) is not None
+    assert run("put")[0] == "[149, 149, 178] {'of': 'basics'}"
+
+
+@pytest.mark.needs("java")
+def test_with_spark(store: Path) -> None:
+    pytest.importorskip("pyspark")
+    assert run("with_spark")[-2:] == ["[(0, 334), (1, 333), (2, 333)]", "333"]
+
+
+def test_with_torch() -> None:
+    pytest.importorskip("torch")
+    assert run("with_torch") == ["y = 3.00 x + 2.00"]
+
+
+def test_service(tmp_path: Path) -> None:
+    issued = certificates(tmp_path)
+    assert run("service", issued.cert, issued.key, issued.roots) == [
+        "[{'city': 'Oslo', 'total': 5}, {'city': 'Rome', 'total': 7}]",
+        "[{'city': 'Rome', 'price': 3}]",
+    ]
