@@ -48,7 +48,10 @@ def test_one_address_is_found_by_all_and_survives_a_restart(store: Path, tmp_pat
         assert client.uri == started["catalog"]
         client.put("d", TABLE)
         assert client.status().pid == int(started["process"])
-        assert client.status().store.limit == 64_000_000
+        held = client.status().store
+        assert held is not None
+        assert held.limit == 64_000_000
+        assert held.log == started["log"]
         again = run("start")
         assert again.startswith("the node is running already")
         assert facts(again) == started

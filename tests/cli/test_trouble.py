@@ -71,6 +71,9 @@ def test_a_full_file_system_is_seen(tmp_path: Path, start: Start) -> None:
         with pytest.raises(DissociatedError):
             client.put("large", pa.table({"n": range(2_000_000)}))
         store = client.status().store
+        assert store is not None
+        assert store.free is not None
+        assert store.effective_limit is not None
         assert store.limit == 64 << 20
         assert store.held + store.free == store.effective_limit < 9 << 20
         assert client.status().totals.refused_puts > 0
@@ -105,3 +108,18 @@ def test_long_types_are_whole_in_a_notebook_and_in_the_schema() -> None:
         assert ".schema" in repr(handle)
         server.publish("d", pa.table({"n": [1]}))
         assert ".schema" not in repr(client.dataset("d"))
+
+
+def test_ls_fits_into_a_narrow_terminal_and_describe_shows_whole_types() -> None:
+    wide = pa.struct({f"field_{number}": pa.list_(pa.int64()) for number in range(20)})
+    with dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
+        client.put("d", pa.table({"wide": pa.array([None], wide)}), ttl=3600, tags={"a long tag": "a long value"})
+        command = [sys.executable, "-m", "dissociated"]
+        around = {**os.environ, "TERM": "dumb"}
+        for arguments in (["ls"], ["ls", "--long"]):
+            lines = processes.in_terminal(60, [*command, *arguments, server.catalog_uri], around).splitlines()
+            assert max(map(len, lines)) <= 60
+            assert lines[0].split()[:5] == ["NAME", "ROWS", "SIZE", "COLUMNS", "VERSION"]
+            assert re.search(r" in 59 min \d\d s", lines[1]) or arguments == ["ls", "--long"]
+        described = processes.in_terminal(60, [*command, "describe", f"{server.catalog_uri}/d"], around)
+        assert str(wide) in described

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -12,7 +13,7 @@ import pytest
 import dissociated as dis
 from dissociated.errors import DissociatedError, SourceError
 
-ROWS = {"id": [1, 2], "name": ["Ann", "Bob"], "since": [date(2024, 1, 31), None]}
+ROWS: dict[str, list[Any]] = {"id": [1, 2], "name": ["Ann", "Bob"], "since": [date(2024, 1, 31), None]}
 
 
 @pytest.fixture

@@ -87,7 +87,8 @@ def _print_list(found: list[DatasetInfo], long: bool) -> None:
     if long or any(info.tags for info in found):
         columns.append(("TAGS", [" ".join(f"{key}={value}" for key, value in info.tags.items()) for info in found]))
     heads = [head for head, _ in columns]
-    terminal.print_table(heads, zip(*(cells for _, cells in columns), strict=True), right=(1, 2, 3, 4))
+    whole = [heads.index(head) for head in ("CREATED", "EXPIRES") if head in heads]  # a part of a time misleads
+    terminal.print_table(heads, zip(*(cells for _, cells in columns), strict=True), right=(1, 2, 3, 4, *whole))
 
 
 def _state(info: DatasetInfo) -> str:
@@ -156,7 +157,7 @@ def _print_schema(info: DatasetInfo) -> None:
     print()
     if tensors is None:
         fields = [(field.name, str(field.type), "" if field.nullable else "not null") for field in info.schema]
-        terminal.print_table(("COLUMN", "TYPE", ""), fields)
+        terminal.print_table(("COLUMN", "TYPE", ""), fields, whole=True)
         return
     rows = [(one.format, one.type, " x ".join(map(str, one.shape)), ", ".join(one.names)) for one in tensors.first]
     terminal.print_table(("TENSOR", "TYPE", "SHAPE", ""), rows)

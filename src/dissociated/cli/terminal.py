@@ -50,9 +50,15 @@ def red(words: str, stream: IO[str]) -> str:
     return f"\x1b[31m{words}\x1b[0m" if has_colours(stream) else words
 
 
-def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> None:
-    """Print a table, no wider than the terminal if possible."""
-    first, _, rest = text.table(head, rows, right, width(sys.stdout)).partition("\n")
+def print_table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = (), whole: bool = False
+) -> None:
+    """Print a table, no wider than the terminal: texts are cut, and then columns left out.
+
+    With `whole`, nothing is cut or left out, and the terminal wraps long lines.
+    """
+    limit = None if whole else width(sys.stdout)
+    first, _, rest = text.narrow_table(head, [*rows], right, limit, cut=True).partition("\n")
     print(bold(first, sys.stdout) + (f"\n{rest}" if rest else ""))
 
 

@@ -78,15 +78,19 @@ def table(
 
 
 def narrow_table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = (), width: int | None = None
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Sequence[int] = (),
+    width: int | None = None,
+    cut: bool = False,
 ) -> str:
-    """Format a table with as many whole columns, from the left, as fit into `width`; "…" stands for the others.
+    """Format a table with as many columns, from the left, as fit into `width`; "…" stands for the others.
 
-    If not even the first column fits, it is cut.
+    If not even the first column fits, it is cut. With `cut`, texts in other columns are cut first, as `table` does.
     """
     for number in range(len(head), 0, -1):
         rest = ["…"] if number < len(head) else []
-        lines = table([*head[:number], *rest], [[*row[:number], *rest] for row in rows], right)
+        lines = table([*head[:number], *rest], [[*row[:number], *rest] for row in rows], right, width if cut else None)
         if width is None or all(cell_len(line) <= width for line in lines.splitlines()):
             return lines
     return "\n".join(align(line, width or 0).rstrip() for line in lines.splitlines())
