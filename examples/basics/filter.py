@@ -13,4 +13,4 @@ with dis.connect() as client:
     print(flights.filter(("origin", "in", ["JFK", "LGA"])).count_rows())
     lazy = client.scan("flights").filter(pl.col("delay") > 60).select(pl.col("delay").mean())
     print(lazy.collect().item())
-    print(duckdb.query("SELECT origin, count(*) FROM flights GROUP BY origin ORDER BY origin").fetchall())
+    print(duckdb.execute("SELECT origin, count(*) FROM flights GROUP BY origin ORDER BY origin").fetchall())

@@ -47,7 +47,7 @@ def test_filters_add_up_and_apply_to_each_way_of_reading(handle: DatasetHandle) 
     assert pa.table(small) == expected.to_table()
     assert pa.Table.from_batches(small.to_batches(), TABLE.schema) == expected.to_table()
     assert small.to_pandas()["n"].to_list() == pl.DataFrame(small)["n"].to_list() == [1, 2, 1]
-    assert duckdb.query("SELECT sum(n) FROM small WHERE s > 'a'").fetchall() == [(3,)]
+    assert duckdb.execute("SELECT sum(n) FROM small WHERE s > 'a'").fetchall() == [(3,)]
     assert pl.scan_pyarrow_dataset(small).filter(pl.col("n") > 1).collect()["s"].to_list() == ["b"]
     assert pickle.loads(pickle.dumps(small)).to_table() == expected.to_table()
     assert handle.count_rows() == 4
