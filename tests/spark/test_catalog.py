@@ -223,8 +223,9 @@ def test_an_error_is_not_said_to_be_of_python(spark: SparkSession, catalog: str)
     assert error.value.getCondition() == "DATA_SOURCE_EXTERNAL_ERROR"
 
 
-def test_columns_that_differ_in_case_are_read(spark: SparkSession, ours: str) -> None:
-    spark.sql("SELECT 1 AS a, 2 AS A, 5 AS b UNION ALL SELECT 3, 4, 6").writeTo(f"{ours}.t").create()
+def test_columns_that_differ_in_case_are_read(spark: SparkSession, catalog: str, ours: str) -> None:
+    both = spark.sql("SELECT 1 AS a, 2 AS A, 5 AS b UNION ALL SELECT 3, 4, 6")
+    both.write.format("dissociated").option("catalog", catalog).mode("overwrite").save("t")
     found = spark.table(f"{ours}.t").toDF("lower", "upper", "b")
     assert sorted(found.collect()) == [(1, 2, 5), (3, 4, 6)]
     assert found.where("lower = 1 AND upper = 2 AND b > 0").collect() == [(1, 2, 5)]

@@ -48,7 +48,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pyarrow as pa
@@ -203,7 +203,7 @@ def load_table(
         if name not in client:
             return None
         if timestamp is not None:
-            version = str(_version_at(client, name, timestamp / 1e6))
+            version = str(_version_at(client, name, datetime.fromtimestamp(0, UTC) + timedelta(microseconds=timestamp)))
         request = Request.parse({**options, "path": name, **({} if version is None else {"version": version})})
         try:
             info = request.describe(client)
@@ -212,8 +212,8 @@ def load_table(
     return {"schema": spark_schema(info.schema).json(), "tags": dict(info.tags), "version": info.version}
 
 
-def _version_at(client: Client, name: str, moment: float) -> int:
-    """Return the number of the version that was current at a moment, in seconds since 1970.
+def _version_at(client: Client, name: str, moment: datetime) -> int:
+    """Return the number of the version that was current at a moment.
 
     Raises:
         DatasetNotFound: The version is not kept.
@@ -224,12 +224,11 @@ def _version_at(client: Client, name: str, moment: float) -> int:
         is_known = version["current"] if later is None else later["version"] == version["version"] + 1
         if is_known and version["created"] <= moment and (later is None or moment < later["created"]):
             return int(version["version"])
-    at = f"{datetime.fromtimestamp(moment, UTC):%F %T} UTC"
-    raise DatasetNotFound(f"the version of {name!r} at {at} is not kept. {_kept_versions(kept)}")
+    raise DatasetNotFound(f"the version of {name!r} at {moment:%F %T} UTC is not kept. {_kept_versions(kept)}")
 
 
 def _kept_versions(versions: Sequence[Mapping[str, Any]]) -> str:
-    kept = (f"{one['version']} of {datetime.fromtimestamp(one['created'], UTC):%F %T} UTC" for one in versions)
+    kept = (f"{one['version']} of {one['created']:%F %T} UTC" for one in versions)
     return f"Versions that are kept: {', '.join(kept)}. Nodes keep replaced versions for a while (--retain)"
 
 
