@@ -227,7 +227,7 @@ LOADS = {
     "128 B, 1 consumer": Load(1, 2000, 128, 0.001),
     "128 B, 4 consumers": Load(4, 2000, 128, 0.001),
     "128 B, 16 consumers": Load(16, 500, 128, 0.004),
-    "128 B, 1 consumer, at once": Load(1, 30_000, 128),
+    "128 B, 1 consumer, at once": Load(1, 10_000, 128),
     "1 MB, 1 consumer": Load(1, 1000, 1 << 20),
     "1 MB, 4 consumers": Load(4, 500, 1 << 20),
 }
