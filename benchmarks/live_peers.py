@@ -106,6 +106,7 @@ def _produce_zmq(load: Load, pipe: Connection) -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         context = stack.enter_context(zmq.Context())
         socket = stack.enter_context(context.socket(zmq.XPUB))
+        socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # each subscription is reported, not only the first
         socket.setsockopt(zmq.XPUB_NODROP, 1)
         socket.setsockopt(zmq.SNDHWM, _DEPTH)
         socket.bind(f"ipc://{folder}/live")
