@@ -106,6 +106,7 @@ def _produce_zmq(load: Load, pipe: Connection) -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         context = stack.enter_context(zmq.Context())
         socket = stack.enter_context(context.socket(zmq.XPUB))
+        socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # each subscription is reported, not only the first
         socket.setsockopt(zmq.XPUB_NODROP, 1)
         socket.setsockopt(zmq.SNDHWM, _DEPTH)
         socket.bind(f"ipc://{folder}/live")
@@ -227,7 +228,7 @@ LOADS = {
     "128 B, 1 consumer": Load(1, 2000, 128, 0.001),
     "128 B, 4 consumers": Load(4, 2000, 128, 0.001),
     "128 B, 16 consumers": Load(16, 500, 128, 0.004),
-    "128 B, 1 consumer, at once": Load(1, 30_000, 128),
+    "128 B, 1 consumer, at once": Load(1, 10_000, 128),
     "1 MB, 1 consumer": Load(1, 1000, 1 << 20),
     "1 MB, 4 consumers": Load(4, 500, 1 << 20),
 }

@@ -26,6 +26,8 @@ from dissociated.memory.shared import Backing, create_memfd, map_read_only, reop
 _SPAN = 1 << 36
 #: The part of a region's limit up to which freed pages are kept.
 _KEPT_SHARE = 4
+#: Number of kept pieces of memory, the last freed first, that may be looked at for a new body.
+_MAX_CANDIDATES = 64
 _EMPTY = np.empty(0, np.uint8)
 
 
@@ -114,7 +116,7 @@ class LiveRegion:
         The pages that were freed last are preferred, since the processor's caches may still have them.
         """
         size = pages(length)
-        for index in range(len(self._kept) - 1, -1, -1):
+        for index in range(len(self._kept) - 1, max(0, len(self._kept) - _MAX_CANDIDATES) - 1, -1):
             offset, available = self._kept[index]
             if available >= size:
                 if available > size:

@@ -207,7 +207,7 @@ class BroadcastSending(_LiveSending):
         unread_wait = _MIN_UNREAD_WAIT
         while not consumer.finished:
             self._take_frees()
-            if live.policy != "block" and self._connection.unread:
+            if live.policy != "block" and not consumer.cut_off and self._connection.unread:
                 # Messages that are sent can be dropped no more, and would be old when the client comes to them.
                 self._connection.wait(unread_wait)
                 unread_wait = min(2 * unread_wait, _MAX_UNREAD_WAIT)
