@@ -40,9 +40,11 @@ def test_nothing_is_dropped_before_the_answer(client: dis.Client, chosen: list[s
     before = names(client)
     assert "give --yes" in run("drop", *chosen, "--catalog", client.uri, status=1)
     command = [sys.executable, "-m", "dissociated", "drop", *chosen, "--catalog", client.uri]
-    asked = processes.in_terminal(80, command, os.environ, given=b"\n")
-    assert f"Drop {number} datasets: " in asked
-    assert names(client) == before
+    for no in (b"\x04", b"\n"):  # Ctrl-D, or Enter
+        asked = processes.in_terminal(80, command, os.environ, given=no)
+        assert f"Drop {number} datasets: " in asked
+        assert "Traceback" not in asked
+        assert names(client) == before
     processes.in_terminal(80, command, os.environ, given=b"y\n")
     assert len(names(client)) == len(before) - number
 

@@ -70,7 +70,11 @@ def confirm(question: str) -> bool:
     """
     if not sys.stdin.isatty():
         raise OptionError(f"{question} Nobody can answer, because the standard input is no terminal: give --yes")
-    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:  # Ctrl-D
+        print()
+        return False
 
 
 @contextmanager

@@ -30,10 +30,13 @@ class NodeProcess:
             self.address = _address(opened)
             # The process cannot be replaced by another one with the same id once it is open.
             self._descriptor = os.pidfd_open(self.address.pid)
-            # The id may be that of another process: after a node was killed, or in another container.
-            if not _has_open(self.address.pid, os.fstat(opened)):
+            try:
+                # The id may be that of another process: after a node was killed, or in another container.
+                if not _has_open(self.address.pid, os.fstat(opened)):
+                    raise ProcessLookupError
+            except BaseException:
                 os.close(self._descriptor)
-                raise ProcessLookupError
+                raise
         finally:
             os.close(opened)
 
