@@ -13,10 +13,14 @@ ALONE = re.compile(
     "_*(given|taken|said|found|left|ones?|theirs|told|asked|wanted|what|ours|mine|others|rest|made|known|shown|seen|"
     "ended|begun|gone|done|over|meant|got|used|which|whom?|those|these|that|it|them|came|went|lent)_*"
 )
-#: Rooms whose names have not been changed yet. Take a room out once it is done.
-EXCLUDED = {"cli", "client", "datasets", "server", "spark", "torch", "training"}
+#: Rooms and files whose names have not been changed yet. Take one out once it is done.
+EXCLUDED = {
+    *("cli", "client", "server", "spark", "torch", "training"),
+    *("datasets/broadcast.py", "datasets/fanout.py"),
+}
 #: Fields whose names are keys in files or in answers, or that the guide documents.
 KEYS = {
+    ("control/locations.py", "seen"),
     ("errors.py", "told"),
     ("ipc/decoding.py", "ended"),
     ("monitoring/status.py", "done"),
@@ -39,15 +43,16 @@ def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def test_names_have_a_noun() -> None:
-    paths = [path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] not in EXCLUDED]
-    assert len(paths) > 100
+    places = {path.relative_to(SOURCE) for path in SOURCE.rglob("*.py")}
+    held = {place.as_posix() for place in places if EXCLUDED.isdisjoint((place.parts[0], place.as_posix()))}
+    assert len(held) > 100
     assert [
         f"{place}:{line}: {name}"
-        for path in paths
-        for line, name in names(ast.parse(path.read_text()))
-        if ALONE.fullmatch(name) and ((place := path.relative_to(SOURCE).as_posix()), name) not in KEYS
+        for place in sorted(held)
+        for line, name in names(ast.parse((SOURCE / place).read_text()))
+        if ALONE.fullmatch(name) and (place, name) not in KEYS
     ] == []
 
 
-def test_the_excluded_rooms_exist() -> None:
-    assert {room for room in EXCLUDED if not (SOURCE / room).is_dir()} == set()
+def test_what_is_excluded_exists() -> None:
+    assert {room for room in EXCLUDED if not (SOURCE / room).exists()} == set()
