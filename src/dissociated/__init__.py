@@ -60,14 +60,14 @@ else:
         try:
             if name.startswith("_"):
                 raise ModuleNotFoundError(name=place)
-            found = import_module(place)
+            value = import_module(place)
         except ModuleNotFoundError as error:
             if error.name != place:  # a dependency of the module is missing, not the module itself
                 raise
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
         if name in _PLACES:
-            found = globals()[name] = getattr(found, name)
-        return found
+            value = globals()[name] = getattr(value, name)
+        return value
 
     def __dir__() -> list[str]:
         return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

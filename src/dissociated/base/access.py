@@ -206,7 +206,7 @@ class Tokens:
     def __init__(self, tokens: Iterable[str] | Mapping[str, Owner]) -> None:
         if isinstance(tokens, str):
             raise OptionError("authorize is one string: give a list of tokens")
-        named = tokens if isinstance(tokens, Mapping) else {one: f"token {n}" for n, one in enumerate(tokens, 1)}
+        named = tokens if isinstance(tokens, Mapping) else {token: f"token {n}" for n, token in enumerate(tokens, 1)}
         if not named:
             raise OptionError("authorize has no token, so every client would be refused: give at least one token")
         self._owners: dict[bytes, Identity] = {}
@@ -223,12 +223,12 @@ class Tokens:
             OptionError: The file cannot be read, has other lines, or repeats a token.
         """
         lines = _lines(path)
-        found = {line.token: (line.name or f"token {n}", line.role) for n, line in enumerate(lines, 1)}
-        if len(found) < len(lines):
+        owners = {line.token: (line.name or f"token {n}", line.role) for n, line in enumerate(lines, 1)}
+        if len(owners) < len(lines):
             raise OptionError(
                 f"the file {str(path)!r} has a token twice: give each owner a token of their own, with one role"
             )
-        return cls(found)
+        return cls(owners)
 
     def __call__(self, token: str) -> Identity | None:
         """Return the owner of a token and its role; None if the token is unknown."""

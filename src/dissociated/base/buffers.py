@@ -15,12 +15,12 @@ MAX_BODY = 1 << 34
 MAX_METADATA = 1 << 28
 
 
-def metadata_too_long(what: str, length: int, limit: int) -> str | None:
+def metadata_too_long(subject: str, length: int, limit: int) -> str | None:
     """Return the reason why metadata of `length` bytes cannot be sent; None if it can."""
     if length <= limit:
         return None
     return (
-        f"{what} has a message with {length:,} bytes of metadata; at most {limit:,} are sent and taken: "
+        f"{subject} has a message with {length:,} bytes of metadata; at most {limit:,} are sent and taken: "
         "put less into it, or raise max_metadata on the server and on its clients"
     )
 

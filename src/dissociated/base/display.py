@@ -24,9 +24,9 @@ def count(number: int | None) -> str:
     return "-" if number is None else f"{number:,}"
 
 
-def plural(number: int | None, what: str) -> str:
+def plural(number: int | None, noun: str) -> str:
     """Format a count with its noun: 1 row, 336,776 rows."""
-    return f"{count(number)} {what}{'' if number == 1 else 's'}"
+    return f"{count(number)} {noun}{'' if number == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:
@@ -56,7 +56,7 @@ def plain_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Seque
 
 def shorten(text: str, width: int) -> str:
     """Return the text on one line, cut to `width` characters, without control characters for a terminal."""
-    line = "".join(one if one.isprintable() else "�" for one in " ".join(text.split()))
+    line = "".join(character if character.isprintable() else "�" for character in " ".join(text.split()))
     return line if len(line) <= width else f"{line[: width - 1]}…"
 
 
@@ -76,5 +76,5 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequen
 
 def html(title: str, lines: Iterable[str], *tables: str) -> str:
     """Format an object for a notebook: its name, lines of text, and tables that are HTML already."""
-    text = "".join(f"<div>{escape(one)}</div>" for one in lines)
+    text = "".join(f"<div>{escape(line)}</div>" for line in lines)
     return f"<div><div><b>{escape(title)}</b></div>{text}{''.join(tables)}</div>"

@@ -27,7 +27,7 @@ _TIMEOUT = 5.0  # seconds that threads may take to end, or to be held
 _POLL_INTERVAL = 0.002  # seconds
 
 _exiting_thread: int | None = None
-_kept: list[object] = []
+_kept_values: list[object] = []
 _keepable: weakref.WeakSet[Any] = weakref.WeakSet()
 _stoppable: weakref.WeakSet[Stoppable] = weakref.WeakSet()
 _sections: set[CodeType] = set()
@@ -135,12 +135,12 @@ def _exit() -> None:
     global _exiting_thread
     _exiting_thread = threading.get_ident()
     with _lock:
-        _kept.extend(_keepable)
+        _kept_values.extend(_keepable)
     deadline = time.monotonic() + _TIMEOUT
     while True:
         own = {_exiting_thread, *(thread.ident for thread in _stream_threads())}
-        others = [frame for thread, frame in sys._current_frames().items() if thread not in own]
-        if not others:
+        other_frames = [frame for thread, frame in sys._current_frames().items() if thread not in own]
+        if not other_frames:
             break
         with _lock:
             stoppables = [*_stoppable]

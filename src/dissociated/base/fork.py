@@ -58,21 +58,21 @@ def _begin_child() -> None:
     global _bound_objects
     inherited, _bound_objects = [*_bound_objects], weakref.WeakSet()
     _lock.release()
-    for bound in inherited:
-        bound.is_inherited = True
+    for instance in inherited:
+        instance.is_inherited = True
         with suppress(AttributeError):  # another thread had not finished making the object
-            bound.after_fork_in_child()
+            instance.after_fork_in_child()
 
 
-def leak(bound: object) -> None:
-    """Prevent finalization of `bound` in this process, also at its exit.
+def leak(instance: object) -> None:
+    """Prevent finalization of `instance` in this process, also at its exit.
 
     A finalizer would wait for threads of the parent, or change what the parent uses.
     """
-    for reference in weakref.getweakrefs(bound):
+    for reference in weakref.getweakrefs(instance):
         if isinstance(reference.__callback__, weakref.finalize):
             reference.__callback__.detach()
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(bound))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(instance))
 
 
 def use_grpc() -> None:

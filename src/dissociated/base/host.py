@@ -52,8 +52,8 @@ def available_memory() -> int:
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
     with suppress(OSError, ValueError):  # the file reads "max" if there is no limit
-        limit, used = (int((_CONTROL_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        available = min(available, limit - used)
+        limit, usage = (int((_CONTROL_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        available = min(available, limit - usage)
     return available
 
 

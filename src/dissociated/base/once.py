@@ -22,19 +22,19 @@ class once(Generic[T]):  # noqa: N801  # a decorator
     def __init__(self, make: Callable[..., T]) -> None:
         update_wrapper(self, make)
         self._make = make
-        self._made: dict[tuple[Hashable, ...], T] = {}
+        self._values: dict[tuple[Hashable, ...], T] = {}
         self._locks: dict[int, threading.RLock] = {}  # by process id
 
     def __call__(self, *arguments: Hashable) -> T:
         try:
-            return self._made[arguments]
+            return self._values[arguments]
         except KeyError:
             pass
         with self._locks.setdefault(os.getpid(), threading.RLock()):
-            if arguments not in self._made:
-                self._made[arguments] = self._make(*arguments)
-            return self._made[arguments]
+            if arguments not in self._values:
+                self._values[arguments] = self._make(*arguments)
+            return self._values[arguments]
 
     def cache_clear(self) -> None:
         """Discard all values."""
-        self._made.clear()
+        self._values.clear()

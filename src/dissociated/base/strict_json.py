@@ -48,8 +48,12 @@ def _refuse(constant: str) -> NoReturn:
 def _check_nesting(plain: Any) -> None:
     level = [plain]
     for _ in range(_MAX_NESTING):
-        containers = [one for one in level if isinstance(one, dict | list)]
+        containers = [container for container in level if isinstance(container, dict | list)]
         if not containers:
             return
-        level = [inner for one in containers for inner in (one.values() if isinstance(one, dict) else one)]
+        level = [
+            inner
+            for container in containers
+            for inner in (container.values() if isinstance(container, dict) else container)
+        ]
     raise ValueError(f"JSON is nested deeper than {_MAX_NESTING} levels")

@@ -270,8 +270,8 @@ class LocalCatalog(Catalog):
         announced = self._parse_announced(node.id, body)
         until = time.time() + float(body["lives"])
         removed = {
-            str(name): Removed(int(version), bool(lost), int(used))
-            for name, (version, lost, used) in body.get("numbers", {}).items()
+            str(name): Removed(int(version), bool(lost), int(highest))
+            for name, (version, lost, highest) in body.get("numbers", {}).items()
         }
         self._database.register(node, announced, str(body["digest"]), until, int(body["serial"]), removed)
         return self._node_reply(node.id, announced)

@@ -69,8 +69,8 @@ class UpstreamCatalog(Catalog):
         return self._upstream.forward(lambda client: client.get_schema(descriptor)).schema
 
     def versions(self, name: str) -> Sequence[dict[str, Any]]:
-        found = self._upstream.versions(name)
-        return [{**version, "created": version["created"].timestamp()} for version in found]
+        versions = self._upstream.versions(name)
+        return [{**version, "created": version["created"].timestamp()} for version in versions]
 
     def nodes(self) -> Sequence[dict[str, Any]]:
         return self._upstream.nodes()

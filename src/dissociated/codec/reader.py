@@ -124,13 +124,13 @@ class Reading:
         self.check()
         self._taking = True
         try:
-            taken = take()
+            item = take()
             self.check_open()
         except BaseException as error:
             self.stop_by(error)
             raise
         self._taking = False
-        return taken
+        return item
 
     def check(self) -> None:
         """Raise the error that prevents taking more items, if there is one. The end is not an error."""

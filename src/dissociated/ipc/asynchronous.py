@@ -48,8 +48,8 @@ class _AsyncReader(ABC):
         self._reader = reader
         self._threads = threads
         self._closing = False
-        self._one_closes = asyncio.Lock()
-        self._begun: weakref.WeakSet[AsyncBatches] = weakref.WeakSet()
+        self._close_lock = asyncio.Lock()
+        self._reads: weakref.WeakSet[AsyncBatches] = weakref.WeakSet()
 
     @property
     def stats(self) -> ReadStats:
@@ -71,9 +71,9 @@ class _AsyncReader(ABC):
     async def aclose(self) -> None:
         """Wait for the reads in progress, close the source, and end the threads. Batches stay valid."""
         self._closing = True  # A read that begins during the close could use the descriptor of another file.
-        for batches in self._begun:
+        for batches in self._reads:
             batches._stop()
-        async with self._one_closes:  # A second call would cancel the close that this one has submitted.
+        async with self._close_lock:  # A second call would cancel the close that this one has submitted.
             await self._threads.settle()
             if self._reader is not None:
                 await self._threads.run(self._close)  # in a thread, since it may block
@@ -90,7 +90,7 @@ class _AsyncReader(ABC):
 
     def _begin(self, steps: Iterator[ReadStep], readahead_options: ReadAheadOptions, at_once: int) -> AsyncBatches:
         batches = AsyncBatches(steps, self._threads, readahead_options, at_once)
-        self._begun.add(batches)
+        self._reads.add(batches)
         return batches
 
     async def __aenter__(self) -> Self:
@@ -103,7 +103,9 @@ class _AsyncReader(ABC):
 
 
 def _table(batches: list[Any], schema: pa.Schema) -> pa.Table:
-    return pa.Table.from_batches([one.to_host() if isinstance(one, DeviceBatch) else one for one in batches], schema)
+    return pa.Table.from_batches(
+        [batch.to_host() if isinstance(batch, DeviceBatch) else batch for batch in batches], schema
+    )
 
 
 def _in_a_thread(
@@ -191,7 +193,7 @@ class AsyncStreamReader(_AsyncReader):
 
     def __init__(self, reader: pa.RecordBatchReader | DeviceReader, threads: Threads) -> None:
         super().__init__(reader, threads)
-        self._left = _RemainingBatches(reader)
+        self._remaining = _RemainingBatches(reader)
 
     def batches(
         self,
@@ -209,11 +211,11 @@ class AsyncStreamReader(_AsyncReader):
         """
         self._open()
         return self._begin(
-            repeat(ReadStep(self._left.take)), ReadAheadOptions(readahead, readahead_bytes, custom_metadata), 1
+            repeat(ReadStep(self._remaining.take)), ReadAheadOptions(readahead, readahead_bytes, custom_metadata), 1
         )
 
     def _close(self) -> None:
-        self._left.drop()
+        self._remaining.drop()
         super()._close()
 
 

@@ -68,8 +68,8 @@ class FileReader:
     @property
     def metadata(self) -> dict[bytes, bytes] | None:
         """The custom metadata of the footer; None if it has none."""
-        found: dict[bytes, bytes] | None = self._native().metadata
-        return found
+        metadata: dict[bytes, bytes] | None = self._native().metadata
+        return metadata
 
     @property
     def stats(self) -> ReadStats:
@@ -184,8 +184,8 @@ class FileReader:
         return start, start + metadata_length + body_length
 
     def _rows(self, offset: int, metadata_length: int) -> int:
-        found = self._source.read(offset, metadata_length).to_pybytes()
-        header = found[8:] if found.startswith(CONTINUATION) else found[4:]
+        encapsulated = self._source.read(offset, metadata_length).to_pybytes()
+        header = encapsulated[8:] if encapsulated.startswith(CONTINUATION) else encapsulated[4:]
         try:
             rows = row_count(header)
             if rows > 0 or (rows == 0 and parse_header(header).type is HeaderType.RECORD_BATCH):

@@ -107,21 +107,21 @@ def byte_view(buffer: pa.Buffer) -> memoryview:
 def _fill(file: Any, view: memoryview) -> int:
     """Read into `view`. Return the number of bytes, which is less than the view's only at the end of the file."""
     read_into = getattr(file, "readinto", None)
-    done = 0
-    while done < len(view):
+    filled = 0
+    while filled < len(view):
         if read_into is not None:
-            count = read_into(view[done:])
+            count = read_into(view[filled:])
         else:
-            content = file.read(len(view) - done)
+            content = file.read(len(view) - filled)
             count = None if content is None else len(content)
             if count:
-                view[done : done + count] = content
+                view[filled : filled + count] = content
         if count is None:
             raise StoreError(f"{file!r} does not block: give a file that waits for its data")
         if not count:
             break
-        done += count
-    return done
+        filled += count
+    return filled
 
 
 def file_errors(file: Any) -> AbstractContextManager[None]:

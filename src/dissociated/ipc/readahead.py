@@ -51,7 +51,7 @@ class _PendingRead:
     """A step whose call was submitted to a thread, and may be finished."""
 
     def __init__(self, step: ReadStep, threads: Threads) -> None:
-        self.left = step.number  # batches that were not taken yet
+        self.remaining = step.number  # batches that were not taken yet
         self.nbytes = step.nbytes or 0
         self.batches: deque[BatchAndMetadata] = deque()
         self.error: BaseException | None = None
@@ -125,7 +125,7 @@ class AsyncBatches(AsyncIterator[Any]):
                 self._progress.clear()
                 await self._progress.wait()
             elif job.batches:
-                job.left -= 1
+                job.remaining -= 1
                 return job.batches.popleft()
             else:
                 self._jobs.popleft()
@@ -157,10 +157,10 @@ class AsyncBatches(AsyncIterator[Any]):
         running = sum(not job.future.done() for job in self._jobs)
         if running >= self._at_once or any(job.last for job in self._jobs):
             return False
-        ahead = sum(job.left for job in self._jobs) - self._outstanding
+        ahead = sum(job.remaining for job in self._jobs) - self._outstanding
         if ahead < 0:
             return True
-        nbytes = sum(job.nbytes for job in self._jobs if job.left)
+        nbytes = sum(job.nbytes for job in self._jobs if job.remaining)
         return ahead < self._options.readahead and nbytes < self._options.readahead_bytes
 
     def _progressed(self) -> None:

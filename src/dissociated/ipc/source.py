@@ -141,9 +141,9 @@ class FileSource(RandomAccess):
         return whole
 
     def load(self, spans: Sequence[ByteRange]) -> None:
-        wanted = [(start, min(end, self.size)) for start, end in spans if start < self.size]
+        requested = [(start, min(end, self.size)) for start, end in spans if start < self.size]
         with self._loading:
-            missing = [span for span in wanted if (piece := self._piece_at(span[0])) is None or piece.end < span[1]]
+            missing = [span for span in requested if (piece := self._piece_at(span[0])) is None or piece.end < span[1]]
             if missing and self._background is None:
                 self._background = ThreadPoolExecutor(1, thread_name_prefix="read ahead")
             pieces = [*self._pieces[1]]
@@ -210,9 +210,9 @@ class _Cursor(Readable):
         return self._at
 
     def read(self, size: int) -> pa.Buffer:
-        found = self._source.read(self._at, size)
-        self._at += found.size
-        return found
+        content = self._source.read(self._at, size)
+        self._at += content.size
+        return content
 
     def seekable(self) -> bool:
         return True
@@ -229,7 +229,7 @@ def coalesced(spans: Sequence[ByteRange], cache: pa.CacheOptions) -> list[ByteRa
     return together
 
 
-def joins(one: ByteRange, other: ByteRange, cache: pa.CacheOptions) -> bool:
-    """Return whether to read two ranges together. This is never so if `other` begins before `one`."""
-    near: bool = other[0] - one[1] <= cache.hole_size_limit and other[1] - one[0] <= cache.range_size_limit
-    return near and other[0] >= one[0]
+def joins(first: ByteRange, second: ByteRange, cache: pa.CacheOptions) -> bool:
+    """Return whether to read two ranges together. This is never so if `second` begins before `first`."""
+    near: bool = second[0] - first[1] <= cache.hole_size_limit and second[1] - first[0] <= cache.range_size_limit
+    return near and second[0] >= first[0]

@@ -75,16 +75,16 @@ def local_catalog() -> str:
     """
     with _starting:
         store = default_store()
-        found = running(store)
-        if found is not None:
-            return found.uri
+        address = running(store)
+        if address is not None:
+            return address.uri
         read, write = os.pipe()
         try:
-            found = ensure(store, starter=read)
+            address = ensure(store, starter=read)
         except BaseException:
             os.close(write)
             raise
         finally:
             os.close(read)
         _started.append(write)
-        return found.uri
+        return address.uri

@@ -156,8 +156,8 @@ def ensure(
         with store_errors(f"the store {store}"):
             known_id(opened, store)  # Raise for a directory that is not a store before anything is created there.
         with _start_lock(opened, store, deadline):
-            found = _running(opened, store)
-            return found if found is not None else _start(opened, store, arguments, deadline, starter)
+            address = _running(opened, store)
+            return address if address is not None else _start(opened, store, arguments, deadline, starter)
     finally:
         os.close(opened)
 
@@ -204,13 +204,13 @@ def _start(opened: int, store: Path, arguments: Sequence[str], deadline: float, 
             os.close(write)
         process.returncode = 0  # Nobody waits for this process, so Popen must consider it finished.
         line = _line(pipe, deadline)
-    found = _running(opened, store) if line else None
-    if found is None:
+    address = _running(opened, store) if line else None
+    if address is None:
         log_lines = read_private_file(NODE_LOG, within=opened).decode(errors="replace").strip().splitlines()
         raise StoreError(
             f"no node could be started for {str(store)!r}: {log_lines[-1] if log_lines else 'no answer in time'}"
         )
-    return found
+    return address
 
 
 def _line(pipe: IO[str], deadline: float) -> str:

@@ -120,9 +120,9 @@ def _stage(flight: str, connect: Callable[[str], Client]) -> StagePlace | None:
 
 def _option_value(option: str, options: Sequence[str]) -> str | None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(option, dest="found")
-    found: str | None = parser.parse_known_args(options)[0].found
-    return found
+    parser.add_argument(option, dest="value")
+    value: str | None = parser.parse_known_args(options)[0].value
+    return value
 
 
 def _store(catalog: str, options: Sequence[str]) -> Path:
@@ -145,8 +145,8 @@ def _local_address(catalog: str) -> str:
     if not uri.host:
         raise UriError(f"{catalog!r} is not the URI of a catalog: give grpc://HOST:PORT")
     try:
-        found = socket.getaddrinfo(uri.host, uri.port or _CATALOG_PORT, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, address = found[0]
+        routes = socket.getaddrinfo(uri.host, uri.port or _CATALOG_PORT, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = routes[0]
         with socket.socket(family, kind, protocol) as sock:
             sock.connect(address)  # This selects a route, and sends nothing.
             own_address = str(sock.getsockname()[0])

@@ -205,15 +205,15 @@ class Node(ProcessBound):
         (self.store.directory / ADDRESS_FILE).unlink(missing_ok=True)
 
         def log_and_tell(waited: Sequence[ConsumerStatus]) -> None:
-            for one in waited:
-                fields = {"connection": one.connection, "peer": one.peer, "dataset": one.dataset or "-"}
+            for consumer in waited:
+                fields = {"connection": consumer.connection, "peer": consumer.peer, "dataset": consumer.dataset or "-"}
                 _log.info("stopping: stream in progress", extra=fields)
             on_waiting(waited)
 
-        done = self.server.drain(timeout, log_and_tell)
-        if not done:
+        is_drained = self.server.drain(timeout, log_and_tell)
+        if not is_drained:
             _log.warning("stopping: streams in progress cut off: timeout=%g", timeout)
-        return done
+        return is_drained
 
     def close(self) -> None:
         """End every stream. Committed versions stay in the store."""

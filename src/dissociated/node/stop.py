@@ -77,9 +77,9 @@ def _has_open(pid: int, directory: os.stat_result) -> bool:
     """Return whether the process `pid` has this directory open, as the owner of a store does."""
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            found = descriptor.stat()
+            status = descriptor.stat()
         except OSError:
             continue  # It was closed in the meantime.
-        if (found.st_dev, found.st_ino) == (directory.st_dev, directory.st_ino):
+        if (status.st_dev, status.st_ino) == (directory.st_dev, directory.st_ino):
             return True
     return False

@@ -428,11 +428,11 @@ def _column(reference: protobuf.Fields) -> ColumnRef:
     raise FormatError("the filter has a column that cannot be read")
 
 
-def _alike(left: pa.DataType, right: pa.DataType) -> bool:
+def _alike(first: pa.DataType, second: pa.DataType) -> bool:
     """Return whether values of two types compare alike. The zones of timestamps do not matter: Substrait has none."""
-    if pa.types.is_timestamp(left) and pa.types.is_timestamp(right):
-        return left.unit == right.unit and (left.tz is None) is (right.tz is None)
-    return bool(left == right)
+    if pa.types.is_timestamp(first) and pa.types.is_timestamp(second):
+        return first.unit == second.unit and (first.tz is None) is (second.tz is None)
+    return bool(first == second)
 
 
 def _is_bytes(value: protobuf.Value) -> bool:
