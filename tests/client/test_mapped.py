@@ -299,6 +299,25 @@ def test_a_point_query_needs_one_batch(client: dis.Client) -> None:
         assert [*version.passing(filter_)] == [*numbers]
 
 
+def test_batches_that_pass_as_a_whole_are_not_copied(client: dis.Client) -> None:
+    handle = mapped(client, "data")
+    places = [chunk.buffers()[1].address for chunk in handle.to_table(["n"])["n"].chunks]
+    n, i = pc.field("n"), pc.field("i")
+    for filter_, whole in (
+        (n >= 1000, [2, 3, 4, 5]),
+        (n.is_valid(), range(6)),
+        (n.is_valid() & (n < 2500), range(5)),
+        ((n > 2400) | (n < 700), [0, 5]),
+        (n != 1100, [0, 1, 3, 4, 5]),
+        (i.is_valid(), []),
+    ):
+        with case(str(filter_)):
+            chunks = handle.to_table(["n"], filter_)["n"].chunks
+            assert [place for chunk in chunks if (place := chunk.buffers()[1].address) in places] == [
+                places[number] for number in whole
+            ]
+
+
 def test_a_filter_that_fails_says_so(client: dis.Client) -> None:
     handle = mapped(client, "data")
     fails = pc.divide(pc.field("n"), pc.field("n") - 7) > 1
