@@ -23,6 +23,7 @@ from dissociated.codec.nesting import contains, is_extension
 from dissociated.codec.split import BatchAndMetadata, batches
 
 _MAX_BATCHES = 1 << 14  # of a version that is kept: each takes some kB of this process's own memory
+_FEW_ROWS = 1 << 16
 _WHOLE_BATCH = 1 << 30  # rows: larger than any batch, so that libarrow's scanner does not cut batches
 _PLAIN_NAME = re.compile(r"[^\W\d]\w*")  # libarrow's scanner reads some other names as paths
 _UNFILTERABLE = (
@@ -51,6 +52,8 @@ class MappedVersion:
         self._numbers = range(len(pairs))
         # A table has neither metadata of batches nor batches without rows.
         self._is_table = all(batch.num_rows and metadata is None for batch, metadata in pairs)
+        # Then the statistics, and libarrow's threads, cost more than they save.
+        self._is_small = len(pairs) < 2 and sum(batch.num_rows for batch, _ in pairs) < _FEW_ROWS
         self._known = known
 
     @classmethod
@@ -93,7 +96,8 @@ class MappedVersion:
         if request.filtering is not Filtering.EXACT or (request.limit is None and whole.issuperset(passing)):
             return self._reader(passing, wanted)
         needed = sorted({*wanted, *rows.columns})
-        if request.limit is None and wanted and self._is_table and self._is_scannable(needed):
+        is_scanned = request.limit is None and wanted and self._is_table and not self._is_small
+        if is_scanned and self._is_scannable(needed):
             return self._scan(passing, whole, rows, needed, wanted)
         rows = rows.at_columns([needed.index(index) for index in rows.columns])
         columns = [needed.index(index) for index in wanted]
@@ -167,7 +171,7 @@ class MappedVersion:
 
     def _pruned(self, rows: RowFilter) -> tuple[Sequence[int], Set[int]]:
         """Return the numbers of the batches that may have rows that pass, and of the batches that pass as a whole."""
-        tree = filter_tree(rows, self.schema)
+        tree = None if self._is_small else filter_tree(rows, self.schema)
         if tree is None:
             return self._numbers, frozenset()
         known = self._statistics(rows.columns)
