@@ -23,7 +23,7 @@ from dissociated.codec.nesting import contains, is_extension
 from dissociated.codec.split import BatchAndMetadata, batches
 
 _MAX_BATCHES = 1 << 14  # of a version that is kept: each takes some kB of this process's own memory
-_FEW_ROWS = 1 << 16
+_FEW_ROWS = 1 << 16  # of a version of a single batch
 _WHOLE_BATCH = 1 << 30  # rows: larger than any batch, so that libarrow's scanner does not cut batches
 _PLAIN_NAME = re.compile(r"[^\W\d]\w*")  # libarrow's scanner reads some other names as paths
 _UNFILTERABLE = (
@@ -52,7 +52,7 @@ class MappedVersion:
         self._numbers = range(len(pairs))
         # A table has neither metadata of batches nor batches without rows.
         self._is_table = all(batch.num_rows and metadata is None for batch, metadata in pairs)
-        # Then the statistics, and libarrow's threads, cost more than they save.
+        # For few rows, statistics and libarrow's threads cost more than they save.
         self._is_small = len(pairs) < 2 and sum(batch.num_rows for batch, _ in pairs) < _FEW_ROWS
         self._known = known
 
