@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import compress, groupby
 from typing import Any, Self
@@ -110,7 +110,12 @@ class MappedVersion:
         return self._table(self._numbers, self._wanted(request))
 
     def _scan(
-        self, passing: Sequence[int], whole: Set[int], rows: RowFilter, needed: Sequence[int], wanted: Sequence[int]
+        self,
+        passing: Sequence[int],
+        whole: frozenset[int],
+        rows: RowFilter,
+        needed: Sequence[int],
+        wanted: Sequence[int],
     ) -> pa.RecordBatchReader:
         """Return a reader of the rows that pass. libarrow filters the batches of which only some rows pass."""
         names = [self.schema.field(index).name for index in wanted]
@@ -169,14 +174,14 @@ class MappedVersion:
         """Return the numbers of the batches that may have rows that pass. Errors are those of `RowFilter.bind`."""
         return self._pruned(RowFilter.bind(filter_, self.schema))[0]
 
-    def _pruned(self, rows: RowFilter) -> tuple[Sequence[int], Set[int]]:
+    def _pruned(self, rows: RowFilter) -> tuple[Sequence[int], frozenset[int]]:
         """Return the numbers of the batches that may have rows that pass, and of the batches that pass as a whole."""
         tree = None if self._is_small else filter_tree(rows, self.schema)
         if tree is None:
             return self._numbers, frozenset()
         known = self._statistics(rows.columns)
         passing = [*compress(self._numbers, passing_batches(tree, known, rows.columns))]
-        return passing, {*compress(self._numbers, whole_batches(tree, known, rows.columns))}
+        return passing, frozenset(compress(self._numbers, whole_batches(tree, known, rows.columns)))
 
     def _statistics(self, columns: Sequence[int]) -> Statistics:
         """Return the statistics, for at least these columns. Missing statistics of a column are computed once."""
