@@ -27,7 +27,7 @@ from examples.tpch.data import TABLES, generate
 
 import dissociated as dis
 from benchmarks.rounds import medians
-from benchmarks.tpch_queries import POLARS_QUERIES, QUERIES, SCANS
+from benchmarks.tpch_queries import QUERIES, SCANS
 from dissociated.cli import text
 
 _BATCH_ROWS = 122_880  # of a row group in DuckDB's own files
@@ -52,12 +52,11 @@ def run(scale: float, rounds: int, parts: Sequence[str] = PARTS) -> None:
                 table = table.cast(pa.schema([field.with_type(_plain(field.type)) for field in table.schema]))
                 client.put(name, pa.Table.from_batches(table.to_batches(max_chunksize=_BATCH_ROWS), table.schema))
             handles = {name: client.dataset(name) for name in TABLES}
-            in_sql = {name: QUERIES[name] for name in POLARS_QUERIES}
             for part, ways, queries in (
                 ("duckdb", _duckdb_ways, SCANS),
                 ("duckdb-tpch", _duckdb_ways, QUERIES),
                 ("polars", _polars_ways, SCANS),
-                ("polars-tpch", _polars_ways, in_sql),
+                ("polars-tpch", _polars_ways, QUERIES),
             ):
                 if part in parts:
                     _compare(f"{part}, scale {scale:g}", queries, ways(handles, directory), rounds)

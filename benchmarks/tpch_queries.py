@@ -1,4 +1,4 @@
-"""The 22 queries of TPC-H with the parameters of its validation, in SQL of DuckDB; and scans of lineitem alone."""
+"""The 22 queries of TPC-H with the parameters of its validation, and scans of lineitem, in SQL of DuckDB and Polars."""
 
 from examples.tpch.queries import QUERIES as COMMON
 
@@ -170,7 +170,7 @@ QUERIES = {
         ORDER BY cntrycode""",
 }
 
-#: Scans of lineitem alone, by name, in SQL of DuckDB and of Polars.
+#: Scans of lineitem alone, by name.
 SCANS = {
     "sum": "SELECT sum(l_extendedprice) AS total FROM lineitem",
     "q6": COMMON["q6"],
@@ -183,6 +183,3 @@ SCANS = {
         GROUP BY l_shipinstruct
         ORDER BY l_shipinstruct""",
 }
-
-#: Queries that Polars can answer in SQL.
-POLARS_QUERIES = ("q1", "q3", "q5", "q6", "q10", "q12")

@@ -154,13 +154,18 @@ def test_memory_is_given_back(node: Node, client: dis.Client) -> None:
     gc.collect()  # expected errors of other tests hold their handles
     clients_end()
     before = held()
+
+    def is_given_back() -> bool:
+        # A connection of earlier reads may have been open when `before` was counted.
+        return held()[0] == before[0] and held()[1] <= before[1]
+
     for name, give_back in ways.items():
         with case(name):
             handle = mapped(client, "plain")
             assert held()[0] > before[0]
             give_back(handle)
             del handle
-            wait_until(lambda: held() == before, "the memory and the descriptors are given back")
+            wait_until(is_given_back, "the memory and the descriptors are given back")
     handle = mapped(client, "data")
     array = handle.to_table(["n"])["n"].chunk(0)
     handle.close()
@@ -169,7 +174,7 @@ def test_memory_is_given_back(node: Node, client: dis.Client) -> None:
     assert handle.to_table(["n"])["n"] == TABLE["n"]  # a later read maps it again
     handle.close()
     del array
-    wait_until(lambda: held() == before, "the memory and the descriptors are given back")
+    wait_until(is_given_back, "the memory and the descriptors are given back")
 
 
 def test_filters_of_pyarrow_select_the_rows_that_pyarrow_selects(client: dis.Client) -> None:
@@ -297,6 +302,53 @@ def test_a_point_query_needs_one_batch(client: dis.Client) -> None:
         (pc.field("i") == 0, range(6)),
     ):
         assert [*version.passing(filter_)] == [*numbers]
+
+
+def test_batches_that_pass_as_a_whole_are_not_copied(client: dis.Client) -> None:
+    handle = mapped(client, "data")
+    places = [chunk.buffers()[1].address for chunk in handle.to_table(["n"])["n"].chunks]
+    n, i = pc.field("n"), pc.field("i")
+    for filter_, whole in (
+        (n >= 1000, [2, 3, 4, 5]),
+        (n.is_valid(), range(6)),
+        (n.is_valid() & (n < 2500), range(5)),
+        ((n > 2400) | (n < 700), [0, 5]),
+        (n != 1100, [0, 1, 3, 4, 5]),
+        (i.is_valid(), []),
+    ):
+        with case(str(filter_)):
+            chunks = handle.to_table(["n"], filter_)["n"].chunks
+            assert [place for chunk in chunks if (place := chunk.buffers()[1].address) in places] == [
+                places[number] for number in whole
+            ]
+
+
+@pytest.mark.parametrize("rows", [10, 100_000], ids=["few rows", "many rows"])
+def test_a_single_batch_is_filtered(client: dis.Client, rows: int) -> None:
+    numbers = np.arange(rows)
+    table = pa.table(
+        {"n": numbers, "i": pa.array(numbers % 5, mask=numbers % 7 == 3), "s": [f"{n:06}" for n in numbers]}
+    )
+    client.put("single", table)
+    n, i = pc.field("n"), pc.field("i")
+    with mapped(client, "single") as handle:
+        for filter_ in (
+            n > 6,
+            n < 0,
+            n.is_valid(),
+            n >= 0,
+            (n >= 0) & (i == 2),
+            i.is_null(),
+            ~(i > 2),
+            pc.scalar(True),
+        ):
+            with case(str(filter_)):
+                assert handle.to_table(filter=filter_) == table.filter(filter_)
+                assert handle.to_table(["s"], filter_) == table.filter(filter_).select(["s"])
+                assert handle.count_rows(filter_) == len(table.filter(filter_))
+                assert handle.head(3, filter=filter_) == table.filter(filter_)[:3]
+        with pytest.raises(OptionError, match="cannot be applied"):
+            handle.to_table(["s"], pc.divide(n, n - 7) > 1)
 
 
 def test_a_filter_that_fails_says_so(client: dis.Client) -> None:

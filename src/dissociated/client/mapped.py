@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import compress, groupby
 from typing import Any, Self
 
 import pyarrow as pa
@@ -13,7 +14,7 @@ import pyarrow.dataset as ds
 from dissociated.client.request import Filtering, ReadRequest
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import filter_batches, positions, select_fields
-from dissociated.codec.filter.pruning import passing_batches
+from dissociated.codec.filter.pruning import passing_batches, whole_batches
 from dissociated.codec.filter.row_filter import RowFilter, application_errors
 from dissociated.codec.filter.statistics import Statistics, StatisticsCollector, read_statistics
 from dissociated.codec.filter.substrait import filter_tree
@@ -22,6 +23,7 @@ from dissociated.codec.nesting import contains, is_extension
 from dissociated.codec.split import BatchAndMetadata, batches
 
 _MAX_BATCHES = 1 << 14  # of a version that is kept: each takes some kB of this process's own memory
+_FEW_ROWS = 1 << 16  # of a version of a single batch
 _WHOLE_BATCH = 1 << 30  # rows: larger than any batch, so that libarrow's scanner does not cut batches
 _PLAIN_NAME = re.compile(r"[^\W\d]\w*")  # libarrow's scanner reads some other names as paths
 _UNFILTERABLE = (
@@ -47,8 +49,11 @@ class MappedVersion:
         #: The size of the mapped memory in bytes.
         self.nbytes = nbytes
         self._pairs = pairs
+        self._numbers = range(len(pairs))
         # A table has neither metadata of batches nor batches without rows.
         self._is_table = all(batch.num_rows and metadata is None for batch, metadata in pairs)
+        # For few rows, statistics and libarrow's threads cost more than they save.
+        self._is_small = len(pairs) < 2 and sum(batch.num_rows for batch, _ in pairs) < _FEW_ROWS
         self._known = known
 
     @classmethod
@@ -82,17 +87,18 @@ class MappedVersion:
 
     def select(self, request: ReadRequest) -> pa.RecordBatchReader:
         """Return a reader of the columns and rows that `request` selects. Errors are those of `Client.read`."""
-        names, wanted = self.schema.names, self._wanted(request)
+        wanted = self._wanted(request)
         if request.filter is None:
-            reader = self._reader(None, wanted)
+            reader = self._reader(self._numbers, wanted)
             return reader if request.limit is None else filter_batches(reader, None, range(len(wanted)), request.limit)
         rows = RowFilter.bind(request.filter, self.schema)
-        passing = self._passing(rows)
-        if request.filtering is not Filtering.EXACT:
+        passing, whole = self._pruned(rows)
+        if request.filtering is not Filtering.EXACT or (request.limit is None and whole.issuperset(passing)):
             return self._reader(passing, wanted)
         needed = sorted({*wanted, *rows.columns})
-        if request.limit is None and wanted and self._is_table and self._is_scannable(needed):
-            return _scan(self._table(passing, needed), rows, [names[index] for index in wanted])
+        is_scanned = request.limit is None and wanted and self._is_table and not self._is_small
+        if is_scanned and self._is_scannable(needed):
+            return self._scan(passing, whole, rows, needed, wanted)
         rows = rows.at_columns([needed.index(index) for index in rows.columns])
         columns = [needed.index(index) for index in wanted]
         return filter_batches(self._reader(passing, needed), rows.mask, columns, request.limit)
@@ -101,7 +107,29 @@ class MappedVersion:
         """Return the columns and rows that `request` selects as a table. Errors are those of `Client.read`."""
         if request.chooses_rows:
             return self.select(request).read_all()
-        return self._table(None, self._wanted(request))
+        return self._table(self._numbers, self._wanted(request))
+
+    def _scan(
+        self,
+        passing: Sequence[int],
+        whole: frozenset[int],
+        rows: RowFilter,
+        needed: Sequence[int],
+        wanted: Sequence[int],
+    ) -> pa.RecordBatchReader:
+        """Return a reader of the rows that pass. libarrow filters the batches of which only some rows pass."""
+        names = [self.schema.field(index).name for index in wanted]
+        if whole.isdisjoint(passing):
+            return _scan(self._table(passing, needed), rows, names)
+
+        def pairs() -> Iterator[BatchAndMetadata]:
+            for is_whole, numbers in groupby(passing, whole.__contains__):
+                some = [*numbers]
+                yield from batches(
+                    self._reader(some, wanted) if is_whole else _scan(self._table(some, needed), rows, names)
+                )
+
+        return BatchReader(select_fields(self.schema, wanted), pairs())
 
     def _wanted(self, request: ReadRequest) -> list[int]:
         selection = request.columns_selected
@@ -109,16 +137,16 @@ class MappedVersion:
             selection.indices(self.schema.names)  # raises an error if a column does not exist
         return positions(self.schema, request.columns)
 
-    def _reader(self, numbers: Sequence[int] | None, columns: Sequence[int]) -> pa.RecordBatchReader:
-        """Return a reader of some columns of the batches with these numbers; None for all batches."""
+    def _reader(self, numbers: Sequence[int], columns: Sequence[int]) -> pa.RecordBatchReader:
+        """Return a reader of some columns of the batches with these numbers."""
         if not self._is_table or not columns:
-            chosen = self._pairs if numbers is None else [self._pairs[number] for number in numbers]
+            chosen = (self._pairs[number] for number in numbers)
             pairs = ((batch.select([*columns]), metadata) for batch, metadata in chosen)
             return BatchReader(select_fields(self.schema, columns), pairs)
         return TableReader(self._table(numbers, columns).to_reader())
 
-    def _table(self, numbers: Sequence[int] | None, columns: Sequence[int]) -> pa.Table:
-        if numbers is None:
+    def _table(self, numbers: Sequence[int], columns: Sequence[int]) -> pa.Table:
+        if len(numbers) == len(self._pairs):
             return self._whole.select([*columns])
         chosen = (self._pairs[number][0].select([*columns]) for number in numbers)
         return pa.Table.from_batches(chosen, select_fields(self.schema, columns))
@@ -144,18 +172,16 @@ class MappedVersion:
 
     def passing(self, filter_: Any) -> Sequence[int]:
         """Return the numbers of the batches that may have rows that pass. Errors are those of `RowFilter.bind`."""
-        passing = self._passing(RowFilter.bind(filter_, self.schema))
-        return range(len(self._pairs)) if passing is None else passing
+        return self._pruned(RowFilter.bind(filter_, self.schema))[0]
 
-    def _passing(self, rows: RowFilter) -> Sequence[int] | None:
-        """Return the numbers of the batches that may have rows that pass, by their statistics; None for all batches."""
-        if len(self._pairs) < 2:
-            return None
-        tree = filter_tree(rows, self.schema)
+    def _pruned(self, rows: RowFilter) -> tuple[Sequence[int], frozenset[int]]:
+        """Return the numbers of the batches that may have rows that pass, and of the batches that pass as a whole."""
+        tree = None if self._is_small else filter_tree(rows, self.schema)
         if tree is None:
-            return None
-        passing = passing_batches(tree, self._statistics(rows.columns), rows.columns)
-        return None if all(passing) else [number for number, passes in enumerate(passing) if passes]
+            return self._numbers, frozenset()
+        known = self._statistics(rows.columns)
+        passing = [*compress(self._numbers, passing_batches(tree, known, rows.columns))]
+        return passing, frozenset(compress(self._numbers, whole_batches(tree, known, rows.columns)))
 
     def _statistics(self, columns: Sequence[int]) -> Statistics:
         """Return the statistics, for at least these columns. Missing statistics of a column are computed once."""

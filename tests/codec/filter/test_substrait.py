@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from dissociated.codec.columns import filter_batches
 from dissociated.codec.filter import protobuf, statistics
 from dissociated.codec.filter import substrait as module
-from dissociated.codec.filter.pruning import may_pass
+from dissociated.codec.filter.pruning import may_pass, whole_batches
 from dissociated.codec.filter.row_filter import RowFilter
 from dissociated.codec.filter.statistics import Bounds, Statistics, StatisticsCollector, read_statistics
 from dissociated.codec.filter.substrait import encode_filter, parse_filter
@@ -131,11 +131,13 @@ def test_what_travels_means_the_same_and_leaves_out_no_batch_that_has_a_row(
     known = everything(batches)
     bounds = {at: known.bounds[column] for at, column in enumerate(columns) if column in known.bounds}
     passing = may_pass(received.tree, known.num_rows, bounds).to_pylist()
-    for batch, may in zip(batches, passing, strict=True):
+    whole = whole_batches(received.tree, known, columns)
+    for batch, may, is_whole in zip(batches, passing, whole, strict=True):
         mask = rows.mask(batch)
         passes = there.at_columns(columns).mask(batch)
         assert passes.fill_null(False).equals(mask.fill_null(False)) if has_set else passes.equals(mask)
         assert may or not mask.true_count
+        assert not is_whole or mask.true_count == batch.num_rows
         assert may is False or batch.num_rows
 
 
@@ -205,8 +207,8 @@ def test_a_set_that_is_printed_within_a_letter() -> None:
         RowFilter.bind(expression, pa.schema([("n", pa.int64())]))
 
 
-def test_batches_without_a_row_are_left_out() -> None:
-    """Leave out batches by their bounds, which the test above does not notice."""
+def test_batches_are_left_out_or_pass_as_a_whole() -> None:
+    """Decide about batches by their bounds, which the test above does not notice."""
     batches = [
         pa.record_batch({"n": pa.array(range(first, first + SIZE), pa.int64())}) for first in (0, SIZE, 2 * SIZE)
     ]
@@ -217,20 +219,27 @@ def test_batches_without_a_row_are_left_out() -> None:
     known = collector.statistics()
     assert known is not None
     n = pc.field("n")
-    for expression, expected in (
-        (n < SIZE, [0]),
-        (n >= 3 * SIZE - 1, [2]),
-        ((n == 5) | (n == 2 * SIZE), [0, 2]),
-        ((n > 5) & (n < 7), [0]),
-        (n.is_null(), [3]),
-        (~n.is_null(), [0, 1, 2]),
-        (n.is_valid(), [0, 1, 2]),
-        (n != 10**12, [0, 1, 2]),
-        (n > pa.scalar(None, pa.int64()), []),
+    for expression, expected, whole in (
+        (n < SIZE, [0], [0]),
+        (n <= SIZE, [0, 1], [0]),
+        (n >= 3 * SIZE - 1, [2], []),
+        (n > SIZE - 1, [1, 2], [1, 2]),
+        ((n == 5) | (n == 2 * SIZE), [0, 2], []),
+        ((n < 0) | (n < 2 * SIZE), [0, 1], [0, 1]),
+        ((n > 5) & (n < 7), [0], []),
+        ((n >= SIZE) & n.is_valid(), [1, 2], [1, 2]),
+        (n.is_null(), [3], [3]),
+        (~n.is_null(), [0, 1, 2], [0, 1, 2]),
+        (n.is_valid(), [0, 1, 2], [0, 1, 2]),
+        (n != 10**12, [0, 1, 2], [0, 1, 2]),
+        (n != 5, [0, 1, 2], [1, 2]),
+        (n > pa.scalar(None, pa.int64()), [], []),
     ):
         encoded = encode_filter(RowFilter.bind(expression, batches[0].schema), batches[0].schema)
         assert encoded is not None, expression
-        passing = may_pass(parse_filter(encoded).tree, known.num_rows, known.bounds).to_pylist()
+        tree = parse_filter(encoded).tree
+        assert [number for number, passes in enumerate(whole_batches(tree, known, [0])) if passes] == whole, expression
+        passing = may_pass(tree, known.num_rows, known.bounds).to_pylist()
         if expected:
             assert [number for number, may in enumerate(passing) if may] == expected, expression
 

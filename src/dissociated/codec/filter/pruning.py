@@ -1,4 +1,8 @@
-"""Pruning by statistics: the batches that may have rows that pass a filter. No batch with such rows is pruned."""
+"""Pruning by statistics: the batches that may have rows that pass a filter, and the batches of which every row passes.
+
+Statistics decide only if they are certain. No batch with rows that pass is pruned, and no row passes unexamined that
+does not pass.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from dissociated.codec.filter.substrait import Call, ColumnRef, FilterNode, Valu
 
 _FLIPPED = {"lt": "gt", "lte": "gte", "gt": "lt", "gte": "lte", "equal": "equal", "not_equal": "not_equal"}
 _ALWAYS = pc.scalar(True)
+_NEVER = pc.scalar(False)
 
 
 def passing_batches(tree: FilterNode, statistics: Statistics, columns: Sequence[int]) -> Sequence[bool]:
@@ -28,32 +33,47 @@ def passing_batches(tree: FilterNode, statistics: Statistics, columns: Sequence[
     return passing
 
 
+def whole_batches(tree: FilterNode, statistics: Statistics, columns: Sequence[int]) -> Sequence[bool]:
+    """Return for each batch whether all rows of it certainly pass the filter. See `passing_batches`."""
+    bounds = {at: statistics.bounds[column] for at, column in enumerate(columns) if column in statistics.bounds}
+    decided = _decide(_all(tree, bounds), statistics.num_rows, bounds)
+    if decided is None:
+        return [False] * len(statistics.num_rows)
+    whole: Sequence[bool] = decided.fill_null(False).to_pylist()
+    return whole
+
+
 def may_pass(tree: FilterNode, num_rows: pa.Array, columns: dict[int, Bounds]) -> pa.BooleanArray:
     """Return for each batch whether a row of it may pass the filter; true if that is unknown.
 
-    Statistics never prove that all rows pass. So nothing is known of a negated condition, except for tests for null.
+    Nothing is known of a negated condition, except for tests for null.
 
     Args:
         tree: The filter.
         num_rows: The number of rows of each batch.
         columns: The bounds of each column of the filter that has any, by number.
     """
+    expression = pc.and_kleene(pc.field("num_rows") > 0, _may(tree, columns.keys()))
+    decided = _decide(expression, num_rows, columns)
+    return pa.repeat(True, len(num_rows)) if decided is None else decided.fill_null(True)
+
+
+def _decide(expression: pc.Expression, num_rows: pa.Array, columns: dict[int, Bounds]) -> pa.BooleanArray | None:
+    """Compute an expression of the statistics; None if bounds cannot be compared with the values of the filter."""
     table = {"num_rows": num_rows}
     for number, bounds in columns.items():
         table |= {
             f"{number}.{bound_name}": _in_utc(getattr(bounds, bound_name))
             for bound_name in ("null_count", "min", "max")
         }
-    expression = pc.and_kleene(pc.field("num_rows") > 0, _may(tree, columns.keys()))
     steps = [
         acero.Declaration("table_source", acero.TableSourceNodeOptions(pa.table(table))),
-        acero.Declaration("project", acero.ProjectNodeOptions([expression], ["may"])),
+        acero.Declaration("project", acero.ProjectNodeOptions([expression], ["passes"])),
     ]
     try:
-        passing = acero.Declaration.from_sequence(steps).to_table(use_threads=False).column(0).combine_chunks()
-    except pa.ArrowException:  # the bounds cannot be compared with the values of the filter
-        return pa.repeat(True, len(num_rows))
-    return passing.fill_null(True)
+        return acero.Declaration.from_sequence(steps).to_table(use_threads=False).column(0).combine_chunks()
+    except pa.ArrowException:
+        return None
 
 
 def _in_utc(values: pa.Array) -> pa.Array:
@@ -96,6 +116,45 @@ def _compared(name: str, number: int, value: pc.Expression) -> pc.Expression:
         "gte": most >= value,
     }[name]
     return pc.and_kleene(pc.field(f"{number}.null_count") < pc.field("num_rows"), possible)
+
+
+def _all(node: FilterNode, columns: dict[int, Bounds]) -> pc.Expression:
+    """Return an expression of the statistics that is true only if the node is true for all rows of a batch."""
+    match node:
+        case Call("and", arguments):
+            return _joined(pc.and_kleene, [_all(argument, columns) for argument in arguments])
+        case Call("or", arguments):
+            return _joined(pc.or_kleene, [_all(argument, columns) for argument in arguments])
+        case Call("if_else", (condition, then, _)):
+            return pc.and_kleene(_all(condition, columns), _all(then, columns))
+        case Call("not", (Call("is_null", inner),)):
+            return _all(Call("is_not_null", inner), columns)
+        case Call("not", (Call("is_not_null", inner),)):
+            return _all(Call("is_null", inner), columns)
+        case Call("is_null", (ColumnRef(number, False),)) if number in columns:
+            return pc.field(f"{number}.null_count") == pc.field("num_rows")
+        case Call("is_not_null", (ColumnRef(number, False),)) if number in columns:
+            return pc.field(f"{number}.null_count") == 0
+        case Call(name, (ColumnRef(number, False), Value(value))) if name in _FLIPPED and number in columns:
+            return _all_compared(name, number, value, columns[number])
+        case Call(name, (Value(value), ColumnRef(number, False))) if name in _FLIPPED and number in columns:
+            return _all_compared(_FLIPPED[name], number, value, columns[number])
+    return _NEVER
+
+
+def _all_compared(name: str, number: int, value: pc.Expression, bounds: Bounds) -> pc.Expression:
+    if pa.types.is_floating(bounds.min.type):  # bounds say nothing about NaN
+        return _NEVER
+    least, most = pc.field(f"{number}.min"), pc.field(f"{number}.max")
+    certain = {
+        "equal": pc.and_kleene(least == value, most == value),
+        "not_equal": pc.or_kleene(least > value, most < value),
+        "lt": most < value,
+        "lte": most <= value,
+        "gt": least > value,
+        "gte": least >= value,
+    }[name]
+    return pc.and_kleene(pc.field(f"{number}.null_count") == 0, certain)
 
 
 def _joined(function: object, parts: list[pc.Expression]) -> pc.Expression:

@@ -7,8 +7,8 @@ They follow the end-of-stream marker of an IPC stream, at which every Arrow read
     8 bytes      "DISSTATS"
 
 The columns are `num_rows` (int64) and, for the top-level column number i, `i.null_count` (int64), `i.min` and `i.max`,
-of the type of column i; null means unknown. Statistics only tell which batches need not be read, so bounds may be wider
-than the values.
+of the type of column i; null means unknown. Statistics tell of which batches no row, or every row, passes a filter: the
+number of nulls is exact, and bounds may be wider than the values.
 """
 
 from __future__ import annotations
