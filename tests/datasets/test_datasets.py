@@ -157,9 +157,9 @@ def test_a_stream_that_shows_its_damage_when_it_is_read(tmp_path: Path) -> None:
 
 
 def test_a_file_of_another_kind(tmp_path: Path) -> None:
-    (tmp_path / "data.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(StoreError, match=r"data\.csv: not an Arrow IPC stream"):
-        make_dataset("data", tmp_path / "data.csv")
+    (tmp_path / "data.txt").write_text("a,b\n1,2\n")
+    with pytest.raises(StoreError, match=r"data\.txt: not an Arrow IPC stream"):
+        make_dataset("data", tmp_path / "data.txt")
 
 
 def test_a_reader_is_given_once() -> None:

@@ -74,7 +74,7 @@ def test_a_run_on_a_device_goes_on_where_it_was_interrupted(server: dis.Server, 
 
 def test_only_numbers_come_on_a_device(server: dis.Server, client: dis.Client) -> None:
     publish(server)
-    with pytest.raises(WrongKind, match="'s' is no array of numbers"):
+    with pytest.raises(WrongKind, match="'s' has no array of numbers"):
         [*Batches(client["data"], columns=["s"], as_arrow=["s"], device="test:0")]
     with pytest.raises(OptionError, match="prefetch"):
         Batches(client["data"], columns=["n"], device="test:0", prefetch=-1)

@@ -132,7 +132,7 @@ def _run_clean(arguments: argparse.Namespace) -> None:
     freed = False
     for path in stores:
         if not path.is_dir():
-            raise OptionError(f"there is no store {path}")
+            raise OptionError(f"the store '{path}' does not exist")
         node = running(path)
         if node is not None:
             print(f"{path} is served by process {node.pid}, and stays: dissociated stop --store {path}")

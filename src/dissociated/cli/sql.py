@@ -91,7 +91,7 @@ def _check_kinds(kinds: Sequence[str], into: str | None) -> None:
             )
         private = private or kind in _PREPARING
     if kinds and kinds[-1] == "CREATE":
-        raise OptionError(f"what the last statement creates is gone when this command ends: {_INTO}")
+        raise OptionError(f"the result of the last statement is deleted when the command ends: {_INTO}")
     if into and (not kinds or kinds[-1] != "SELECT"):
         raise OptionError("--into needs a query as the last statement")
 

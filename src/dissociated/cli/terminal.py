@@ -69,7 +69,7 @@ def confirm(question: str) -> bool:
         OptionError: The standard input is no terminal, so nobody can answer.
     """
     if not sys.stdin.isatty():
-        raise OptionError(f"{question} Nobody can answer, because the standard input is no terminal: give --yes")
+        raise OptionError(f"the question {question!r} needs an answer from a terminal: give --yes")
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:  # Ctrl-D

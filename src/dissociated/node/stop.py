@@ -70,7 +70,7 @@ def _address(store: int) -> NodeAddress:
     except FileNotFoundError:
         raise ProcessLookupError from None
     except (ValueError, TypeError):
-        raise StoreError(f"the file {ADDRESS_FILE} in the store is damaged: it is no address of a node") from None
+        raise StoreError(f"the file {ADDRESS_FILE} in the store is damaged, and gives no address") from None
 
 
 def _has_open(pid: int, directory: os.stat_result) -> bool:

@@ -50,7 +50,7 @@ def _record_batch(batch: Mapping[str, Column], device: Device) -> pa.RecordBatch
 def _pinned(name: str, column: Column, device: Device) -> pa.Array:
     """Copy a column into pinned memory. If the ring is full, the copy is in other memory."""
     if not isinstance(column, np.ndarray):
-        raise WrongKind(f"column {name!r} is no array of numbers, and cannot be copied to {device.name}: leave it out")
+        raise WrongKind(f"column {name!r} has no array of numbers to be copied to {device.name}: leave it out")
     kind = np.dtype(np.uint8) if column.dtype == np.bool_ else column.dtype
     memory = device.ring.allocate(column.size * kind.itemsize)
     values: Array = np.empty(column.size, kind) if memory is None else np.frombuffer(memory, kind)

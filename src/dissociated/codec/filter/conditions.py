@@ -119,7 +119,7 @@ class Condition:
             yield
         except _NotRead as error:
             raise OptionError(
-                f"column {'.'.join(self.path)!r} is {type_}, and {str(error.value)!r} is no value of it: write it in "
+                f"column {'.'.join(self.path)!r} is {type_}, and {str(error.value)!r} cannot be one: write it in "
                 f"ISO 8601, such as {error.form!r}"
             ) from None
         except (pa.ArrowException, _Uncertain, LookupError, ValueError, TypeError, OverflowError, InvalidOperation):

@@ -75,7 +75,7 @@ def application_errors(rows: RowFilter | None) -> Iterator[None]:
         if rows is None:
             raise
         text = expression_text(rows.expression)
-        raise OptionError(f"the filter {text} cannot be applied to these rows: {error}") from None
+        raise OptionError(f"the filter {text!r} cannot be applied to these rows: {error}") from None
 
 
 def expression_text(expression: pc.Expression) -> str:
