@@ -1,8 +1,8 @@
 """Send one stream to several consumers while it is made. Each of them gets every batch."""
 
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 
@@ -17,16 +17,12 @@ def ticks() -> Iterator[pa.RecordBatch]:
         yield pa.record_batch([[number]], schema=SCHEMA)
 
 
-def consume(uri: str, name: str) -> None:
+def consume(uri: str) -> list[int]:
     with dis.connect(uri) as client:
-        total = sum(batch["tick"][0].as_py() for batch in client.read("ticks"))
-    print(f"{name} got a total of {total}")
+        return [batch["tick"][0].as_py() for batch in client.read("ticks")]
 
 
-with dis.Server(["shm:"]) as server:
+with dis.Server(["shm:"]) as server, ThreadPoolExecutor(2) as pool:
     server.publish("ticks", ticks(), schema=SCHEMA, live=dis.Live(consumers=2))
-    consumers = [threading.Thread(target=consume, args=(server.catalog_uri, name)) for name in ("one", "two")]
-    for consumer in consumers:
-        consumer.start()
-    for consumer in consumers:
-        consumer.join()
+    for received in pool.map(consume, [server.catalog_uri] * 2):
+        print(received)
