@@ -271,6 +271,9 @@ class _InputMemory:
         self._closed = True
         for memfd in self._all:
             memfd.close()
+        # A worker that waits for its next partition collects no garbage, so no reference cycle may be left.
+        self._all.clear()
+        self._free.clear()
 
 
 class _Memfd:
