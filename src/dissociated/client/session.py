@@ -41,6 +41,7 @@ class ClientSession(ProcessBound):
         self._receiver = Receiver.with_limits(request.max_metadata, request.max_body)
         self._leases = ClientLeases(connections[-1], free_data, request.timeout)
         self.bodies = Bodies(connections[-1], self._leases, request)
+        self._received = time.monotonic()  # when a message last arrived
         self.bind_to_process()
         stop_at_exit(self)
 
@@ -49,12 +50,17 @@ class ClientSession(ProcessBound):
         for connection in self._connections:
             connection.interrupt(sending=False)
 
+    @property
+    def idle_time(self) -> float:
+        """Return the number of seconds since a message arrived."""
+        return time.monotonic() - self._received
+
     @section
     def deliveries(self) -> Deliveries:
         """Yield every message in order. The stream ends when this generator is exhausted or closed."""
         receiver = self._receiver
         stopped = True
-        pause, received = 0.0, time.monotonic()
+        pause, self._received = 0.0, time.monotonic()
         try:
             with receiving(self._connections, self._allocate, self._timeout) as receive:
                 while True:
@@ -63,9 +69,9 @@ class ClientSession(ProcessBound):
                     if receiver.complete:
                         break
                     self.check_process()
-                    pause = max(pause, time.monotonic() - received)
+                    pause = max(pause, time.monotonic() - self._received)
                     arrived = receive(receiver.needs_body)
-                    received = time.monotonic()
+                    self._received = time.monotonic()
                     hold_at_exit()
                     if arrived is None:
                         receiver.disconnected()
