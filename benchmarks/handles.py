@@ -32,7 +32,7 @@ from dissociated.cli import text
 
 _BATCH_ROWS = 122_880  # of a row group in DuckDB's own files
 _SMALL_ROWS = 1_000
-_LENGTHS = (10, 100_000)  # batches of a stream
+_LENGTHS = (10, 100_000, 1_000_000)  # batches of a stream
 
 Ask = Callable[[str], Any]
 

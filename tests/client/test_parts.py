@@ -94,7 +94,7 @@ def in_parts(client: dis.Client, server: dis.Server, parts: list[pa.Table]) -> D
         server.publish(f"part {number}", part)
         endpoints += client.describe(f"part {number}").endpoints
     # Without a version, a handle does not look the dataset up again.
-    return DatasetInfo("data", parts[0].schema, None, None, tuple(endpoints))
+    return DatasetInfo("data", client.describe("part 0").schema, None, None, tuple(endpoints))
 
 
 @contextmanager

@@ -209,19 +209,30 @@ def dial(uri: str) -> Wire:
     return Wire(socket.create_connection((host, int(port))))
 
 
+KEEP = 16  # bit of want_data
+
+
 class Client:
     """A client that requests a stream and reads it whole, converting all messages to messages with packed bodies."""
 
-    def __init__(self, uri: str, ticket: bytes) -> None:
-        parameters = address_of(uri)[2]
+    def __init__(self, uri: str, ticket: bytes, keep: bool = False) -> None:
         self.wire = dial(uri)
-        self._free_data = int(parameters["free_data"]) if "free_data" in parameters else None
         self._regions: list[tuple[int, mmap.mmap]] = []
+        self.ask(uri, ticket, keep)
+
+    def ask(self, uri: str, ticket: bytes, keep: bool = False) -> None:
+        """Request a stream, after everything of the last one was freed."""
+        parameters = address_of(uri)[2]
+        for _, memory in self._regions:
+            memory.close()
+        self._regions.clear()
+        self._kept = keep
+        self._free_data = int(parameters["free_data"]) if "free_data" in parameters else None
         self._headers: dict[int, bytes] = {}
         self._bodies: dict[int, tuple[int, bytes]] = {}
         self._count: int | None = None
         self.kinds: set[int] = set()  # kinds of frames, and kinds of bodies times 100
-        self.wire.send(encode(TAGGED, ticket, int(parameters["want_data"])))
+        self.wire.send(encode(TAGGED, ticket, int(parameters["want_data"]) | (KEEP if keep else 0)))
 
     def messages(self, half_close: bool = False) -> list[Message]:
         if half_close:
@@ -242,7 +253,8 @@ class Client:
         if half_close or not self._leased:
             return found
         self.give_back()
-        assert self.wire.receive() is None  # nothing is leased: the server closes
+        if not self._kept:
+            assert self.wire.receive() is None  # nothing is leased: the server closes
         return found
 
     @property

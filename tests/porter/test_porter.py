@@ -81,9 +81,21 @@ def test_our_server_says_why_it_refuses_them(server: dis.Server, scheme: str) ->
         client.messages()
     request = encode(TAGGED, server.ticket("small"), int(double.address_of(uri)[2]["want_data"]))
     with closing(double.dial(uri)) as wire:
-        wire.send(request, request)  # both at once: after its stream a connection is closed
+        wire.send(request, request)  # both at once: the first stream is not complete
         with pytest.raises(Aborted, match="a second stream"):
             wire.read_all()
+
+
+@pytest.mark.parametrize("bodies", ["any", "packed"])
+@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+def test_a_connection_carries_one_stream_after_another(server: dis.Server, scheme: str, bodies: str) -> None:
+    first, *others = [*STREAMS, "small live", "numbers"]
+    client = Client(location(server, first, scheme, bodies=bodies), server.ticket(first), keep=True)
+    with closing(client):
+        assert double.join(client.messages()).equals(pa.Table.from_batches(STREAMS[first]))
+        for name in others:
+            client.ask(location(server, name, scheme, bodies=bodies), server.ticket(name), keep=True)
+            assert double.join(client.messages()).equals(pa.Table.from_batches(STREAMS[name.removesuffix(" live")]))
 
 
 def test_their_client_gives_up(server: dis.Server) -> None:

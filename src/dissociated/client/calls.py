@@ -20,6 +20,7 @@ from dissociated.base.host import boot_id
 from dissociated.client.endpoints import EndpointReader
 from dissociated.client.flight_connection import CatalogConnection
 from dissociated.client.flight_reader import open_flight, read_flight
+from dissociated.client.idle import IdleConnections
 from dissociated.client.lookup import Lookup, caller_identity
 from dissociated.client.put import Progress, Put
 from dissociated.client.request import MAX_PARALLEL, TIMEOUT, ReadRequest
@@ -71,7 +72,9 @@ class CatalogClient:
         self._calls = CatalogConnection(uri, timeout, token, tls_roots)
         self._lookup = Lookup(self._calls)
         #: Default request of a read.
-        self.defaults = ReadRequest(timeout=timeout, max_metadata=max_metadata, max_parallel=max_parallel)
+        self.defaults = ReadRequest(
+            timeout=timeout, max_metadata=max_metadata, max_parallel=max_parallel, idle=IdleConnections()
+        )
         self.uri = uri
         self._trust = {
             "tls": {} if tls_roots is None else {"roots": os.fspath(tls_roots)},
@@ -374,7 +377,9 @@ class CatalogClient:
             raise CatalogError(f"the catalog at {self.uri} answered with what cannot be read: {error}") from None
 
     def close(self) -> None:
-        """Close the connection to the catalog. Streams that are open stay open."""
+        """Close the connection to the catalog, and idle connections to servers. Streams that are open stay open."""
+        if self.defaults.idle is not None:
+            self.defaults.idle.close()
         self._calls.close()
 
     def do_action(self, action: str, body: Mapping[str, Any]) -> dict[str, Any]:

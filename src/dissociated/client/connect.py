@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 
 from dissociated.base.buffers import Buffer
+from dissociated.client.idle import IdleConnections
 from dissociated.client.request import ReadRequest
 from dissociated.client.session import ClientSession
 from dissociated.client.stream import ClientStream
@@ -20,6 +22,7 @@ from dissociated.errors import (
 from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message
 from dissociated.protocol.metadata import PREFIX_SIZE
+from dissociated.protocol.request import KEEP_CONNECTION, SELECT_PARAMETER
 from dissociated.protocol.sender import Tags
 from dissociated.transport.base import Connection
 from dissociated.transport.registry import transport
@@ -53,8 +56,13 @@ def request_stream(
     them. If the server has not accepted the connection after `connect_timeout` seconds, raise TransportError.
     """
     while True:
+        idle = _idle_for(uris, request)
         try:
-            return ClientStream(_open_session(uris, identifier, request, connect_timeout))
+            if idle is not None and (kept := idle.take(uris[0])) is not None:
+                # The server may have closed it meanwhile: then connect anew.
+                with suppress(ConnectionClosed, RemoteProtocolError):
+                    return ClientStream(_open_session(uris, [kept], identifier, request))
+            return ClientStream(_open_session(uris, _connect_all(uris, request, connect_timeout), identifier, request))
         except UnsafeMemory:
             packed = uris[-1].with_packed_bodies()
             if packed is None:
@@ -62,10 +70,22 @@ def request_stream(
         uris = [*uris[:-1], packed]
 
 
-def _open_session(
-    uris: Sequence[Uri], identifier: bytes, request: ReadRequest, connect_timeout: float | None
-) -> ClientSession:
-    tags = [one.require_want_data() for one in uris]
+def _idle_for(uris: Sequence[Uri], request: ReadRequest) -> IdleConnections | None:
+    """Return the place of connections that can carry several streams: one connection, to memory of this process."""
+    if len(uris) > 1 or request.device is not None or not transport(uris[0].scheme).carries_streams:
+        return None
+    name, value = SELECT_PARAMETER
+    return request.idle if uris[0].parameters.get(name) == value else None
+
+
+def _tags(uris: Sequence[Uri], request: ReadRequest) -> list[int]:
+    """Return the `want_data` value of each request."""
+    keep = 0 if _idle_for(uris, request) is None else KEEP_CONNECTION
+    return [one.require_want_data() | keep for one in uris]
+
+
+def _connect_all(uris: Sequence[Uri], request: ReadRequest, connect_timeout: float | None) -> list[Connection]:
+    _tags(uris, request)  # raises UriError before anything is connected
     if any(DEVICE in one.parameters for one in uris):
         if request.device is None or request.device.identity != uris[-1].parameters.get(DEVICE):
             raise UriError("the URI is for readers on the device of the dataset: use another location")
@@ -74,13 +94,23 @@ def _open_session(
             "the URI has a remote_handle, and fetching from the server's memory would let the server write to ours: "
             'give allow_rma=True if you trust it, or take a location with bodies="packed"'
         )
-    timeout = request.timeout
     with ExitStack() as connections:
-        opened = [connections.enter_context(_connect(one, timeout, connect_timeout)) for one in uris]
-        opened = [
-            traced(connection, Tags({tag: streams}, uris[-1].free_data))
-            for connection, tag, streams in zip(opened, tags, _STREAMS[len(uris)], strict=True)
-        ]
+        opened = [connections.enter_context(_connect(one, request.timeout, connect_timeout)) for one in uris]
+        connections.pop_all()  # the caller owns them now
+    return [
+        traced(connection, Tags({tag: streams}, uris[-1].free_data))
+        for connection, tag, streams in zip(opened, _tags(uris, request), _STREAMS[len(uris)], strict=True)
+    ]
+
+
+def _open_session(
+    uris: Sequence[Uri], opened: Sequence[Connection], identifier: bytes, request: ReadRequest
+) -> ClientSession:
+    """Request the stream on these connections, which are closed if that fails."""
+    tags, timeout = _tags(uris, request), request.timeout
+    with ExitStack() as connections:
+        for connection in opened:
+            connections.enter_context(connection)
         for connection, tag in zip(opened, tags, strict=True):
             connection.limit_untagged(PREFIX_SIZE + request.max_metadata)
             connection.address_space.keeps_files = request.keep_files
@@ -91,7 +121,9 @@ def _open_session(
             except ConnectionClosed:
                 connection.receive(timeout, _refuse_body)  # raises RemoteError if the server has sent a reason
                 raise
-        session = ClientSession(opened, uris[-1].free_data, request)
+        idle = _idle_for(uris, request)
+        keep = None if idle is None else partial(idle.put, uris[0])
+        session = ClientSession(opened, uris[-1].free_data, request, keep)
         connections.pop_all()  # the session owns them now
     return session
 

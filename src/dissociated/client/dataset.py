@@ -340,7 +340,7 @@ class DatasetHandle(_Rows):
         if not self._reader.is_mapped(number):
             return None
         reader = self.read_part(number, lambda defaults: replace(defaults, keep_files=keep_files))
-        return reader if isinstance(reader, MappedReader) else None
+        return reader if isinstance(reader, MappedReader) and reader.is_mapped else None
 
 
 class _UnreadableFile(io.RawIOBase):

@@ -11,15 +11,15 @@ from typing import TypeAlias, TypeVar
 
 import pyarrow as pa
 
+from dissociated.client.ahead import AheadReader, Pairs
 from dissociated.client.parts import OpenFlight, open_part, open_part_on_device, open_part_tensors
 from dissociated.client.plan import PartPlan, ReadPlan, Route, plan, plan_part
 from dissociated.client.request import ReadRequest
 from dissociated.client.stream import TensorReader
 from dissociated.client.together import C, open_together
-from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import filter_batches
 from dissociated.codec.device import DeviceReader, chain_on_device, to_device
-from dissociated.codec.split import BatchAndMetadata, batches
+from dissociated.codec.split import batches
 from dissociated.codec.tensor import Tensor
 from dissociated.control.locations import DatasetInfo, Endpoint, device_routes, flight_uris, locations, reachable
 from dissociated.errors import CatalogError, DatasetNotFound, RemoteError, TransportError, WrongKind
@@ -146,11 +146,14 @@ class EndpointReader:
             (chained,) = readers
         else:
             parts = enumerate(zip(planned.parts, readers, strict=True))
-            pairs = (pair for number, opened in parts for pair in self._pairs(*opened, waited=number > 0))
-            chained = BatchReader(schema, pairs)
+            pairs = [self._pairs(*opened, waited=number > 0) for number, opened in parts]
+            # With a limit, the parts that follow may not be needed.
+            distant = planned.limit is None and _distant(planned) > 1
+            max_parallel = planned.parts[0].request.max_parallel if distant else 1
+            chained = AheadReader(schema, pairs, max_parallel)
         return chained if planned.limit is None else filter_batches(chained, None, range(len(schema)), planned.limit)
 
-    def _pairs(self, part: PartPlan, reader: pa.RecordBatchReader, waited: bool) -> Iterator[BatchAndMetadata]:
+    def _pairs(self, part: PartPlan, reader: pa.RecordBatchReader, waited: bool) -> Pairs:
         """Yield the batches of a part.
 
         A server may have cut off a part that has `waited` for its turn. Then it is opened again, for the rows that are
@@ -195,5 +198,9 @@ def _retried(describe: Describe, open_parts: Callable[[DatasetInfo], T]) -> T:
 def _open_all(planned: ReadPlan, open_one: Callable[[PartPlan], C]) -> list[C]:
     """Open the parts: all at once, up to `max_parallel`, unless they lie in memory of this host."""
     calls = [partial(open_one, part) for part in planned.parts]
-    distant = sum(not part.steps[0].route.server.shares_memory for part in planned.parts if part.steps)
-    return open_together(calls, planned.parts[0].request.max_parallel if distant > 1 else 1)
+    return open_together(calls, planned.parts[0].request.max_parallel if _distant(planned) > 1 else 1)
+
+
+def _distant(planned: ReadPlan) -> int:
+    """Return the number of parts whose bodies travel."""
+    return sum(not part.steps[0].route.server.shares_memory for part in planned.parts if part.steps)

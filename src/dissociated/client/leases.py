@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pyarrow as pa
 
@@ -30,7 +30,22 @@ class ClientLeases(ProcessBound):
     mapped memory may change after that.
     """
 
-    def __init__(self, connection: Connection, free_data: int | None, timeout: float) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        free_data: int | None,
+        timeout: float,
+        on_freed: Callable[[Connection], None] | None = None,
+    ) -> None:
+        """Own the leases.
+
+        Args:
+            connection: The connection.
+            free_data: The tag of messages that free addresses; None if the server takes none.
+            timeout: Seconds for which the server may take nothing.
+            on_freed: Takes the connection over after a whole stream of which everything was freed. None: it is closed.
+        """
+        self._on_freed = on_freed
         self._connection = connection
         self._free_data = free_data
         self._timeout = timeout
@@ -78,6 +93,7 @@ class ClientLeases(ProcessBound):
         """Record that no more addresses will be delivered. `stopped` if the server does not know that yet."""
         with interrupts_held():  # otherwise the thread that frees leases might never end
             if stopped:
+                self._on_freed = None
                 self._connection.interrupt(sending=False)
             self._finish()
 
@@ -86,7 +102,7 @@ class ClientLeases(ProcessBound):
         if self._thread is not None:
             self._returns.wake()
         elif self._connection.address_space.close_devices():
-            self._connection.close()
+            self._release(freed=True)
         else:
             self._start()
 
@@ -130,6 +146,12 @@ class ClientLeases(ProcessBound):
             _open_at_exit.append(self._connection)  # kept open, so that memory that is still held does not change
         else:
             self._connection.held_by_fork = held
+            self._release(freed=listening and returned == self._expected)
+
+    def _release(self, freed: bool) -> None:
+        if freed and self._on_freed is not None and not self._stopped.is_set():
+            self._on_freed(self._connection)
+        else:
             self._connection.close()
 
     def _is_over(self, returned: int) -> bool:

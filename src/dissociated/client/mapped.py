@@ -63,7 +63,7 @@ class MappedVersion:
         Returns:
             The version; None if not all of it is mapped, or if it has too many batches. The readers are closed then.
         """
-        mapped = [reader for reader in readers if isinstance(reader, MappedReader)]
+        mapped = [reader for reader in readers if isinstance(reader, MappedReader) and reader.is_mapped]
         if not mapped or len(mapped) < len(readers) or any(one.schema != mapped[0].schema for one in mapped):
             _close(readers)
             return None

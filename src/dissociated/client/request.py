@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from dissociated.base.buffers import MAX_BODY, MAX_METADATA
+from dissociated.client.idle import IdleConnections
 from dissociated.codec.options import ReadOptions
 from dissociated.errors import OptionError
 from dissociated.memory.device.base import Device
@@ -47,6 +48,7 @@ class ReadRequest:
         decompress: Whether compressed bodies for a device are decompressed in this process. If False, they are refused.
         keep_files: Keep mapped files open, so that they can be mapped again.
         spaces: Collects the address spaces in which bodies may lie.
+        idle: Keeps connections for the next requests. None: each stream has a connection of its own.
         max_parallel: Largest number of parts of a dataset that are opened at once.
 
     Raises:
@@ -71,6 +73,7 @@ class ReadRequest:
     keep_files: bool = False
     spaces: list[AddressSpace] | None = None
     max_parallel: int = MAX_PARALLEL
+    idle: IdleConnections | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "timeout", check_timeout(self.timeout))

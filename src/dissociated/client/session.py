@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from typing import TypeAlias
 
@@ -33,28 +33,44 @@ class ClientSession(ProcessBound):
     All addresses in `deliveries` must be passed to `bodies`, once.
     """
 
-    def __init__(self, connections: Sequence[Connection], free_data: int | None, request: ReadRequest) -> None:
+    def __init__(
+        self,
+        connections: Sequence[Connection],
+        free_data: int | None,
+        request: ReadRequest,
+        on_freed: Callable[[Connection], None] | None = None,
+    ) -> None:
+        """Own `connections`, and give back the only one by `on_freed` after a whole stream, if that is possible."""
         self._connections = connections
         self._timeout = request.timeout
         self.max_body = request.max_body
         self._decompress = request.decompress
         self._receiver = Receiver.with_limits(request.max_metadata, request.max_body)
-        self._leases = ClientLeases(connections[-1], free_data, request.timeout)
+        self._ended = False
+        self._leases = ClientLeases(connections[-1], free_data, request.timeout, on_freed)
         self.bodies = Bodies(connections[-1], self._leases, request)
+        self._received = time.monotonic()  # when a message last arrived
         self.bind_to_process()
         stop_at_exit(self)
 
     def stop(self) -> None:
         """Make a receiving thread return. Called at the exit of the interpreter."""
+        if self._ended:  # the connection may carry another stream
+            return
         for connection in self._connections:
             connection.interrupt(sending=False)
+
+    @property
+    def idle_time(self) -> float:
+        """Return the number of seconds since a message arrived."""
+        return time.monotonic() - self._received
 
     @section
     def deliveries(self) -> Deliveries:
         """Yield every message in order. The stream ends when this generator is exhausted or closed."""
         receiver = self._receiver
         stopped = True
-        pause, received = 0.0, time.monotonic()
+        pause, self._received = 0.0, time.monotonic()
         try:
             with receiving(self._connections, self._allocate, self._timeout) as receive:
                 while True:
@@ -63,9 +79,9 @@ class ClientSession(ProcessBound):
                     if receiver.complete:
                         break
                     self.check_process()
-                    pause = max(pause, time.monotonic() - received)
+                    pause = max(pause, time.monotonic() - self._received)
                     arrived = receive(receiver.needs_body)
-                    received = time.monotonic()
+                    self._received = time.monotonic()
                     hold_at_exit()
                     if arrived is None:
                         receiver.disconnected()
@@ -87,6 +103,7 @@ class ClientSession(ProcessBound):
     def _end(self, stopped: bool) -> None:
         if self.is_inherited:
             return
+        self._ended = True
         try:
             for connection in self._connections[:-1]:
                 connection.close()

@@ -12,7 +12,7 @@ from dissociated.client.device import Landing, place_on_device
 from dissociated.client.session import ClientSession, Deliveries
 from dissociated.codec.batches import RaisingAgain
 from dissociated.codec.device import DeviceMessage, DeviceReader, Mover, join_on_device
-from dissociated.codec.inplace import InPlace
+from dissociated.codec.inplace import InPlace, Place
 from dissociated.codec.join import Messages, join
 from dissociated.codec.options import ReadOptions
 from dissociated.codec.reader import StreamReader
@@ -27,6 +27,8 @@ from dissociated.protocol.delivery import Delivered, Delivery
 
 #: Most messages, or runs of messages, that are examined before a dataset in shared memory is opened.
 _MAX_SEEN = 1 << 16
+#: Seconds after which the server of a stream in shared memory is not made to wait for the reader of the first batches.
+_PATIENCE = 30.0
 
 
 class ClientStream:
@@ -122,16 +124,39 @@ class ClientStream:
             self._session.settle()
 
     def _in_place(self, options: ReadOptions) -> StreamReader | None:
-        """Return a reader over a static dataset in shared memory, if all of it lies there in place; else None.
+        """Return a reader over a static dataset in shared memory if it lies there in place; else None.
 
-        That is known only at the end of the stream, which comes soon: only metadata and addresses arrive.
+        Of a long stream, only the beginning is compared now. Only metadata and addresses arrive.
         """
         in_place = InPlace(self.header, self._bodies.address_space)
         for item in self._rest:
             self._seen.append(item)
             if len(self._seen) > _MAX_SEEN or not item.accept(in_place):
                 return None
+            if in_place.can_begin:
+                schema = self._seen.popleft()
+                self._seen.clear()  # the reader has the leases of these batches
+                self._seen.append(schema)
+                return in_place.reader(self._bodies.lease, options, _Rest(self, in_place, options))
         return in_place.reader(self._bodies.lease, options)
+
+    def compare(self, in_place: InPlace, at: int, options: ReadOptions) -> Place | StreamReader:
+        """Compare the rest of a stream whose beginning lies in place. See `Rest.compare`."""
+        for item in self._rest:
+            self._seen.append(item)
+            if len(self._seen) > _MAX_SEEN or not item.accept(in_place):
+                return join_deliveries(self._deliveries(), self._bodies.attach, options, self._session.max_body)
+        self._seen.clear()
+        return in_place.place(self._bodies.lease, at)
+
+    @property
+    def idle_time(self) -> float:
+        """Return the number of seconds since a message arrived."""
+        return self._session.idle_time
+
+    def interrupt(self) -> None:
+        """Make a thread that receives return with ConnectionClosed. Never raises."""
+        self._session.stop()
 
     @section
     def _deliveries(self) -> Deliveries:
@@ -149,6 +174,28 @@ class ClientStream:
         except FormatError as error:
             why = str(error)  # not the error itself, whose traceback would keep leased memory
         raise RemoteProtocolError(f"the peer sent a tensor that cannot be read: {why}")
+
+
+class _Rest:
+    """The rest of a stream whose beginning lies in place in shared memory."""
+
+    def __init__(self, stream: ClientStream, in_place: InPlace, options: ReadOptions) -> None:
+        self._stream = stream
+        self._in_place = in_place
+        self._options = options
+
+    def compare(self, at: int) -> Place | StreamReader:
+        return self._stream.compare(self._in_place, at, self._options)
+
+    @property
+    def is_due(self) -> bool:
+        return self._stream.idle_time > _PATIENCE
+
+    def interrupt(self) -> None:
+        self._stream.interrupt()
+
+    def close(self) -> None:
+        self._stream.close()
 
 
 class TensorReader(Iterator[Tensor]):

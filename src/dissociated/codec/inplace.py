@@ -7,52 +7,96 @@ message after the other, then nothing must be paired or patched, and libarrow ca
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
+from dissociated.codec.batches import BatchReader
 from dissociated.codec.options import ReadOptions
-from dissociated.codec.reader import PeerReader, Readable
+from dissociated.codec.reader import PeerReader, Readable, Reading
+from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.errors import StoreError
 from dissociated.format.encapsulated import encapsulate, first_message_at
+from dissociated.format.layout import layout_of
 from dissociated.format.message import buffer_extents, is_compressed
 from dissociated.memory.region import AddressSpace, Region
 from dissociated.protocol.delivery import Delivery, PackedBatches, SharedBatches
+
+T = TypeVar("T")
+
+#: Least number of messages after which the beginning of a stream is read before the rest is compared.
+_LONG = 64
 
 #: Returns the same memory as a buffer; the addresses are given back when the buffer is freed.
 Hold = Callable[[pa.Buffer, Sequence[int]], pa.Buffer]
 
 
-class MappedReader(PeerReader):
-    """A reader of a stream in shared memory, whose batches take no other memory."""
+class Place(NamedTuple):
+    """The memory from which libarrow reads a stream, or the beginning of one.
 
-    def __init__(
-        self,
-        source: object,
-        options: ReadOptions | None,
-        schema: bytes,
-        regions: Sequence[Region],
-        ends: Sequence[int],
-    ) -> None:
+    Attributes:
+        source: The memory, or a file of it. It begins with the schema.
+        regions: The regions of shared memory that contain the batches.
+        ends: For each region, the position after the last batch.
+        at: The position in `source` of the next message to read; None for the message after the schema.
+    """
+
+    source: pa.NativeFile
+    regions: Sequence[Region]
+    ends: Sequence[int]
+    at: int | None = None
+
+
+class Rest(Protocol):
+    """The rest of a stream, of which only the beginning was compared."""
+
+    def compare(self, at: int) -> Place | pa.RecordBatchReader:
+        """Compare the rest. This is called once.
+
+        Args:
+            at: The position in the source of the beginning.
+
+        Returns:
+            The place of the whole stream, to be read from there; or, if the rest does not lie in place, a reader of it.
+        """
+
+    @property
+    def is_due(self) -> bool:
+        """Return whether the rest should be compared now, because its sender has waited for some time."""
+
+    def interrupt(self) -> None:
+        """Make `compare` fail in another thread. Never raises."""
+
+    def close(self) -> None:
+        """End the stream."""
+
+
+class MappedReader(PeerReader):
+    """A reader of a stream in shared memory, whose batches take no other memory if it `is_mapped`."""
+
+    def __init__(self, schema: bytes, place: Place, options: ReadOptions | None, rest: Rest | None = None) -> None:
         """Open the stream.
 
         Args:
-            source: The memory or file from which libarrow reads.
+            schema: The encapsulated message with which the source begins.
+            place: The place of the stream.
             options: The options of reading.
-            schema: The encapsulated message with which `source` begins.
-            regions: The regions that contain the batches.
-            ends: For each region, the position after the last batch.
+            rest: The rest of the stream if `place` is that of its beginning only.
         """
         self._lock = threading.RLock()  # `close` replaces libarrow's reader while no other thread uses it
         self._closed = False
         self._empty_stream = schema
-        super().__init__(source, options)
-        #: The regions of shared memory that contain the batches.
-        self.regions = regions
-        #: For each region, the position after the last batch.
-        self.ends = ends
+        self._place = place
+        self._rest = rest
+        self._comparing = Reading()
+        self._elsewhere: pa.RecordBatchReader | None = None  # reader of a rest that does not lie in place
+        self._before = pa.ipc.ReadStats(0, 0, 0, 0, 0)  # of the beginning
+        super().__init__(place.source, options)
+        self._options = options
 
     @property
     def schema(self) -> pa.Schema:
@@ -64,33 +108,116 @@ class MappedReader(PeerReader):
     def stats(self) -> pa.ipc.ReadStats:
         """Counters of the messages read so far."""
         with self._lock:
-            return self._last_stats if self._closed else super().stats
+            now = self._last_stats if self._closed else super().stats
+            return pa.ipc.ReadStats(*map(sum, zip(self._before, now, strict=True)))
+
+    @property
+    def is_mapped(self) -> bool:
+        """Return whether all batches lie in the `regions`. The rest of the stream is compared for this."""
+        with self._lock:
+            self._complete()
+            return self._elsewhere is None
+
+    @property
+    def regions(self) -> Sequence[Region]:
+        """Return the regions of shared memory that contain the batches that lie there."""
+        with self._lock:
+            self._complete()
+            return self._place.regions
+
+    @property
+    def ends(self) -> Sequence[int]:
+        """Return, for each region, the position after the last batch."""
+        with self._lock:
+            self._complete()
+            return self._place.ends
 
     def read_next_batch(self) -> pa.RecordBatch:
         """Return the next batch. Raises StopIteration at the end."""
-        with self._lock:
-            self._check_open()
-            return super().read_next_batch()
+        return self._next(super().read_next_batch, "read_next_batch")
 
     def read_next_batch_with_custom_metadata(self) -> tuple[pa.RecordBatch, pa.KeyValueMetadata | None]:
         """Return the next batch and the metadata of its message. Raises StopIteration at the end."""
+        return self._next(super().read_next_batch_with_custom_metadata, "read_next_batch_with_custom_metadata")
+
+    def _next(self, read: Callable[[], T], name: str) -> T:
         with self._lock:
             self._check_open()
-            return super().read_next_batch_with_custom_metadata()
+            if self._elsewhere is None:
+                if self._rest is None:
+                    return read()
+                self._comparing.check()
+                if not self._rest.is_due:
+                    try:
+                        return read()
+                    except StopIteration:
+                        self._at_end = False
+                self._complete()
+            if self._elsewhere is None:
+                return read()
+            try:
+                found: T = getattr(self._elsewhere, name)()
+            except StopIteration:
+                self._at_end = True
+                raise
+            return found
 
     def read_all(self) -> pa.Table:
         """Return all remaining batches as one table."""
         with self._lock:
             self._check_open()
-            return super().read_all()
+            self._complete()
+            if self._elsewhere is None:
+                return super().read_all()
+            self._begin()
+            table = pa.Table.from_batches((batch for batch, _ in self._remaining(self._elsewhere)), self.schema)
+            self._at_end = True
+            return table
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> Any:
         with self._lock:
             self._check_open()
-            return super().__arrow_c_stream__(requested_schema)
+            self._complete()
+            if self._elsewhere is None:
+                return super().__arrow_c_stream__(requested_schema)
+            self._begin()
+            self._at_end = True  # the consumer of the stream reads all batches
+            reader = BatchReader(self.schema, self._remaining(self._elsewhere))
+            return reader.__arrow_c_stream__(requested_schema)
+
+    def _remaining(self, elsewhere: pa.RecordBatchReader) -> Iterator[BatchAndMetadata]:
+        """Yield the batches of the beginning that were not read, and those of the rest."""
+        with suppress(StopIteration):
+            while True:
+                with self._lock:
+                    pair = super().read_next_batch_with_custom_metadata()
+                yield pair
+        yield from batches(elsewhere)
+
+    def _complete(self) -> None:
+        """Compare the rest of the stream, and continue in its place.
+
+        Raises the errors of `Rest.compare`, also when this is called again.
+        """
+        if self._rest is None or self._closed:
+            return
+        found = self._comparing.take(partial(self._rest.compare, self._place.source.tell()))
+        if isinstance(found, Place):
+            self._before, ended = self.stats, self._at_end
+            self._before = self._before._replace(num_messages=self._before.num_messages - 1)  # the schema comes again
+            super().__init__(found.source, self._options)
+            if found.at is not None:
+                found.source.seek(found.at)
+            self._place, self._at_end = found, ended
+        else:
+            self._elsewhere = found
+        self._rest = None
 
     def close(self) -> None:
         """Stop reading, and release the stream. Batches that were read stay valid."""
+        rest = self._rest
+        if rest is not None:
+            rest.interrupt()  # another thread may compare it under the lock
         with self._lock:
             if self._closed:
                 return
@@ -99,7 +226,12 @@ class MappedReader(PeerReader):
             super().close()
             # libarrow's reader keeps its source until it is deleted. Opening another one deletes it.
             pa.ipc.RecordBatchStreamReader.__init__(self, self._empty_stream)
-            self.regions = ()
+            self._place = Place(pa.BufferReader(self._empty_stream), (), ())
+            self._rest = None
+            if rest is not None:
+                rest.close()
+            if self._elsewhere is not None:
+                self._elsewhere.close()
 
     def _check_open(self) -> None:
         if self._closed and not self._at_end:
@@ -115,6 +247,7 @@ class _MappedStream:
         self.start = start
         self.end = end
         self.leased: list[np.ndarray] = []
+        self.whole: pa.Buffer | None = None  # the memory of the region, with the leases so far
 
     def holds(self, at: int, content: bytes) -> bool:
         return self.memory[at : at + len(content)].tobytes() == content
@@ -153,19 +286,44 @@ class InPlace:
         self._schema = encapsulate(schema)
         self._address_space = address_space
         self._streams: list[_MappedStream] = []
+        layout = layout_of(schema)
+        self._has_dictionaries = layout is None or bool(layout.values)
+        self._batches = 0  # number of messages that were compared
 
-    def reader(self, hold: Hold, options: ReadOptions | None) -> pa.RecordBatchReader | None:
-        """Return a reader of libarrow over the whole stream; None if nothing of it lies in shared memory."""
-        if not self._streams:
-            return None
+    @property
+    def can_begin(self) -> bool:
+        """Return whether the beginning that was compared can be read, and the rest be compared later."""
+        return self._batches >= _LONG and len(self._streams) == 1 and not self._has_dictionaries
+
+    def reader(self, hold: Hold, options: ReadOptions | None, rest: Rest | None = None) -> MappedReader | None:
+        """Return a reader of libarrow over the whole stream; None if nothing of it lies in shared memory.
+
+        If only the beginning was compared, `rest` compares the rest.
+        """
+        return MappedReader(self._schema, self.place(hold), options, rest) if self._streams else None
+
+    def place(self, hold: Hold, at: int = 0) -> Place:
+        """Return the place of the messages that were compared.
+
+        Args:
+            hold: Leases the memory.
+            at: The position of the first message to read, counted from the beginning of the first region's stream. 0
+                stands for the first message of all.
+        """
         pieces: list[pa.Buffer] = []
         for part in self._streams:
-            whole = hold(part.region.memory, np.concatenate(part.leased).tolist() if part.leased else [])
+            leased = np.concatenate(part.leased).tolist() if part.leased else []
+            if leased or part.whole is None:  # the new lease keeps the one before, which ends with it
+                part.whole = hold(part.region.memory if part.whole is None else part.whole, leased)
+                part.leased = []
             start = part.start + len(self._schema) if pieces else part.start  # the first piece has the only schema
-            pieces.append(whole.slice(start, part.end - start))
-        source = pieces[0] if len(pieces) == 1 else pa.PythonFile(_ChainedFile(pieces), mode="r")
-        regions = [part.region for part in self._streams]
-        return MappedReader(source, options, self._schema, regions, [part.end for part in self._streams])
+            pieces.append(part.whole.slice(start, part.end - start))
+        regions, ends = [part.region for part in self._streams], [part.end for part in self._streams]
+        if len(pieces) == 1:
+            return Place(pa.BufferReader(pieces[0]), regions, ends, at or None)
+        if at:
+            pieces[:1] = [pieces[0].slice(0, len(self._schema)), pieces[0].slice(at)]
+        return Place(pa.PythonFile(_ChainedFile(pieces), mode="r"), regions, ends)
 
     def message(self, delivery: Delivery) -> bool:
         """Return whether this message lies in place."""
@@ -193,6 +351,7 @@ class InPlace:
                 return False
             part.leased.append(np.array(leased, np.uint64))
         part.end = body_at + delivery.parsed.body_length
+        self._batches += 1
         return part.end <= part.region.size
 
     def packed(self, batches: PackedBatches) -> bool:
@@ -219,6 +378,7 @@ class InPlace:
             return False
         part.leased.append(batches.leased)
         part.end = int(ends[-1])
+        self._batches += len(batches.headers)
         return True
 
     def _stream_at(self, address: int) -> _MappedStream | None:

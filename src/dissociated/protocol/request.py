@@ -30,6 +30,10 @@ from typing import Any
 from dissociated.base import strict_json
 from dissociated.errors import ColumnNotFound, OptionError, RemoteProtocolError
 
+#: Bit of a `want_data` value that asks the server to wait for another request on the connection. Servers that announce
+#: `SELECT_PARAMETER` know it. Other clients often read until the server closes the connection.
+KEEP_CONNECTION = 16
+
 #: First bytes of every identifier with a selection. No ticket begins with them.
 SELECTION_MAGIC = b"DISSCOL\x01"
 #: URI parameter of servers that support selections of columns and batches.

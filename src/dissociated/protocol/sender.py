@@ -95,8 +95,8 @@ class Sender:
         if streams is not None:
             if self.state is not State.IDLE:
                 raise RemoteProtocolError(
-                    "the client requested a second stream (want_data) on a connection, which carries one: open "
-                    "another connection"
+                    "the client requested a second stream (want_data) before the first was complete: wait until it has "
+                    "ended and all of its memory was freed, or open another connection"
                 )
             self._machine.move(Step.WANT, RemoteProtocolError)
             self.streams = streams

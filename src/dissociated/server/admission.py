@@ -33,6 +33,8 @@ class Limits:
     max_metadata: int = MAX_METADATA
     max_connections: int = 1024
     max_asking: int = 128
+    idle_timeout: float = 10.0
+    max_idle: int = 128
 
 
 class Admission:
@@ -45,6 +47,8 @@ class Admission:
         self._served: set[Connection] = set()  # the connections whose request has arrived
         # The other connections, oldest first, each with the time at which it was accepted.
         self._asking: dict[Connection, float] = {}
+        self._idle: dict[Connection, None] = {}  # the connections that wait for another request, oldest first
+        self._max_idle = limits.max_idle
 
     def make_room(self) -> None:
         """Wait for a free place if `max_asking` connections have sent no request yet.
@@ -70,6 +74,33 @@ class Admission:
         with self._lock:
             self._asking[connection] = time.monotonic()
 
+    def idle(self, connection: Connection) -> bool:
+        """Count a connection that waits for another request. Beyond `max_idle`, interrupt the oldest of them.
+
+        Returns:
+            Whether it may wait.
+        """
+        with self._lock:
+            if not self._max_idle:
+                return False
+            self._served.discard(connection)
+            oldest = next(iter(self._idle)) if len(self._idle) >= self._max_idle else None
+            self._idle[connection] = None
+            if oldest is not None:
+                del self._idle[oldest]
+        if oldest is not None:
+            oldest.interrupt()
+        return True
+
+    def end_idle(self) -> None:
+        """Interrupt the connections that wait for another request, and let no other wait."""
+        with self._lock:
+            self._max_idle = 0
+            idle = [*self._idle]
+            self._idle.clear()
+        for connection in idle:
+            connection.interrupt()
+
     def requested(self, connection: Connection) -> None:
         """Record that the request of `connection` has arrived.
 
@@ -78,8 +109,9 @@ class Admission:
             ServerFull: if more than `max_connections` connections would be served.
         """
         with self._lock:
-            if connection not in self._asking:
+            if connection not in self._asking and connection not in self._idle:
                 raise ConnectionClosed("the client sent no request before its place was needed for others")
+            self._idle.pop(connection, None)
             self._leave(connection)
             connection.request_deadline = None
             self._served.add(connection)
@@ -90,6 +122,7 @@ class Admission:
         """Stop counting `connection`, which has ended."""
         with self._lock:
             self._served.discard(connection)
+            self._idle.pop(connection, None)
             self._leave(connection)
 
     def _leave(self, connection: Connection) -> None:

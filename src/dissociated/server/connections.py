@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from dissociated.base.limited_log import LimitedLog
 from dissociated.datasets.registry import Registry
@@ -24,8 +25,9 @@ from dissociated.errors import (
 from dissociated.monitoring.activity import Activity, ConnectionStats
 from dissociated.monitoring.status import ConsumerStatus
 from dissociated.protocol.close_reason import close_reason
+from dissociated.protocol.message import Incoming, Run
 from dissociated.server.admission import Admission, Limits
-from dissociated.server.requests import TAGS
+from dissociated.server.requests import TAGS, frees_nothing, receive
 from dissociated.server.session import Session
 from dissociated.transport.base import Connection, Listener
 from dissociated.transport.registry import transport
@@ -36,6 +38,7 @@ _log = logging.getLogger(__name__)
 
 _ACCEPT_RETRY_DELAY = 0.2  # seconds, before the next try to accept
 _DRAIN_INTERVAL = 0.05  # seconds between two polls of the streams in progress, since their end notifies nobody
+_REFUSAL = "the server accepts no clients now: try again later"
 _REPORT_INTERVAL = 5.0  # seconds between two calls that report which connections a server waits for
 
 
@@ -96,6 +99,7 @@ class Connections:
         """Refuse new connections from now on: their clients receive the reason and are disconnected."""
         with self._lock:
             self._refusing.set()
+        self._admission.end_idle()
 
     def stop_listening(self) -> None:
         """Close the listeners, so that no client can connect any more."""
@@ -165,7 +169,7 @@ class Connections:
             has_warned = False
             self._admission.make_room()
             if not self._start(connection, listener):
-                connection.close(close_reason(ServerFull("the server accepts no clients now: try again later")))
+                connection.close(close_reason(ServerFull(_REFUSAL)))
 
     def _start(self, connection: Connection, listener: Listener) -> bool:
         """Serve `connection` in a new thread. Return False if the server refuses clients or cannot start a thread."""
@@ -188,13 +192,52 @@ class Connections:
         return True
 
     def _serve(self, connection: Connection, stats: ConnectionStats) -> None:
-        outcome, why, referenced = "failed", "", False
+        """Serve one stream after another, as long as the client requests them."""
+        listener, arrived = stats.listener, None
         try:
-            with connection:
-                timeout = self._limits.handshake_timeout
-                connection.request_deadline = time.monotonic() + timeout
-                connection.handshake(timeout)
-                Session(self._registry, self._limits, self._admission, connection, stats).run()
+            while self._serve_stream(connection, stats, arrived):
+                arrived = self._next_request(connection)
+                if arrived is None:
+                    return
+                stats = self._activity.begin(listener, connection.peer)
+        finally:
+            connection.close()
+            self._admission.end(connection)
+            with self._lock:
+                self._threads.pop(connection, None)
+
+    def _next_request(self, connection: Connection) -> Incoming | Run | None:
+        """Return the next message of a client whose stream has ended; None if the client is gone, or sends none."""
+        if not self._admission.idle(connection):
+            return None
+        timeout = self._limits.idle_timeout
+        connection.request_deadline = time.monotonic() + timeout
+        connection.limit_tagged(0)
+        try:
+            arrived = receive(connection, timeout)
+            while isinstance(arrived, Incoming) and frees_nothing(arrived):
+                arrived = receive(connection, timeout)
+        except DissociatedError:
+            return None
+        if arrived is not None and self._refusing.is_set():
+            connection.close(close_reason(ServerFull(_REFUSAL)))
+            return None
+        return arrived
+
+    def _serve_stream(self, connection: Connection, stats: ConnectionStats, arrived: Incoming | Run | None) -> bool:
+        """Serve one stream, whose request may have `arrived`. Return whether another may follow."""
+        outcome, why, referenced, follows = "failed", "", False, False
+        try:
+            with ExitStack() as ending:
+                ending.enter_context(connection)
+                if arrived is None:
+                    timeout = self._limits.handshake_timeout
+                    connection.request_deadline = time.monotonic() + timeout
+                    connection.handshake(timeout)
+                session = Session(self._registry, self._limits, self._admission, connection, stats, arrived)
+                follows = session.run()
+                if follows:
+                    ending.pop_all()
             outcome, why = ("done", "stream complete") if stats.sent else ("gone", "client disconnected before the end")
             if stats.sent:
                 stats.settle()
@@ -219,9 +262,7 @@ class Connections:
             else:
                 self._peers_log.write(level, "%r: %s", connection, why, event=outcome, peer=stats.peer, fields=fields)
             self._activity.end(stats, outcome)
-            self._admission.end(connection)
-            with self._lock:
-                self._threads.pop(connection, None)
+        return follows
 
     def _log_failure(self, connection: Connection, stats: ConnectionStats) -> str:
         why = "stream failed: error in this server"

@@ -39,6 +39,7 @@ class ServerOptions:
     - `handshake_timeout`: limit for a client's request to arrive, handshake included.
     - `stall_timeout`: limit for a client that takes no bytes from its connection.
     - `lease_timeout`: limit for a client that holds memory and sends no message.
+    - `idle_timeout`: limit for a client that has read a stream and requests no other on the same connection.
     - `retain`: lifetime of the tickets that the catalog gives out. Datasets stay in memory for as long after they were
       replaced. Flight calls it the expiration time of endpoints. With 0, tickets have no guaranteed lifetime.
 
@@ -47,6 +48,8 @@ class ServerOptions:
     - `max_connections`: largest number of clients that have sent their request.
     - `max_asking`: largest number of clients that have not. Further clients wait; after a second, the oldest client
       without a request is disconnected to make room.
+    - `max_idle`: largest number of clients that have read a stream and may request another on the same connection.
+      Beyond it, the client that has been idle for longest is disconnected. With 0, a connection carries one stream.
     - `live_limit`: largest number of bytes of a live stream in shared memory, for each client, or for all clients
       together if they share one reading.
     - `kept_limit`: largest number of bytes that slow clients may still hold together after they were cut off, of live
@@ -92,12 +95,14 @@ class ServerOptions:
     handshake_timeout: float = 10.0
     stall_timeout: float = 300.0
     lease_timeout: float = 86_400.0
+    idle_timeout: float = 10.0
     live_limit: int = 1 << 28
     kept_limit: int | None = None
     inline_limit: int | None = None
     max_metadata: int = MAX_METADATA
     max_connections: int = 1024
     max_asking: int = 128
+    max_idle: int = 128
     advertise: str | None = None
     allow_rma: bool = False
     ticket_lifetime: float | None = None
@@ -114,6 +119,8 @@ class ServerOptions:
         """Return the limits on clients. Raise OptionError if one is invalid."""
         if self.max_asking < 1:
             raise OptionError(f"max_asking is {self.max_asking!r}; it must be 1 or more")
+        if self.max_idle < 0:
+            raise OptionError(f"max_idle is {self.max_idle!r}; it must be 0 or more")
         return Limits(
             check_timeout(self.handshake_timeout),
             check_timeout(self.stall_timeout),
@@ -124,6 +131,8 @@ class ServerOptions:
             self.max_metadata,
             self.max_connections,
             self.max_asking,
+            check_timeout(self.idle_timeout),
+            self.max_idle,
         )
 
     def security(self) -> Security:

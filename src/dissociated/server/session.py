@@ -22,12 +22,13 @@ from dissociated.errors import (
 from dissociated.monitoring.activity import ConnectionStats
 from dissociated.protocol.close_reason import close_reason, reason_text
 from dissociated.protocol.events import StreamRequested
+from dissociated.protocol.message import Incoming, Run
 from dissociated.protocol.request import Selection, parse_identifier
 from dissociated.protocol.sender import Sender
 from dissociated.protocol.states import State
 from dissociated.server.admission import Admission, Limits
 from dissociated.server.live import BroadcastSending, StreamedSending
-from dissociated.server.requests import TAGS, receive, wants_device, wants_packed
+from dissociated.server.requests import TAGS, receive, wants_connection_kept, wants_device, wants_packed
 from dissociated.server.sending import ClientRequest, DeviceSending, Sending, StaticSending
 from dissociated.transport.base import Connection
 
@@ -37,11 +38,19 @@ _NO_TIMEOUT = 1e6  # seconds
 
 
 class Session:
-    """The serving of one connection, from the request to the last free."""
+    """The serving of one stream, from the request to the last free."""
 
     def __init__(
-        self, registry: Registry, limits: Limits, admission: Admission, connection: Connection, stats: ConnectionStats
+        self,
+        registry: Registry,
+        limits: Limits,
+        admission: Admission,
+        connection: Connection,
+        stats: ConnectionStats,
+        arrived: Incoming | Run | None = None,
     ) -> None:
+        """Prepare the serving of a client, whose request may have `arrived` already."""
+        self._arrived = arrived
         self._registry = registry
         self._limits = limits
         self._admission = admission
@@ -50,8 +59,11 @@ class Session:
         self._stats = stats
         self._sending: Sending | None = None  # None until a valid request has arrived
 
-    def run(self) -> None:
+    def run(self) -> bool:
         """Serve the client until the session ends.
+
+        Returns:
+            Whether the connection may carry another stream.
 
         Raises:
             ConnectionClosed: if the client disconnects early.
@@ -60,7 +72,7 @@ class Session:
         try:
             request = self._request()
             if request is None:
-                return
+                return False
             ticket, selection = parse_identifier(request.identifier)
             published, granted = self._registry.resolve_ticket(ticket)
             self._stats.dataset = published
@@ -73,6 +85,8 @@ class Session:
                 if self._sender.state is State.ENDING:
                     self._sender.drained()
                     self._wait_taken()
+                done = self._sender.state is State.DONE and not self._sending.holds_live
+                return done and wants_connection_kept(request.tag) and self._connection.is_reusable
         except ConnectionClosed:
             raise  # the client is gone, so it is told no reason
         except DissociatedError as error:
@@ -85,7 +99,7 @@ class Session:
             self._end()
 
     def _request(self) -> StreamRequested | None:
-        arrived = receive(self._connection, self._limits.handshake_timeout)
+        arrived = self._arrived or receive(self._connection, self._limits.handshake_timeout)
         if arrived is None:
             return None
         self._admission.requested(self._connection)

@@ -90,6 +90,8 @@ class Connection(ProcessBound, ABC):
     `transport/states.py` has the table of its states: the calls that are allowed in each, and what each side sees.
     """
 
+    #: Whether one stream after another may travel over this connection.
+    carries_streams: bool = False
     #: Whether regions of memory can be shared over this connection.
     shares_memory: bool = False
     #: Whether `send` copies messages, so that their memory may change as soon as it has returned.
@@ -153,6 +155,20 @@ class Connection(ProcessBound, ABC):
         Raises:
             AccessDenied: This side does not trust the peer.
         """
+
+    @property
+    def is_reusable(self) -> bool:
+        """Return whether another stream may follow one that has ended, and whose memory was freed."""
+        return (
+            self.carries_streams
+            and self._lifecycle.state is ConnectionState.OPEN
+            and not self.held_by_fork
+            and not self.address_space.live
+        )
+
+    def end_stream(self) -> None:
+        """Forget the regions that the peer has shared for a stream, so that another may follow. Arrays stay valid."""
+        self.address_space = AddressSpace()
 
     def limit_untagged(self, length: int) -> None:
         """Accept untagged messages of up to `length` bytes. A longer announcement ends the connection.
@@ -355,6 +371,8 @@ class Transport(ABC):
 
     #: Reach: 0 any host, 1 this host, 2 this process. The nearest transport that reaches a peer is preferred.
     locality: int = 0
+    #: Whether one stream after another may travel over its connections.
+    carries_streams: bool = False
     #: Whether messages are encrypted. Among equally near transports, encrypted ones are preferred.
     encrypted: bool = False
     #: Whether its connections can share regions of memory.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from typing import Generic, TypeVar
@@ -63,6 +64,12 @@ class Mailbox(Generic[T]):
             self._bytes -= size
             self._changed.notify_all()
             return item
+
+    def lift(self) -> None:
+        """Take any number of bytes from now on."""
+        with self._changed:
+            self._max_bytes = sys.maxsize
+            self._changed.notify_all()
 
     def __len__(self) -> int:
         return len(self._items)

@@ -92,6 +92,7 @@ class SocketConnection(Connection):
     #: Messages are copied, never sent by reference (sendfile, MSG_ZEROCOPY): the kernel would not tell when the peer
     #: has received them.
     copies = True
+    carries_streams = True
     takes_runs = True
     min_run = MIN_RUN
 

@@ -249,6 +249,7 @@ class _ShmListener(SocketListener):
 class ShmTransport(Transport):
     """The transport `shm`. See the module."""
 
+    carries_streams = True
     locality = 1
     shares_memory = True
 

@@ -77,6 +77,8 @@ class _TcpListener(SocketListener):
 class TcpTransport(Transport):
     """The transport `tcp`. See the module."""
 
+    carries_streams = True
+
     def connect(self, uri: Uri, timeout: float) -> Connection:
         return SocketConnection(*connect_socket(uri, timeout), accepted=False)
 

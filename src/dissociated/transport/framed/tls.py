@@ -213,6 +213,7 @@ class _TlsListener(SocketListener):
 class TlsTransport(Transport):
     """The transport `tls`. See the module."""
 
+    carries_streams = True
     encrypted = True
 
     def connect(self, uri: Uri, timeout: float) -> Connection:

@@ -1,0 +1,100 @@
+"""The idle connections of a client."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+from dissociated.base.fork import ProcessBound
+from dissociated.errors import DissociatedError
+from dissociated.transport.base import Connection
+from dissociated.uri import Uri
+
+#: Seconds for which an idle connection is kept. Servers close connections that idle for longer.
+MAX_AGE = 8.0
+#: Idle connections that are kept to one server, and in all.
+_MAX_OF_SERVER, _MAX_CONNECTIONS = 16, 64
+
+
+class _Kept(NamedTuple):
+    uri: str
+    since: float  # by time.monotonic
+    connection: Connection
+
+
+class IdleConnections(ProcessBound):
+    """The connections of a client on which no stream runs. They carry its next requests to the same servers.
+
+    Thread-safe, and also safe in a finalizer that interrupts a method of the same object: it takes no lock.
+    """
+
+    def __init__(self) -> None:
+        self._idle: deque[_Kept] = deque()  # the oldest first
+        self._finalizer = weakref.finalize(self, _close_all, self._idle)
+        self.bind_to_process()
+
+    def take(self, uri: Uri) -> Connection | None:
+        """Return an idle connection to this URI, ready for the next request; None if there is none."""
+        self._close_surplus(lambda kept: kept.since < time.monotonic() - MAX_AGE)
+        for kept in reversed(self._of(str(uri))):
+            if self._remove(kept):
+                if _is_silent(kept.connection):
+                    return kept.connection
+                kept.connection.close()
+        return None
+
+    def put(self, uri: Uri, connection: Connection) -> None:
+        """Keep a connection whose stream has ended, or close it. Never raises."""
+        if self.is_inherited or not connection.is_reusable or not _is_silent(connection):
+            connection.close()
+            return
+        connection.end_stream()
+        kept = _Kept(str(uri), time.monotonic(), connection)
+        self._idle.append(kept)
+        if not self._finalizer.alive:
+            _close_all(self._idle)
+            return
+        surplus = {*self._of(kept.uri)[:-_MAX_OF_SERVER], *[*self._idle][:-_MAX_CONNECTIONS]}
+        self._close_surplus(lambda one: one in surplus or one.since < kept.since - MAX_AGE)
+
+    def close(self) -> None:
+        """Close the idle connections. A connection whose stream ends later is closed then."""
+        if not self.is_inherited:
+            self._finalizer()
+
+    def after_fork_in_child(self) -> None:
+        """Forget the connections, which belong to the parent."""
+        self._idle.clear()
+
+    def _of(self, uri: str) -> list[_Kept]:
+        return [kept for kept in [*self._idle] if kept.uri == uri]
+
+    def _close_surplus(self, is_surplus: Callable[[_Kept], bool]) -> None:
+        for kept in [*self._idle]:
+            if is_surplus(kept) and self._remove(kept):
+                kept.connection.close()
+
+    def _remove(self, kept: _Kept) -> bool:
+        """Take a connection out. Return False if another thread did."""
+        try:
+            self._idle.remove(kept)
+        except ValueError:
+            return False
+        return True
+
+
+def _is_silent(connection: Connection) -> bool:
+    """Return whether the peer has sent nothing, and has not closed the connection."""
+    with suppress(DissociatedError, OSError, ValueError):
+        return not connection.arrived()
+    return False
+
+
+def _close_all(idle: deque[_Kept]) -> None:
+    with suppress(IndexError):
+        while True:
+            idle.popleft().connection.close()

@@ -1,0 +1,120 @@
+"""Datasets of several parts: the parts after the one that is read are received meanwhile, within limits."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+from client.test_parts import in_parts
+from dissociated.client import ahead
+from dissociated.client.dataset import DatasetHandle
+from dissociated.errors import ForkedError, StoreError
+from helpers import wait_until
+
+SMALL = pa.Table.from_batches(pa.table({"n": [-1, -2, -3]}).to_batches(1))
+# More bytes than sockets hold.
+LARGE = pa.Table.from_batches(pa.table({"n": np.arange(4_000_000)}).to_batches(50_000))
+
+
+@pytest.fixture
+def server() -> Iterator[dis.Server]:
+    with dis.Server(["tcp://127.0.0.1:0"]) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: dis.Server) -> Iterator[dis.Client]:
+    with dis.connect(str(server.catalog_uri)) as client:
+        yield client
+
+
+def open_parts(client: dis.Client, server: dis.Server, *parts: pa.Table) -> pa.RecordBatchReader:
+    """Open a dataset of these parts, and read two batches, after which reading ahead has begun."""
+    reader = DatasetHandle(client, in_parts(client, server, [*parts]), "tcp").to_reader()
+    assert [reader.read_next_batch()["n"][0].as_py() for _ in range(2)] == [-1, -2]
+    return reader
+
+
+def test_parts_are_received_while_the_first_is_read(server: dis.Server, client: dis.Client) -> None:
+    reader = open_parts(client, server, SMALL, LARGE, LARGE)
+    wait_until(lambda: server.status().totals.done == 3, "all parts are received")
+    assert pa.Table.from_batches([*reader]) == pa.concat_tables([SMALL.slice(2), LARGE, LARGE])
+
+
+def test_what_is_received_ahead_is_limited(
+    server: dis.Server, client: dis.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "MAX_BYTES", 1 << 20)
+    reader = open_parts(client, server, SMALL, LARGE, LARGE)
+    wait_until(lambda: all(one.bytes > 1 << 20 for one in server.status().consumers), "some batches of each part")
+    assert [one.state for one in server.status().consumers] == ["reading", "reading"]
+    assert reader.read_all() == pa.concat_tables([SMALL.slice(2), LARGE, LARGE])
+
+
+def test_one_part_at_a_time_is_received_if_the_client_wants_that(server: dis.Server) -> None:
+    with dis.connect(str(server.catalog_uri), max_parallel=1) as client:
+        reader = open_parts(client, server, SMALL, LARGE)
+        assert reader.read_next_batch()["n"].to_pylist() == [-3]
+        assert [one.state for one in server.status().consumers] == ["reading"]
+        assert reader.read_all() == LARGE
+
+
+def test_a_limit_needs_no_parts_ahead(server: dis.Server, client: dis.Client) -> None:
+    data = DatasetHandle(client, in_parts(client, server, [SMALL, LARGE]), "tcp")
+    assert data.head(2)["n"].to_pylist() == [-1, -2]
+    wait_until(lambda: not server.status().consumers, "the end of the streams")
+    assert server.status().totals.done < 2
+
+
+@pytest.mark.parametrize("end", ["close", "drop"])
+def test_a_reader_that_ends_early_ends_the_parts(server: dis.Server, client: dis.Client, end: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ahead, "MAX_BYTES", 1 << 20)
+        reader = open_parts(client, server, SMALL, LARGE, LARGE)
+    if end == "close":
+        reader.close()
+        with pytest.raises(StoreError, match="closed before its end"):
+            reader.read_next_batch()
+    else:
+        del reader
+        gc.collect()
+    wait_until(lambda: not server.status().consumers, "the end of the streams")
+
+
+def test_the_error_of_a_part_comes_after_the_batches_before_it(server: dis.Server, client: dis.Client) -> None:
+    def failing() -> pa.RecordBatchReader:
+        def batches() -> Iterator[pa.RecordBatch]:
+            yield from pa.table({"n": [4, 5]}).to_batches(1)
+            raise ValueError("the source is broken")
+
+        return pa.RecordBatchReader.from_batches(SMALL.schema, batches())
+
+    reader = open_parts(client, server, SMALL, failing, SMALL)  # type: ignore[arg-type]
+    assert [reader.read_next_batch()["n"][0].as_py() for _ in range(3)] == [-3, 4, 5]
+    for _ in range(2):
+        with pytest.raises(dis.DissociatedError, match="the source of 'part 1' failed"):
+            reader.read_next_batch()
+
+
+def test_a_forked_child_does_not_wait_for_a_thread_that_it_lacks(server: dis.Server, client: dis.Client) -> None:
+    reader = open_parts(client, server, SMALL, SMALL, SMALL)
+    wait_until(lambda: server.status().totals.done == 3, "all parts are received")
+    assert reader.read_next_batch()["n"].to_pylist() == [-3]
+    child = os.fork()
+    if not child:
+        refused = False
+        with suppress(BaseException):
+            try:
+                reader.read_next_batch()
+            except ForkedError:
+                refused = True
+        os._exit(0 if refused else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert reader.read_all() == pa.concat_tables([SMALL, SMALL])

@@ -1,0 +1,157 @@
+"""Of long streams in shared memory, the metadata is read when it is needed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from tests.helpers import wait_until
+
+import dissociated as dis
+from dissociated.client import stream
+from dissociated.codec import split
+from dissociated.errors import StoreError, TransportError
+from dissociated.store.segment import Segment
+
+LONG = 30_000  # batches: their metadata is much longer than the buffers of a socket
+
+
+@pytest.fixture
+def server() -> Iterator[dis.Server]:
+    with dis.Server(["shm:"], catalog=None) as made:
+        yield made
+
+
+def read(server: dis.Server, name: str = "long") -> pa.RecordBatchReader:
+    return dis.open_stream(server.locations(name)[0], server.ticket(name))
+
+
+WAYS: dict[str, Callable[[pa.RecordBatchReader], list[pa.RecordBatch]]] = {
+    "one by one": list,
+    "with metadata": lambda reader: [batch for batch, _ in split.batches(reader)],
+    "read_all": lambda reader: reader.read_all().to_batches(),
+    "c stream": lambda reader: [*pa.RecordBatchReader.from_stream(reader)],
+}
+
+
+def ended(server: dis.Server) -> None:
+    wait_until(lambda: not server.status().consumers, "the end of the connection")
+
+
+def batches(count: int) -> list[pa.RecordBatch]:
+    whole = pa.record_batch({"n": range(3 * count), "text": [f"value {n}" for n in range(3 * count)]})
+    return [whole.slice(3 * number, 3) for number in range(count)]
+
+
+def long_segment(path: Path, content: list[pa.RecordBatch], compression: str | None = None) -> Segment:
+    with pa.ipc.new_stream(path, content[0].schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
+        for batch in content:
+            writer.write_batch(batch)
+    return Segment.open(path)
+
+
+def test_the_first_batch_is_read_before_the_server_has_sent_the_rest(server: dis.Server) -> None:
+    content = batches(LONG)
+    server.publish("long", pa.Table.from_batches(content))
+    reader = read(server)
+    assert reader.read_next_batch().equals(content[0])
+    (consumer,) = server.status().consumers
+    assert consumer.messages < LONG
+    reader.close()
+    ended(server)
+
+
+def test_no_address_is_held_after_the_last_batch_of_a_beginning_is_dropped(server: dis.Server) -> None:
+    server.publish("long", pa.Table.from_batches(batches(LONG)))
+    reader = read(server)
+    batch = reader.read_next_batch()
+    del reader
+    gc.collect()
+    assert batch["n"].to_pylist() == [0, 1, 2]
+    del batch
+    ended(server)
+
+
+@pytest.mark.parametrize("alone", [0, 1, 40, 512, 600, 2_999, 3_000])
+@pytest.mark.parametrize("segments", [1, 2])
+def test_batches_come_in_order_however_they_are_read(
+    server: dis.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: int, segments: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("not read in place")
+
+    monkeypatch.setattr(stream, "join_deliveries", refuse)
+    content = batches(3_000)
+    cut = 3_000 // segments
+    parts = [content[at : at + cut] for at in range(0, 3_000, cut)]
+    server.publish_segments("long", [long_segment(tmp_path / str(n), part) for n, part in enumerate(parts)])
+    reader = read(server)
+    assert [reader.read_next_batch() for _ in range(alone)] == content[:alone]
+    assert reader.stats.num_record_batches == alone
+    rest = reader.read_all()
+    assert rest.to_batches() == content[alone:]
+    assert reader.stats.num_messages == 3_001
+    assert reader.stats.num_record_batches == 3_000
+
+
+def test_a_consumer_of_the_c_stream_gets_the_batches_that_are_left(server: dis.Server) -> None:
+    content = batches(3_000)
+    server.publish("long", pa.Table.from_batches(content))
+    reader = read(server)
+    assert [reader.read_next_batch() for _ in range(5)] == content[:5]
+    assert [*pa.RecordBatchReader.from_stream(reader)] == content[5:]
+
+
+def test_metadata_of_batches_survives(server: dis.Server, tmp_path: Path) -> None:
+    path = tmp_path / "annotated.arrows"
+    batch = batches(1)[0]
+    with pa.ipc.new_stream(path, batch.schema) as writer:
+        for number in range(3_000):
+            writer.write_batch(batch, custom_metadata={"number": f"{number:04}"})
+    server.publish("long", path)
+    reader = read(server)
+    found = [reader.read_next_batch_with_custom_metadata()[1] for _ in range(3_000)]
+    assert found == [{b"number": b"%04d" % number} for number in range(3_000)]
+
+
+@pytest.mark.parametrize("alone", [0, 5, 1_000, 1_999])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_rest_may_not_lie_in_place(server: dis.Server, tmp_path: Path, alone: int, way: str) -> None:
+    first, second = batches(2_000)[:1_000], batches(2_000)[1_000:]
+    segments = [long_segment(tmp_path / "0", first), long_segment(tmp_path / "1", second, "lz4")]
+    server.publish_segments("long", segments)
+    reader = read(server)
+    content = first + second
+    assert [reader.read_next_batch() for _ in range(alone)] == content[:alone]
+    rest = WAYS[way](reader)
+    assert rest == content[alone:]
+    del rest, reader
+    gc.collect()
+    ended(server)
+
+
+def test_a_server_that_dies_after_the_beginning_is_an_error_each_time() -> None:
+    with dis.Server(["shm:"], catalog=None) as server:
+        server.publish("long", pa.Table.from_batches(batches(LONG)))
+        reader = read(server)
+        assert reader.read_next_batch()["n"].to_pylist() == [0, 1, 2]
+    for _ in range(2):
+        with pytest.raises(TransportError):
+            reader.read_all()
+    with pytest.raises(TransportError):
+        reader.read_next_batch()
+
+
+def test_closing_after_the_beginning_ends_the_stream(server: dis.Server) -> None:
+    server.publish("long", pa.Table.from_batches(batches(LONG)))
+    reader = read(server)
+    kept = reader.read_next_batch()
+    reader.close()
+    with pytest.raises(StoreError, match="closed before its end"):
+        reader.read_next_batch()
+    assert kept["n"].to_pylist() == [0, 1, 2]
+    del kept
+    ended(server)
