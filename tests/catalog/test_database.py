@@ -257,7 +257,7 @@ def test_a_node_is_told_what_is_published_and_whether_that_is_all(database: Data
 
 def test_a_node_tells_what_has_changed_to_a_catalog_that_knows_the_rest(database: Database) -> None:
     database.register(A, [announced("1", "d"), announced("2", "e")], "first", FOREVER, serial=9)
-    told = {"announced": [announced("3", "f"), announced("4", "g", prepared=True)], "gone": ["1"]}
+    told = {"announced": [announced("3", "f"), announced("4", "g", prepared=True)], "removed": ["1"]}
     assert not database.touch_node("a", "second", FOREVER, since="another", **told)  # type: ignore[arg-type]
     assert [one.name for one in database.datasets()] == ["d", "e"]
     assert database.touch_node("a", "second", FOREVER, since="first", **told)  # type: ignore[arg-type]

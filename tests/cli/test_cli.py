@@ -526,7 +526,7 @@ def test_files_after_each_other_are_not_published(tmp_path: Path) -> None:
                 put = run("put", source, name, given=given)
                 assert put.returncode == 1
                 where = "the standard input" if source == "-" else path
-                assert f"{where} holds several Arrow IPC files" in put.stderr
+                assert f"'{where}' holds several Arrow IPC files" in put.stderr
             for publish in (client.put, server.publish):
                 with pytest.raises(SourceError, match="several Arrow IPC files"):
                     publish("files", path)

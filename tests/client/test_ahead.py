@@ -96,7 +96,7 @@ def test_the_error_of_a_part_comes_after_the_batches_before_it(server: dis.Serve
 
         return pa.RecordBatchReader.from_batches(SMALL.schema, batches())
 
-    reader = open_parts(client, server, SMALL, failing, SMALL)  # type: ignore[arg-type]
+    reader = open_parts(client, server, SMALL, failing, SMALL)
     assert [reader.read_next_batch()["n"][0].as_py() for _ in range(3)] == [-3, 4, 5]
     for _ in range(2):
         with pytest.raises(dis.DissociatedError, match="the source of 'part 1' failed"):

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from tests.helpers import wait_until
 
 import dissociated as dis
 from dissociated.client import stream
 from dissociated.codec import split
 from dissociated.errors import StoreError, TransportError
 from dissociated.store.segment import Segment
+from helpers import wait_until
 
 LONG = 30_000  # batches: their metadata is much longer than the buffers of a socket
 

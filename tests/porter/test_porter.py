@@ -89,7 +89,7 @@ def test_our_server_says_why_it_refuses_them(server: dis.Server, scheme: str) ->
 @pytest.mark.parametrize("bodies", ["any", "packed"])
 @pytest.mark.parametrize("scheme", ["tcp", "shm"])
 def test_a_connection_carries_one_stream_after_another(server: dis.Server, scheme: str, bodies: str) -> None:
-    first, *others = [*STREAMS, "small live", "numbers"]
+    first, *others = [str(name) for name in (*STREAMS, "small live", "numbers")]
     client = Client(location(server, first, scheme, bodies=bodies), server.ticket(first), keep=True)
     with closing(client):
         assert double.join(client.messages()).equals(pa.Table.from_batches(STREAMS[first]))

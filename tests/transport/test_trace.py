@@ -41,7 +41,7 @@ FROM_SERVER = (
     r"record batch 2: metadata of \d+ bytes for a body of \d+ bytes",
     "end of stream, after 3 messages",
     "end of stream, after 101 messages",
-    "abort: 'no dataset has this ticket: .*'",
+    "abort: 'no dataset has this ticket, .*'",
 )
 FROM_CLIENT = (rf"want_data \(both\), {len(TICKET)} bytes", rf"want_data \(both\), {len(TICKET) + 1} bytes")
 

@@ -35,8 +35,8 @@ def find_place() -> Place:
     rank, world_size = os.environ[_RANK], os.environ[_WORLD_SIZE]
     if not (rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)):
         raise OptionError(
-            f"the environment has {_RANK}={rank!r} of {_WORLD_SIZE}={world_size!r}, not a rank below a number of processes: "
-            "give rank= and world_size="
+            f"the environment has {_RANK}={rank!r} and {_WORLD_SIZE}={world_size!r}, not a rank below a number of "
+            "processes: give rank= and world_size="
         )
     return Place(int(rank), int(world_size))
 

@@ -50,7 +50,7 @@ SERVE = "dis.Server(['fabric:'], catalog=None)"
             "/nowhere/libfabric.so.1",
             "let DISSOCIATED_FABRIC_LIBRARY name a libfabric.so.1, or unset it",
         ),
-        ("libc.so.6", "libc.so.6 is no libfabric: let DISSOCIATED_FABRIC_LIBRARY name one"),
+        ("libc.so.6", "'libc.so.6' is not libfabric: set DISSOCIATED_FABRIC_LIBRARY"),
     ],
     ids=["no library", "no libfabric"],
 )
