@@ -281,6 +281,8 @@ class _Memfd:
 
     def __init__(self) -> None:
         self._descriptor = os.memfd_create("dissociated:function", os.MFD_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, self._descriptor)  # The task may end before it writes a batch.
+        self._close.atexit = False
         os.fchmod(self._descriptor, 0o600)
 
     @property
@@ -295,7 +297,7 @@ class _Memfd:
         return memory
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        self._close()
 
 
 class _ReusedMemfd(_Memfd):
