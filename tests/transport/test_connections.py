@@ -307,7 +307,7 @@ def test_one_who_sends_and_does_not_receive_is_cut_off(ends: Ends) -> None:
 
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(client)
-        with pytest.raises(RemoteProtocolError, match="sends and does not receive"):
+        with pytest.raises(RemoteProtocolError, match="sends data, but receives none"):
             ends.server.send([Message(None, (bytes(1 << 20),))] * 256, PATIENCE)
         ends.server.close()
         with pytest.raises(ConnectionClosed):

@@ -302,7 +302,7 @@ class SocketConnection(Connection):
             self._arrived.append(frame)
             self._arrived_bytes += _OVERHEAD + len(frame.payload)
             if self._arrived_bytes > _MAX_ARRIVED + self._max_tagged:
-                raise RemoteProtocolError(f"{self._peer} sends and does not receive")
+                raise RemoteProtocolError(f"{self._peer} sends data, but receives none")
 
     def _check_acknowledged(self) -> None:
         """Raise ConnectionClosed if data is on its way, and the peer's host has been silent for `_MAX_SILENCE`.

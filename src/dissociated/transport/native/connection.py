@@ -390,7 +390,7 @@ class NativeConnection(Connection, RemoteMemory):
     def _keep_moving(self) -> None:
         """Let a background thread drive the sends in progress, since the source may take long for its next batch."""
         if not self._has_mover:
-            start_thread(self._move, "move", f"sending to {self._peer} takes a thread")
+            start_thread(self._move, "move")
             self._has_mover = True
         elif self._asleep:
             self._waker.set()

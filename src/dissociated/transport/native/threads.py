@@ -13,16 +13,16 @@ from dissociated.transport.framed.connection import socket_error
 MAX_SLEEP = 1.0  # seconds, in case the medium fails to wake the thread
 
 
-def start_thread(run: Callable[[], object], name: str, purpose: str) -> None:
+def start_thread(run: Callable[[], object], name: str) -> None:
     """Start a daemon thread called `name` that calls `run`.
 
     Raises:
-        TransportError: if the system has no thread to spare. The message starts with `purpose`.
+        TransportError: if the system has no thread to spare.
     """
     try:
         threading.Thread(target=run, name=name, daemon=True).start()
     except RuntimeError as error:
-        raise TransportError(f"{purpose}: {error}") from None
+        raise TransportError(f"cannot start the thread {name!r}: {error}") from None
 
 
 class Waker:

@@ -38,7 +38,7 @@ class Heartbeat:
         """
         with self._changed:
             if not self._running:
-                start_thread(self._run, "fabric heartbeat", "heartbeats take a thread")
+                start_thread(self._run, "fabric heartbeat")
                 self._running = True
             self._due[beat] = time.monotonic() + interval, interval
             self._changed.notify()

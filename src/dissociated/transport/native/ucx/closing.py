@@ -96,7 +96,7 @@ class ClosingConnections:
         """Start the thread if it is needed. If that fails, the next connection tries again."""
         if self._connections and not self._is_running:
             try:
-                start_thread(self._run, "ucx closing", "to give them back takes a thread")
+                start_thread(self._run, "ucx closing")
             except TransportError as error:
                 _log.warning("closing connections not released: count=%d error=%s", len(self._connections), error)
 
