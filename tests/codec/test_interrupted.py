@@ -22,7 +22,7 @@ ROWS = [pa.record_batch({"n": [n]}) for n in range(40)]
 SCHEMA, *MESSAGES = encoded(*ROWS)
 MODULES = (join.__file__, runs.__file__, reader.__file__)
 #: A line followed only by C code, which handles no signal.
-UNINTERRUPTED = reader.Reading.take.__code__, "return taken"
+UNINTERRUPTED = reader.Reading.take.__code__, "return item"
 
 #: Readers of these rows: from messages, from a run, which bypasses the file that libarrow reads, and from batches.
 READERS: dict[str, Callable[[], pa.RecordBatchReader]] = {

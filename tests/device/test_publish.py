@@ -21,7 +21,7 @@ from dissociated.errors import DeviceError, SourceError, UriError
 from dissociated.memory.device.base import Device
 from dissociated.memory.device.emulated import EmulatedDevice
 from dissociated.memory.device.registry import open_device
-from helpers import case, clients_end, wait_until
+from helpers import case, clients_end, connections_left, wait_until
 
 from . import consumer
 from .cases import ALL_TYPES, NAMES, NUMBERS, pieces
@@ -83,7 +83,9 @@ def test_addresses_are_leased_and_nothing_is_copied(device: Device, server: dis.
     assert uri.startswith("shm:")
     assert "remote_handle=" in uri
     before = device.allocations, device.nbytes
-    expected = [*client.read("numbers", transport="tcp")][2]
+    with dis.connect(server.catalog_uri) as other:  # its idle connection ends with it
+        expected = [*other.read("numbers", transport="tcp")][2]
+    assert connections_left(server) == 0
     reader = client.read_on_device("numbers", device)
     batches = [*reader]
     assert (device.allocations, device.nbytes) == before, "they lie in the server's memory"
