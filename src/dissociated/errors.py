@@ -48,7 +48,18 @@ from typing import Any, NamedTuple, Self
 
 
 class DissociatedError(Exception):
-    """The base class of all exceptions of this library: catch it to catch every one of them."""
+    """The base class of all exceptions of this library: catch it to catch every one of them.
+
+    Example:
+        ```python
+        import dissociated as dis
+
+        try:
+            table = client.read("flights").read_all()
+        except dis.DissociatedError as error:
+            print(error.code, error)
+        ```
+    """
 
     #: The short name of the class that travels to peers. It is unique among the classes here, and never changes.
     code = "failed"
@@ -280,7 +291,18 @@ class NodeUnreachable(CatalogError):
 
 
 class DatasetNotFound(CatalogError, KeyError):
-    """A dataset name that the catalog does not know."""
+    """A dataset name that the catalog does not know.
+
+    Example:
+        ```python
+        import dissociated as dis
+
+        try:
+            client.drop("trips")
+        except dis.DatasetNotFound:
+            print("already dropped")
+        ```
+    """
 
     code = "dataset_not_found"
 

@@ -111,6 +111,13 @@ class CatalogClient:
 
         Raises:
             CatalogError: The catalog fails, or the server is not of this library and does not list datasets.
+
+        Example:
+            ```python
+            client.put("archive/flights", table, tags={"year": "2026"})
+            for info in client.list("archive/", tags={"year": "2026"}):
+                print(info.name, info.rows, info.nbytes)
+            ```
         """
         return self._lookup.list(prefix, dict(tags or {}))
 
@@ -124,6 +131,12 @@ class CatalogClient:
         Raises:
             DatasetNotFound: There is no such dataset or version.
             CatalogError: The catalog fails, or `version` is given and the server is not of this library.
+
+        Example:
+            ```python
+            info = client.describe("flights")
+            print(info.schema.names, info.rows, info.version)
+            ```
         """
         return self._lookup.describe(name, version)
 
@@ -149,6 +162,13 @@ class CatalogClient:
         Returns:
             For each version: `version`, its number, counted from 1 for each dataset; `created`, a datetime in UTC;
                 `rows`, or None if they are not known; and `current`, whether a read without a version reads this one.
+
+        Example:
+            ```python
+            client.put("flights", table.slice(0, 100))
+            for version in client.versions("flights"):
+                print(version["version"], version["created"], version["rows"], version["current"])
+            ```
         """
         found = self._ask_list("versions", {"name": name}, VERSION_FIELDS, "created")
         return [{**one, "created": datetime.fromtimestamp(one["created"], UTC)} for one in found]
@@ -159,6 +179,11 @@ class CatalogClient:
         Returns:
             For each node: `id`, `host`, `boot_id` (of its kernel), `flight` (its Flight URI), `locations` (URIs of its
                 transports), `alive`, and `seen`, its last heartbeat in seconds since the epoch.
+
+        Example:
+            ```python
+            hosts = [node["host"] for node in client.nodes() if node["alive"]]
+            ```
         """
         return self._ask_list("nodes", {}, NODE_FIELDS, "seen")
 
@@ -184,6 +209,12 @@ class CatalogClient:
             OptionError: `options` has a memory_pool, which Flight does not support.
             RemoteProtocolError: Metadata exceeds the client's `max_metadata`.
             CatalogError, AccessDenied, DatasetNotFound, FormatError: The server refuses, or its answer is invalid.
+
+        Example:
+            ```python
+            info = client.describe("flights")
+            first = client.do_get(info.endpoints[0].ticket).read_all()
+            ```
         """
         request = replace(self.defaults, options=check_options(options, ReadOptions))
         return read_flight(self._calls, ticket, request)
@@ -225,6 +256,13 @@ class CatalogClient:
             SourceError: The source cannot be read, or has tensors.
             OptionError: An argument is invalid.
             CatalogError: The catalog refuses, or cannot be reached.
+
+        Example:
+            ```python
+            rows = client.put("trips", table, tags={"source": "airline"}, ttl=3600)
+            client.put("trips", table.to_reader(), mode="append")
+            assert client.describe("trips").rows == 2 * rows
+            ```
         """
         if transport not in (None, "shm", "grpc"):
             raise OptionError(f'transport is "shm" or "grpc" for a put, not {transport!r}')
@@ -362,6 +400,12 @@ class CatalogClient:
 
         Raises:
             DatasetNotFound: There is no such dataset.
+
+        Example:
+            ```python
+            client.drop("flights")
+            assert "flights" not in client
+            ```
         """
         self.do_action("drop", {"name": name})
 
@@ -370,6 +414,12 @@ class CatalogClient:
 
         Raises:
             CatalogError: The catalog fails, or its answer is invalid.
+
+        Example:
+            ```python
+            status = client.status()
+            print(status.totals.bytes, [dataset.name for dataset in status.datasets])
+            ```
         """
         try:
             return ServerStatus.parse(self.do_action("status", {}))

@@ -27,7 +27,17 @@ if TYPE_CHECKING:
 
 
 class Client(CatalogClient):
-    """A reader of datasets by name. Use it as a context manager, or `close` it."""
+    """A reader of datasets by name. Use it as a context manager, or `close` it.
+
+    Example:
+        ```python
+        import dissociated as dis
+
+        with dis.connect(server.catalog_uri) as client:
+            assert "flights" in client
+            table = client["flights"].to_table(["dest", "distance"])
+        ```
+    """
 
     def read(
         self,
@@ -72,6 +82,19 @@ class Client(CatalogClient):
         Raises:
             DatasetNotFound: There is no such dataset or version.
             ColumnNotFound: A column does not exist. Errors of `open_stream` are raised, too.
+
+        Example:
+            ```python
+            reader = client.read("flights", columns=["dest", "distance"], filter=("distance", ">", 1000), limit=100)
+            table = reader.read_all()
+            ```
+
+            In a coroutine:
+
+            ```python
+            async for batch in await client.read_async("flights"):
+                print(batch.num_rows)
+            ```
         """
         request = replace(
             self.defaults,
@@ -89,7 +112,7 @@ class Client(CatalogClient):
     read_async = asynchronous(read)
     """Open an `AsyncStreamReader` for `async for`. Arguments and errors are those of `read`.
 
-    The call blocks a thread in place of the event loop.
+    The call blocks a thread in place of the event loop. `read` has an example.
     """
 
     def read_on_device(
@@ -130,6 +153,20 @@ class Client(CatalogClient):
         Raises:
             DeviceNotFound, DeviceFull, DeviceError: The device does not exist, is full, or fails. Errors of `read` are
                 raised, too.
+
+        Example:
+            ```python
+            with client.read_on_device("flights", "test:0", columns=["distance"]) as reader:  # or "cuda:0"
+                for batch in reader:
+                    distance = batch["distance"]  # an array on the device, for DLPack
+            ```
+
+            In a coroutine:
+
+            ```python
+            async for batch in await client.read_on_device_async("flights", "test:0"):
+                print(batch.num_rows)
+            ```
         """
         request = replace(
             self.defaults,
@@ -149,7 +186,7 @@ class Client(CatalogClient):
     read_on_device_async = asynchronous(read_on_device)
     """Open an `AsyncStreamReader` for `async for`. Arguments and errors are those of `read_on_device`.
 
-    The call blocks a thread in place of the event loop.
+    The call blocks a thread in place of the event loop. `read_on_device` has an example.
     """
 
     def dataset(self, name: str, version: int | None = None, *, transport: str | None = None) -> DatasetHandle:
@@ -164,6 +201,13 @@ class Client(CatalogClient):
 
         Raises:
             DatasetNotFound: There is no such dataset or version.
+
+        Example:
+            ```python
+            with client.dataset("flights") as flights:
+                longest = flights.to_table(["dest", "distance"], filter=("distance", ">", 1900))
+                print(flights.version, flights.num_rows, longest.num_rows)
+            ```
         """
         from dissociated.client.dataset import DatasetHandle  # on first use: pyarrow.dataset is slow to import
 
@@ -179,6 +223,14 @@ class Client(CatalogClient):
 
         Raises:
             DatasetNotFound: There is no such dataset or version.
+
+        Example:
+            ```python
+            import polars as pl
+
+            flights = client.scan("flights").filter(pl.col("distance") > 1000)
+            means = flights.group_by("dest").agg(pl.col("air_time").mean()).collect()
+            ```
         """
         return self.dataset(name, version, transport=transport).scan()
 
@@ -230,6 +282,13 @@ class Client(CatalogClient):
 
         Raises:
             RemoteError: The endpoint's ticket is no longer valid. Errors of `read` are raised, too.
+
+        Example:
+            ```python
+            info = client.describe("flights")
+            parts = [client.read_endpoint(info, endpoint).read_all() for endpoint in info.endpoints]
+            assert pa.concat_tables(parts).num_rows == info.rows
+            ```
         """
         request = replace(
             self.defaults,
@@ -266,6 +325,13 @@ class Client(CatalogClient):
         Raises:
             DatasetNotFound: There is no such dataset or version.
             WrongKind: The dataset has record batches. Errors of `open_tensors` are raised, too.
+
+        Example:
+            ```python
+            server.publish("weights", pa.Tensor.from_numpy(np.eye(3)))
+            (weights,) = client.read_tensors("weights")
+            assert weights.to_numpy().trace() == 3
+            ```
         """
         if transport == "grpc":
             raise WrongKind("Flight has no messages for tensors: read them over shm or tcp, or name no transport")

@@ -198,6 +198,13 @@ class DatasetHandle(_Rows):
     `close`, at the end of a `with` block, or when the handle is collected.
 
     Every method that reads raises the errors of `Client.read`.
+
+    Example:
+        ```python
+        with client.dataset("flights") as flights:
+            frame = flights.to_pandas(["dest", "distance"], filter=("dest", "=", "MIA"))
+            assert flights.count_rows(("dest", "=", "MIA")) == len(frame)
+        ```
     """
 
     def __init__(self, client: CatalogClient, info: DatasetInfo, transport: str | None = None) -> None:
@@ -277,6 +284,13 @@ class DatasetHandle(_Rows):
 
         Raises:
             DatasetNotFound: The dataset does not exist any more.
+
+        Example:
+            ```python
+            flights = client.dataset("flights")
+            client.put("flights", pa.concat_tables([table, table]))
+            assert flights.refresh().num_rows == 2 * flights.num_rows
+            ```
         """
         return type(self)(self._client, self._client.describe(self.name), self._reader.transport)
 
@@ -306,6 +320,15 @@ class DatasetHandle(_Rows):
         Raises:
             OptionError: An option is unknown or invalid.
             DeviceNotFound: The device does not exist.
+
+        Example:
+            ```python
+            import pyarrow.compute as pc
+
+            kilometres = pc.multiply(pc.field("distance"), 1.609)
+            scanner = client.dataset("flights").scanner({"dest": pc.field("dest"), "km": kilometres}, batch_size=500)
+            assert scanner.to_table().column_names == ["dest", "km"]
+            ```
         """
         if unknown := tuning.keys() - _IGNORED_OPTIONS:
             raise OptionError(

@@ -82,6 +82,16 @@ def open_stream(
         reader = dis.open_stream(uri, ticket, columns=["dest"], limit=100)
         assert reader.read_all().num_rows == 100
         ```
+
+        In a coroutine:
+
+        ```python
+        import dissociated as dis
+
+        uri, ticket = server.locations("flights")[0], server.ticket("flights")
+        async for batch in await dis.open_stream_async(uri, ticket):
+            print(batch.num_rows)
+        ```
     """
     request = ReadRequest(
         columns=columns,
@@ -135,6 +145,25 @@ def open_stream_on_device(
     Raises:
         DeviceNotFound, DeviceFull, DeviceError: The device does not exist, is full, or fails. Errors of `open_stream`
             are raised, too.
+
+    Example:
+        ```python
+        import dissociated as dis
+
+        uri, ticket = server.locations("flights")[0], server.ticket("flights")
+        with dis.open_stream_on_device(uri, ticket, "test:0") as reader:  # or "cuda:0"
+            batch = reader.read_next_batch()
+        ```
+
+        In a coroutine:
+
+        ```python
+        import dissociated as dis
+
+        uri, ticket = server.locations("flights")[0], server.ticket("flights")
+        async for batch in await dis.open_stream_on_device_async(uri, ticket, "test:0"):
+            print(batch.num_rows)
+        ```
     """
     opened = open_device(device)
     request = ReadRequest(
@@ -156,13 +185,13 @@ def open_stream_on_device(
 open_stream_async = asynchronous(open_stream)
 """Open an `AsyncStreamReader` for `async for`. Arguments and errors are those of `open_stream`.
 
-The call blocks a thread in place of the event loop.
+The call blocks a thread in place of the event loop. `open_stream` has an example.
 """
 
 open_stream_on_device_async = asynchronous(open_stream_on_device)
 """Open an `AsyncStreamReader` for `async for`. Arguments and errors are those of `open_stream_on_device`.
 
-The call blocks a thread in place of the event loop.
+The call blocks a thread in place of the event loop. `open_stream_on_device` has an example.
 """
 
 

@@ -30,6 +30,12 @@ class Scanner:
 
     Raises:
         OptionError: An argument is invalid.
+
+    Example:
+        ```python
+        scanner = client.dataset("flights").scanner(["dest"], filter=("distance", "<", 100))
+        assert scanner.count_rows() == scanner.to_table().num_rows
+        ```
     """
 
     def __init__(

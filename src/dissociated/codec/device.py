@@ -55,7 +55,16 @@ class DeviceMessage(NamedTuple):
 
 
 class DeviceBatch(OnDevice):
-    """A record batch whose columns lie on a device. Its memory is freed when its last user is collected."""
+    """A record batch whose columns lie on a device. Its memory is freed when its last user is collected.
+
+    Example:
+        ```python
+        with client.read_on_device("flights", "test:0") as reader:  # or "cuda:0"
+            batch = reader.read_next_batch()
+        distance = batch["distance"]  # a DeviceColumn, for DLPack
+        copied = batch.to_host()  # a pyarrow.RecordBatch
+        ```
+    """
 
     def __init__(
         self,
@@ -187,6 +196,12 @@ class DeviceReader(OnDevice):
 
     Use it as a context manager, or `close` it; dropping it closes it, too. Reading raises the errors of the source,
     DeviceError, and DeviceFull.
+
+    Example:
+        ```python
+        with client.read_on_device("flights", "test:0") as reader:  # or "cuda:0"
+            rows = sum(batch.num_rows for batch in reader)
+        ```
     """
 
     def __init__(

@@ -119,6 +119,12 @@ class DatasetInfo:
         tags: The tags given to `Client.put`.
         lineage_id: An identifier that changes when the dataset is replaced or dropped, but not when rows are appended.
             While it stays equal, rows keep their positions.
+
+    Example:
+        ```python
+        info = client.describe("flights")
+        print(info.rows, info.nbytes, [endpoint.locations for endpoint in info.endpoints])
+        ```
     """
 
     name: str

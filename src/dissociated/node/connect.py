@@ -55,6 +55,14 @@ def connect(
         UriError: The URI is invalid.
         StoreError: The node cannot be started.
         OptionError: An argument is invalid. The client's calls raise CatalogError, AccessDenied and DeadlineExceeded.
+
+    Example:
+        ```python
+        import dissociated as dis
+
+        with dis.connect("grpc://catalog.example:8815", timeout=30) as client:
+            table = client.read("flights").read_all()
+        ```
     """
     if catalog_uri is None:
         catalog_uri = os.environ.get(CATALOG_VARIABLE)

@@ -121,7 +121,17 @@ class Server(ProcessBound):
 
     @classmethod
     def of(cls, options: ServerOptions) -> Server:
-        """Create a server from an options object. Raises the same errors as `Server`."""
+        """Create a server from an options object. Raises the same errors as `Server`.
+
+        Example:
+            ```python
+            import dissociated as dis
+
+            options = dis.ServerOptions(listen=["shm:"], retain=300)
+            with dis.Server.of(options) as server:
+                server.publish("flights", table)
+            ```
+        """
         return cls(**{field.name: getattr(options, field.name) for field in fields(options)})
 
     def after_fork_in_child(self) -> None:
@@ -278,6 +288,12 @@ class Server(ProcessBound):
 
         Raises:
             DatasetNotFound: if no dataset has this name.
+
+        Example:
+            ```python
+            server.drop("flights")
+            assert server.names() == []
+            ```
         """
         self.check_process()
         with self._changing:
@@ -346,6 +362,12 @@ class Server(ProcessBound):
 
         Raises:
             DatasetNotFound: if no dataset has this name.
+
+        Example:
+            ```python
+            for uri in server.locations("flights"):
+                print(dis.open_stream(uri, server.ticket("flights")).read_all().num_rows)
+            ```
         """
         return self.endpoints.locations(self.dataset(name), Streams[streams.upper()], bodies == "packed")
 
@@ -415,6 +437,13 @@ class Server(ProcessBound):
 
         Returns:
             Whether no stream is in progress any more.
+
+        Example:
+            ```python
+            if not server.drain(timeout=10):
+                print("streams are still in progress")
+            server.close()
+            ```
         """
         self.check_process()
         self._connections.stop_listening()
