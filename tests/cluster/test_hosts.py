@@ -190,5 +190,6 @@ def test_puts_and_appends_over_a_link_that_is_cut_count_once(tmp_path: Path) -> 
             cluster.mend(name)
         printed, _ = client.communicate("stop\n", timeout=100)
         appended = int(printed.split()[-1])
+        wait_until(lambda: not cluster["c"].run("-c", READ, CATALOG, "tcp", check=False).returncode, "b is back")
         read = cluster["c"].run("-c", READ, CATALOG, "tcp")
         assert json.loads(read.stdout) == [*range(appended)]

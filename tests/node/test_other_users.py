@@ -84,7 +84,7 @@ def test_a_node_of_another_user_is_not_taken_for_ones_own(
 ) -> None:
     store = common / "dissociated-store-0"
     theirs = spawn(THEIR_NODE, store, mine / "letter", mine)
-    refused = f"{store} belongs to user .*: choose another directory"
+    refused = f"'{store}' belongs to user .*: choose another directory"
     for use in (ensure, running):
         with pytest.raises(NotPrivate, match=refused):
             use(store)
@@ -105,7 +105,7 @@ def test_a_directory_that_another_user_made_first_is_refused(common: Path, mine:
     (store / "trash").symlink_to(mine)
     for path in (store, *store.iterdir()):
         os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
-    with pytest.raises(NotPrivate, match=f"{store} belongs to user"):
+    with pytest.raises(NotPrivate, match=f"'{store}' belongs to user"):
         ensure(store)
     assert sorted(path.name for path in store.iterdir()) == ["starting", "trash"]
 

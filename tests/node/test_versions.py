@@ -125,7 +125,7 @@ def test_a_handle_is_not_fooled_by_another_node_at_its_address(memory: Path, sta
         assert client["d"].version == handle.version == 1
         with pytest.raises(DatasetNotFound, match="version 1 of 'd' is gone"):
             handle.to_table()
-        with pytest.raises(OptionError, match="another lineage_id"):
+        with pytest.raises(OptionError, match="the state has lineage_id"):
             Batches(client["d"], batch_size=1).load_state_dict(state)
 
 
@@ -146,7 +146,7 @@ def test_a_training_run_goes_on_with_its_rows_or_not_at_all(node: Restarting) ->
         client.put("d", table(*range(100, 110)))
         with pytest.raises(DatasetNotFound, match="no version 2 of the dataset 'd'"):
             client.dataset("d", state["version"])
-        with pytest.raises(OptionError, match="another version, 2, where here it is 3"):
+        with pytest.raises(OptionError, match="the state has version 2, and these batches have version 3"):
             Batches(client["d"], batch_size=2, shuffle=True).load_state_dict(state)
 
 

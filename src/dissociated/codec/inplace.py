@@ -78,20 +78,20 @@ class Rest(Protocol):
 class MappedReader(PeerReader):
     """A reader of a stream in shared memory, whose batches take no other memory if it `is_mapped`."""
 
-    def __init__(self, schema: bytes, place: Place, options: ReadOptions | None, rest: Rest | None = None) -> None:
+    def __init__(self, schema: bytes, place: Place, options: ReadOptions | None, tail: Rest | None = None) -> None:
         """Open the stream.
 
         Args:
             schema: The encapsulated message with which the source begins.
             place: The place of the stream.
             options: The options of reading.
-            rest: The rest of the stream if `place` is that of its beginning only.
+            tail: The rest of the stream if `place` is that of its beginning only.
         """
         self._lock = threading.RLock()  # `close` replaces libarrow's reader while no other thread uses it
         self._closed = False
         self._empty_stream = schema
         self._place = place
-        self._rest = rest
+        self._tail = tail
         self._comparing = Reading()
         self._elsewhere: pa.RecordBatchReader | None = None  # reader of a rest that does not lie in place
         self._before = pa.ipc.ReadStats(0, 0, 0, 0, 0)  # of the beginning
@@ -144,10 +144,10 @@ class MappedReader(PeerReader):
         with self._lock:
             self._check_open()
             if self._elsewhere is None:
-                if self._rest is None:
+                if self._tail is None:
                     return read()
                 self._comparing.check()
-                if not self._rest.is_due:
+                if not self._tail.is_due:
                     try:
                         return read()
                     except StopIteration:
@@ -156,11 +156,11 @@ class MappedReader(PeerReader):
             if self._elsewhere is None:
                 return read()
             try:
-                found: T = getattr(self._elsewhere, name)()
+                item: T = getattr(self._elsewhere, name)()
             except StopIteration:
                 self._at_end = True
                 raise
-            return found
+            return item
 
     def read_all(self) -> pa.Table:
         """Return all remaining batches as one table."""
@@ -199,25 +199,25 @@ class MappedReader(PeerReader):
 
         Raises the errors of `Rest.compare`, also when this is called again.
         """
-        if self._rest is None or self._closed:
+        if self._tail is None or self._closed:
             return
-        found = self._comparing.take(partial(self._rest.compare, self._place.source.tell()))
-        if isinstance(found, Place):
-            self._before, ended = self.stats, self._at_end
+        continuation = self._comparing.take(partial(self._tail.compare, self._place.source.tell()))
+        if isinstance(continuation, Place):
+            self._before, at_end = self.stats, self._at_end
             self._before = self._before._replace(num_messages=self._before.num_messages - 1)  # the schema comes again
-            super().__init__(found.source, self._options)
-            if found.at is not None:
-                found.source.seek(found.at)
-            self._place, self._at_end = found, ended
+            super().__init__(continuation.source, self._options)
+            if continuation.at is not None:
+                continuation.source.seek(continuation.at)
+            self._place, self._at_end = continuation, at_end
         else:
-            self._elsewhere = found
-        self._rest = None
+            self._elsewhere = continuation
+        self._tail = None
 
     def close(self) -> None:
         """Stop reading, and release the stream. Batches that were read stay valid."""
-        rest = self._rest
-        if rest is not None:
-            rest.interrupt()  # another thread may compare it under the lock
+        tail = self._tail
+        if tail is not None:
+            tail.interrupt()  # another thread may compare it under the lock
         with self._lock:
             if self._closed:
                 return
@@ -227,9 +227,9 @@ class MappedReader(PeerReader):
             # libarrow's reader keeps its source until it is deleted. Opening another one deletes it.
             pa.ipc.RecordBatchStreamReader.__init__(self, self._empty_stream)
             self._place = Place(pa.BufferReader(self._empty_stream), (), ())
-            self._rest = None
-            if rest is not None:
-                rest.close()
+            self._tail = None
+            if tail is not None:
+                tail.close()
             if self._elsewhere is not None:
                 self._elsewhere.close()
 
@@ -295,12 +295,12 @@ class InPlace:
         """Return whether the beginning that was compared can be read, and the rest be compared later."""
         return self._batches >= _LONG and len(self._streams) == 1 and not self._has_dictionaries
 
-    def reader(self, hold: Hold, options: ReadOptions | None, rest: Rest | None = None) -> MappedReader | None:
+    def reader(self, hold: Hold, options: ReadOptions | None, tail: Rest | None = None) -> MappedReader | None:
         """Return a reader of libarrow over the whole stream; None if nothing of it lies in shared memory.
 
-        If only the beginning was compared, `rest` compares the rest.
+        If only the beginning was compared, `tail` compares the rest.
         """
-        return MappedReader(self._schema, self.place(hold), options, rest) if self._streams else None
+        return MappedReader(self._schema, self.place(hold), options, tail) if self._streams else None
 
     def place(self, hold: Hold, at: int = 0) -> Place:
         """Return the place of the messages that were compared.
