@@ -15,7 +15,8 @@ from dissociated.codec.split import BatchAndMetadata
 from dissociated.errors import DissociatedError, TransportError
 from dissociated.transport.mailbox import Mailbox
 
-#: Most bytes of batches that wait for their turn, of all parts together. `read_all` needs all of them at once.
+#: The most bytes of received batches that wait for their turn, of all parts together. `read_all` lifts this limit,
+#: because it needs all batches at once.
 MAX_BYTES = 1 << 28
 Pairs: TypeAlias = Generator[BatchAndMetadata, None, None]
 
@@ -41,7 +42,7 @@ class AheadReader(BatchReader):
 
 
 class _Part(ProcessBound):
-    """A part, which is read directly, or received by a thread from `receive_ahead` on."""
+    """A part. After `receive_ahead`, a thread receives it. Without that, `batches` reads it directly."""
 
     def __init__(self, pairs: Pairs, max_bytes: int) -> None:
         self.inbox: Mailbox[BatchAndMetadata] = Mailbox(max_bytes)

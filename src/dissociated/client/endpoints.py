@@ -102,7 +102,7 @@ class EndpointReader:
     def routes(
         self, info: DatasetInfo, endpoint: Endpoint, request: ReadRequest, device: Device | None = None
     ) -> list[Route]:
-        """Return the routes to an endpoint from here, nearest first; routes to addresses on the `device` lead.
+        """Return the routes to an endpoint from here, nearest first. Routes to addresses on `device` come first of all.
 
         Raises:
             CatalogError: No route leads there.
@@ -131,7 +131,7 @@ class EndpointReader:
         return open_part(part, self._open_flight)
 
     def _open_counted(self, part: PartPlan) -> pa.RecordBatchReader:
-        """Open a part, after its rows have been counted if that saves the transfer of superfluous batches."""
+        """Open a part. Count the rows of its batches first if fewer batches are then sent. See `PartPlan.counting`."""
         counting = part.counting()
         return self._open(part if counting is None else part.within([one.num_rows for one in self._open(counting)]))
 
@@ -156,8 +156,9 @@ class EndpointReader:
     def _pairs(self, part: PartPlan, reader: pa.RecordBatchReader, waited: bool) -> Pairs:
         """Yield the batches of a part.
 
-        A server may have cut off a part that has `waited` for its turn. Then it is opened again, for the rows that are
-        missing. A part of a catalog of ours always has the same rows, in the same order.
+        A server may have cut off a part that has `waited` for its turn. The part is then opened again, and the rows
+        that were already read are skipped. This needs a catalog of ours, which tells the number of rows: its parts
+        always have the same rows, in the same order.
         """
         rows = 0
         try:
@@ -176,7 +177,7 @@ class EndpointReader:
                 yield batch.slice(skipped), metadata
 
     def _with_trust(self, uri: Uri) -> Uri:
-        """Return the location with this client's parameters of trust. Parameters of the catalog's are removed."""
+        """Return the location with this client's parameters of trust. Such parameters of the catalog are removed."""
         parameters = {name: value for name, value in uri.parameters.items() if name not in _CLIENT_PARAMETERS}
         return replace(uri, parameters={**parameters, **self._trust.get(uri.scheme, {})})
 
@@ -196,11 +197,11 @@ def _retried(describe: Describe, open_parts: Callable[[DatasetInfo], T]) -> T:
 
 
 def _open_all(planned: ReadPlan, open_one: Callable[[PartPlan], C]) -> list[C]:
-    """Open the parts: all at once, up to `max_parallel`, unless they lie in memory of this host."""
+    """Open the parts: up to `max_parallel` at a time if several send their bodies, else one after the other."""
     calls = [partial(open_one, part) for part in planned.parts]
     return open_together(calls, planned.parts[0].request.max_parallel if _distant(planned) > 1 else 1)
 
 
 def _distant(planned: ReadPlan) -> int:
-    """Return the number of parts whose bodies travel."""
+    """Return the number of parts whose bodies are sent, by their first routes, rather than mapped or fetched."""
     return sum(not part.steps[0].route.server.shares_memory for part in planned.parts if part.steps)

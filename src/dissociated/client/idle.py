@@ -16,7 +16,7 @@ from dissociated.uri import Uri
 
 #: Seconds for which an idle connection is kept. Servers close connections that idle for longer.
 MAX_AGE = 8.0
-#: Idle connections that are kept to one server, and in all.
+#: The most idle connections that are kept: to one URI, and in all.
 _MAX_OF_SERVER, _MAX_CONNECTIONS = 16, 64
 
 
@@ -55,7 +55,7 @@ class IdleConnections(ProcessBound):
         connection.end_stream()
         kept = _Kept(str(uri), time.monotonic(), connection)
         self._idle.append(kept)
-        if not self._finalizer.alive:
+        if not self._finalizer.alive:  # `close` was called, perhaps just now
             _close_all(self._idle)
             return
         surplus = {*self._of(kept.uri)[:-_MAX_OF_SERVER], *[*self._idle][:-_MAX_CONNECTIONS]}

@@ -1,4 +1,4 @@
-"""A version of a dataset in shared memory that this process has mapped. A handle keeps it, and scans it repeatedly."""
+"""A version of a dataset in shared memory, mapped by this process. A `DatasetHandle` keeps it for many scans."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from dissociated.codec.inplace import MappedReader
 from dissociated.codec.nesting import contains, is_extension
 from dissociated.codec.split import BatchAndMetadata, batches
 
-_MAX_BATCHES = 1 << 14  # of a version that is kept: each takes some kB of this process's own memory
-_FEW_ROWS = 1 << 16  # of a version of a single batch
+_MAX_BATCHES = 1 << 14  # most batches of a version that is kept: each takes some kB of this process's own memory
+_FEW_ROWS = 1 << 16  # a version of a single batch with fewer rows is small
 _WHOLE_BATCH = 1 << 30  # rows: larger than any batch, so that libarrow's scanner does not cut batches
 _PLAIN_NAME = re.compile(r"[^\W\d]\w*")  # libarrow's scanner reads some other names as paths
 _UNFILTERABLE = (
@@ -175,7 +175,7 @@ class MappedVersion:
         return self._pruned(RowFilter.bind(filter_, self.schema))[0]
 
     def _pruned(self, rows: RowFilter) -> tuple[Sequence[int], frozenset[int]]:
-        """Return the numbers of the batches that may have rows that pass, and of the batches that pass as a whole."""
+        """Return the numbers of the batches that may have rows that pass, and of the batches in which all rows pass."""
         tree = None if self._is_small else filter_tree(rows, self.schema)
         if tree is None:
             return self._numbers, frozenset()
@@ -198,15 +198,16 @@ class MappedVersion:
 
 
 class TableReader(BatchReader):
-    """A reader over another one without metadata of batches, from which C++ code reads directly.
+    """A reader of the batches of `reader`, without metadata of batches. C++ code reads from `reader` directly.
 
     Args:
         reader: The other reader.
-        filter_: The filter that it applies, for the error if that fails.
+        filter_: The filter that `reader` applies. If it cannot be applied, the error names it.
     """
 
     def __init__(self, reader: pa.RecordBatchReader, filter_: RowFilter | None = None) -> None:
-        # Not a method: libarrow would keep this object, and this object libarrow's reader.
+        # `_without_metadata` is no method, because that would make a reference cycle: libarrow would keep this object,
+        # and this object libarrow's reader.
         super().__init__(reader.schema, _without_metadata(reader, filter_))
         self._reader = reader
         self._filter = filter_

@@ -1,4 +1,4 @@
-"""Opening of the planned parts of a dataset: connect, request, decode, apply the rest."""
+"""Opening of the planned parts of a dataset: connect, request, decode, and apply `Step.rest`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Opens a part over Flight, with an identifier.
+#: Opens a part over Flight. Its arguments are the endpoint, the identifier to request, and the request.
 OpenFlight: TypeAlias = Callable[[Endpoint, bytes, ReadRequest], pa.RecordBatchReader]
 
 
@@ -55,7 +55,7 @@ def open_part_on_device(part: PartPlan, device: Device, open_flight: OpenFlight 
     """Open the part on a device: in place if it lies there, else received there, else copied there.
 
     Raises:
-        DeviceError: No route is left, because the part cannot be read where it lies.
+        DeviceError: The part cannot be opened in place, and there is no other route.
     """
     refused: TransportError | DeviceError = DeviceError(
         "only whole columns and batches can be read where they lie on a device: take another location"
@@ -85,7 +85,8 @@ def open_part_tensors(part: PartPlan) -> TensorReader:
 def _first(part: PartPlan, open_step: Callable[[Step], T]) -> T:
     """Open the part by the first route that works. If a server refuses a filter, request the part without it.
 
-    If all routes fail, raise the error of the last; but if the catalog fails over Flight, that of the route before.
+    If all routes fail, raise the error of the last one. But if the last is Flight, and the catalog raises CatalogError,
+    raise the error of the route before it.
     """
     waiting = [*part.steps]
     failure: Failure | None = None
@@ -99,7 +100,7 @@ def _first(part: PartPlan, open_step: Callable[[Step], T]) -> T:
             waiting.insert(0, part.without_filter(step))
         except (TransportError, ForkedError) as error:
             if not waiting or (isinstance(error, ForkedError) and not waiting[0].route.uris):
-                raise  # gRPC does not survive a fork
+                raise  # the next route is Flight, and gRPC does not survive a fork
             failure = Failure.of(error)
             _log.info("part is read by its next route: error=%s", error)
         except CatalogError:

@@ -1,4 +1,4 @@
-"""The plan of a read: by which routes each part is reached, which selection its server applies, and which the client.
+"""The plan of a read: the routes to each part, and the division of its selection between the server and the client.
 
 Planning does no I/O. `client.parts` opens the planned parts.
 """
@@ -24,7 +24,7 @@ from dissociated.uri import DEVICE, Uri
 if TYPE_CHECKING:
     from dissociated.codec.filter.row_filter import RowFilter
 
-#: Seconds after which the next route is tried, if there is one and the server of a route does not accept connections.
+#: Seconds to wait for a connection before the next route is tried. The last route has the timeout of the request.
 CONNECT_TIMEOUT = 3.0
 
 
@@ -35,7 +35,7 @@ class Capabilities:
     Attributes:
         selects: Whether it selects columns and batches.
         filters: Whether it also selects rows.
-        shares_memory: Whether bodies are mapped or fetched. Superfluous batches then cost nearly nothing.
+        shares_memory: Whether bodies are mapped or fetched. A batch that is not needed then costs nearly nothing.
     """
 
     selects: bool = False
@@ -55,7 +55,7 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Route:
-    """A way to a part: one URI, a URI for metadata and one for bodies, or none for Flight."""
+    """A way to a part: `uris` has one URI, or a URI for metadata and a URI for bodies. It is empty for Flight."""
 
     uris: tuple[Uri, ...]
     server: Capabilities
@@ -91,13 +91,13 @@ class Rest:
     """The part of a request that this process applies to a stream, in the order of the attributes.
 
     Attributes:
-        columns: The columns to decode of the stream. None: all.
+        columns: The columns of the stream to decode. None: all.
         selected: Whether the server has selected these columns already.
-        expected: The names that the columns must then have. None: any.
+        expected: The names that the decoded columns must have. None: any.
         batches: See `ReadRequest`.
         rows: See `ReadRequest`.
         filter: See `ReadRequest`.
-        result: The columns to return of those that the filter has needed. None: all.
+        result: The decoded columns to return. The others are decoded for the filter only. None: all.
         limit: See `ReadRequest`.
     """
 
@@ -145,7 +145,8 @@ class Rest:
             reader = slice_rows(reader, self.rows)
         if self.filter is None and self.limit is None and self.expected is None:
             return reader
-        # A server that filters sends batches without rows now and then, to be heard. These are left out here, too.
+        # A server that filters sends a batch without rows now and then, which shows that it is alive. `filter_batches`
+        # leaves these out, too.
         mask_of = None if self.filter is None else row_filter(self.filter, reader.schema).mask
         result = (self.result or Selection()).indices(reader.schema.names)
         return filter_batches(reader, mask_of, result, self.limit)
@@ -176,10 +177,10 @@ class PartPlan:
 
     Attributes:
         endpoint: The part.
-        request: The request, in the positions of the part.
+        request: The request for the part. Its `rows` are counted from the first row of the part.
         steps: The routes to try, in order.
-        in_place: The routes to try first if the part is read onto a device, on which it may lie already.
-        bound: The filter of the request, if the schema of the dataset is known.
+        in_place: The routes to try before `steps`, if the part is read onto a device and already lies there.
+        bound: The filter of the request, if there is one and the schema of the dataset is known.
     """
 
     endpoint: Endpoint
@@ -189,16 +190,17 @@ class PartPlan:
     bound: BoundFilter | None = None
 
     def without_filter(self, step: Step) -> Step:
-        """Return the step by the same route for a server that refuses to select rows."""
+        """Return the step that replaces `step` after its server has refused to select rows. The client filters."""
         route = replace(step.route, server=replace(step.route.server, filters=False))
         again = _plan_step(self.request, self.bound, route, self.endpoint.ticket)
         return replace(again, connect_timeout=step.connect_timeout)
 
     def counting(self) -> PartPlan | None:
-        """Return the plan that reads the number of rows of each batch, for `within`.
+        """Return the plan that reads the number of rows of each batch, and nothing else. `within` needs the numbers.
 
         Returns:
-            None if that saves nothing: the request begins with the first batch, or bodies do not travel.
+            The plan; None if counting saves nothing. This is so if the request begins with the first row or has
+                `batches`, if a route maps bodies, or if a server cannot select batches.
         """
         rows, routes = self.request.rows, [step.route for step in self.steps]
         if rows is None or not rows.start or self.request.batches is not None:
@@ -208,7 +210,7 @@ class PartPlan:
         return _plan_part(self.request.without_columns(), None, self.endpoint, routes)
 
     def within(self, batch_rows: Sequence[int]) -> PartPlan:
-        """Return the plan that requests only the batches that have the rows. See `ReadRequest.within`."""
+        """Return the plan that requests only the batches that contain the rows. See `ReadRequest.within`."""
         routes = [step.route for step in self.steps]
         return _plan_part(self.request.within(batch_rows), self.bound, self.endpoint, routes)
 
@@ -218,7 +220,7 @@ class ReadPlan:
     """The plan for a dataset.
 
     Attributes:
-        schema: The schema of the result if no part has any of its rows; else the parts tell it.
+        schema: The schema of the result if `parts` is empty. None: the schema is that of the opened parts.
         parts: The plans for the parts that have some of the rows, in order.
         limit: The largest number of rows of all parts together.
     """
@@ -253,7 +255,7 @@ def plan(request: ReadRequest, info: DatasetInfo, routes_to: Callable[[Endpoint]
 def plan_part(request: ReadRequest, schema: pa.Schema | None, endpoint: Endpoint, routes: Sequence[Route]) -> PartPlan:
     """Plan the reading of one part, whose positions are those of `request`. Errors are those of `plan`.
 
-    If the `schema` of the dataset is not known, all columns are requested with a filter.
+    A request with a filter requests all columns if the `schema` of the dataset is None.
     """
     if schema is None:
         return _plan_part(request, None, endpoint, routes)
@@ -276,10 +278,11 @@ def _plan_part(
 
 
 def _plan_step(request: ReadRequest, bound: BoundFilter | None, route: Route, ticket: bytes) -> Step:
-    """Divide the request. A server gets no selection that makes its identifier too long."""
+    """Divide the request. If the selection is too long for an identifier, the server gets less of it or none."""
     server = route.server
     for able in (server, replace(server, filters=False), replace(server, filters=False, selects=False)):
         selection, rest = _divide(request, bound, able)
+        # `identifier` returns the ticket alone if the selection makes it too long. Then try a shorter selection.
         identifier = ticket if selection is None else selection.identifier(ticket)
         if selection is None or identifier != ticket:
             break
@@ -289,7 +292,7 @@ def _plan_step(request: ReadRequest, bound: BoundFilter | None, route: Route, ti
 def _divide(request: ReadRequest, bound: BoundFilter | None, server: Capabilities) -> tuple[Selection | None, Rest]:
     """Return the selection that the server applies, and the rest for this process.
 
-    A server applies filters and limits to all rows of a part. So it is asked for none if the request is for some rows.
+    A server applies a filter or a limit to all rows of a part. So it gets neither if the request has `rows`.
     """
     columns, rows = request.columns_selected, None
     able = server.filters and request.rows is None
@@ -297,7 +300,7 @@ def _divide(request: ReadRequest, bound: BoundFilter | None, server: Capabilitie
     rest = Rest(limit=request.limit)
     if request.filter is None:
         rows = RowSelection(None, request.limit) if exact and request.limit is not None else None
-    elif bound is None:  # all columns, because those of the filter are not known
+    elif bound is None:  # request all columns, because the columns of the filter are unknown
         rest = replace(rest, filter=request.filter, result=columns)
         columns = None
     else:
@@ -323,7 +326,7 @@ def _divide(request: ReadRequest, bound: BoundFilter | None, server: Capabilitie
 
 
 class BoundFilter:
-    """The filter of a request, and the columns that it needs of a dataset with this schema.
+    """The filter of a request for a dataset with this schema, and the positions of the columns that the read needs.
 
     Raises:
         OptionError: The filter does not fit the columns.
@@ -336,7 +339,7 @@ class BoundFilter:
         selected = request.columns_selected or Selection()
         #: Positions of the columns of the result.
         self.result = selected.indices(schema.names)
-        #: Positions of these columns, and of those of the filter.
+        #: Positions of the columns of the result and of the filter, in ascending order.
         self.needed = sorted({*self.result, *self._rows.columns})
 
     @cached_property
@@ -369,7 +372,7 @@ def row_filter(condition: Any, schema: pa.Schema) -> RowFilter:
 
 
 def _check_columns(request: ReadRequest, schema: pa.Schema, parts: Sequence[PartPlan]) -> None:
-    """Raise ColumnNotFound here if a column is missing that Flight servers, each in its own words, would refuse."""
+    """Raise ColumnNotFound if a column is missing and Flight is tried first: Flight servers word this differently."""
     if any(not step.route.uris for part in parts for step in part.steps[:1]):
         _result_schema(request, schema)
 
@@ -380,7 +383,8 @@ def _result_schema(request: ReadRequest, schema: pa.Schema) -> pa.Schema:
 
 
 def _parts_with_rows(info: DatasetInfo, request: ReadRequest) -> Iterator[tuple[Endpoint, ReadRequest]]:
-    """Yield the parts that have some of the rows, each with its request, in its own positions."""
+    """Yield the parts that have some of the rows, each with its request, whose `rows` are counted within the part."""
+    # Without a filter, a limit is a range of rows, which shows the parts that are not needed.
     if request.filter is None and request.limit is not None and all(part.rows is not None for part in info.endpoints):
         first = 0 if request.rows is None else request.rows.start
         stop = sys.maxsize if request.rows is None else request.rows.stop
@@ -397,6 +401,6 @@ def _parts_with_rows(info: DatasetInfo, request: ReadRequest) -> Iterator[tuple[
             yield part, replace(request, rows=None)
         elif first < end and (first or request.filter is not None):
             yield part, replace(request, rows=range(first, end))
-        elif first < end:  # a limit, because servers can apply it
+        elif first < end:  # the first rows of the part: a limit, which servers can apply
             yield part, replace(request, rows=None, limit=end)
         start += part.rows

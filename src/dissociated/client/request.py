@@ -29,9 +29,10 @@ class Filtering(Enum):
 
     #: All such rows are left out.
     EXACT = "exact"
-    #: The server leaves out such rows if bodies travel, and whole batches of them otherwise. This process filters none.
+    #: If bodies are sent, the server leaves out all such rows. If memory is shared, this is the same as BY_STATISTICS.
+    #: This process filters nothing.
     AT_SERVER = "at server"
-    #: The server leaves out batches that have no other rows, if its statistics tell so.
+    #: The server leaves out only batches in which no row passes, as far as its statistics show.
     BY_STATISTICS = "by statistics"
 
 
@@ -41,13 +42,13 @@ class ReadRequest:
 
     Attributes:
         transport: Scheme of the locations to read from. None: the nearest location that can be reached.
-        rows: Positions of rows, counted from the first of the `batches`. `filter` applies to these rows, and `limit` to
-            the rows that pass it.
+        rows: Positions of rows, counted from the first row of `batches`. `filter` applies to these rows, and `limit` to
+            the rows that pass the filter.
         filtering: How far rows that do not pass the filter are left out.
         device: Device for the batches; None for memory of this process.
         decompress: Whether compressed bodies for a device are decompressed in this process. If False, they are refused.
         keep_files: Keep mapped files open, so that they can be mapped again.
-        spaces: Collects the address spaces in which bodies may lie.
+        spaces: A list to which the address space of each connection is added. Bodies may lie in these spaces.
         idle: Keeps connections for the next requests. None: each stream has a connection of its own.
         max_parallel: Largest number of parts of a dataset that are opened at once.
 
@@ -113,7 +114,9 @@ class ReadRequest:
         return replace(self, columns=(), batches=None, rows=None, filter=None, limit=None, options=options)
 
     def within(self, batch_rows: Sequence[int]) -> ReadRequest:
-        """Return a request of the same `rows` that is limited to the batches that have them.
+        """Return a request of the same `rows` that is limited to the batches that contain these rows.
+
+        A request without `rows`, or with `batches` of its own, is returned unchanged.
 
         Args:
             batch_rows: Number of rows of each batch.

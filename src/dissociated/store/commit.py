@@ -59,8 +59,8 @@ class Commit:
         segments: The segments, in order.
         schema: The schema of all segments, and of the dataset if there is no segment; None as long as it is not known.
         key: An identifier of the commit. A repeated commit has the key of the first, and changes nothing. If it is
-            empty, the catalog derives it from the names of the segments. Segments whose names begin with the key and
-            "-", and that are not among `segments`, are removed.
+            empty, the catalog derives it from the names of the segments. Staged segments whose names begin with the key
+            and "-" belong to the commit; those that are not among `segments` are removed.
         mode: `overwrite` to replace the dataset, or `append` to add rows to it.
         tags: The tags of the new version.
         ttl: The time to live in seconds; None if the version does not expire.
@@ -163,7 +163,7 @@ class Commit:
     def resolved(self, node: str) -> Commit:
         """Return this commit with a key, and with the id `node` in all segments that name no node.
 
-        A commit without segments gets one without rows.
+        A commit without segments gets one segment without rows, on `node`.
         """
         segments = [StagedSegment(segment.name, segment.node or node) for segment in self.segments]
         key = self.key or _derived_key(self.name, segments)
@@ -197,7 +197,8 @@ def _is_number(value: object) -> bool:
 def _derived_key(name: str, segments: Sequence[StagedSegment]) -> str:
     """Return a key for a commit whose client sends none.
 
-    It is derived from the names of the segments, which are unique. So a repeated call has the same key.
+    The key is derived from the names of the segments, which are unique, so that a repeated call has the same key. A
+    commit without segments has a random key.
     """
     if not segments:
         return secrets.token_hex(16)

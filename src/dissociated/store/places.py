@@ -128,14 +128,15 @@ class Places:
         Args:
             version: The new version.
             paths: The segments. If all are memfds, the version lies in memfds, and else in the directory.
-            copy: Copies a segment that cannot be linked into the directory: a spilled one, or a memfd among files.
+            copy: Copies a segment that cannot be linked into the directory: a spilled segment, or a memfd if `paths`
+                also has files.
 
         Raises:
             StoreError: The version was not committed.
         """
         if self.memfds.has(paths):
             with store_errors(f"recording the number of {version.name!r} in {self.directory.path}"):
-                self._record(version, lost=True)  # after a restart there is no manifest with this number
+                self._record(version, lost=True)  # no manifest has this number, which must survive a restart
             self.memfds.publish(version, paths)
             self.put(version, self.memfds)
             return
@@ -155,7 +156,7 @@ class Places:
         self.put(version, self.directory)
 
     def removed(self) -> dict[str, Removed]:
-        """Return the records of the datasets whose last versions have left the store, or are set aside."""
+        """Return the records of the datasets whose highest version number has left the store, or is set aside."""
         records: dict[str, Removed] = {}
         for directory in self._directories():
             for name, removed in directory.numbers.records().items():
@@ -196,11 +197,11 @@ class Places:
 
         Args:
             versions: The versions.
-            lost: Whether they were neither dropped nor replaced.
+            lost: Whether the versions are lost, that is, neither dropped nor replaced. See `Removed`.
 
         Raises:
-            StoreError: A version cannot be removed. It still exists, and so do the later arguments of the same dataset,
-                so that no older version becomes the current one. All other versions are removed.
+            StoreError: A version cannot be removed. That version still exists, and so do the later arguments of the
+                same dataset, so that no older version becomes the current one. All other versions are removed.
         """
         failures: dict[str, StoreError] = {}
         for version in versions:
@@ -242,7 +243,7 @@ class Places:
             try:
                 self._take_from(place, version)
             except OSError:
-                with suppress(OSError):  # a remaining copy goes with the next attempt, or with the version
+                with suppress(OSError):  # a copy that remains is removed by the next attempt, or with the version
                     self.disk.remove(version, superseded=True)
                 raise
             self.put(version, self.disk)
@@ -250,10 +251,11 @@ class Places:
 
     def _take_from(self, place: Place, version: Version, lost: bool = False) -> None:
         files = place.sizes(version)
+        # A later version in the same place has a higher number there, so the number of this one need not be recorded.
         siblings = (sibling for sibling in self.contents.with_name(version.name) if not sibling.prepared)
         superseded = any(sibling.number > version.number and self.find(sibling)[1] is place for sibling in siblings)
         if place is self.memfds and not superseded:
-            with suppress(OSError):  # the record of the commit then stays, which says that it is lost
+            with suppress(OSError):  # then the record that `commit` wrote stays, which counts the version as lost
                 self._record(version, lost)
         place.remove(version, lost, superseded)
         self.blocks[place].discard(files)

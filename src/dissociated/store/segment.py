@@ -186,7 +186,7 @@ class Segment:
 class SegmentWriter(EncapsulatedWriter):
     """A writer of a segment, which copies each batch once.
 
-    A file has its name only after `close`: a writer that is killed leaves nothing behind. `abort` discards the file.
+    The file gets its name in `close`, so a writer that is killed leaves nothing behind. `abort` discards the file.
     Messages always have the 8-byte prefix, even if `options` ask for the legacy one, since this library reads segments
     in place.
 
@@ -241,7 +241,7 @@ class SharedSegmentWriter(SegmentWriter):
     """A SegmentWriter for record batches that another process writes directly into the file.
 
     The other process opens `path`, and writes encapsulated record batches from the position `nbytes` on, but no further
-    than `reserve` allows. Call `adopt` before `close` to add its batches. `stats` does not count them.
+    than `reserve` allows. Call `adopt` before `close` to add these batches. `stats` does not count them.
     """
 
     def __init__(self, place: Path, schema: pa.Schema, reserve: Reserve | None = None) -> None:
@@ -269,7 +269,7 @@ class SharedSegmentWriter(SegmentWriter):
         return self._file.reserve(end)
 
     def adopt(self, end: int) -> None:
-        """Add the record batches that the other process has written. It must not write any more.
+        """Add the record batches that the other process has written. That process must not write any more.
 
         Args:
             end: The position at which the last batch ends.

@@ -163,7 +163,7 @@ class Store(ProcessBound):
             return None if entry is None else entry[0]
 
     def removed(self) -> Mapping[str, Removed]:
-        """Return the records of the datasets whose last versions have left the store, by name."""
+        """Return the records of the datasets whose highest version number is no longer in the store, by name."""
         with self._locked:
             return self._places.removed()
 
@@ -173,7 +173,7 @@ class Store(ProcessBound):
             return self._contents.prepared()
 
     def by_key(self, key: str) -> Version | None:
-        """Return the version that was committed with this key, or None if there is none any more."""
+        """Return the version that was committed with this key, or None if it does not exist any more."""
         with self._locked:
             return self._contents.by_key(key)
 
@@ -245,10 +245,10 @@ class Store(ProcessBound):
             return self._quota.reserve(name, size, wish)
 
     def ensure_room(self, name: str, size: int) -> None:
-        """Make room for `size` bytes of `name` that are about to be written, or evict nothing.
+        """Make room for `size` bytes of `name` that are about to be written. Evict nothing if they cannot all fit.
 
-        A writer that knows its total size calls this first. Otherwise versions could be evicted for the beginning of a
-        segment that does not fit in the end. Raises StoreFull if there is no room, and none can be made now.
+        A writer that knows its total size calls this first. Otherwise, versions could be evicted for the beginning of a
+        segment that turns out not to fit. Raises StoreFull if there is no room, and none can be made now.
         """
         with self._locked:
             self._quota.ensure_room(name, size)
@@ -373,7 +373,7 @@ class Store(ProcessBound):
         Args:
             version: The version.
             whole: Whether the version is all of the dataset, not one host's part.
-            number: The number of the version of the dataset. It is ignored if the version has a number.
+            number: The number of the version, which the catalog assigned. It is ignored if the version already has one.
         """
         with self._locked:
             current, _ = self._places.find(version)
@@ -407,10 +407,11 @@ class Store(ProcessBound):
         """Remove versions. Their readers are not disturbed, and keep the memory until they have finished.
 
         Args:
-            versions: The versions, in the order of their commits, in which they are removed.
+            versions: The versions, in the order of their commits. They are removed in this order.
 
         Raises:
-            StoreError: A version cannot be removed durably. It still exists, and so do later ones of its dataset.
+            StoreError: A version cannot be removed durably. That version still exists, and so do the later versions of
+                its dataset.
         """
         with self._locked:
             self._places.remove(*versions)

@@ -60,7 +60,7 @@ class Part:
         nbytes: The number of bytes of all message bodies; None if unknown.
         number: The position among the parts of a version.
         serial: A number that grows with every part that the node creates.
-        nodes: The nodes that hold the part or a copy of it under its ticket, as a catalog knows them.
+        nodes: The nodes that hold the part, or a copy of it under the same ticket. Only a catalog knows them.
     """
 
     id: str
@@ -96,14 +96,15 @@ class Version:
         parts: The parts, in order.
         tags: The tags.
         ttl: The time to live in seconds; None if the version does not expire.
-        before: The keys of the earlier commits to which this one appended, oldest first. A catalog keeps the first.
+        before: The keys of the earlier commits to which this one appended, oldest first. A catalog keeps only the first
+            key, which is the `lineage_id`.
         number: The number of the version, which the catalog assigned, counted from 1 for each dataset. No number is
             used twice. It is 0 if an older library wrote the version.
         catalog: The id of that catalog's database.
-        prepared: Whether the version is not yet known to be published.
+        prepared: True until the version is known to be published.
         whole: Whether the part in a store is the whole dataset. If False, a catalog publishes it with the parts of
             other nodes.
-        current: Whether no later version has replaced this one, as a catalog knows.
+        current: Whether no later version has replaced this one. Only a catalog knows this.
         staged: A digest of the names of the committed segments, which tells a repeated call from a new attempt.
     """
 

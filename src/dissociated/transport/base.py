@@ -1,6 +1,7 @@
-"""The interface of transports ("Requirements"): delimited messages, with or without a 64-bit tag.
+"""The interface of transports: delimited messages, with or without a 64-bit tag.
 
-Everything blocks. A `timeout` limits the seconds of the peer's silence, not the duration of a transfer.
+The section "Requirements" of the specification asks for these. All calls block. A `timeout` limits the seconds of the
+peer's silence, not the duration of a transfer.
 
 Every method may raise
 
@@ -30,8 +31,8 @@ from dissociated.protocol.message import Incoming, Message, Run
 from dissociated.transport.states import Call, ConnectionState, Lifecycle
 from dissociated.uri import Uri
 
-#: Supplies the memory for a tagged message, given its tag and its length in bytes, or for a run of messages, which has
-#: no tag. It raises an error to refuse the message. After `receive_onto`, the memory may be a DeviceBuffer.
+#: Supplies the memory for a tagged message or a run of messages, given the tag, which is None for a run, and the length
+#: in bytes. It raises an error to refuse the message. After `receive_onto`, the memory may be a DeviceBuffer.
 Allocate: TypeAlias = Callable[[int | None, int], Buffer]
 
 
@@ -67,10 +68,10 @@ class RemoteMemory:
         raise TransportError("the peer cannot map memory over this connection")
 
     def retain(self, region: Region) -> None:
-        """Keep memory until the peer can no longer fetch from it, also beyond `close`."""
+        """Keep the memory of `region` alive until the peer can no longer fetch from it, even after `close`."""
 
     def fetch(self, ranges: Sequence[tuple[int, int, int]], memory: Buffer, timeout: float) -> None:
-        """Fetch ranges of the peer's memory, one-sided.
+        """Fetch ranges of the peer's memory, one-sided: the peer need not act.
 
         Args:
             ranges: Address, length in bytes, and position in `memory` of each range. Positions must lie within
@@ -133,7 +134,7 @@ class Connection(ProcessBound, ABC):
 
     @property
     def backlog(self) -> int:
-        """Return the number of bytes that were passed to `send` and are not `written`; 0 if `send` waits for that."""
+        """Return the number of bytes passed to `send` that are not `written` yet; 0 if `send` waits for them."""
         return 0
 
     @property
@@ -158,7 +159,7 @@ class Connection(ProcessBound, ABC):
 
     @property
     def is_reusable(self) -> bool:
-        """Return whether another stream may follow one that has ended, and whose memory was freed."""
+        """Return whether another stream may follow the one that has ended. If its memory is still in use, none may."""
         return (
             self.carries_streams
             and self._lifecycle.state is ConnectionState.OPEN
@@ -177,7 +178,9 @@ class Connection(ProcessBound, ABC):
         """
 
     def limit_tagged(self, length: int) -> None:
-        """Keep tagged messages of up to `length` bytes that arrive while this side sends, in addition to the default.
+        """Accept tagged messages of up to `length` bytes that arrive while this side sends.
+
+        They are kept in addition to the bytes that are kept by default.
 
         Media that do not allocate memory for them may ignore this.
         """
@@ -185,8 +188,8 @@ class Connection(ProcessBound, ABC):
     def receive_onto(self, device: Device) -> bool:
         """Return whether this connection can also receive into memory of `device`, if `allocate` supplies it.
 
-        When `receive` returns such a message, its bytes have arrived, for every stream of the device. Once no reference
-        here is left, nothing writes to the memory any more.
+        When `receive` returns such a message, every stream of the device sees its bytes. Once the connection has
+        dropped its reference to the memory, it does not write there any more.
         """
         return False
 
@@ -235,8 +238,8 @@ class Connection(ProcessBound, ABC):
             allocate: Supplies the memory of tagged messages. Small messages may come in the transport's own memory.
 
         Returns:
-            The message or run, or None if the peer sends no more. It may only have stopped sending: `arrived` returns
-                True from then on if it is known to be gone.
+            The message or run, or None if the peer sends no more. The peer may still receive; from then on, `arrived`
+                returns whether the peer is known to be gone.
 
         Raises:
             RemoteError: The peer closed the connection for a reason, which the error has.
@@ -276,8 +279,9 @@ class Connection(ProcessBound, ABC):
             linger: Seconds for which to wait for the peer.
 
         Returns:
-            Whether this call has waited until the peer had received everything, as far as the medium reports, and, if
-                memory can be shared, had closed its end. Only then is memory that it mapped free again.
+            Whether this call has waited until the peer had received everything, as far as the medium reports. If the
+                connection `shares_memory`, True also means that the peer has closed its end: only then is the memory
+                that the peer had mapped free again.
         """
         state = self._lifecycle.state
         if reason is not None and state in (ConnectionState.OPEN, ConnectionState.SEND_ONLY):
@@ -311,7 +315,8 @@ class Connection(ProcessBound, ABC):
 
         Args:
             reason: The reason.
-            later: Whether this side still receives. If the peer does not listen now, the reason may be sent then.
+            later: Whether this side still receives after this call. A reason that the peer does not take now may then
+                be sent later.
         """
 
     @abstractmethod
@@ -319,7 +324,7 @@ class Connection(ProcessBound, ABC):
         """Wait until the peer has closed its end, for `seconds` at most. Never raises.
 
         Returns:
-            Whether it has, and had received everything.
+            Whether the peer has closed its end, and had received everything.
         """
 
     @abstractmethod
@@ -328,10 +333,10 @@ class Connection(ProcessBound, ABC):
 
     @abstractmethod
     def _release(self, state: ConnectionState) -> None:
-        """Release all resources, unless that was done. Never raises. Ctrl-C is held back.
+        """Release all resources that are not yet released. Never raises. Ctrl-C is delayed until this returns.
 
         Args:
-            state: The state in which the connection was closed.
+            state: The state before the connection was closed.
         """
 
     def __enter__(self) -> Connection:
@@ -363,7 +368,7 @@ class Listener(ProcessBound, ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Stop accepting, also from another thread, and leave nothing behind. Never raises."""
+        """Stop accepting, also from another thread, and release everything, such as a socket's path. Never raises."""
 
 
 class Transport(ABC):

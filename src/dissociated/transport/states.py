@@ -3,11 +3,11 @@
     state         send    receive   what the peer receives next, after all messages sent before
     OPEN          yes     yes       messages
     SEND_ONLY     yes     the end   messages; if the medium supports it, the peer's sends fail
-    CLOSING       no      yes       the close reason, if there is one; messages that it sends still arrive
+    CLOSING       no      yes       the close reason, if there is one; the peer's own messages still arrive
     INTERRUPTED   no      no        the end of the connection, at the latest when this side is closed
     CLOSED        no      no        the close reason, or else the end of the connection
 
-In SEND_ONLY, `receive` returns None, on some media after the messages that had arrived before.
+In SEND_ONLY, `receive` returns None. On some media, it first returns the messages that had arrived before.
 `interrupt(sending=False)` ends receiving, `close` with a `linger` begins to close, `interrupt` and `close` end the
 connection. These are allowed in every state. `send` and `receive` raise ConnectionClosed in a state that does not allow
 them. A connection never goes back to an earlier state, so another thread may end it at any time.
@@ -50,6 +50,7 @@ class Call(Enum):
     CLOSE = "close()"
 
 
+# The calls that end a part or all of the connection, with the state after each.
 _ENDINGS = {
     Call.STOP_RECEIVING: ConnectionState.SEND_ONLY,
     Call.INTERRUPT: ConnectionState.INTERRUPTED,
@@ -57,6 +58,7 @@ _ENDINGS = {
     Call.CLOSE: ConnectionState.CLOSED,
 }
 
+#: The state after each call, by the state before it. A call that is missing here raises ConnectionClosed.
 CALLS: dict[ConnectionState, dict[Call, ConnectionState]] = {
     ConnectionState.OPEN: {
         Call.SEND: ConnectionState.OPEN,
@@ -91,14 +93,14 @@ class Lifecycle:
         self._lock = threading.RLock()  # reentrant, because a finalizer may close the connection of its own thread
 
     def take(self, call: Call) -> ConnectionState:
-        """Change the state as `call` does, and return the state before it.
+        """Make the transition that `CALLS` has for `call`, and return the state before it.
 
         Raises:
             ConnectionClosed: The state does not allow `call`.
         """
         before = self.state
         following = CALLS[before].get(call)
-        if following is before:  # nearly always, and then without the lock
+        if following is before:  # nearly every call: nothing changes, so no lock is needed
             return before
         with self._lock:
             before = self.state

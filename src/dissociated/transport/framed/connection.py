@@ -46,12 +46,12 @@ _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _CHECK_INTERVAL = 1.0  # seconds
 _MAX_SILENCE = 15.0  # seconds without an acknowledgement
-#: Of the kernel's `struct tcp_info`: the unanswered probes, the unacknowledged segments, and the milliseconds since the
-#: last acknowledgement.
+#: Three fields of the kernel's `struct tcp_info`: the number of unanswered probes, the number of unacknowledged
+#: segments, and the milliseconds since the last acknowledgement.
 _tcp_info = struct.Struct("=3xB4x16xI28xI")
-_MAX_PROBES = 3  # probes of a peer that takes nothing, without an answer
+_MAX_PROBES = 3  # unanswered probes after which a peer that takes nothing counts as gone
 _ABORT_TIMEOUT = 1.0  # seconds; the peer may not be reading any more
-_MAX_ARRIVED = 1 << 20  # bytes of messages kept that arrived while sending
+_MAX_ARRIVED = 1 << 20  # bytes of messages that arrived while this side sent, and are kept for `receive`
 _OVERHEAD = 256  # bytes of memory for each kept message, in addition to its own
 _timeval = struct.Struct("ll")
 _GONE = {errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN, errno.ENOTCONN, errno.EBADF, errno.ECONNABORTED}
@@ -110,7 +110,7 @@ class SocketConnection(Connection):
         self._arrived_bytes = 0
         self._max_tagged = 0  # bytes of a tagged message that may arrive while this side sends
         self._peer_stopped = False  # whether the peer will send no more
-        self._end_received = False  # whether `receive` has returned None for that
+        self._end_received = False  # whether `receive` has returned None because of that
         self._wake_descriptor: int | None = None  # an eventfd, made by the first `wait`
         self._accepted = accepted
         self._socket_timeout = 0.0  # seconds, as set in the kernel
@@ -215,7 +215,7 @@ class SocketConnection(Connection):
         return self._hung_up(select.POLLRDHUP, seconds)
 
     def _hung_up(self, events: int, seconds: float) -> bool:
-        """Wait until both directions have ended, or one of these events of `select.poll` occurs. Return whether so."""
+        """Wait until both directions have ended, or an event of `select.poll` occurs. Return False if time runs out."""
         poll = select.poll()
         try:
             poll.register(self._socket, events)  # poll always reports the end of both directions
@@ -281,7 +281,7 @@ class SocketConnection(Connection):
         return self._socket.sendmsg([_after(window[0], offset), *window[1:]], (), _SEND_FLAGS)
 
     def _wait_writable(self, timeout: float) -> None:
-        """Wait for room. Meanwhile, read the peer's messages, unless another thread does."""
+        """Wait for room. On an accepted connection, read messages meanwhile: no other thread does."""
         poll = select.poll()
         takes_in = select.POLLIN if self._accepted and not self._peer_stopped else 0
         poll.register(self._socket, select.POLLOUT | takes_in)
@@ -297,7 +297,7 @@ class SocketConnection(Connection):
         if event & select.POLLIN and not event & select.POLLOUT:
             frame = self._reader.read(timeout, self._keep)
             if frame is None:
-                self._peer_stopped = True  # only a send shows whether it still receives
+                self._peer_stopped = True  # the peer may still receive, which only a send shows
                 return
             self._arrived.append(frame)
             self._arrived_bytes += _OVERHEAD + len(frame.payload)
@@ -307,7 +307,8 @@ class SocketConnection(Connection):
     def _check_acknowledged(self) -> None:
         """Raise ConnectionClosed if data is on its way, and the peer's host has been silent for `_MAX_SILENCE`.
 
-        The host of a peer that takes nothing acknowledges the kernel's probes. The kernel alone would try for minutes.
+        If the peer just takes nothing, its host still acknowledges the kernel's probes. If the host is gone, the kernel
+        alone would try for minutes.
         """
         if self._socket.family == socket.AF_UNIX:
             return
@@ -342,7 +343,7 @@ class SocketConnection(Connection):
 
 
 def abort_frame(reason: str) -> bytes:
-    """Return the frame with the reason why this side gives up."""
+    """Return the ABORT frame, with the reason why this side gives up."""
     return encode_frame(FrameKind.ABORT, 0, encode_reason(reason, MAX_CONTROL))
 
 

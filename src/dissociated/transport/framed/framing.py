@@ -6,7 +6,7 @@
       8 bytes  tag, 0 if the kind has none
       payload, zero-padded to a multiple of 8 bytes
 
-Integers are little-endian. The padding keeps bodies aligned that are read in one piece with their surroundings.
+Integers are little-endian. Because of the padding, a body is aligned even if it is read in one piece with other frames.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HEAD_SIZE = _head.size
 _LENGTH_MASK = (1 << 56) - 1
 _PADDING = [bytes(-n % 8) for n in range(8)]
 
-#: Limits of payloads for which this module allocates memory: the default for untagged messages, and control frames.
+#: Largest payloads for which this module allocates memory: of untagged messages, by default, and of control frames.
 MAX_UNTAGGED = 1 << 28
 MAX_CONTROL = 1 << 16
 
@@ -38,7 +38,8 @@ _COALESCE = 512
 #: Bytes of a read. Payloads of up to a quarter of it are returned as slices of the chunk.
 _CHUNK = 1 << 18
 _SLICE = _CHUNK // 4
-#: Bytes of a read after a larger payload: just the data that precedes the next payload.
+#: Bytes of the first read after a larger payload. It should just reach the next payload, which is then read directly
+#: into its memory.
 _READ_BETWEEN = 1 << 12
 
 
@@ -213,7 +214,7 @@ class FrameReader:
     def _fill(self, size: int, timeout: float, inside: bool = False) -> bool:
         """Read until the chunk has `size` unused bytes. Return False if the stream ended before the first of them.
 
-        `size` is at most a quarter of the chunk.
+        `size` is at most a quarter of the chunk and a head. `inside` is True if the stream must not end here.
         """
         missing = size - (self._end - self._begin)
         if missing <= 0:
@@ -252,7 +253,7 @@ class FrameReader:
 
     def _new_chunk(self) -> None:
         self._chunk = bytearray(_CHUNK)
-        self._is_lent = False
+        self._is_lent = False  # whether a returned payload is a view of the chunk, which must not be overwritten then
 
 
 def _read_end(memory: memoryview, timeout: float) -> int:

@@ -1,8 +1,8 @@
 """shm:///PATH: frames over a Unix socket, and memory shared by descriptor (SCM_RIGHTS), within one host.
 
     listening     shm:///PATH?allow=USER,...    other users who may connect, by name or number
-    connecting    shm:///PATH?allow=USER,...    other users whose server, and whose sealed memory, is trusted
-                  shm:///PATH?files=allow       also map files of such a server, which cannot be sealed
+    connecting    shm:///PATH?allow=USER,...    other users whose servers, and whose sealed memory, are trusted
+                  shm:///PATH?files=allow       also map such a server's files, although files cannot be sealed
 
 These parameters apply to the side that uses them; locations that a server names have none. Root and this process's
 own user are always allowed. If others are allowed, the socket is open to all users, and the kernel tells the server
@@ -103,7 +103,8 @@ class ShmConnection(SocketConnection, RemoteMemory):
             self._preamble_sent = True
             self._unsent_parts.append(PREAMBLE)
         self._unsent_parts.append(abort_frame(reason))
-        self._flush_unsent_parts(0, 0)  # a peer that frees everything before this side receives gets it, too
+        # Try at once: the peer may free everything, and close, before this side receives and sends the rest.
+        self._flush_unsent_parts(0, 0)
 
     def _wait_peer(self, seconds: float) -> bool:
         end = time.monotonic() + seconds
@@ -118,7 +119,8 @@ class ShmConnection(SocketConnection, RemoteMemory):
 
     def after_fork_in_child(self) -> None:
         if self.address_space.live and self._socket.fileno() >= 0:
-            # The child's arrays refer to this copy. While its descriptor is open, the server does not reuse the memory.
+            # The child's arrays keep this copy of the connection alive. As long as its socket is open, the server does
+            # not reuse the memory.
             weakref.finalize(self, os.close, self._socket.detach()).atexit = False
         super().after_fork_in_child()
 
@@ -128,7 +130,7 @@ class ShmConnection(SocketConnection, RemoteMemory):
         return super()._read_into(memory, timeout)
 
     def _flush_unsent_parts(self, events: int, timeout: float) -> None:
-        """Send `_unsent_parts` until all are sent, one of the poll `events` occurs, or the peer ends.
+        """Send `_unsent_parts` until all are sent, one of the `events` occurs, or the peer closes the connection.
 
         Args:
             events: Events of `select.poll`.
@@ -320,7 +322,7 @@ def _connect(sock: socket.socket, path: str, timeout: float) -> None:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[Path]:
-    """Lock the directory, so that a socket that is bound and does not listen yet is not mistaken for a stale one."""
+    """Lock the directory, so that `_remove_stale` elsewhere cannot remove a bound socket that does not listen yet."""
     lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -357,7 +359,7 @@ def _is_private(directory: str) -> bool:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the socket of a server that died. Leave anything else, for which bind then fails."""
+    """Remove the socket of a server that died. Any other file stays, and `bind` fails for it."""
     if not os.path.exists(path) or not stat.S_ISSOCK(os.lstat(path).st_mode):
         return
     # A probe of another socket type never connects to a running server: that fails with EPROTOTYPE.

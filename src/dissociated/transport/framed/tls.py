@@ -245,8 +245,8 @@ def _server_context(uri: Uri) -> ssl.SSLContext:
         raise OptionError("listening at tls: needs a certificate and its key: tls_cert and tls_key, or tls:?cert=&key=")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # Clients never resume sessions. A ticket that a client leaves unread when it closes could also reset the
-    # connection, and lose the client's last messages.
+    # Clients never resume sessions. A client that closes before it has read a session ticket could also reset the
+    # connection, and lose its own last messages.
     context.num_tickets = 0
     with _certificate_errors(f"{cert} or {key}"):
         context.load_cert_chain(cert, key, password=_refuse)
