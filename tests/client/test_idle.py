@@ -150,7 +150,6 @@ def test_memory_that_is_kept_keeps_its_connection(server: dis.Server, client: di
     assert len(serving(server)) == 2
     assert kept.equals(TABLES["a"])
     del kept
-    clients_end()
     wait_until(lambda: not server.status().consumers, "the end of the leases")
     assert first <= serving(server)
 

@@ -12,7 +12,7 @@ import pytest
 import dissociated as dis
 from dissociated.client import stream
 from dissociated.codec import split
-from dissociated.errors import StoreError, TransportError
+from dissociated.errors import RemoteProtocolError, StoreError, TransportError
 from dissociated.store.segment import Segment
 from helpers import wait_until
 
@@ -139,7 +139,7 @@ def test_a_server_that_dies_after_the_beginning_is_an_error_each_time() -> None:
         reader = read(server)
         assert reader.read_next_batch()["n"].to_pylist() == [0, 1, 2]
     for _ in range(2):
-        with pytest.raises(TransportError):
+        with pytest.raises((RemoteProtocolError, TransportError)):
             reader.read_all()
     with pytest.raises(TransportError):
         reader.read_next_batch()
