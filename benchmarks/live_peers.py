@@ -1,6 +1,6 @@
 """Live streams beside ZeroMQ's publisher and Flight's DoGet: latency of small batches, processor time of the producer.
 
-One process produces record batches, and others consume all of them. ZeroMQ carries the encapsulated IPC messages of the
+A process produces record batches, and others consume all of them. ZeroMQ carries the encapsulated IPC messages of the
 batches over a Unix socket; Flight has a queue for each consumer. No peer may drop a batch.
 """
 

@@ -68,8 +68,8 @@ class Client(CatalogClient):
             filter: Read only rows for which this is true: an expression of pyarrow, such as `pc.field("n") > 5`; a
                 condition `("n", ">", 5)`; a list of conditions, all of which must be true; or a list of such lists, one
                 of which must be true. Conditions have the semantics of Spark: NaN equals itself, and is the largest
-                number. Columns that only the filter uses are not in the result. The filter applies to the selected
-                `rows`.
+                number. An expression has those of pyarrow, in which NaN compares as false. Columns that only the filter
+                uses are not in the result. The filter applies to the selected `rows`.
             limit: Number of these rows to read, from the first on. None: all.
             options: Options of decoding.
             max_body: Largest body that is accepted, in bytes. See `open_stream`. Over grpc, the size of a decoded batch
