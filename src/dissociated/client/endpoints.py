@@ -89,7 +89,7 @@ class EndpointReader:
 
         def open_parts(info: DatasetInfo) -> list[TensorReader]:
             planned = plan(request, info, lambda endpoint: self.routes(info, endpoint, request))
-            if not all(step.route.uris for part in planned.parts for step in part.steps):
+            if any(step.route.is_flight for part in planned.parts for step in part.steps):
                 raise WrongKind(f"{info.name!r} can be read by Flight alone, which has no messages for tensors")
             return _open_all(planned, open_part_tensors)
 

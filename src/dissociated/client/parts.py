@@ -99,24 +99,24 @@ def _first(part: PartPlan, open_step: Callable[[Step], T]) -> T:
                 raise
             waiting.insert(0, part.without_filter(step))
         except (TransportError, ForkedError) as error:
-            if not waiting or (isinstance(error, ForkedError) and not waiting[0].route.uris):
+            if not waiting or (isinstance(error, ForkedError) and waiting[0].route.is_flight):
                 raise  # the next route is Flight, and gRPC does not survive a fork
             failure = Failure.of(error)
             _log.info("part is read by its next route: error=%s", error)
         except CatalogError:
-            if failure is None or step.route.uris:
+            if failure is None or not step.route.is_flight:
                 raise
             raise failure.error() from None
 
 
 def _open(part: PartPlan, open_flight: OpenFlight | None, step: Step) -> pa.RecordBatchReader:
-    if not step.route.uris:
+    if step.route.is_flight:
         return step.rest.apply(_open_over_flight(part, open_flight, step))
     return step.rest.apply(_decode(*_request(part, step), part))
 
 
 def _open_on_device(part: PartPlan, device: Device, open_flight: OpenFlight | None, step: Step) -> DeviceReader:
-    if not step.route.uris or not step.rest.keeps_batches:
+    if step.route.is_flight or not step.rest.keeps_batches:
         return to_device(_open(part, open_flight, step), device)
     stream, fields = _request(part, step)
     if fields is None:

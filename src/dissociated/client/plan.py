@@ -76,6 +76,11 @@ class Route:
         return cls((), Capabilities(any(server.selects for server in servers), filters))
 
     @property
+    def is_flight(self) -> bool:
+        """Return whether this is the route by Flight."""
+        return not self.uris
+
+    @property
     def on_device(self) -> bool:
         """Return whether the server sends addresses on a device."""
         return any(DEVICE in uri.parameters for uri in self.uris)
@@ -373,7 +378,7 @@ def row_filter(condition: Any, schema: pa.Schema) -> RowFilter:
 
 def _check_columns(request: ReadRequest, schema: pa.Schema, parts: Sequence[PartPlan]) -> None:
     """Raise ColumnNotFound if a column is missing and Flight is tried first: Flight servers word this differently."""
-    if any(not step.route.uris for part in parts for step in part.steps[:1]):
+    if any(step.route.is_flight for part in parts for step in part.steps[:1]):
         _result_schema(request, schema)
 
 
