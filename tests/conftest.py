@@ -17,13 +17,13 @@ from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
 import dissociated as dis
-from arrow_cases import Celsius
-from certificates import Certificates, certificates
-from forks import forking
-from helpers import Serve, leaving_nothing
-from machine import need, report
-from processes import Process, Start
 from spark.archive import OPTIONS
+from support.arrow_cases import Celsius
+from support.certificates import Certificates, certificates
+from support.forks import forking
+from support.helpers import Serve, leaving_nothing
+from support.machine import need, report
+from support.processes import Process, Start
 
 TESTS = Path(__file__).parent
 

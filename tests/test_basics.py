@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from certificates import certificates
 from dissociated.node.launch import running
-from helpers import Child
+from support.certificates import certificates
+from support.helpers import Child
 
 ROOT = Path(__file__).resolve().parents[1]
 BASICS = ROOT / "examples" / "basics"

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from processes import Start, free_port
+from support.processes import Start, free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"

@@ -21,7 +21,7 @@ import pytest
 import dissociated
 import dissociated.spark
 from dissociated import ipc
-from pages import PAGES, ROOT, blocks
+from support.pages import PAGES, ROOT, blocks
 
 SITE_NEEDS = ("griffe_sphinx", "mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers.python")
 

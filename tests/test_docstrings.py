@@ -15,7 +15,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.node import launch
-from pages import Example, Reader, examples
+from support.pages import Example, Reader, examples
 
 EXAMPLES = [*examples()]
 #: Functions and classes that users call first, by module.

@@ -28,7 +28,7 @@ from dissociated.errors import (
     SourceError,
 )
 from dissociated.protocol.request import RowSelection, Selection
-from helpers import wait_until
+from support.helpers import wait_until
 
 DOCS = Path(__file__).parents[1] / "docs"
 MEDIA = {"inproc": "inproc:", "tcp": "tcp://127.0.0.1:0", "shm": "shm:"}

@@ -16,12 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
-from certificates import Certificates
 from dissociated.node import launch
 from dissociated.node.node import Node
 from dissociated.store.store import Store
-from machine import need
-from pages import PAGES, ROOT, Block, Reader, blocks
+from support.certificates import Certificates
+from support.machine import need
+from support.pages import PAGES, ROOT, Block, Reader, blocks
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 RUN = [*dict.fromkeys(block.page for block in BLOCKS if block.language != "text" and not block.is_spark)]

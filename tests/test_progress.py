@@ -11,9 +11,9 @@ import pytest
 
 import dissociated as dis
 from dissociated.monitoring.activity import Rate
-from helpers import PATIENCE, Serve, case, connections_left, wait_until
-from machine import media
-from processes import Fork
+from support.helpers import PATIENCE, Serve, case, connections_left, wait_until
+from support.machine import media
+from support.processes import Fork
 
 SIZE = 1 << 28
 READER = """

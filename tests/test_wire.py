@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from helpers import PATIENCE, Serve
 from ipc.vectors import BATCH, EMPTY, END, SCHEMA
 from protocol.wire import address_list
+from support.helpers import PATIENCE, Serve
 
 TABLE = pa.table({"n": [1, 2, 3]}, pa.schema([pa.field("n", pa.int32(), nullable=False)]))
 

@@ -18,12 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dissociated as dis
-from certificates import Certificates
 from dissociated.base import access
 from dissociated.base.access import Grant, Signer, Tokens, read_token
 from dissociated.base.roles import Role
 from dissociated.errors import AccessDenied, DatasetNotFound, OptionError, RemoteError
-from helpers import Serve, location
+from support.certificates import Certificates
+from support.helpers import Serve, location
 
 SECRET = bytes(range(32))
 TABLE = pa.table({"n": [1, 2, 3]})

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-import workers
-from helpers import PATIENCE
+from support import workers
+from support.helpers import PATIENCE
 
 #: Datasets whose values give their own positions.
 BEGIN = """

@@ -13,7 +13,7 @@ from os import close, eventfd, eventfd_write
 import pytest
 
 from dissociated.base.interrupts import error_code_callback, interrupts_held
-from helpers import PATIENCE
+from support.helpers import PATIENCE
 
 
 def test_ctrl_c_takes_effect_after_the_outermost_section() -> None:

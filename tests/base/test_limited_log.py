@@ -10,7 +10,7 @@ from pyarrow import flight
 
 import dissociated as dis
 from dissociated.base.limited_log import LimitedLog
-from helpers import PATIENCE, connections_left
+from support.helpers import PATIENCE, connections_left
 
 LOGGER = logging.getLogger("dissociated.test")
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dissociated.base.once import once
-from helpers import PATIENCE
+from support.helpers import PATIENCE
 
 THREADS = 4
 

@@ -20,7 +20,7 @@ from dissociated.base.private import (
     write_private_file,
 )
 from dissociated.errors import NotPrivate
-from helpers import case, leaving_nothing
+from support.helpers import case, leaving_nothing
 
 NOBODY = 65534
 

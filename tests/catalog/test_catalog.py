@@ -17,7 +17,7 @@ from dissociated.catalog.listing import REUSE_CONNECTION
 from dissociated.control.locations import Endpoint, locations
 from dissociated.store.segment import SegmentWriter
 from dissociated.uri import Uri
-from helpers import commit_of
+from support.helpers import commit_of
 
 TABLE = pa.table(
     {"n": [1, None, 3], "s": ["a", "b", None], "d": pa.array(["x", "y", "x"]).dictionary_encode()}, metadata={"a": "b"}

@@ -13,13 +13,13 @@ import pyarrow.flight as flight
 import pytest
 
 import dissociated as dis
-from arrow_cases import stream_of
 from dissociated.catalog.database import FOREVER, Database
 from dissociated.catalog.service import CatalogService
 from dissociated.store.commit import StagedSegment
 from dissociated.store.version import NodeRecord, Part
-from helpers import commit_of
-from processes import Start
+from support.arrow_cases import stream_of
+from support.helpers import commit_of
+from support.processes import Start
 
 GOOD = pa.table({"n": [1, 2, 3]})
 ROWS = 100

@@ -20,9 +20,9 @@ from dissociated.node.node import Node
 from dissociated.store.commit import Commit
 from dissociated.store.store import Store
 from dissociated.store.version import NodeRecord, Part, Version
-from helpers import leaving_nothing
-from nodes import put, read, table
-from processes import free_port
+from support.helpers import leaving_nothing
+from support.nodes import put, read, table
+from support.processes import free_port
 
 NODES = [NodeRecord(id, f"host-{id}", f"boot-{id}", f"grpc://{id}:1", (f"tcp://{id}:2?want_data=1",)) for id in "ab"]
 SCHEMA = bytes(pa.schema([("n", pa.int64())]).serialize())

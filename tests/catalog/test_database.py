@@ -22,7 +22,7 @@ from dissociated.errors import CatalogError, DatasetNotFound
 from dissociated.store.commit import Commit
 from dissociated.store.numbers import Removed
 from dissociated.store.version import NodeRecord, Part, Version
-from helpers import case, leaving_nothing, rest_of
+from support.helpers import case, leaving_nothing, rest_of
 
 A = NodeRecord("a", "host-a", "boot-a", "grpc://a:1", ("shm:///a?want_data=1",))
 B = NodeRecord("b", "host-b", "boot-b", "grpc://b:1", ("tcp://b:2?want_data=1",))

@@ -12,10 +12,10 @@ import pytest
 
 import dissociated as dis
 from dissociated.catalog.database import Database
-from helpers import PATIENCE, case
-from processes import Fork
 from store.steps import STEPS, State, node, served, take_all
+from support.helpers import PATIENCE, case
 from support.injection import SQLiteFault, calls, child_environment
+from support.processes import Fork
 
 FOR_GOOD = 1 << 30  # calls: until the process ends
 

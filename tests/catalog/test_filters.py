@@ -16,12 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
-from arrow_cases import ARRAYS
 from dissociated.errors import FilterRefused, RemoteError
 from dissociated.node.node import Node
 from dissociated.protocol.request import RowSelection, Selection
 from dissociated.store.store import Store
-from helpers import wait_until
+from support.arrow_cases import ARRAYS
+from support.helpers import wait_until
 
 ROWS, BATCH = 200_000, 20_000
 TABLE = pa.Table.from_batches(

@@ -20,7 +20,7 @@ from dissociated.catalog.service import CatalogService
 from dissociated.node.node import Node
 from dissociated.store.commit import Commit, StagedSegment
 from dissociated.store.store import Store
-from nodes import SCHEMA, table
+from support.nodes import SCHEMA, table
 
 FEW, MORE, TRIED = 50, 200, 3  # datasets
 

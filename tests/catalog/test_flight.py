@@ -27,7 +27,7 @@ from dissociated.format.encapsulated import encapsulate
 from dissociated.node.node import Node
 from dissociated.store.commit import StagedSegment
 from dissociated.store.store import Store
-from helpers import case, clients_end, commit_of, descriptors, wait_until
+from support.helpers import case, clients_end, commit_of, descriptors, wait_until
 
 TABLE = pa.table({"n": pa.array([1, 2, 3], pa.int64())})
 RETAIN = 60.0

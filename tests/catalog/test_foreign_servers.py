@@ -12,10 +12,10 @@ import pyarrow.flight as flight
 import pytest
 
 import dissociated as dis
-from certificates import Certificates
 from dissociated.base.host import boot_id
 from dissociated.cli import main
 from dissociated.errors import CatalogError, DatasetNotFound, WrongKind
+from support.certificates import Certificates
 
 TABLE = pa.table({"n": [1, 2, 3]})
 REUSE = "arrow-flight-reuse-connection://?"

@@ -14,9 +14,9 @@ import pyarrow.flight as flight
 import pytest
 
 import dissociated as dis
-from certificates import Certificates, certificates
 from dissociated.errors import AccessDenied, CatalogError, OptionError, UriError
-from helpers import commit_of, location
+from support.certificates import Certificates, certificates
+from support.helpers import commit_of, location
 
 TABLE = pa.table({"n": [1, 2, 3]})
 TLS = "grpc+tls://127.0.0.1:0"

@@ -19,7 +19,7 @@ import pytest
 import dissociated as dis
 from dissociated.client.dataset import DatasetHandle
 from dissociated.errors import ColumnNotFound, DatasetNotFound, OptionError, StoreError, WrongKind
-from helpers import connections_left, location
+from support.helpers import connections_left, location
 
 TABLE = pa.table({"n": range(100), "x": [n / 2 for n in range(100)], "s": [str(n) for n in range(100)]})
 TRANSPORTS = ("shm", "tcp", "grpc")

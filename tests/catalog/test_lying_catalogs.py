@@ -19,7 +19,7 @@ from dissociated.control.stage import StagePlace
 from dissociated.errors import CatalogError, StoreError
 from dissociated.node.node import Node
 from dissociated.store.store import Store
-from helpers import case
+from support.helpers import case
 
 NOBODY = 65534
 #: A name that a store gives to a segment in its trash.

@@ -20,7 +20,6 @@ import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
-from arrow_cases import corrupt_parquet
 from dissociated.catalog import service, upstream
 from dissociated.catalog.local import LocalCatalog
 from dissociated.catalog.members import Peer
@@ -29,8 +28,9 @@ from dissociated.cli import main
 from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded, OptionError, SourceError
 from dissociated.node.node import Node
 from dissociated.store.store import Store
-from helpers import PATIENCE, wait_until
-from processes import Fork
+from support.arrow_cases import corrupt_parquet
+from support.helpers import PATIENCE, wait_until
+from support.processes import Fork
 
 pytestmark = pytest.mark.usefixtures("forks")
 

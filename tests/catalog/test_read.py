@@ -19,7 +19,7 @@ from dissociated.node.node import Node
 from dissociated.store.commit import StagedSegment
 from dissociated.store.store import Store
 from dissociated.uri import Uri
-from helpers import PATIENCE, commit_of, connections_left
+from support.helpers import PATIENCE, commit_of, connections_left
 
 TABLE = pa.table({"n": range(1000)})
 

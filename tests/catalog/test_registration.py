@@ -18,7 +18,7 @@ from dissociated.catalog.service import CatalogService
 from dissociated.errors import AccessDenied, CatalogError
 from dissociated.node.node import Node
 from dissociated.store.store import Store
-from nodes import put, read, table
+from support.nodes import put, read, table
 
 SELDOM = 600.0  # seconds: the tests trigger each heartbeat themselves
 

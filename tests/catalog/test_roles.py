@@ -26,8 +26,8 @@ from dissociated.catalog.service import CatalogService
 from dissociated.errors import AccessDenied
 from dissociated.node.node import Node
 from dissociated.store.store import Store
-from helpers import PATIENCE, case, commit_of
-from pages import ROOT
+from support.helpers import PATIENCE, case, commit_of
+from support.pages import ROOT
 
 TABLE = pa.table({"n": [1, 2, 3]})
 SECRET = bytes(range(32))

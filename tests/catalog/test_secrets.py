@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
-from helpers import case
-from secret_sources import ERRORS, SOURCES, check, told
+from support.helpers import case
+from support.secret_sources import ERRORS, SOURCES, check, told
 
 
 @pytest.mark.parametrize("live", [False, True], ids=["read anew", "live"])

@@ -13,7 +13,7 @@ import dissociated as dis
 from dissociated.cli import main
 from dissociated.datasets.tensor_info import TensorInfo, TensorsInfo, parse_tensors_info
 from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError, SourceError, WrongKind
-from tensor_cases import CUBE, MATRIX, assert_same, some
+from support.tensor_cases import CUBE, MATRIX, assert_same, some
 
 CSR = pa.SparseCSRMatrix.from_dense_numpy(MATRIX.astype("f4"), ["row", "column"])
 DENSE = pa.Tensor.from_numpy(CUBE)

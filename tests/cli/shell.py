@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from helpers import PATIENCE
-from processes import Fork
+from support.helpers import PATIENCE
+from support.processes import Fork
 
 _STREAMS = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 

@@ -28,13 +28,13 @@ import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
-import processes
 from dissociated.cli import COMMANDS, main, text
 from dissociated.cli.rows import plain_rows
 from dissociated.errors import SourceError
 from dissociated.node.launch import running
 from dissociated.store.segment import Segment, SegmentWriter
-from helpers import Child, wait_until
+from support import processes
+from support.helpers import Child, wait_until
 
 _ENVIRONMENT = ("DISSOCIATED_CATALOG", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE")
 PATIENCE = 30.0  # seconds; only failing tests wait this long

@@ -14,10 +14,10 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-import processes
 from cli.shell import python, run
 from dissociated.node.launch import running
-from helpers import PATIENCE, wait_until
+from support import processes
+from support.helpers import PATIENCE, wait_until
 
 pytestmark = pytest.mark.usefixtures("forks")
 

@@ -20,7 +20,6 @@ import pyarrow.parquet
 import pytest
 
 import dissociated as dis
-from arrow_cases import corrupt_parquet
 from dissociated.base.buffers import Buffer
 from dissociated.cli import reading
 from dissociated.cli.formats import FILE_FORMATS
@@ -29,8 +28,9 @@ from dissociated.cli.signals import StopSignal
 from dissociated.node.launch import running
 from dissociated.node.node import Node
 from dissociated.store.store import Store
-from helpers import PATIENCE, wait_until
-from processes import Fork
+from support.arrow_cases import corrupt_parquet
+from support.helpers import PATIENCE, wait_until
+from support.processes import Fork
 
 pytestmark = pytest.mark.usefixtures("forks")
 

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-import processes
 from cli.shell import run
+from support import processes
 
 pytestmark = pytest.mark.usefixtures("forks")
 

@@ -22,9 +22,9 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from certificates import Certificates
 from dissociated.cli import text
-from helpers import Child
+from support.certificates import Certificates
+from support.helpers import Child
 
 from .test_cli import PATIENCE, TABLE, command, run, until_catalog
 

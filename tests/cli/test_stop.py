@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from helpers import PATIENCE
+from support.helpers import PATIENCE
 
 #: A script whose children wait for their end, with a signal before each line that runs within.
 AT_EACH_LINE = textwrap.dedent(

@@ -12,12 +12,12 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-import processes
 from cli.shell import run
 from dissociated.errors import DissociatedError, NodeUnreachable
-from helpers import wait_until
-from nodes import put, small_file_system, table
-from processes import Start
+from support import processes
+from support.helpers import wait_until
+from support.nodes import put, small_file_system, table
+from support.processes import Start
 
 pytestmark = pytest.mark.usefixtures("forks")
 

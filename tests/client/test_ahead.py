@@ -16,7 +16,7 @@ from client.test_parts import in_parts
 from dissociated.client import ahead
 from dissociated.client.dataset import DatasetHandle
 from dissociated.errors import ForkedError, StoreError
-from helpers import wait_until
+from support.helpers import wait_until
 
 SMALL = pa.Table.from_batches(pa.table({"n": [-1, -2, -3]}).to_batches(1))
 # More bytes than sockets hold.

@@ -15,11 +15,11 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from certificates import certificates
 from dissociated.client import idle
 from dissociated.client.dataset import DatasetHandle
 from dissociated.control.locations import DatasetInfo
-from helpers import clients_end, connections_left, serving, wait_until
+from support.certificates import certificates
+from support.helpers import clients_end, connections_left, serving, wait_until
 
 TABLES = {name: pa.table({"n": range(at, at + 1000)}) for at, name in enumerate(["a", "b", "c"])}
 

@@ -20,13 +20,13 @@ import pyarrow.dataset as ds
 import pytest
 
 import dissociated as dis
-from arrow_cases import ARRAYS
 from dissociated.client.dataset import DatasetHandle
 from dissociated.client.version_reader import VersionReader
 from dissociated.errors import ColumnNotFound, DatasetNotFound, OptionError
 from dissociated.node.node import Node
 from dissociated.store.store import Store
-from helpers import case, clients_end, wait_until
+from support.arrow_cases import ARRAYS
+from support.helpers import case, clients_end, wait_until
 
 ROWS, BATCH = 3_000, 500
 NAN = float("nan")

@@ -18,7 +18,7 @@ from dissociated.protocol.message import Message
 from dissociated.transport.base import Connection
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import PATIENCE, leaving_nothing
+from support.helpers import PATIENCE, leaving_nothing
 
 WANT, FREE = 0xABCDEF, 77
 BASE = 0x100000

@@ -18,7 +18,7 @@ import dissociated as dis
 from dissociated.client.dataset import DatasetHandle
 from dissociated.control.locations import DatasetInfo, Endpoint
 from dissociated.errors import ConnectionClosed, OptionError, TransportError
-from helpers import wait_until
+from support.helpers import wait_until
 
 PARTS = 10
 

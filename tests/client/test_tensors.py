@@ -10,9 +10,9 @@ import pytest
 
 import dissociated as dis
 from dissociated.client.stream import TensorReader
-from helpers import Serve, connections_left
 from memory.maps import mappings
-from tensor_cases import arrays, some
+from support.helpers import Serve, connections_left
+from support.tensor_cases import arrays, some
 
 SPARSE = np.arange(1 << 20) % 7 == 0
 LARGE = [

@@ -22,8 +22,8 @@ from dissociated.client import session
 from dissociated.errors import TransportError
 from dissociated.memory import leases as memory_leases
 from dissociated.transport.framed import connection as framed
-from helpers import Interruption, Serve, clients_end, connections_left, no_threads, serving
 from memory.maps import origins, shared_bytes
+from support.helpers import Interruption, Serve, clients_end, connections_left, no_threads, serving
 
 MB = 1 << 20
 

@@ -20,8 +20,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
-from helpers import PATIENCE
-from processes import Process
+from support.helpers import PATIENCE
+from support.processes import Process
 
 _NETWORK = "10.87.0"
 _TOOLS = ("ip", "unshare", "nsenter", "mount", "hostname")

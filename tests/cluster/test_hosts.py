@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from certificates import certificates
 from cluster.hosts import Cluster, answer
-from helpers import wait_until
-from machine import needs
+from support.certificates import certificates
+from support.helpers import wait_until
+from support.machine import needs
 
 pytestmark = pytest.mark.needs("namespaces")
 

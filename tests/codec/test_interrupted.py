@@ -13,7 +13,7 @@ import pytest
 from dissociated.codec import join, reader, runs
 from dissociated.codec.batches import BatchReader
 from dissociated.errors import DissociatedError
-from helpers import case
+from support.helpers import case
 
 from .test_join import encoded
 from .test_runs import one, read, together

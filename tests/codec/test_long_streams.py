@@ -14,7 +14,7 @@ from dissociated.client import stream
 from dissociated.codec import split
 from dissociated.errors import RemoteProtocolError, StoreError, TransportError
 from dissociated.store.segment import Segment
-from helpers import wait_until
+from support.helpers import wait_until
 
 LONG = 30_000  # batches: their metadata is much longer than the buffers of a socket
 

@@ -12,7 +12,6 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from arrow_cases import dictionary_batch
 from dissociated.errors import FormatError, OptionError
 from dissociated.format.message import buffer_extents, parse_header
 from dissociated.ipc import (
@@ -26,6 +25,7 @@ from dissociated.ipc import (
     open_stream,
     write_tensor,
 )
+from support.arrow_cases import dictionary_batch
 
 V4, V5 = pa.ipc.MetadataVersion.V4, pa.ipc.MetadataVersion.V5
 

@@ -10,14 +10,14 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from arrow_cases import ARRAYS, ROWS, batches, dictionary_batch
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.split import SplitMessage, Splitter, split
 from dissociated.codec.validation import validate_shared
 from dissociated.errors import SourceError
 from dissociated.format.encapsulated import encapsulate, end_of_stream
 from dissociated.format.message import HeaderType
-from helpers import case
+from support.arrow_cases import ARRAYS, ROWS, batches, dictionary_batch
+from support.helpers import case
 
 
 def written(

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from arrow_cases import stream_of
 from dissociated.codec.validation import Validator
 from dissociated.errors import SourceError
-from helpers import case
+from support.arrow_cases import stream_of
+from support.helpers import case
 
 WORDS = pa.array(["abcdefg", "hijklmnopqr", "", "stu"])
 OFFSETS = pa.array([0, 1, 2, 3, 4], pa.int32())

@@ -15,12 +15,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from arrow_cases import ARRAYS, batches, dictionary_batch
 from dissociated.errors import FormatError, LocalProtocolError, OptionError, StoreError
 from dissociated.ipc import DissociatedWriter, FileWriter, RecordBatchWriter, StreamWriter, WriteOptions, WriteStats
 from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message
-from helpers import case, leaving_nothing
+from support.arrow_cases import ARRAYS, batches, dictionary_batch
+from support.helpers import case, leaving_nothing
 
 SCHEMA = pa.schema([("n", pa.int64()), ("s", pa.string())], metadata={"a": "b"})
 NUMBERS = pa.record_batch([pa.array([1, 2, None]), pa.array(["a", "bb", None])], schema=SCHEMA)

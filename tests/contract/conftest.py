@@ -16,10 +16,10 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from certificates import Certificates
 from dissociated.client.stream import TensorReader
-from helpers import connections_left, leaving_nothing
-from machine import media, missing
+from support.certificates import Certificates
+from support.helpers import connections_left, leaving_nothing
+from support.machine import media, missing
 
 MEDIA = {
     "inproc": "inproc:",

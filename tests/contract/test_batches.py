@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
-from helpers import case
+from support.helpers import case
 
 from .conftest import Route
 from .test_columns import ROWS, SOURCES, TABLE, moved

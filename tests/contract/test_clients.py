@@ -14,9 +14,9 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from certificates import Certificates
-from helpers import PATIENCE, Serve, case
-from machine import media
+from support.certificates import Certificates
+from support.helpers import PATIENCE, Serve, case
+from support.machine import media
 
 from .conftest import MEDIA, QUICK, Route
 

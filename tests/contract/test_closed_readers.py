@@ -16,7 +16,7 @@ from dissociated.client import bodies
 from dissociated.codec.attach import attach
 from dissociated.errors import StoreError
 from dissociated.transport.framed.connection import SocketConnection
-from helpers import PATIENCE, connections_left, wait_until
+from support.helpers import PATIENCE, connections_left, wait_until
 
 TABLE = pa.Table.from_batches([pa.record_batch({"n": range(at, at + 50), "m": range(50)}) for at in range(0, 5000, 50)])
 

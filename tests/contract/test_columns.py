@@ -16,7 +16,7 @@ import dissociated as dis
 from dissociated.protocol.message import Message, Run
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import PATIENCE, case
+from support.helpers import PATIENCE, case
 
 from .conftest import Route
 

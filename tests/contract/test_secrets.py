@@ -7,8 +7,8 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import DissociatedError
-from helpers import case
-from secret_sources import BATCH, ERRORS, SOURCES, check
+from support.helpers import case
+from support.secret_sources import BATCH, ERRORS, SOURCES, check
 
 from .conftest import QUICK, Route
 

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from arrow_cases import ARRAYS, ROWS
-from helpers import Serve, connections_left
-from machine import media
+from support.arrow_cases import ARRAYS, ROWS
+from support.helpers import Serve, connections_left
+from support.machine import media
 
 from .conftest import MEDIA, QUICK, Route
 

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
-from helpers import as_big_endian, case
+from support.helpers import as_big_endian, case
 
 from .conftest import Route
 

@@ -7,8 +7,8 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import StoreError, WrongKind
-from helpers import case
-from tensor_cases import TYPES, assert_same, some
+from support.helpers import case
+from support.tensor_cases import TYPES, assert_same, some
 
 from .conftest import Route
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from arrow_cases import ARRAYS, batches
-from helpers import case
+from support.arrow_cases import ARRAYS, batches
+from support.helpers import case
 
 from .conftest import Route
 

@@ -14,8 +14,8 @@ import pytest
 
 import dissociated as dis
 from dissociated.memory import live as live_memory
-from helpers import PATIENCE, Serve, clients_end, connections_left, location, open_live
 from memory.maps import shared_bytes
+from support.helpers import PATIENCE, Serve, clients_end, connections_left, location, open_live
 
 SCHEMA = pa.schema([("n", pa.int64()), ("s", pa.string())])
 ROWS = 10_000

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from helpers import PATIENCE, Serve, connections_left, open_live, wait_until
+from support.helpers import PATIENCE, Serve, connections_left, open_live, wait_until
 
 Policy: TypeAlias = Literal["drop_oldest", "latest"]
 

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from helpers import PATIENCE, Serve, connections_left, open_live, wait_until
-from machine import missing
 from memory.maps import shared_bytes
+from support.helpers import PATIENCE, Serve, connections_left, open_live, wait_until
+from support.machine import missing
 
 SCHEMA = pa.schema([("n", pa.int64()), ("s", pa.string()), ("d", pa.dictionary(pa.int8(), pa.string()))])
 MEDIA = ("shm:", "tcp://127.0.0.1:0", "inproc:")

@@ -20,7 +20,7 @@ from dissociated.datasets import table
 from dissociated.memory.shared import Backing
 from dissociated.server import encoding
 from dissociated.store import copying
-from helpers import PATIENCE, Serve, clients_end, connections_left, descriptors, leaving_nothing, wait_until
+from support.helpers import PATIENCE, Serve, clients_end, connections_left, descriptors, leaving_nothing, wait_until
 
 _ROWS = 100
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 
-from arrow_cases import ARRAYS, batches
+from support.arrow_cases import ARRAYS, batches
 
 _whole = [batches(arrays) for arrays in ARRAYS.values()]
 NAMES = [f"{type_} {name}" for type_, (batch, *_) in zip(ARRAYS, _whole, strict=True) for name in batch.schema.names]

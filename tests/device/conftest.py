@@ -12,7 +12,7 @@ from dissociated.errors import DeviceNotFound
 from dissociated.memory.device.base import Device
 from dissociated.memory.device.emulated import EmulatedDevice
 from dissociated.memory.device.registry import open_device
-from helpers import clients_end, connections_left
+from support.helpers import clients_end, connections_left
 
 
 @pytest.fixture(params=["test:0", "cuda:0"])

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from helpers import PATIENCE
+from support.helpers import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = ["-m", "benchmarks", "device", "--device", "test:0", "--gigabytes", "0.02", "--rounds", "1"]

@@ -23,7 +23,7 @@ from dissociated.memory import leases as memory_leases
 from dissociated.memory.device.base import Device
 from dissociated.memory.device.emulated import EmulatedDevice
 from dissociated.server import sending
-from helpers import PATIENCE, Child, clients_end, wait_until
+from support.helpers import PATIENCE, Child, clients_end, wait_until
 
 from .cases import NUMBERS
 

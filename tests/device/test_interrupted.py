@@ -18,7 +18,7 @@ from dissociated.codec.device import DeviceReader, to_device
 from dissociated.datasets.device import as_device_dataset
 from dissociated.errors import SourceError
 from dissociated.memory.device.base import Device
-from helpers import case
+from support.helpers import case
 
 from . import consumer
 

@@ -23,7 +23,7 @@ from dissociated.memory.device.base import Device, DeviceMemory, Event, Stream
 from dissociated.memory.device.copies import Copies
 from dissociated.memory.device.emulated import EmulatedDevice, _EmulatedEvent
 from dissociated.memory.device.registry import open_device
-from helpers import PATIENCE, Child, Interruption, case, rest_of
+from support.helpers import PATIENCE, Child, Interruption, case, rest_of
 
 CONTENT = os.urandom(1 << 16)
 

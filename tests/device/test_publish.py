@@ -13,7 +13,6 @@ import pyarrow.compute as pc
 import pytest
 
 import dissociated as dis
-from arrow_cases import ROWS
 from dissociated.codec.cdevice import ArrowArray, ArrowDeviceArray, pointer
 from dissociated.codec.device import DeviceBatch, DeviceReader, to_device
 from dissociated.datasets.device import DeviceDataset
@@ -21,7 +20,8 @@ from dissociated.errors import DeviceError, SourceError, UriError
 from dissociated.memory.device.base import Device
 from dissociated.memory.device.emulated import EmulatedDevice
 from dissociated.memory.device.registry import open_device
-from helpers import case, clients_end, connections_left, wait_until
+from support.arrow_cases import ROWS
+from support.helpers import case, clients_end, connections_left, wait_until
 
 from . import consumer
 from .cases import ALL_TYPES, NAMES, NUMBERS, pieces

@@ -30,7 +30,7 @@ from dissociated.format.record_batch import encode_record_batch
 from dissociated.ipc import async_batches
 from dissociated.memory.device.base import Device
 from dissociated.memory.device.emulated import EmulatedDevice
-from helpers import case, connections_left
+from support.helpers import case, connections_left
 
 from . import consumer
 from .cases import ALL_TYPES, NAMES, NUMBERS, pieces

@@ -17,8 +17,6 @@ from pathlib import Path
 import pyarrow as pa
 
 import dissociated as dis
-from arrow_cases import Celsius
-from certificates import certificates
 from contract import test_batches, test_clients, test_shapes, test_sources
 from contract.conftest import WAYS, Route
 from dissociated.errors import ConnectionClosed, RemoteProtocolError
@@ -27,8 +25,10 @@ from dissociated.uri import Uri
 from faults import test_fabric as faults
 from faults.clients import Reading, line
 from faults.peer import PATIENCE
-from helpers import connections_left, leaving_nothing
-from machine import missing
+from support.arrow_cases import Celsius
+from support.certificates import certificates
+from support.helpers import connections_left, leaving_nothing
+from support.machine import missing
 from transport import test_connections
 
 ROUTES: list[Callable[[Route], None]] = [

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from dissociated.transport.native.fabric._ofi import installed_library, ofi
-from helpers import PATIENCE
+from support.helpers import PATIENCE
 
 pytestmark = pytest.mark.needs("libfabric")
 

@@ -16,11 +16,11 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-import helpers
-from arrow_cases import table_of
-from certificates import Certificates
-from helpers import wait_until
-from processes import Fork
+from support import helpers
+from support.arrow_cases import table_of
+from support.certificates import Certificates
+from support.helpers import wait_until
+from support.processes import Fork
 
 from . import peer
 from .peer import PATIENCE, RawServer, Script

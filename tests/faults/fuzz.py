@@ -32,7 +32,7 @@ import time
 import pyarrow as pa
 
 import dissociated as dis
-from helpers import clients_end
+from support.helpers import clients_end
 
 from .outcomes import Outcomes, changed
 from .peer import (

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from helpers import case, location, wait_until
+from support.helpers import case, location, wait_until
 
 from .conftest import ROWS, Good, Serve, Spawn, descriptors
 from .peer import (

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from helpers import location, wait_until
 from memory.maps import shared_bytes
+from support.helpers import location, wait_until
 
 from .conftest import ROWS, Serve
 from .peer import PREAMBLE, RawConnection, connect, frame, free, free_of, head, want, want_of

@@ -16,7 +16,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtocolError, TransportError
-from helpers import location, wait_until
+from support.helpers import location, wait_until
 
 from .clients import CLIENT, COUNTING, ENDING, failure_by, line, stop_and_go_on
 from .conftest import PEER, Serve, Spawn

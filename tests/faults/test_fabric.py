@@ -21,7 +21,7 @@ from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtoco
 from dissociated.transport.native.fabric.domain import Domain
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import wait_until
+from support.helpers import wait_until
 
 from .clients import CLIENT, Reading, line
 from .conftest import Serve, Spawn

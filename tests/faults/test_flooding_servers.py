@@ -8,7 +8,7 @@ import re
 import pytest
 
 from dissociated.transport.native.fabric._ofi import ofi
-from machine import media
+from support.machine import media
 
 from .clients import line
 from .conftest import Spawn

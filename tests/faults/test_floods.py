@@ -11,7 +11,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.transport.native.fabric._ofi import ofi
-from machine import media
+from support.machine import media
 
 from .clients import line
 from .conftest import Spawn

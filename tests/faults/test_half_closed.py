@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from helpers import location, wait_until
+from support.helpers import location, wait_until
 
 from .conftest import Good, Serve
 from .peer import ABORT, TAGGED, UNTAGGED, Frame, RawConnection, connect, is_end, want, want_of

@@ -12,11 +12,11 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from certificates import Certificates
 from dissociated.errors import RemoteError
 from dissociated.transport.framed.framing import PREAMBLE, FrameKind
 from dissociated.uri import Uri
-from helpers import PATIENCE, wait_until
+from support.certificates import Certificates
+from support.helpers import PATIENCE, wait_until
 
 from .conftest import Serve
 

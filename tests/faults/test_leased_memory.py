@@ -19,8 +19,8 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from helpers import PATIENCE, serving, wait_until
 from memory.maps import shared_bytes
+from support.helpers import PATIENCE, serving, wait_until
 
 from . import peer
 from .conftest import Good, Serve, Spawn

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from helpers import location, wait_until
 from memory.maps import shared_bytes
+from support.helpers import location, wait_until
 
 from .conftest import Good, Serve, Spawn
 from .peer import PATIENCE

@@ -21,8 +21,8 @@ from dissociated.transport.native.fabric.control import CONTROL, CONTROL_SIZE, L
 from dissociated.transport.native.fabric.outbox import PendingSend
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import case, wait_until
-from machine import media
+from support.helpers import case, wait_until
+from support.machine import media
 
 from .conftest import Good, Serve
 from .peer import PATIENCE

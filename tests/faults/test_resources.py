@@ -28,8 +28,8 @@ from dissociated.errors import (
     UriError,
 )
 from dissociated.store.segment import Segment, SegmentWriter
-from helpers import rest_of
-from machine import UNSHARED
+from support.helpers import rest_of
+from support.machine import UNSHARED
 
 from .conftest import Scripted, Serve, Spawn
 from .peer import PATIENCE, connect, want, want_of

@@ -18,8 +18,8 @@ from dissociated.protocol.message import Message
 from dissociated.transport.base import Connection, Listener
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import case
-from machine import media
+from support.helpers import case
+from support.machine import media
 
 from .conftest import Scripted
 from .content import BATCH_HEADER, BODY, BUFFERS, GOOD, META, SCHEMA, SCHEMA_HEADER, TABLE

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-import ucx_binding
-import ucx_peer
 from dissociated.transport.native.fabric.connection import FabricConnection
 from dissociated.transport.native.fabric.control import Kind
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import wait_until
+from support import ucx_binding, ucx_peer
+from support.helpers import wait_until
 
 from .conftest import Good, Serve
 

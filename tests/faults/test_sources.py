@@ -11,7 +11,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import DissociatedError, RemoteError, SourceError
-from helpers import case, wait_until
+from support.helpers import case, wait_until
 
 from .conftest import Good, Serve
 from .peer import PATIENCE

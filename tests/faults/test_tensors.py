@@ -10,7 +10,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import RemoteProtocolError
-from tensor_cases import GOLDEN, expected
+from support.tensor_cases import GOLDEN, expected
 
 from .conftest import Scripted
 from .content import META, SCHEMA

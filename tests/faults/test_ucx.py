@@ -21,12 +21,12 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-import ucx_peer
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtocolError, TransportError
 from dissociated.store.files import claim_unused
 from dissociated.transport.native.ucx._ucp import ucp
 from dissociated.transport.native.ucx.connection import UcxConnection
-from helpers import wait_until
+from support import ucx_peer
+from support.helpers import wait_until
 
 from .clients import CLIENT, COUNTING, ENDING, Reading, end_by, failure_by, line, stop_and_go_on
 from .conftest import Serve, Spawn

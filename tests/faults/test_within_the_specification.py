@@ -12,11 +12,11 @@ from queue import SimpleQueue
 import pyarrow as pa
 import pytest
 
-import arrow_cases
 import dissociated as dis
 from dissociated.format.message import buffer_extents, parse_header
 from dissociated.ipc import CollectListener, DissociatedDecoder
 from dissociated.memory.region import AddressSpace, Region
+from support import arrow_cases
 
 from .conftest import Scripted
 from .content import BODY, META, SCHEMA, TABLE

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dissociated.errors import FormatError
 from dissociated.format.encapsulated import Encapsulated, encapsulate, walk
 from dissociated.format.message import HeaderType
-from helpers import case
+from support.helpers import case
 
 BATCHES = [
     pa.record_batch({"d": pa.array(words).dictionary_encode(), "n": pa.array(range(len(words)))})

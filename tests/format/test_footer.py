@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from dissociated.errors import FormatError
 from dissociated.format.footer import BLOCK, parse_footer
-from helpers import case
-from machine import ARROW_TEST_DATA
+from support.helpers import case
+from support.machine import ARROW_TEST_DATA
 
 
 def encoded(*words: str) -> pa.RecordBatch:

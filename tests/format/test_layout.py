@@ -9,7 +9,6 @@ from contextlib import nullcontext
 import pyarrow as pa
 import pytest
 
-import arrow_cases
 from dissociated.codec.join import join
 from dissociated.errors import RemoteProtocolError
 from dissociated.format.flatbuffer import Builder
@@ -18,8 +17,9 @@ from dissociated.format.message import HeaderType, buffer_extents, parse_header,
 from dissociated.format.record_batch import encode_record_batch
 from dissociated.protocol.message import Run
 from dissociated.protocol.receiver import Receiver
-from helpers import case
 from protocol.wire import Encoded, encode, metadata, tag
+from support import arrow_cases
+from support.helpers import case
 
 
 def with_buffers(count: int, body: bytes) -> bytes:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from dissociated.errors import RemoteProtocolError
 from dissociated.format.message import Header, HeaderType, buffer_extents, parse_header, relocate
-from helpers import case
 from protocol.wire import BY_HAND, Encoded, decode, encode, encode_tensor, golden_tensor, patched
+from support.helpers import case
 
 BATCH = pa.record_batch(
     {

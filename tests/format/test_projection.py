@@ -8,7 +8,6 @@ from contextlib import suppress
 import pyarrow as pa
 import pytest
 
-from arrow_cases import ARRAYS, ROWS
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.split import SplitMessage, Splitter
 from dissociated.errors import FormatError
@@ -16,7 +15,8 @@ from dissociated.format.encapsulated import END_OF_STREAM, encapsulate
 from dissociated.format.layout import dictionary_of
 from dissociated.format.message import HeaderType, parse_header
 from dissociated.format.projection import Projection
-from helpers import case
+from support.arrow_cases import ARRAYS, ROWS
+from support.helpers import case
 
 METADATA = {b"k": b"v", b"": b"", "ü".encode(): b"\xff"}
 

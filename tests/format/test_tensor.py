@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from dissociated.errors import FormatError
 from dissociated.format.message import buffer_extents, parse_header
 from dissociated.format.tensor import TensorFormat, TensorHeader, encode_tensor, parse_tensor
-from helpers import case
 from protocol.wire import BY_HAND, golden_tensor
-from tensor_cases import GOLDEN
+from support.helpers import case
+from support.tensor_cases import GOLDEN
 
 HEADERS = {name: golden_tensor(name).header for name in GOLDEN}
 

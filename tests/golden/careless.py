@@ -24,8 +24,8 @@ from dissociated.protocol.message import Message
 from dissociated.transport.base import Connection, Listener
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import PATIENCE
 from protocol.wire import address_list, end_of_stream, metadata, tag
+from support.helpers import PATIENCE
 
 BASE = 1 << 20  # the address of a file's first byte
 #: URIs to listen at.

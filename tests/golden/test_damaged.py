@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import pytest
 
-from certificates import Certificates
 from faults.outcomes import changed
-from machine import ARROW_TEST_DATA, needs
-from processes import Fork
+from support.certificates import Certificates
+from support.machine import ARROW_TEST_DATA, needs
+from support.processes import Fork
 
 from .damaged import DEADLINE, MORE_MEMORY
 from .ways import WAYS, medium, slow

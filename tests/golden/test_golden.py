@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import dissociated as dis
-from certificates import Certificates
-from helpers import case, leaving_nothing
-from machine import ARROW_TEST_DATA, media, missing
+from support.certificates import Certificates
+from support.helpers import case, leaving_nothing
+from support.machine import ARROW_TEST_DATA, media, missing
 
 from .integration_json import Description, read_description
 from .ways import WAYS, Arrived, medium, server, slow

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import pyarrow as pa
 
 import dissociated as dis
-from certificates import Certificates
 from dissociated import ipc
 from dissociated.errors import SourceError
 from dissociated.format.encapsulated import END_OF_STREAM
-from helpers import PATIENCE, location
+from support.certificates import Certificates
+from support.helpers import PATIENCE, location
 
 from .careless import serve
 

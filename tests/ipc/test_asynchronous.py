@@ -18,7 +18,6 @@ import dissociated as dis
 from dissociated.codec.options import ReadOptions
 from dissociated.errors import DatasetNotFound, FormatError, OptionError, RemoteError, SourceError, StoreError
 from dissociated.ipc import AsyncFileReader, AsyncStreamReader, async_batches, open_async, open_either_async
-from helpers import PATIENCE, Serve, leaving_nothing, location
 from ipc.test_files import (
     BATCHES,
     FILE,
@@ -33,6 +32,7 @@ from ipc.test_files import (
     message_spans,
     written,
 )
+from support.helpers import PATIENCE, Serve, leaving_nothing, location
 
 Test = Callable[[], Awaitable[None]]
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from dissociated.codec.options import ReadOptions
 from dissociated.errors import FormatError, OptionError
 from dissociated.ipc import CollectListener, Listener, StreamDecoder
-from helpers import as_big_endian
-from machine import ARROW_TEST_DATA
+from support.helpers import as_big_endian
+from support.machine import ARROW_TEST_DATA
 
 Events = list[tuple[Any, ...]]
 

@@ -16,14 +16,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import arrow_cases
 from dissociated.codec.options import ReadOptions
 from dissociated.errors import FormatError, OptionError, StoreError
 from dissociated.ipc import FileReader, StreamReader, open_file, open_stream
 from dissociated.ipc.files import open_either
-from helpers import as_big_endian, case, leaving_nothing
-from machine import ARROW_TEST_DATA
 from memory.maps import buffers, mappings, origins
+from support import arrow_cases
+from support.helpers import as_big_endian, case, leaving_nothing
+from support.machine import ARROW_TEST_DATA
 
 ROWS = 1000
 BATCHES = [

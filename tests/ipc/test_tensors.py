@@ -21,8 +21,8 @@ from dissociated.codec.options import WriteOptions
 from dissociated.codec.tensor import split_tensor
 from dissociated.errors import FormatError, OptionError, StoreError
 from dissociated.ipc.tensors import read_tensor, write_tensor
-from helpers import case
-from tensor_cases import CUBE, FOLDER, GOLDEN, KINDS, MATRIX, TYPES, arrays, assert_same, dense, expected, some
+from support.helpers import case
+from support.tensor_cases import CUBE, FOLDER, GOLDEN, KINDS, MATRIX, TYPES, arrays, assert_same, dense, expected, some
 
 LEGACY = WriteOptions(write_legacy_ipc_format=True)
 V4 = WriteOptions(metadata_version=pa.ipc.MetadataVersion.V4)

@@ -11,7 +11,7 @@ import pytest
 import dissociated as dis
 from dissociated.format.encapsulated import Encapsulated, encapsulate, walk
 from dissociated.format.message import Header, HeaderType, buffer_extents, parse_header, row_count
-from helpers import Serve
+from support.helpers import Serve
 
 from .vectors import (
     ANNOTATED,

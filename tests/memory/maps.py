@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from helpers import descriptors
+from support.helpers import descriptors
 
 
 class Mapping(NamedTuple):

@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from dissociated.errors import RemoteProtocolError
 from dissociated.memory.device.emulated import EmulatedDevice
 from dissociated.memory.leases import FreeQueue, Ledger
-from helpers import PATIENCE
+from support.helpers import PATIENCE
 
 ADDRESSES = st.integers(1, 6)
 

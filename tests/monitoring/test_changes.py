@@ -19,7 +19,7 @@ from dissociated.monitoring.status import ChangeCounts
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
-from helpers import Serve, wait_until
+from support.helpers import Serve, wait_until
 
 MIB = 1 << 20
 SMALL = pa.table({"n": [1, 2, 3]})

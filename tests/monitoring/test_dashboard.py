@@ -20,12 +20,12 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from certificates import Certificates
 from dissociated.errors import OptionError, TransportError
 from dissociated.node.node import Node
 from dissociated.store.store import Store
-from helpers import Serve, wait_until
-from machine import BROWSER
+from support.certificates import Certificates
+from support.helpers import Serve, wait_until
+from support.machine import BROWSER
 
 TABLE = pa.table({"n": [1, 2, 3]})
 

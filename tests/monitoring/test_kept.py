@@ -17,7 +17,7 @@ import dissociated as dis
 from dissociated.memory.region import Region, reserve_base
 from dissociated.memory.shared import create_memfd, map_read_only, reopen_read_only
 from dissociated.monitoring.kept import KeptMemory
-from helpers import Serve, connections_left, descriptors, no_threads
+from support.helpers import Serve, connections_left, descriptors, no_threads
 
 SIZE = 1 << 20
 

@@ -12,10 +12,10 @@ import pytest
 from pyarrow import flight
 
 import dissociated as dis
-from certificates import Certificates
 from dissociated.errors import AccessDenied, OptionError
 from dissociated.monitoring.log import JsonFormatter, TextFormatter, configure
-from helpers import PATIENCE, connections_left, written_forms
+from support.certificates import Certificates
+from support.helpers import PATIENCE, connections_left, written_forms
 
 TABLE = pa.table({"n": [1, 2, 3]})
 TOKEN, WRONG = "sesame-0123456789", "simsim-9876543210"

@@ -18,7 +18,7 @@ import dissociated as dis
 from dissociated.errors import OptionError, TransportError
 from dissociated.node.node import Node
 from dissociated.store.store import Store
-from helpers import PATIENCE, Serve, connections_left
+from support.helpers import PATIENCE, Serve, connections_left
 
 parser = pytest.importorskip("prometheus_client.parser", reason="the extra `metrics` is not installed")
 

@@ -14,10 +14,10 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from certificates import Certificates
 from dissociated.errors import CatalogError, FormatError
 from dissociated.monitoring.status import ServerStatus
-from helpers import PATIENCE, Serve, clients_end, connections_left, location, serving, wait_until
+from support.certificates import Certificates
+from support.helpers import PATIENCE, Serve, clients_end, connections_left, location, serving, wait_until
 
 #: Three batches, each of 1,000 integers of 8 bytes in 8,000 bytes of body.
 TABLE = pa.Table.from_batches([pa.record_batch({"n": np.full(1000, number)}) for number in range(3)])

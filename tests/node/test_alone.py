@@ -24,9 +24,9 @@ from dissociated.errors import AccessDenied, CatalogError, TransportError, UriEr
 from dissociated.node.launch import ensure, running
 from dissociated.node.node import Node
 from dissociated.store.store import Store
-from helpers import PATIENCE, case, wait_until
-from nodes import table
-from processes import Start
+from support.helpers import PATIENCE, case, wait_until
+from support.nodes import table
+from support.processes import Start
 
 NOBODY = 65534
 

@@ -10,11 +10,11 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from arrow_cases import table_of
 from faults.test_crowds import harmed
-from helpers import wait_until
-from nodes import nothing_is_left_of, put
-from processes import Start
+from support.arrow_cases import table_of
+from support.helpers import wait_until
+from support.nodes import nothing_is_left_of, put
+from support.processes import Start
 
 CROWD = 200
 ROWS = 1000

@@ -13,13 +13,13 @@ import pyarrow.flight as flight
 import pytest
 
 import dissociated as dis
-from certificates import Certificates
 from dissociated.base.access import Security, security
 from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
 from dissociated.errors import AccessDenied
 from dissociated.node.node import Node
 from dissociated.store.store import Store
+from support.certificates import Certificates
 
 TABLE = pa.table({"n": [1, 2, 3], "s": ["a", "b", "c"]})
 SECRET = bytes(range(32))

@@ -17,8 +17,8 @@ from dissociated.node.launch import running
 from dissociated.node.local import stage_here
 from dissociated.node.node import Node
 from dissociated.store.store import Store
-from helpers import wait_until
-from processes import Start, free_port
+from support.helpers import wait_until
+from support.processes import Start, free_port
 
 
 def test_a_node_that_is_the_catalog_is_the_node_of_its_host(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ import dissociated as dis
 from dissociated.errors import AccessDenied, CatalogError
 from dissociated.store.commit import StagedSegment
 from dissociated.store.segment import SegmentWriter
-from helpers import PATIENCE, wait_until
 from monitoring.test_metrics import scrape
-from nodes import SCHEMA, kill, put, read, segments, spawn, table
-from processes import Fork, Process, Start, free_port
+from support.helpers import PATIENCE, wait_until
 from support.injection import CLOCK
+from support.nodes import SCHEMA, kill, put, read, segments, spawn, table
+from support.processes import Fork, Process, Start, free_port
 
 #: A process that forwards connections from a local port to another.
 FORWARD = """

@@ -25,9 +25,9 @@ from dissociated.node.node import Node
 from dissociated.store.commit import StagedSegment
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
-from helpers import PATIENCE, commit_of, wait_until
 from memory.maps import origins
-from nodes import (
+from support.helpers import PATIENCE, commit_of, wait_until
+from support.nodes import (
     MIB,
     READER,
     SCHEMA,
@@ -42,7 +42,7 @@ from nodes import (
     staged,
     table,
 )
-from processes import Process, Start, free_port
+from support.processes import Process, Start, free_port
 
 # A single node
 

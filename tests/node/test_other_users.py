@@ -18,9 +18,9 @@ import dissociated as dis
 from dissociated.cli import main
 from dissociated.errors import NotPrivate
 from dissociated.node.launch import ensure, running
-from helpers import PATIENCE
-from nodes import put, spawn, table
-from processes import Start
+from support.helpers import PATIENCE
+from support.nodes import put, spawn, table
+from support.processes import Start
 
 NOBODY = 65534
 #: A prefix that runs a process with a umask of 0.

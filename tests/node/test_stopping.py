@@ -13,9 +13,9 @@ import pytest
 import dissociated as dis
 from dissociated.cli import main
 from dissociated.monitoring.status import ServerStatus
-from helpers import PATIENCE, wait_until
-from nodes import READER, kill, put, spawn
-from processes import Process, Start
+from support.helpers import PATIENCE, wait_until
+from support.nodes import READER, kill, put, spawn
+from support.processes import Process, Start
 
 ROWS = 200_000
 BIG = 4_000_000  # rows, which no socket holds

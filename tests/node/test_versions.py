@@ -20,10 +20,10 @@ from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
 from dissociated.training import Batches
-from helpers import commit_of
-from nodes import MIB, put, read, table
-from processes import Process, Start, free_port
 from store.test_memfds import memfd
+from support.helpers import commit_of
+from support.nodes import MIB, put, read, table
+from support.processes import Process, Start, free_port
 
 HOUR = 3600.0
 SELDOM = 600.0  # seconds: the tests trigger each heartbeat themselves

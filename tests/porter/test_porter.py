@@ -16,7 +16,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import RemoteError
-from helpers import location
+from support.helpers import location
 
 from . import double
 from .double import ABORT, RUN, TAGGED, UNTAGGED, Aborted, Client, Region, Server, Wire, encode, end, metadata

@@ -10,7 +10,7 @@ import pytest
 
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
 from dissociated.protocol.states import State
-from helpers import case
+from support.helpers import case
 
 Steps = Mapping[str, Callable[[Any], object]]
 

@@ -4,7 +4,7 @@ import pytest
 
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
 from dissociated.protocol.states import TRANSITIONS, Machine, Role, State, Step
-from helpers import case
+from support.helpers import case
 
 STATES = [(role, state) for role in Role for state in TRANSITIONS[role]]
 LEGAL = [(*where, step, to) for where in STATES for step, to in TRANSITIONS[where[0]][where[1]].items()]

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from dissociated.errors import RemoteProtocolError
 from dissociated.protocol.tags import RESERVED_MASK, SEQUENCE_MASK, BodyKind, body_tag, parse_body_tag
-from helpers import case
+from support.helpers import case
 
 uint32 = st.integers(0, 2**32 - 1)
 uint64 = st.integers(0, 2**64 - 1)

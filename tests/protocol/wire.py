@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from tensor_cases import GOLDEN
+from support.tensor_cases import GOLDEN
 
 UINT32 = 2**32
 

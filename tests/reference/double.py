@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from ucx_peer import PATIENCE, Context, Worker
+from support.ucx_peer import PATIENCE, Context, Worker
 
 WANT_METADATA = 18446741783881759408  # 0xFFFFFDEADBA0BAB0
 WANT_DATA = 15302358252208  # 0x00000DEADBA0BAB0

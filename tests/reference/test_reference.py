@@ -12,7 +12,7 @@ import pytest
 import dissociated as dis
 from dissociated.protocol.message import Message
 from dissociated.transport.native.ucx.connection import UcxConnection
-from helpers import PATIENCE, connections_left, leaving_nothing
+from support.helpers import PATIENCE, connections_left, leaving_nothing
 
 from .double import COMMAND, WANT_DATA, WANT_METADATA, ReferenceClient, ReferenceFlight, ReferenceServer
 

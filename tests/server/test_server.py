@@ -20,7 +20,16 @@ import pytest
 import dissociated as dis
 from dissociated.errors import FormatError, OptionError
 from dissociated.uri import Uri
-from helpers import PATIENCE, Serve, clients_end, connections_left, descriptors, leaving_nothing, serving, wait_until
+from support.helpers import (
+    PATIENCE,
+    Serve,
+    clients_end,
+    connections_left,
+    descriptors,
+    leaving_nothing,
+    serving,
+    wait_until,
+)
 
 TABLE = pa.table({"n": [1, 2, 3]})
 

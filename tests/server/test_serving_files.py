@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from processes import Fork
+from support.processes import Fork
 
 ROWS = 1 << 20
 BATCHES = 12  # of 16 MiB

@@ -13,7 +13,7 @@ import dissociated as dis
 from dissociated.memory import live
 from dissociated.server.live import StreamedSending
 from dissociated.server.sending import Sending
-from helpers import Serve, connections_left
+from support.helpers import Serve, connections_left
 
 SCHEMA = pa.schema([("n", pa.int64())])
 

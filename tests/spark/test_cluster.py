@@ -24,8 +24,8 @@ import dissociated as dis
 from dissociated.errors import JavaNotFound
 from dissociated.node.launch import running
 from dissociated.spark import java_home
-from helpers import PATIENCE, wait_until
-from processes import Process, free_port
+from support.helpers import PATIENCE, wait_until
+from support.processes import Process, free_port
 
 pytestmark = pytest.mark.timeout(300)
 

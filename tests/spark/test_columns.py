@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.types import StructType
 
-from arrow_cases import ARRAYS, batches
 from dissociated.errors import ColumnNotFound, OptionError, SourceError
 from dissociated.spark.columns import Columns, spark_schema
+from support.arrow_cases import ARRAYS, batches
 
 #: Spark's name of each type in DDL, or None if Spark has no such type.
 NAMES: dict[str, str | None] = {

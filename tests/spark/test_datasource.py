@@ -13,13 +13,13 @@ from pyspark.ml.functions import array_to_vector
 from pyspark.sql.functions import array, lit
 
 import dissociated as dis
-from certificates import Certificates
 from dissociated.errors import DatasetNotFound, DissociatedError, OptionError
 from dissociated.node.node import Node
 from dissociated.spark import publish, read
 from dissociated.spark.types import arrow_schema
 from dissociated.store.store import Store
-from helpers import wait_until
+from support.certificates import Certificates
+from support.helpers import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

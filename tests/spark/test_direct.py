@@ -24,9 +24,9 @@ from pyspark.errors import PySparkException
 import dissociated as dis
 from dissociated.format.encapsulated import END_OF_STREAM
 from dissociated.spark import read
-from helpers import PATIENCE, connections_left, descriptors, wait_until
 from porter.double import ABORT, REGION, RUN, TAGGED, UNTAGGED, Server, Wire, buffers, encode, end, metadata, split
 from porter.test_porter import STREAMS, packed
+from support.helpers import PATIENCE, connections_left, descriptors, wait_until
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

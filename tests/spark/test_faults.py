@@ -24,7 +24,7 @@ from dissociated.spark.target import WriteTarget
 from dissociated.spark.writer import DatasetWriter, Written
 from dissociated.store.commit import Commit
 from dissociated.store.store import Store
-from helpers import case, files_below, wait_until
+from support.helpers import case, files_below, wait_until
 from support.injection import Fault, calls
 
 SCHEMA = pa.schema({"id": pa.int64()})

@@ -18,7 +18,7 @@ from dissociated.errors import OptionError
 from dissociated.node.node import Node
 from dissociated.spark import map_in_arrow, publish, read
 from dissociated.store.store import Store
-from helpers import connections_left, wait_until
+from support.helpers import connections_left, wait_until
 
 from .conftest import IN_JVM
 from .test_datasource import NATIVE

@@ -22,7 +22,7 @@ from pyspark.errors import PySparkException
 
 import dissociated as dis
 from dissociated.spark import read
-from helpers import connections_left, wait_until
+from support.helpers import connections_left, wait_until
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

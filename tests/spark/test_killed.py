@@ -13,8 +13,8 @@ import pytest
 
 import dissociated as dis
 from dissociated.spark import java_home
-from helpers import PATIENCE, wait_until
-from processes import Start, free_port
+from support.helpers import PATIENCE, wait_until
+from support.processes import Start, free_port
 
 from .test_streaming import numbers, put, run, staged, stream, wait_for
 

@@ -17,9 +17,9 @@ import dissociated as dis
 from dissociated.node.node import Node
 from dissociated.spark import publish
 from dissociated.store.store import Store
-from helpers import PATIENCE, case, files_below, wait_until
-from processes import Fork
+from support.helpers import PATIENCE, case, files_below, wait_until
 from support.injection import Fault, calls
+from support.processes import Fork
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

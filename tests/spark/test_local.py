@@ -18,7 +18,7 @@ import pytest
 import dissociated as dis
 from dissociated.errors import SourceError
 from dissociated.spark import create_dataframe, to_arrow, to_pandas, to_polars
-from helpers import wait_until
+from support.helpers import wait_until
 
 from .conftest import IN_JVM
 from .test_datasource import NATIVE

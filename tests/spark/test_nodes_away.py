@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 import dissociated as dis
-from helpers import PATIENCE, wait_until
-from nodes import put, read, segments, table
-from processes import Start, free_port
+from support.helpers import PATIENCE, wait_until
+from support.nodes import put, read, segments, table
+from support.processes import Start, free_port
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

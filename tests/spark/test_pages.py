@@ -10,7 +10,7 @@ import pytest
 from dissociated.node.node import Node
 from dissociated.spark import publish
 from dissociated.store.store import Store
-from pages import PAGES, Reader, blocks, examples
+from support.pages import PAGES, Reader, blocks, examples
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -12,7 +12,7 @@ import pytest
 from pyspark.find_spark_home import _find_spark_home
 
 from dissociated.spark import java_home
-from pages import ROOT, blocks
+from support.pages import ROOT, blocks
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from pyspark.errors import PySparkException
 
 import dissociated as dis
-from arrow_cases import ARRAYS, ROWS
-from certificates import Certificates
 from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
 from dissociated.errors import DissociatedError, OptionError, SourceError
@@ -30,9 +28,11 @@ from dissociated.spark.request import Request
 from dissociated.spark.types import arrow_schema
 from dissociated.store.commit import StagedSegment
 from dissociated.store.store import Store
-from helpers import commit_of, connections_left, wait_until
-from processes import free_port
-from secret_sources import ERRORS, REFERENCE, SECRETS, SOURCES
+from support.arrow_cases import ARRAYS, ROWS
+from support.certificates import Certificates
+from support.helpers import commit_of, connections_left, wait_until
+from support.processes import free_port
+from support.secret_sources import ERRORS, REFERENCE, SECRETS, SOURCES
 
 from .test_columns import NAMES, values, with_nulls
 from .test_datasource import NATIVE, plain

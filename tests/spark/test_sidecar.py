@@ -19,7 +19,7 @@ import dissociated as dis
 from dissociated.node.node import Node
 from dissociated.spark.sidecar import Sidecar
 from dissociated.store.store import Store
-from helpers import PATIENCE, connections_left, wait_until
+from support.helpers import PATIENCE, connections_left, wait_until
 
 EACH, COUNT = 1_000, 6
 TABLE = pa.Table.from_batches(

@@ -21,8 +21,8 @@ from dissociated.spark.request import Request
 from dissociated.spark.streaming import DatasetStreamReader, RowsPartition, StreamOptions
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
-from helpers import connections_left, wait_until
-from processes import Process, Start, free_port
+from support.helpers import connections_left, wait_until
+from support.processes import Process, Start, free_port
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

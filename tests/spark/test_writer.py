@@ -19,7 +19,6 @@ import pytest
 from pyspark import TaskContext
 
 import dissociated as dis
-from certificates import Certificates
 from dissociated.catalog.local import LocalCatalog
 from dissociated.errors import CatalogError, CatalogUnreachable, StoreError
 from dissociated.node.launch import running
@@ -31,8 +30,9 @@ from dissociated.spark.target import WriteTarget
 from dissociated.spark.writer import DatasetWriter, Written
 from dissociated.store.commit import Commit
 from dissociated.store.store import Store
-from helpers import PATIENCE, wait_until
-from processes import Start, free_port
+from support.certificates import Certificates
+from support.helpers import PATIENCE, wait_until
+from support.processes import Start, free_port
 
 SCHEMA = pa.schema({"id": pa.int64()})
 

@@ -13,7 +13,7 @@ import dissociated as dis
 from dissociated.errors import DissociatedError
 from dissociated.node.node import Node
 from dissociated.store.store import Store
-from helpers import commit_of
+from support.helpers import commit_of
 from support.injection import Fault, SQLiteFault
 
 SCHEMA = pa.schema([("n", pa.int64())])

@@ -18,7 +18,7 @@ from dissociated.node.node import Node
 from dissociated.store.commit import StagedSegment
 from dissociated.store.store import Store
 from dissociated.store.version import Part, Version
-from nodes import table
+from support.nodes import table
 
 SCHEMA = pa.schema([("n", pa.int64())])
 #: The schema, serialized by Arrow.

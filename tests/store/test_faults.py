@@ -20,9 +20,9 @@ import dissociated as dis
 from dissociated.errors import CatalogError, DatasetNotFound, StoreError
 from dissociated.store.eviction import Policy
 from dissociated.store.store import FORGOTTEN, Store
-from helpers import PATIENCE, case, commit_of, files_below, wait_until
-from processes import Fork
+from support.helpers import PATIENCE, case, commit_of, files_below, wait_until
 from support.injection import Fault, calls, clock_step
+from support.processes import Fork
 
 from .steps import SCHEMA, STEPS, State, after, node, served, take, take_all
 

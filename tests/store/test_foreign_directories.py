@@ -13,7 +13,7 @@ from dissociated.node.launch import ensure, running
 from dissociated.store.eviction import Policy
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
-from helpers import case, commit_of, leaving_nothing
+from support.helpers import case, commit_of, leaving_nothing
 
 SCHEMA = pa.schema([("n", pa.int64())])
 ROWS = pa.record_batch({"n": pa.array(range(1 << 15), pa.int64())})

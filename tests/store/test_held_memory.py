@@ -20,8 +20,8 @@ import dissociated as dis
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
-from helpers import case, clients_end, connections_left, wait_until
-from nodes import MIB, put
+from support.helpers import case, clients_end, connections_left, wait_until
+from support.nodes import MIB, put
 
 ROUNDS = 3
 

@@ -22,10 +22,10 @@ from dissociated.store.eviction import Policy
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
 from dissociated.store.version import Version
-from helpers import case, commit_of, connections_left, wait_until
-from machine import media
-from nodes import MIB, small_file_system
-from processes import Start
+from support.helpers import case, commit_of, connections_left, wait_until
+from support.machine import media
+from support.nodes import MIB, small_file_system
+from support.processes import Start
 
 SCHEMA = pa.schema([("n", pa.int64())])
 LARGE = pa.table({"n": pa.array([7] * (5 * MIB // 8), pa.int64())})

@@ -23,8 +23,8 @@ from dissociated.store.eviction import Policy
 from dissociated.store.segment_cache import OpenSegments, SegmentCache
 from dissociated.store.store import Store
 from dissociated.store.version import Version
-from helpers import PATIENCE, commit_of, files_below
-from nodes import MIB, SCHEMA, put, read, table
+from support.helpers import PATIENCE, commit_of, files_below
+from support.nodes import MIB, SCHEMA, put, read, table
 
 CHILD = """
 import resource, sys

@@ -23,10 +23,10 @@ from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.handover import hand_over
 from dissociated.store.store import Store
-from helpers import PATIENCE, Serve, commit_of, descriptors, leaving_nothing, wait_until
 from memory.maps import origins
-from nodes import MIB, SCHEMA, kill, put, read, segments, spawn, staged, table
-from processes import Process, Start
+from support.helpers import PATIENCE, Serve, commit_of, descriptors, leaving_nothing, wait_until
+from support.nodes import MIB, SCHEMA, kill, put, read, segments, spawn, staged, table
+from support.processes import Process, Start
 
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 

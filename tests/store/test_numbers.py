@@ -11,8 +11,8 @@ import pytest
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
 from dissociated.store.version import Version
-from helpers import commit_of
-from nodes import MIB, SCHEMA, staged, table
+from support.helpers import commit_of
+from support.nodes import MIB, SCHEMA, staged, table
 
 
 def commit(store: Store, name: str, number: int, rows: Sequence[int] = (1,), prepared: bool = False) -> Version:

@@ -18,7 +18,7 @@ from dissociated.datasets.static import SegmentsDataset
 from dissociated.errors import FormatError, LocalProtocolError, SourceError, StoreError, StoreFull
 from dissociated.memory.shared import Backing
 from dissociated.store.segment import Segment, SegmentWriter, SharedSegmentWriter
-from helpers import Serve
+from support.helpers import Serve
 
 SCHEMA = pa.schema([("n", pa.int64()), ("d", pa.dictionary(pa.int8(), pa.string()))], metadata={"a": "b"})
 

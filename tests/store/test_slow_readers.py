@@ -10,13 +10,13 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from certificates import Certificates
 from dissociated.errors import DissociatedError
 from dissociated.node.node import Node
 from dissociated.store.store import Store
-from helpers import case, connections_left, wait_until
-from machine import media
-from nodes import put
+from support.certificates import Certificates
+from support.helpers import case, connections_left, wait_until
+from support.machine import media
+from support.nodes import put
 
 ROWS = 100_000  # 800 kB in each batch; a TCP socket holds two
 FEW_ROWS = 18_000  # 144 kB; a Unix socket holds one

@@ -28,8 +28,8 @@ from dissociated.store.files import NewFile, StagedFile, claim_unused
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
 from dissociated.store.version import Version
-from helpers import PATIENCE, case, commit_of, descriptors, leaving_nothing
-from nodes import kill, small_file_system, spawn
+from support.helpers import PATIENCE, case, commit_of, descriptors, leaving_nothing
+from support.nodes import kill, small_file_system, spawn
 
 pytestmark = pytest.mark.usefixtures("forks")
 

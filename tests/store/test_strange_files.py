@@ -18,8 +18,8 @@ from dissociated.memory.shared import Backing, seal
 from dissociated.node.node import Node
 from dissociated.store.stage import Stage
 from dissociated.store.store import Store
-from helpers import PATIENCE, case, commit_of
-from nodes import SCHEMA, put, read, table
+from support.helpers import PATIENCE, case, commit_of
+from support.nodes import SCHEMA, put, read, table
 
 
 def strange(directory: Path, outside: Path) -> dict[str, str]:

@@ -13,7 +13,7 @@ import pytest
 import dissociated as dis
 from dissociated.errors import OptionError
 from dissociated.torch import loader
-from helpers import case, connections_left, serving
+from support.helpers import case, connections_left, serving
 
 ROWS = 1000
 COLUMNS: dict[str, Any] = {"columns": ["n", "x"], "batch_size": 32, "shuffle": True, "buffer_size": 100}

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pytest
 
-from certificates import Certificates
 from dissociated.errors import (
     ConnectionClosed,
     DeadlineExceeded,
@@ -31,8 +30,9 @@ from dissociated.transport.native.connection import NativeConnection
 from dissociated.transport.native.runs import RUN
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import PATIENCE, case, leaving_nothing, no_threads
-from machine import media
+from support.certificates import Certificates
+from support.helpers import PATIENCE, case, leaving_nothing, no_threads
+from support.machine import media
 
 STREAMS = {
     "inproc": "inproc:",

@@ -9,7 +9,7 @@ from dissociated.errors import TransportError, UriError
 from dissociated.protocol.message import Message
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import PATIENCE
+from support.helpers import PATIENCE
 
 INPROC = transport("inproc")
 

@@ -7,7 +7,7 @@ import pytest
 
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteError
 from dissociated.transport.mailbox import Mailbox
-from helpers import PATIENCE
+from support.helpers import PATIENCE
 
 SOON = 0.01  # seconds in which nothing may happen
 

@@ -20,8 +20,8 @@ from dissociated.transport.base import Connection
 from dissociated.transport.registry import transport
 from dissociated.transport.trace import traced
 from dissociated.uri import Uri
-from helpers import PATIENCE, Serve, case, clients_end, connections_left, written_forms
-from machine import media
+from support.helpers import PATIENCE, Serve, case, clients_end, connections_left, written_forms
+from support.machine import media
 
 TICKET, CONTENT = b"the ticket/of the data", b"what is+in the body?"
 WORDS = pa.Table.from_batches([pa.record_batch({"word": pa.array([CONTENT.decode()] * 2).dictionary_encode()})])

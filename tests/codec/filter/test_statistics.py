@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from arrow_cases import ARRAYS
-from arrow_cases import ROWS as ARROW_ROWS
 from dissociated.codec.filter import statistics
 from dissociated.codec.filter.statistics import Statistics, StatisticsCollector, read_statistics
 from dissociated.errors import StoreFull
 from dissociated.store.segment import Segment, SegmentWriter
+from support.arrow_cases import ARRAYS
+from support.arrow_cases import ROWS as ARROW_ROWS
 
 ROWS = 20_000
 NAN, INF = math.nan, math.inf

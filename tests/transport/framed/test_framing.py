@@ -21,7 +21,7 @@ from dissociated.transport.framed.framing import (
     encode_frames_with_runs,
 )
 from dissociated.transport.runs import parse_run
-from helpers import case
+from support.helpers import case
 
 HELLO = bytes.fromhex("444953534f430001")
 

@@ -21,7 +21,7 @@ from dissociated.transport.base import Connection
 from dissociated.transport.framed.shm import runtime_directory
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import PATIENCE, descriptors
+from support.helpers import PATIENCE, descriptors
 
 SHM = transport("shm")
 PAGE = 4096

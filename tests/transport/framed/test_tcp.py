@@ -8,7 +8,7 @@ import pytest
 from dissociated.errors import TransportError, UriError
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import PATIENCE, Serve
+from support.helpers import PATIENCE, Serve
 
 TCP = transport("tcp")
 

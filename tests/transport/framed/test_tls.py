@@ -15,13 +15,13 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from certificates import Certificates, certificates
 from dissociated.errors import AccessDenied, ConnectionClosed, DeadlineExceeded, OptionError, RemoteProtocolError
 from dissociated.transport.framed import tls
 from dissociated.transport.framed.connection import SocketConnection
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import PATIENCE, Interruption, Serve, leaving_nothing
+from support.certificates import Certificates, certificates
+from support.helpers import PATIENCE, Interruption, Serve, leaving_nothing
 
 TLS = transport("tls")
 TABLE = pa.table({"n": np.arange(1 << 18), "s": ["the secret of the day"] * (1 << 18)})

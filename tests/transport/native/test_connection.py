@@ -20,7 +20,7 @@ from dissociated.transport.native import connection as connecting
 from dissociated.transport.native import listener as listening
 from dissociated.transport.native.connection import NativeConnection
 from dissociated.transport.native.listener import NativeListener
-from helpers import PATIENCE, Interruption, case, leaving_nothing, wait_until
+from support.helpers import PATIENCE, Interruption, case, leaving_nothing, wait_until
 
 
 class Outgoing(NamedTuple):

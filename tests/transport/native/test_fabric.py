@@ -35,7 +35,7 @@ from dissociated.transport.native.fabric.operations import Completion
 from dissociated.transport.native.fabric.provider import PROVIDER, open_endpoint
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import PATIENCE, Interruption, case, complaint, leaving_nothing, wait_until
+from support.helpers import PATIENCE, Interruption, case, complaint, leaving_nothing, wait_until
 
 pytestmark = pytest.mark.needs("libfabric")
 

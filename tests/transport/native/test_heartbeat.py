@@ -3,7 +3,7 @@ from __future__ import annotations
 import threading
 
 from dissociated.transport.native.fabric.heartbeat import Heartbeat
-from helpers import PATIENCE
+from support.helpers import PATIENCE
 
 
 class Failing:

@@ -27,7 +27,7 @@ from dissociated.transport.native.ucx.listener import UcxListener
 from dissociated.transport.native.ucx.worker import Worker
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import PATIENCE, Interruption, case, complaint, leaving_nothing, no_threads
+from support.helpers import PATIENCE, Interruption, case, complaint, leaving_nothing, no_threads
 
 pytestmark = pytest.mark.needs("ucx")
 

@@ -14,11 +14,10 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-import ucx_peer
 from dissociated.errors import DissociatedError, UriError
 from dissociated.transport.native.ucx import worker
 from dissociated.uri import Uri
-from helpers import Child
+from support.helpers import Child
 
 pytestmark = pytest.mark.needs("ucx")
 
@@ -28,7 +27,7 @@ COLUMNS, ROWS, BATCHES = 40, 10_000, 6
 #: A UCX client that is not ours: it reads all bodies of a stream, and prints their digest.
 FOREIGN = """
     import hashlib, sys
-    import ucx_peer
+    from support import ucx_peer
 
     uri, ticket, bodies = sys.argv[1], bytes.fromhex(sys.argv[2]), int(sys.argv[3])
     place, _, query = uri.removeprefix("ucx://").partition("?")
@@ -69,7 +68,7 @@ def server(table: pa.Table) -> Iterator[dis.Server]:
 
 
 def foreign_environment(**environment: str) -> dict[str, str]:
-    paths = os.pathsep.join([str(Path(ucx_peer.__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     defaults = {"UCX_TLS": "tcp", "UCX_TCP_TX_SEG_SIZE": "8k"}
     return {**os.environ, "PYTHONPATH": paths, **defaults, **environment}
 
@@ -111,8 +110,8 @@ def test_peers_that_receive_smaller_segments_than_ours_are_sent_none_that_are_la
 #: A UCX server that receives in segments of 8 kB. It prints its port, and then the client's id and request.
 FOREIGN_SERVER = """
     import sys
-    import ucx_binding as c
-    import ucx_peer
+    from support import ucx_binding as c
+    from support import ucx_peer
 
     context = ucx_peer.Context()
     listening, worker = ucx_peer.Worker(context), ucx_peer.Worker(context)

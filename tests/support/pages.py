@@ -35,9 +35,9 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import dissociated as dis
-from processes import Process, forking_command, free_port, in_terminal
+from support.processes import Process, forking_command, free_port, in_terminal
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SOURCE = ROOT / "src" / "dissociated"
 _EXAMPLE = re.compile(r"^ *```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import ucx_binding as c
+from support import ucx_binding as c
 
 PATIENCE = 10.0
 

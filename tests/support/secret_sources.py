@@ -12,7 +12,7 @@ import pyarrow.flight as flight
 import pytest
 
 import dissociated as dis
-from helpers import wait_until
+from support.helpers import wait_until
 
 SECRETS = ("hunter2", "/secret/path")
 TEXT = "password=hunter2 /secret/path"

@@ -44,6 +44,7 @@ _LOADED = (
 )
 #: Settings that keep NumPy and libarrow from starting threads, which a fork would lack.
 _ALONE = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+_TESTS = Path(__file__).parents[1]
 _MAX_REQUEST = 1 << 17  # bytes: a script and the environment
 
 
@@ -54,8 +55,10 @@ class Parent:
         self._lock = threading.Lock()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, __file__, str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env={**os.environ, **_ALONE})
+            command = [sys.executable, "-m", "support.forks", str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                command, cwd=_TESTS, pass_fds=(theirs.fileno(),), env={**os.environ, **_ALONE}
+            )
 
     def close(self) -> None:
         """Stop the parent. Its forks continue."""

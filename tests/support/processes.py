@@ -22,8 +22,8 @@ from threading import Thread
 from typing import Any
 
 import dissociated as dis
-from forks import parent
-from helpers import PATIENCE, Child, files_below
+from support.forks import parent
+from support.helpers import PATIENCE, Child, files_below
 
 
 class Fork(Child):

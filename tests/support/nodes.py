@@ -10,9 +10,9 @@ from pathlib import Path
 import pyarrow as pa
 
 import dissociated as dis
-from helpers import rest_of, wait_until
-from machine import UNSHARED
-from processes import Fork, Process
+from support.helpers import rest_of, wait_until
+from support.machine import UNSHARED
+from support.processes import Fork, Process
 
 SCHEMA = pa.schema([("n", pa.int64())])
 MIB = 1 << 20
