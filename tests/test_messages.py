@@ -67,8 +67,8 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
 
 
 def called(node: ast.Call) -> str:
-    """Return the last name of the called expression, or of `X` in `X.told(...)`."""
-    name = ast.unparse(node.func).removesuffix(".told")
+    """Return the last name of the called expression, or of `X` in `X.for_peer(...)`."""
+    name = ast.unparse(node.func).removesuffix(".for_peer")
     return name.rpartition(".")[2]
 
 

@@ -196,7 +196,7 @@ class SourceError(DissociatedError):
     code = "source_failed"
 
     @classmethod
-    def told(cls, message: str, peer_reason: str | None = None) -> Self:
+    def for_peer(cls, message: str, peer_reason: str | None = None) -> Self:
         """Return an error whose text is sent to the peer.
 
         The text of all other errors that a source raises is concealed: see `dissociated.datasets.source_errors`.

@@ -20,7 +20,7 @@ from dissociated.catalog.database import FOREVER, PREPARE_TIMEOUT, Database
 from dissociated.catalog.tables import Tables
 from dissociated.errors import CatalogError, DatasetNotFound
 from dissociated.store.commit import Commit
-from dissociated.store.numbers import Removed
+from dissociated.store.numbers import Removal
 from dissociated.store.version import NodeRecord, Part, Version
 from support.helpers import case, leaving_nothing, rest_of
 
@@ -201,7 +201,7 @@ def test_a_version_that_a_node_tells_of_is_shown_unless_a_later_one_was_publishe
     database.register(A, [replace(told("8", 8, prepared=True), parts=(part("8"),))], "", FOREVER, serial=9)
     database.register(B, [told("7", 7), told("6", 6)], "", FOREVER, serial=9)
     assert (tickets(database, "d"), database.find("d").number) == ([b"ticket 7"], 7)
-    database.register(B, [told("7", 7)], "", FOREVER, serial=9, removed={"d": Removed(9, True, 10)})
+    database.register(B, [told("7", 7)], "", FOREVER, serial=9, removed={"d": Removal(9, True, 10)})
     assert database.find("d").number == 7  # only the node of the dataset may report that it was removed
     database.register(B, [], "", FOREVER, serial=9)
     with pytest.raises(CatalogError, match="'d' cannot be appended to: version 9 was evicted"):

@@ -38,7 +38,7 @@ ERRORS = {
     "KeyError": (KeyError("column"), "failed (KeyError): the log of its server"),
     "no reason": (RuntimeError(), "RuntimeError"),
     "lone surrogates": (ValueError("\udcff in a path"), "failed ("),
-    "a long reason": (dis.errors.SourceError.told("x" * 100_000), "x" * 1000),
+    "a long reason": (dis.errors.SourceError.for_peer("x" * 100_000), "x" * 1000),
     "ArrowInvalid": (pa.ArrowInvalid("not valid"), "failed (ArrowInvalid): the log of its server"),
     "MemoryError": (MemoryError("too much"), "failed (MemoryError): the log of its server"),
     "TimeoutError": (TimeoutError("the database is asleep"), "failed (TimeoutError): the log of its server"),

@@ -149,7 +149,7 @@ def test_the_decoder_takes_several_regions_too(name: str) -> None:
         decoder.consume_body(1 << 56 | number, listed)
     decoder.consume_metadata(struct.pack("<BI", 0, len(apart.messages)))
     decoder.consume_body(0, b"")  # after everything else
-    assert listener.ended
+    assert listener.complete
     assert listener.batches == [*batches]
     listener.batches.clear()
     freed: list[int] = []

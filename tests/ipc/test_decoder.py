@@ -314,7 +314,7 @@ def test_data_may_be_any_buffer(kind: Callable[[bytes], Any]) -> None:
     StreamDecoder(listener).consume(kind(STREAMS["plain, with metadata of batches"]))
     assert listener.batches == NUMBERS
     assert listener.custom_metadata == [None, {b"number": b"1"}, None]
-    assert listener.ended
+    assert listener.complete
 
 
 def test_what_was_fed_is_let_go_with_the_batches() -> None:

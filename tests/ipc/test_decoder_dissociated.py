@@ -104,9 +104,9 @@ def test_messages_may_come_in_any_order(shared: Sequence[int]) -> None:
         listener = CollectListener()
         decoder = DissociatedDecoder(listener, address_space=peer.space, returns=queue)
         feed(decoder, order[:-1])
-        assert (decoder.complete, listener.ended) == (False, False)
+        assert (decoder.complete, listener.complete) == (False, False)
         feed(decoder, order[-1:])
-        assert (decoder.complete, listener.ended) == (True, True)
+        assert (decoder.complete, listener.complete) == (True, True)
         decoder.finish()
         assert listener.batches == NUMBERS
         assert decoder.schema == listener.schema == NUMBERS[0].schema
@@ -123,7 +123,7 @@ def test_dictionaries_may_come_in_any_order(data: st.DataObject) -> None:
     decoder = DissociatedDecoder(listener, address_space=peer.space, returns=queue)
     feed(decoder, data.draw(st.permutations(peer.fed)))
     assert listener.batches == WORDS
-    assert listener.ended
+    assert listener.complete
     assert decoder.stats == stats_of(WORDS) == (5, 2, 2, 0, 1)
     listener.batches.clear()
     assert sorted(returned(queue)) == sorted(peer.sent)
@@ -136,7 +136,7 @@ def test_batches_are_decoded_as_soon_as_they_are_whole() -> None:
     counts = []
     for message in (metadata_0, end, body_2, metadata_1, body_1, metadata_2):
         feed(decoder, [message])
-        counts.append((listener.schema is not None, len(listener.batches), listener.ended))
+        counts.append((listener.schema is not None, len(listener.batches), listener.complete))
     assert counts == [
         (True, 0, False),
         (True, 0, False),

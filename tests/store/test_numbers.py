@@ -25,7 +25,7 @@ def commit(store: Store, name: str, number: int, rows: Sequence[int] = (1,), pre
 def removed(directory: Path) -> dict[str, tuple[int, bool]]:
     """Return the removed versions that a reopened store reports."""
     with Store(directory) as store:
-        return {name: (one.version, one.lost) for name, one in store.removed().items()}
+        return {name: (one.version, one.lost) for name, one in store.removals().items()}
 
 
 def test_a_number_stays_when_its_version_goes(memory: Path) -> None:
@@ -33,7 +33,7 @@ def test_a_number_stays_when_its_version_goes(memory: Path) -> None:
         versions = [commit(store, "d", number) for number in (1, 2)]
         other = commit(store, "other", 5)
         store.remove(versions[0])
-        assert store.removed() == {}  # a later version exists
+        assert store.removals() == {}  # a later version exists
         store.remove(versions[1], other)
     assert removed(memory) == {"d": (2, False), "other": (5, False)}
     with Store(memory) as store:
@@ -47,7 +47,7 @@ def test_what_was_never_published_uses_a_number_and_changes_nothing_else(memory:
         store.ensure_room("new", int(2.5 * MIB))
         assert store.versions() == []
         store.remove(commit(store, "d", 2, prepared=True))
-        assert store.removed() == {"d": (1, True, 2)}
+        assert store.removals() == {"d": (1, True, 2)}
     assert removed(memory) == {"d": (1, True)}
 
 
@@ -87,7 +87,7 @@ def test_a_record_that_was_cut_short_is_left_out_and_written_over(memory: Path) 
     for length in range(len(content) - 1, content.index(b"\n") + 1, -7):
         (memory / "numbers").write_bytes(content[:length])
         with Store(memory) as store:
-            assert {name: one.version for name, one in store.removed().items()} in ({"d": 2}, {"d": 2, "e": 3})
+            assert {name: one.version for name, one in store.removals().items()} in ({"d": 2}, {"d": 2, "e": 3})
             store.remove(commit(store, "f", 4))
         assert {"d": (2, False), "f": (4, False)}.items() <= removed(memory).items()
         for line in (memory / "numbers").read_text().splitlines():
@@ -112,9 +112,9 @@ def test_versions_that_were_spilled_leave_their_numbers_too(memory: Path, tmp_pa
         version = commit(store, "d", 4, range(100_000))
         store.ensure_room("new", int(1.9 * MIB))
         assert store.spilled(version)
-        assert store.removed() == {}
+        assert store.removals() == {}
         store.remove(version)
-        assert {name: one.version for name, one in store.removed().items()} == {"d": 4}
+        assert {name: one.version for name, one in store.removals().items()} == {"d": 4}
     assert removed(memory) == removed(spill) == {"d": (4, False)}
 
 
@@ -131,16 +131,16 @@ def test_the_file_grows_with_the_names_and_not_with_the_versions(memory: Path, m
     assert len(found) <= 7
     assert found["name 9"] == (1, False)
     with Store(memory) as store:
-        assert store.removed()[""].used == 29  # datasets whose names were forgotten must not reuse lower numbers
+        assert store.removals()[""].used == 29  # datasets whose names were forgotten must not reuse lower numbers
 
 
 def test_serials_grow_though_the_clock_was_set_back_and_nothing_is_left(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Store(memory) as store:
-        last = store.serial()
+        last = store.next_serial()
         version = commit(store, "d", 1)
         store.remove(version)
     monkeypatch.setattr("time.time", lambda: 1000.0)
     with Store(memory) as store:
-        assert last < version.serial < store.serial()
+        assert last < version.serial < store.next_serial()

@@ -22,7 +22,7 @@ from dissociated.datasets.static import SegmentsDataset
 from dissociated.errors import CatalogError, StoreError
 from dissociated.store.commit import Commit
 from dissociated.store.directory import SetAside
-from dissociated.store.numbers import Removed
+from dissociated.store.numbers import Removal
 from dissociated.store.places import Usage
 from dissociated.store.segment import Segment, SegmentWriter
 from dissociated.store.stage import Stage
@@ -57,7 +57,7 @@ class NoStore:
     def named(self, name: str) -> list[Version]:
         return []
 
-    def removed(self) -> Mapping[str, Removed]:
+    def removals(self) -> Mapping[str, Removal]:
         return {}
 
     def prepared(self) -> list[Version]:

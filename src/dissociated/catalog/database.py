@@ -17,7 +17,7 @@ from dissociated.catalog.versions import Versions
 from dissociated.errors import CatalogError, DatasetNotFound
 from dissociated.monitoring.changes import Change
 from dissociated.store.commit import Commit
-from dissociated.store.numbers import Removed
+from dissociated.store.numbers import Removal
 from dissociated.store.version import NodeRecord, Part, Version
 
 #: The number of seconds after which a prepared part is released if its commit never came.
@@ -75,7 +75,7 @@ class Database:
         digest: str,
         lives_until: float,
         serial: int = 0,
-        removed: Mapping[str, Removed] | None = None,
+        removed: Mapping[str, Removal] | None = None,
     ) -> None:
         """Register a node with all the parts that it holds.
 
@@ -115,7 +115,7 @@ class Database:
             self._record_announced(versions, announced)
             versions.expire(versions.now)
 
-    def _record_removed(self, versions: Versions, removed: Mapping[str, Removed]) -> None:
+    def _record_removed(self, versions: Versions, removed: Mapping[str, Removal]) -> None:
         """Record versions that are gone from a node."""
         for name, last in removed.items():
             versions.record_removed(name, last)
@@ -332,7 +332,7 @@ class Database:
             versions.use_number(announced.name, announced.number)
         return self.version_of(announced.id)
 
-    def record_removed(self, removed: Mapping[str, Removed]) -> None:
+    def record_removed(self, removed: Mapping[str, Removal]) -> None:
         """Record versions that are gone from the store of this process. See `register`."""
         with self._transaction() as versions:
             self._record_removed(versions, removed)

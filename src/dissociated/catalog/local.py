@@ -29,7 +29,7 @@ from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound
 from dissociated.monitoring.status import DatasetStatus, NodeStatus, ServerStatus
 from dissociated.protocol.request import parse_identifier
 from dissociated.store.commit import Commit
-from dissociated.store.numbers import Removed
+from dissociated.store.numbers import Removal
 from dissociated.store.version import NodeRecord, Part, Version
 
 
@@ -270,7 +270,7 @@ class LocalCatalog(Catalog):
         announced = self._parse_announced(node.id, body)
         until = time.time() + float(body["lives"])
         removed = {
-            str(name): Removed(int(version), bool(lost), int(highest))
+            str(name): Removal(int(version), bool(lost), int(highest))
             for name, (version, lost, highest) in body.get("numbers", {}).items()
         }
         self._database.register(node, announced, str(body["digest"]), until, int(body["serial"]), removed)
@@ -336,7 +336,7 @@ class LocalCatalog(Catalog):
     def join(self) -> None: ...
 
     def start(self) -> None:
-        self._database.record_removed(self._backend.store.removed())
+        self._database.record_removed(self._backend.store.removals())
         self._latest = {
             version.name: version
             for version in self._backend.store.versions()
@@ -348,7 +348,7 @@ class LocalCatalog(Catalog):
 
     def _restore(self, version: Version, prepared: Prepared) -> None:
         if not version.whole or version.prepared:
-            self._database.record_removed({version.name: Removed.of(version.number, lost=False, published=False)})
+            self._database.record_removed({version.name: Removal.of(version.number, lost=False, published=False)})
             return
         if any(entry.replaces(version) for entry in self._backend.store.set_aside):
             raise CatalogError("a later version of the dataset is set aside, so this version is not published")

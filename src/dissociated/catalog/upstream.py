@@ -158,7 +158,7 @@ class UpstreamCatalog(Catalog):
     def _report_everything(self, changes: int) -> None:
         """Report everything that this node holds."""
         # The order matters: `versions` must include every version up to `serial`.
-        serial, versions = self._backend.store.serial(), self._backend.store.versions()
+        serial, versions = self._backend.store.next_serial(), self._backend.store.versions()
         with Peer(self._upstream.uri, self.security, PEER_TIMEOUT + len(versions) * _TIMEOUT_PER_VERSION) as peer:
             self._report(
                 peer,
@@ -166,7 +166,7 @@ class UpstreamCatalog(Catalog):
                 changes,
                 node=asdict(self.node),
                 parts=self._reported(versions),
-                numbers={name: [*removed] for name, removed in self._backend.store.removed().items()},
+                numbers={name: [*removed] for name, removed in self._backend.store.removals().items()},
                 serial=serial,
                 guarded=self.security.authorize is not None,
                 signs=self._registry.tickets.fingerprint(),

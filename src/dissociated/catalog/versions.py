@@ -15,7 +15,7 @@ from dissociated.codec.difference import schema_difference
 from dissociated.codec.schemas import deserialize
 from dissociated.errors import CatalogError
 from dissociated.monitoring.changes import Change
-from dissociated.store.numbers import ANY_NAME, Removed
+from dissociated.store.numbers import ANY_NAME, Removal
 from dissociated.store.version import NodeRecord, Part, Version, sum_known
 
 _log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class Versions:
         """Record that the dataset is gone, though no client dropped or replaced it."""
         self._tables.run("UPDATE numbers SET lost = 1 WHERE name = ?", (name,))
 
-    def record_removed(self, name: str, removed: Removed) -> None:
+    def record_removed(self, name: str, removed: Removal) -> None:
         """Record a version that is gone from a store. See `Database.record_removed`."""
         self.use_number(name, removed.used)
         is_known = self._tables.all("SELECT 1 FROM numbers WHERE name = ? AND published >= ?", name, removed.version)

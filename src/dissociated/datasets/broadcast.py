@@ -97,7 +97,7 @@ class _BroadcastColumns(BroadcastDataset):
         if chosen is None or chosen.header is item.header:
             return chosen and item
         if item.repeats is not None:
-            first, *more = [b"".join(chosen.body((one,))) for one in item.bodies]
+            first, *more = [b"".join(chosen.body((body,))) for body in item.bodies]
             return LiveMessage(chosen.header, chosen.parsed, (first,), repeats=more)
         extents = [item.extents[index] for index in chosen.indices] if item.extents else []
         return LiveMessage(chosen.header, chosen.parsed, chosen.body(item.body), 0, item.region, extents)
@@ -117,9 +117,9 @@ def _messages(consumer: Consumer, woken: threading.Event) -> Messages:
             if not items:
                 woken.wait()
                 woken.clear()
-            for item in [one for group in items for one in group.each()]:
-                body = None if item.body is None else b"".join(item.body)
-                consumer.free(item.addresses)
-                yield item.header, body
+            for message in [message for item in items for message in item.each()]:
+                body = None if message.body is None else b"".join(message.body)
+                consumer.free(message.addresses)
+                yield message.header, body
     finally:
         consumer.leave()

@@ -57,18 +57,18 @@ class Consumer:
         self.droppable = 0  # number of waiting items that may be dropped
         self.missed = 0  # number of batches that were dropped
         self.idle = False  # whether the last `take` found no message
-        self.held: set[int] = set()  # addresses that the consumer holds, in waiting and in taken messages
+        self.addresses: set[int] = set()  # addresses that the consumer holds, in waiting and in taken messages
         self.stopped = False  # whether the consumer receives nothing more at its own request
         self.cut_off = False  # whether it was cut off: it receives nothing more, and its memory does not count
         self.reason: str | None = None  # the error that ended its stream
         self.reference: str | None = None  # the name of that error in the log
-        self.ended = False  # whether the stream has ended regularly and its last message was enqueued
+        self.complete = False  # whether the stream has ended regularly and its last message was enqueued
         self.last_progress = time.monotonic()  # the time at which it last took or freed something
 
     @property
     def finished(self) -> bool:
         """Whether the consumer has taken all messages up to the regular end of the stream."""
-        return self.ended and not self.waiting
+        return self.complete and not self.waiting
 
     def enqueue(self, item: LiveMessage) -> None:
         """Append `item` to the waiting messages. Call it with the fan-out's `changed` held."""
@@ -93,26 +93,26 @@ class Consumer:
         Raises:
             SourceError: if the stream has ended with an error.
         """
-        taken: list[LiveMessage] = []
+        messages: list[LiveMessage] = []
         waiting = self.waiting
         with self._fanout.changed:
             while waiting and count > 0:
                 item = waiting[0]
                 size = 0 if maps and item.region is not None else item.nbytes
-                if taken and size > nbytes:
+                if messages and size > nbytes:
                     break
-                taken.append(waiting.popleft())
+                messages.append(waiting.popleft())
                 count -= item.messages
                 nbytes -= size
                 self.queued -= item.queued * item.messages
                 self.droppable -= item.droppable
-            if taken:
+            if messages:
                 self.last_progress = time.monotonic()
                 self._fanout.on_taken()
             elif self.reason is not None:
-                raise _ended(self.reason, self.reference)
-            self.idle = not taken
-        return taken
+                raise _stream_error(self.reason, self.reference)
+            self.idle = not messages
+        return messages
 
     def drop_oldest(self) -> set[int]:
         """Drop the oldest waiting item that is droppable. Call it with the fan-out's `changed` held.
@@ -127,24 +127,24 @@ class Consumer:
             popped.append(self.waiting.popleft())
         self.droppable -= 1
         self.missed += popped[-1].messages
-        kept: list[LiveMessage] = []
+        remaining: list[LiveMessage] = []
         dictionaries: dict[int, list[LiveMessage]] = {}
         for item in popped[:-1]:
             if item.parsed.type is HeaderType.DICTIONARY_BATCH:
                 _add_dictionary(dictionaries, item)
             else:
-                kept.append(item)
-        kept += [item for items in dictionaries.values() for item in items]
-        self.waiting.extendleft(reversed(kept))
-        self.queued += _queued_bytes(kept) - _queued_bytes(popped)
-        return _addresses(popped) - _addresses(kept)
+                remaining.append(item)
+        remaining += [item for items in dictionaries.values() for item in items]
+        self.waiting.extendleft(reversed(remaining))
+        self.queued += _queued_bytes(remaining) - _queued_bytes(popped)
+        return _addresses(popped) - _addresses(remaining)
 
     def free(self, addresses: Collection[int]) -> None:
         """Free `addresses`, which the consumer does not need any more. Unknown addresses are ignored."""
         if addresses:
             with self._fanout.changed:
                 self.last_progress = time.monotonic()
-                self._fanout.free(self, self.held.intersection(addresses))
+                self._fanout.free(self, self.addresses.intersection(addresses))
 
     def stop(self) -> None:
         """Give the consumer nothing more. Memory that it was sent stays leased."""
@@ -167,7 +167,7 @@ class Consumer:
         with self._fanout.changed:
             if not disconnected:
                 self._fanout.detach(self)
-                self.held.clear()
+                self.addresses.clear()
             self._fanout.leave(self)
 
     @property
@@ -200,7 +200,7 @@ class Fanout:
         # objects of the functions that it passed.
         self._reason: str | None = None
         self._reference: str | None = None  # the name of that error in the log
-        self._over = False  # whether the stream has ended
+        self._has_ended = False  # whether the stream has ended
         self._busy = False  # whether the pump is writing to the memory
         self._full = False  # whether the pump waits for room
         self._last: LiveMessage | None = None  # the newest message, until any consumer has taken it
@@ -222,8 +222,8 @@ class Fanout:
             SourceError: if the stream has ended, or has begun and refuses late consumers.
         """
         with self.changed:
-            if self._over:
-                raise _ended(self._reason or f"the live stream {self.name!r} has ended", self._reference)
+            if self._has_ended:
+                raise _stream_error(self._reason or f"the live stream {self.name!r} has ended", self._reference)
             if self._pump is not None and self._live.late == "refuse":
                 raise SourceError(
                     f'the live stream {self.name!r} has begun, and refuses late readers (Live(late="refuse"))'
@@ -231,7 +231,7 @@ class Fanout:
             consumer = Consumer(self, wake, on_cut_off or wake)
             for item in (
                 LiveMessage.inline(self._schema),
-                *(one for items in self._dictionaries.values() for one in items),
+                *(message for messages in self._dictionaries.values() for message in messages),
             ):
                 consumer.enqueue(item)
             self._consumers.append(consumer)
@@ -247,14 +247,14 @@ class Fanout:
         if consumer in self._consumers:
             self._consumers.remove(consumer)
         self.forget(consumer)
-        self.free(consumer, set(consumer.held))
+        self.free(consumer, set(consumer.addresses))
         if not self._consumers:
             self._memory.trim()
         self._release_unused()
 
     def free(self, consumer: Consumer, addresses: set[int]) -> None:
         """Release `addresses`, which `consumer` held. Call it with `changed` held."""
-        consumer.held -= addresses
+        consumer.addresses -= addresses
         self._memory.free(addresses, consumer.cut_off)
         self.changed.notify_all()
 
@@ -277,12 +277,12 @@ class Fanout:
         self.forget(consumer)
         if not consumer.cut_off:
             consumer.cut_off = True
-            self._memory.exempt(consumer.held)
+            self._memory.exempt(consumer.addresses)
             self.changed.notify_all()
 
     def size_of(self, consumer: Consumer) -> int:
         """Return the bytes that `consumer` holds, alone or shared with others. Call it with `changed` held."""
-        return self._memory.size_of(consumer.held) + consumer.queued
+        return self._memory.size_of(consumer.addresses) + consumer.queued
 
     @property
     def _active_consumers(self) -> list[Consumer]:
@@ -325,7 +325,7 @@ class Fanout:
                     return False
                 self._wait_for_room(len(message.header) + length + QUEUED_OVERHEAD)
                 self._hand_out(message, LiveMessage.inline(message))
-                return not self._over
+                return not self._has_ended
         with self.changed:
             if not self._wait_for_consumers():
                 return False
@@ -341,7 +341,7 @@ class Fanout:
         region.write(message.body or (), at)
         with self.changed:
             self._busy = False
-            if self._over:
+            if self._has_ended:
                 self._release_unused()
                 return False
             extents = zip(*buffer_extents(message.header, message.parsed), strict=True)
@@ -372,7 +372,7 @@ class Fanout:
         return True
 
     def _hand_out(self, message: SplitMessage, item: LiveMessage) -> None:
-        if self._over:
+        if self._has_ended:
             return
         if message.parsed.type is HeaderType.DICTIONARY_BATCH:
             _add_dictionary(self._dictionaries, LiveMessage.inline(message))
@@ -381,7 +381,7 @@ class Fanout:
         for consumer in self._last_receivers:
             while self._live.policy == "latest" and item.droppable and consumer.droppable:
                 self._drop_oldest(consumer)
-            consumer.held |= addresses
+            consumer.addresses |= addresses
             consumer.enqueue(item)
         if self._live.policy == "latest":
             self._last = None  # a message that is appended to another could not be dropped alone
@@ -392,9 +392,9 @@ class Fanout:
         Returns:
             False if the stream has ended, or no consumer is left and none may join.
         """
-        while not self._over:
-            for one in self._consumers:
-                if not (one.cut_off or one.stopped):
+        while not self._has_ended:
+            for consumer in self._consumers:
+                if not (consumer.cut_off or consumer.stopped):
                     return True
             if self._live.late == "refuse":
                 return False
@@ -409,7 +409,7 @@ class Fanout:
         if self._live.policy != "block":
             while not self._has_room(length):
                 # Each queue is an end of the same stream, so the longest begins with the oldest batch.
-                consumer = max(self._active_consumers, key=lambda one: one.droppable, default=None)
+                consumer = max(self._active_consumers, key=lambda candidate: candidate.droppable, default=None)
                 if consumer is None or not consumer.droppable:
                     break
                 self._drop_oldest(consumer)
@@ -418,11 +418,13 @@ class Fanout:
         patience = self._live.stall_timeout
         since = time.monotonic()
         self._full = True
-        while not self._over and not self._has_room(length):
+        while not self._has_ended and not self._has_room(length):
             if self.changed.wait(max(0.0, since + patience - time.monotonic())):
                 continue
             stalled = [
-                one for one in self._consumers if not one.cut_off and one.last_progress < since and self.size_of(one)
+                consumer
+                for consumer in self._consumers
+                if not consumer.cut_off and consumer.last_progress < since and self.size_of(consumer)
             ]
             if stalled:
                 self._cut_off(max(stalled, key=self.size_of))
@@ -439,8 +441,8 @@ class Fanout:
         Consumers share their waiting messages, so only the longest queue counts.
         """
         queued = 0
-        for one in self._consumers:
-            queued = max(queued, one.queued)
+        for consumer in self._consumers:
+            queued = max(queued, consumer.queued)
         return self._memory.has_room(length, other_bytes=queued)
 
     def _cut_off(self, consumer: Consumer) -> None:
@@ -456,19 +458,19 @@ class Fanout:
 
     def _end(self, reason: str | None, reference: str | None = None) -> None:
         """End the stream. Consumers can still take their waiting messages. Call it with `changed` held."""
-        if self._over:
+        if self._has_ended:
             return
-        self._over, self._reason, self._reference = True, reason, reference
+        self._has_ended, self._reason, self._reference = True, reason, reference
         self._last = None
         self._memory.retire()
         self._dictionaries.clear()
         for consumer in self._active_consumers:
-            consumer.ended, consumer.reason, consumer.reference = reason is None, reason, reference
+            consumer.complete, consumer.reason, consumer.reference = reason is None, reason, reference
             consumer.wake()
         self.changed.notify_all()
 
     def _release_unused(self) -> None:
-        if self._over and not self._consumers and not self._busy:
+        if self._has_ended and not self._consumers and not self._busy:
             self._memory.close()
 
     def drop(self) -> None:
@@ -486,7 +488,7 @@ class Fanout:
         """End the stream because the server closes. Memory that consumers have mapped stays readable."""
         with self.changed:
             for consumer in self._consumers:
-                consumer.held.clear()  # so that no memory is released when they leave
+                consumer.addresses.clear()  # so that no memory is released when they leave
             self.drop()
 
     def join_pump(self, timeout: float) -> None:
@@ -509,7 +511,7 @@ def _add_dictionary(dictionaries: dict[int, list[LiveMessage]], item: LiveMessag
     dictionaries[id_] = [*(dictionaries.get(id_, []) if is_delta else []), item]
 
 
-def _ended(reason: str, reference: str | None) -> SourceError:
+def _stream_error(reason: str, reference: str | None) -> SourceError:
     error = SourceError(reason)
     error.reference = reference
     return error

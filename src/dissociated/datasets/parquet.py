@@ -148,7 +148,7 @@ def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Da
         for file, fragment in zip(files, fragments, strict=True):
             if not fragment.physical_schema.equals(common):
                 difference = schema_difference(common, fragment.physical_schema)
-                raise SourceError.told(
+                raise SourceError.for_peer(
                     f"{str(file)!r} and {str(files[0])!r} have different schemas: {difference}",
                     f"the files have different schemas: {difference}",
                 )
@@ -192,7 +192,7 @@ def _check_rows(path: Path, found_rows: int, published_rows: int | None) -> None
     """Raise SourceError if the number of rows has changed since publication, since clients rely on that number."""
     if published_rows is not None and found_rows != published_rows:
         changed = f"has {found_rows:,} rows, and had {published_rows:,} at publication: publish the file anew"
-        raise SourceError.told(f"{str(path)!r} {changed}", f"the file {changed}")
+        raise SourceError.for_peer(f"{str(path)!r} {changed}", f"the file {changed}")
 
 
 def _unchanged(
@@ -212,7 +212,7 @@ def _unchanged(
             failed = error
         if not _is_true(is_unchanged):
             changed = "was modified during a read: read the dataset again"
-            raise SourceError.told(f"{str(path)!r} {changed}", f"the file {changed}") from failed
+            raise SourceError.for_peer(f"{str(path)!r} {changed}", f"the file {changed}") from failed
         if failed is not None:
             raise failed
         if batch is None:

@@ -2,7 +2,7 @@
 
 The text of an exception of user code may contain a password or a path, and so may libarrow's messages about the files
 that it reads. So the text stays in the log. A client receives the type of the exception, and a reference by which the
-text can be found in the log. Errors that are meant for clients, made by `SourceError.told`, are not changed.
+text can be found in the log. Errors that are meant for clients, made by `SourceError.for_peer`, are not changed.
 """
 
 from __future__ import annotations

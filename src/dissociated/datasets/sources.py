@@ -148,7 +148,7 @@ class _NewEachTime:
         if not isinstance(source, pa.RecordBatchReader | Iterator):
             return source
         if source is self._last():
-            raise SourceError.told(
+            raise SourceError.for_peer(
                 f"the callable gave the same {type(source).__name__} again, which can be read once: create a new one "
                 f"in each call, or publish the {type(source).__name__} itself"
             )
@@ -173,7 +173,7 @@ def _open_reader(source: Source, schema: pa.Schema | None = None) -> pa.RecordBa
         source = source.scanner()
     if hasattr(source, "to_reader"):
         return source.to_reader()
-    raise SourceError.told(
+    raise SourceError.for_peer(
         f"cannot publish a {type(source).__name__}: give a Table, record batches, a RecordBatchReader, an object "
         "with __arrow_c_stream__, a pyarrow dataset, a callable that returns one of these, the path of an Arrow IPC, "
         "Parquet, CSV or JSON lines file, or one or more tensors"
@@ -192,7 +192,7 @@ def _chain_batches(pieces: Iterator[Any], schema: pa.Schema | None) -> pa.Record
     if schema is None:
         first = next(pieces, None)
         if first is None:
-            raise SourceError.told("the source has no record batch, so its schema is unknown: give schema=...")
+            raise SourceError.for_peer("the source has no record batch, so its schema is unknown: give schema=...")
         _check_piece(first, None)
         schema, pieces = first.schema, chain([first], pieces)
     common = schema
@@ -208,9 +208,11 @@ def _chain_batches(pieces: Iterator[Any], schema: pa.Schema | None) -> pa.Record
 
 def _check_piece(piece: Any, schema: pa.Schema | None) -> None:
     if not isinstance(piece, pa.RecordBatch | pa.Table):
-        raise SourceError.told(f"the source gave a {type(piece).__name__} instead of a record batch")
+        raise SourceError.for_peer(f"the source gave a {type(piece).__name__} instead of a record batch")
     if schema is not None and not piece.schema.equals(schema):
-        raise SourceError.told(f"the record batches have different schemas: {schema_difference(schema, piece.schema)}")
+        raise SourceError.for_peer(
+            f"the record batches have different schemas: {schema_difference(schema, piece.schema)}"
+        )
 
 
 def _in_memory(name: str, source: Any, options: WriteOptions | None) -> Dataset:

@@ -37,7 +37,7 @@ def _open_unchanged(name: str, path: Path, format: str, state: FileState) -> pa.
 
     def check() -> None:
         if file_state(path.stat()) != state:
-            raise SourceError.told(f"{str(path)!r} was modified after it was published: publish the file anew")
+            raise SourceError.for_peer(f"{str(path)!r} was modified after it was published: publish the file anew")
 
     check()
     reader = open_text(name, str(path), format)

@@ -261,7 +261,7 @@ class CollectListener(Listener):
         #: The custom metadata of each batch, which is None if it has none.
         self.custom_metadata: list[pa.KeyValueMetadata | None] = []
         #: Whether the stream has ended.
-        self.ended = False
+        self.complete = False
 
     def on_schema_decoded(self, schema: pa.Schema, filtered_schema: pa.Schema) -> None:
         """Keep both schemas."""
@@ -276,4 +276,4 @@ class CollectListener(Listener):
 
     def on_eos(self) -> None:
         """Remember that the stream has ended."""
-        self.ended = True
+        self.complete = True

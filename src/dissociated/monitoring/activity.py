@@ -20,7 +20,7 @@ from dissociated._version import __version__
 from dissociated.base.host import host_name
 from dissociated.datasets.base import Dataset
 from dissociated.monitoring.changes import Changes
-from dissociated.monitoring.kept import KeptMemory
+from dissociated.monitoring.kept_memory import KeptMemory
 from dissociated.monitoring.status import (
     OUTCOMES,
     ChangeCounts,
@@ -77,13 +77,13 @@ class ConnectionStats:
         # bytes to send.
         self._transfer: tuple[int, Connection | None, int, int] = 0, None, 0, 0
         #: The addresses that the client holds.
-        self.held: Sized = ()
+        self.leases: Sized = ()
         #: Returns the number of bytes of live streams that the client still holds; None unless the client was cut off.
-        self.kept: Callable[[], int | None] | None = None
+        self.count_kept: Callable[[], int | None] | None = None
         #: Returns the number of batches of a live stream that were dropped because the client did not keep up.
-        self.missed: Callable[[], int] | None = None
+        self.count_missed: Callable[[], int] | None = None
         #: Whether all requested data were sent.
-        self.sent = False
+        self.all_sent = False
         #: Returns whether all sent data have arrived, and the data that the client holds stay valid when this process
         #: ends. None if nothing was sent.
         self.outlives_server: Callable[[], bool] | None = None
@@ -124,12 +124,12 @@ class ConnectionStats:
         """Whether the client would lose data if this process ended."""
         # Read the attribute once, since the connection's thread may set it to None.
         outlives_server = self.outlives_server
-        return not (self.sent and len(self.held) and outlives_server is not None and outlives_server())
+        return not (self.all_sent and len(self.leases) and outlives_server is not None and outlives_server())
 
     def status(self) -> ConsumerStatus:
         """Return the present state of the connection."""
         kept_bytes, now, nbytes = self._kept_bytes(), time.monotonic(), self.bytes
-        state = "asking" if self.dataset is None else "holding" if self.sent else "reading"
+        state = "asking" if self.dataset is None else "holding" if self.all_sent else "reading"
         if kept_bytes is not None:
             state = "cut off"
         return ConsumerStatus(
@@ -141,19 +141,19 @@ class ConnectionStats:
             now - self._began,
             self.messages,
             nbytes,
-            len(self.held),
+            len(self.leases),
             kept_bytes or 0,
             self._rate.at(now, nbytes),
             self._missed(),
         )
 
     def _kept_bytes(self) -> int | None:
-        count_kept = self.kept  # Read the attribute once, since the connection's thread may set it to None.
+        count_kept = self.count_kept  # Read the attribute once, since the connection's thread may set it to None.
         return None if count_kept is None else count_kept()
 
     def _missed(self) -> int:
-        missed = self.missed  # see `_kept`
-        return 0 if missed is None else missed()
+        count_missed = self.count_missed  # see `_kept_bytes`
+        return 0 if count_missed is None else count_missed()
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of a log record about this connection."""
@@ -194,7 +194,7 @@ class _Sums:
         for stats in open_stats:
             total.add(stats)
             total.consumers += 1
-            total.leases += len(stats.held)
+            total.leases += len(stats.leases)
         return total
 
 
@@ -250,15 +250,15 @@ class Activity:
             self._refused[listener] += 1
 
     @property
-    def kept(self) -> int:
+    def kept_bytes(self) -> int:
         """The number of bytes that clients keep after their streams or segments ended.
 
         It includes live streams from which a client was cut off, and segments that are no longer served.
         """
-        return self.kept_live + self.kept_memory.nbytes
+        return self.kept_live_bytes + self.kept_memory.nbytes
 
     @property
-    def kept_live(self) -> int:
+    def kept_live_bytes(self) -> int:
         """The number of bytes of live streams that clients still hold after being cut off."""
         with self._lock:
             statistics = list(self._open.values())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from dissociated.base.buffers import MAX_METADATA
 from dissociated.errors import ConnectionClosed, ServerFull, SourceError
 from dissociated.monitoring.activity import Activity
-from dissociated.monitoring.kept import Mappable
+from dissociated.monitoring.kept_memory import Mappable
 from dissociated.transport.base import Connection
 
 #: Seconds that every new connection has for its request before it may be interrupted to make room for another. This is
@@ -146,7 +146,7 @@ class Admission:
         if self._limits.kept_limit is not None:
             self.admit_mapped(name)
         else:
-            self._admit_mapped(name, self._activity.kept_live, _KEPT_SHARE * self._limits.live_limit)
+            self._admit_mapped(name, self._activity.kept_live_bytes, _KEPT_SHARE * self._limits.live_limit)
 
     def admit_mapped(self, name: str) -> None:
         """Check that a client may read the static dataset `name` over shared memory.
@@ -155,12 +155,12 @@ class Admission:
             SourceError: if `kept_limit` is set, and consumers that were cut off still hold that much memory.
         """
         if self._limits.kept_limit is not None:
-            self._admit_mapped(name, self._activity.kept, self._limits.kept_limit)
+            self._admit_mapped(name, self._activity.kept_bytes, self._limits.kept_limit)
 
-    def _admit_mapped(self, name: str, kept: int, limit: int) -> None:
-        if kept and kept >= limit:  # a limit of 0 refuses new readers only while some memory is held
+    def _admit_mapped(self, name: str, kept_bytes: int, limit: int) -> None:
+        if kept_bytes and kept_bytes >= limit:  # a limit of 0 refuses new readers only while some memory is held
             raise SourceError(
-                f"{name!r} accepts no new reader over shared memory: readers that were cut off still hold {kept:,} "
-                f"bytes; the limit (kept_limit) is {limit:,}; wait until they release it, or end them (dissociated "
-                "status lists them); or read over tcp, or with packed bodies"
+                f"{name!r} accepts no new reader over shared memory: readers that were cut off still hold "
+                f"{kept_bytes:,} bytes; the limit (kept_limit) is {limit:,}; wait until they release it, or end them "
+                "(dissociated status lists them); or read over tcp, or with packed bodies"
             )

@@ -42,7 +42,7 @@ class Coalescer:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._idle = False  # whether the thread waits to be notified of a message
-        self._over = False
+        self._closed = False
         self._error: BaseException | None = None
 
     def add(self, message: SplitMessage) -> None:
@@ -82,10 +82,10 @@ class Coalescer:
 
     def _flush_when_due(self) -> None:
         with self._changed:
-            while not self._over:
-                left = self._due - time.monotonic()
-                if left > 0:
-                    self._changed.wait(left)
+            while not self._closed:
+                remaining = self._due - time.monotonic()
+                if remaining > 0:
+                    self._changed.wait(remaining)
                 elif self._waiting:
                     try:
                         self._flush()
@@ -106,7 +106,7 @@ class Coalescer:
             self.flush()
         finally:
             with self._changed:
-                self._over = True
+                self._closed = True
                 self._changed.notify()
             if self._thread is not None:
                 self._thread.join()

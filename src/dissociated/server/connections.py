@@ -238,8 +238,10 @@ class Connections:
                 follows = session.run()
                 if follows:
                     ending.pop_all()
-            outcome, why = ("done", "stream complete") if stats.sent else ("gone", "client disconnected before the end")
-            if stats.sent:
+            outcome, why = (
+                ("done", "stream complete") if stats.all_sent else ("gone", "client disconnected before the end")
+            )
+            if stats.all_sent:
                 stats.settle()
         except (TransportError, DeadlineExceeded) as error:
             outcome, why = "gone", str(error)

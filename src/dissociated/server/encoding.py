@@ -108,8 +108,8 @@ def _encode(
         nbytes = sum(message.parsed.body_length for message in group) if bodies else 0
         ends = (address + length for message in group for address, length in message.extents or ())
         end = max(ends, default=0) if mapped else 0
-        held, pairs = (leased, pairs) if bodies else ((), 0)
-        yield MessageGroup(connection.prepare(outgoing), first, len(group), held, pairs, nbytes, end)
+        addresses, pairs = (leased, pairs) if bodies else ((), 0)
+        yield MessageGroup(connection.prepare(outgoing), first, len(group), addresses, pairs, nbytes, end)
 
 
 def _group(messages: Sequence[StaticMessage], first: int, most: int) -> Sequence[StaticMessage]:

@@ -35,7 +35,9 @@ class Endpoints:
     @property
     def by_address(self) -> bool:
         """Whether a listener lets clients map this process's memory or fetch from it."""
-        return any(one.exposes_memory or transport(one.uri.scheme).shares_memory for one in self._listeners)
+        return any(
+            listener.exposes_memory or transport(listener.uri.scheme).shares_memory for listener in self._listeners
+        )
 
     def listener_uris(self) -> list[str]:
         """Return the URIs of the listeners, without parameters of a dataset."""
@@ -43,11 +45,11 @@ class Endpoints:
 
     def base_locations(self) -> list[str]:
         """Return the URIs at which any dataset of the server can be requested, one for each listener."""
-        return [str(self._location(one, None, Streams.BOTH, False)) for one in self._listeners]
+        return [str(self._location(listener, None, Streams.BOTH, False)) for listener in self._listeners]
 
     def locations(self, dataset: Dataset, streams: Streams, packed: bool) -> list[str]:
         """Return the URIs at which `dataset` can be requested, one for each listener."""
-        return [str(self._location(one, dataset, streams, packed)) for one in self._listeners]
+        return [str(self._location(listener, dataset, streams, packed)) for listener in self._listeners]
 
     def dataset_locations(self, dataset: Dataset) -> list[str]:
         """Return the locations of `dataset`, in the order in which clients should try them.
@@ -57,8 +59,15 @@ class Endpoints:
         """
         segment = dataset.device_segment
         on_device = [] if segment is None or not segment.span.key else self._device_locations(segment)
-        ways = [(one, packed) for one in self._listeners for packed in (False, True)[: 1 + one.exposes_memory]]
-        return [*on_device, *(str(self._location(one, dataset, Streams.BOTH, packed)) for one, packed in ways)]
+        ways = [
+            (listener, packed)
+            for listener in self._listeners
+            for packed in (False, True)[: 1 + listener.exposes_memory]
+        ]
+        return [
+            *on_device,
+            *(str(self._location(listener, dataset, Streams.BOTH, packed)) for listener, packed in ways),
+        ]
 
     def _device_locations(self, segment: DeviceSegment) -> list[str]:
         """Return the locations at which clients on this host can request addresses in `segment`."""
@@ -67,17 +76,17 @@ class Endpoints:
             str(
                 with_spans(
                     Uri(
-                        one.uri.scheme,
-                        path=one.uri.path,
+                        listener.uri.scheme,
+                        path=listener.uri.path,
                         want_data=tag,
                         free_data=FREE_DATA,
-                        parameters={**one.uri.parameters, **self._parameters, DEVICE: segment.device.identity},
+                        parameters={**listener.uri.parameters, **self._parameters, DEVICE: segment.device.identity},
                     ),
                     [segment.span],
                 )
             )
-            for one in self._listeners
-            if transport(one.uri.scheme).shares_memory
+            for listener in self._listeners
+            if transport(listener.uri.scheme).shares_memory
         ]
 
     def reference_locations(self, dataset: Dataset) -> list[str]:
@@ -88,8 +97,12 @@ class Endpoints:
         """
         if not dataset.splits_streams:
             return []
-        places = [one for one in self._listeners if one.uri.parameters.get("err_mode") == "none"]
-        return [str(self._location(one, dataset, streams, True)) for one in places[:1] for streams in _ONE_STREAM_EACH]
+        places = [listener for listener in self._listeners if listener.uri.parameters.get("err_mode") == "none"]
+        return [
+            str(self._location(listener, dataset, streams, True))
+            for listener in places[:1]
+            for streams in _ONE_STREAM_EACH
+        ]
 
     def _location(self, listener: Listener, dataset: Dataset | None, streams: Streams, packed: bool) -> Uri:
         uri = listener.uri

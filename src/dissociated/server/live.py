@@ -56,12 +56,12 @@ class _LiveSending(Sending):
         messages: list[Message | Run] = []
         for header, group in groupby(items, _run_key):
             grouped = [*group]
-            bodies = [one for item in grouped for one in item.bodies] if header is not None else []
+            bodies = [part for item in grouped for part in item.bodies] if header is not None else []
             if header is not None and self._connection.takes_runs and len(bodies) >= self._connection.min_run:
                 self._check(header)
                 messages.append(self._sender.send_alike(header, bodies))
                 continue
-            for item in [one for several in grouped for one in several.each()]:
+            for item in [message for several in grouped for message in several.each()]:
                 messages += self._encode_message(item.header, body(item))
         nbytes = sum([item.nbytes for item in items])
         with self._stats.sending(self._connection, nbytes):

@@ -154,9 +154,9 @@ def takes(options: Callable[P, T]) -> Callable[[Callable[[Any, T], None]], Calla
         def taking(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
             init(self, options(*args, **kwargs))
 
-        ours, theirs = inspect.signature(init), inspect.signature(options)
-        first, *_ = ours.parameters.values()
-        taking.__signature__ = ours.replace(parameters=[first, *theirs.parameters.values()])  # type: ignore[attr-defined]
+        signature, fields = inspect.signature(init), inspect.signature(options).parameters
+        first, *_ = signature.parameters.values()
+        taking.__signature__ = signature.replace(parameters=[first, *fields.values()])  # type: ignore[attr-defined]
         return taking
 
     return decorate

@@ -48,7 +48,7 @@ def wants_connection_kept(tag: int) -> bool:
 
 TAGS = Tags(
     want={
-        **{want_tag(one, packed): one for one in Streams.__members__.values() for packed in (False, True)},
+        **{want_tag(streams, packed): streams for streams in Streams.__members__.values() for packed in (False, True)},
         **{want_tag(Streams.BOTH, packed) | KEEP_CONNECTION: Streams.BOTH for packed in (False, True)},
         want_tag(Streams.BOTH, False, device=True): Streams.BOTH,
     },

@@ -65,7 +65,7 @@ class Sending(ABC):
         self._by_address = not client.packed and bool(client.streams & Streams.BODIES)
         self._ledger = Ledger()
         self._half_closed = False  # whether the client has ended its side, after which it can free nothing any more
-        client.stats.held = self._ledger
+        client.stats.leases = self._ledger
 
     @abstractmethod
     def send(self) -> None:

@@ -411,7 +411,11 @@ class Server(ProcessBound):
 
     def _repr_html_(self) -> str:
         served = [self.registry.find_name(name) for name in self.names()]
-        rows = [[one.name, count(one.rows), size(one.nbytes), count(one.readers)] for one in served if one is not None]
+        rows = [
+            [dataset.name, count(dataset.rows), size(dataset.nbytes), count(dataset.readers)]
+            for dataset in served
+            if dataset
+        ]
         listed = html_table(["name", "rows", "size", "readers"], rows, right=(1, 2, 3)) if rows else "nothing published"
         return html("Server, closed", []) if self._closed else html("Server", self._places, listed)
 

@@ -85,8 +85,8 @@ class Session:
                 if self._sender.state is State.ENDING:
                     self._sender.drained()
                     self._wait_taken()
-                done = self._sender.state is State.DONE and not self._sending.holds_live
-                return done and wants_connection_kept(request.tag) and self._connection.is_reusable
+                is_done = self._sender.state is State.DONE and not self._sending.holds_live
+                return is_done and wants_connection_kept(request.tag) and self._connection.is_reusable
         except ConnectionClosed:
             raise  # the client is gone, so it is told no reason
         except DissociatedError as error:
@@ -136,8 +136,8 @@ class Session:
 
     def _serve_request(self, sending: Sending, published: Dataset) -> None:
         """Send the stream, and wait until the client has freed everything."""
-        self._stats.kept = lambda: sending.kept_bytes
-        self._stats.missed = lambda: sending.missed
+        self._stats.count_kept = lambda: sending.kept_bytes
+        self._stats.count_missed = lambda: sending.missed
         self._stats.outlives_server = lambda: (
             self._connection.shares_memory and not self._connection.backlog and not sending.holds_live
         )
@@ -145,7 +145,7 @@ class Session:
             sending.send()
             published.check_unchanged()
             self._connection.send(self._sender.end(), self._limits.stall_timeout)
-            self._stats.sent = True
+            self._stats.all_sent = True
         except ConnectionClosed:
             # The client may have stopped receiving and still hold memory. It then goes on to free that.
             self._sender.fail()
@@ -190,7 +190,7 @@ class Session:
                 self._connection.close(linger=math.inf)
                 disconnected = self._connection.close()
             # They refer to the session, and would keep it alive.
-            self._stats.kept = self._stats.missed = self._stats.outlives_server = None
+            self._stats.count_kept = self._stats.count_missed = self._stats.outlives_server = None
             if self._stats.dataset is not None and not self._stats.dataset.stored:
                 self._admission.watch_kept(sending.mapped)
             sending.close(disconnected)

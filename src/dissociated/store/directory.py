@@ -33,7 +33,7 @@ from dissociated.store.files import (
     write_atomically,
 )
 from dissociated.store.layout import NUMBERS, SEGMENTS, STAGING, TRASH, is_draft, known_id, new_id, write_id
-from dissociated.store.numbers import Numbers, Removed
+from dissociated.store.numbers import Numbers, Removal
 from dissociated.store.version import Version
 
 _log = logging.getLogger(__name__)
@@ -80,12 +80,12 @@ class SetAside:
         return cls(path, reason, serial if _is_count(serial) else 0, plain, sizes_by_inode)
 
     @property
-    def removal(self) -> tuple[str, Removed] | None:
+    def removal(self) -> tuple[str, Removal] | None:
         """The dataset's name and the record of this version's number, if its manifest still has both."""
         name, number = self.manifest.get("name"), self.manifest.get("version")
         if not isinstance(name, str) or not _is_count(number) or not number:
             return None
-        return name, Removed.of(number, lost=True, published=not self.manifest.get("prepared"))
+        return name, Removal.of(number, lost=True, published=not self.manifest.get("prepared"))
 
     def replaces(self, version: Version) -> bool:
         """Return whether this entry is, by its manifest, a later version of the dataset of `version`."""
@@ -275,7 +275,7 @@ class Directory(ProcessBound):
 
         Args:
             version: The version.
-            lost: See `Removed`.
+            lost: See `Removal`.
             superseded: Whether a later version of the dataset is here. If not, the number of `version` is recorded
                 before its manifest goes.
 
@@ -310,7 +310,7 @@ class Directory(ProcessBound):
                     os.chmod(path, 0o600)
                     path.rename(self.trash / f"{removed.stem}-{path.name}")
             if recorded is not None and recorded.number:
-                removal = Removed.of(recorded.number, lost, not recorded.prepared)
+                removal = Removal.of(recorded.number, lost, not recorded.prepared)
                 self.numbers.record(recorded.name, removal, recorded.serial)
         except OSError as error:
             _log.warning("removal failed, it is tried again: path=%s error=%s", removed, str(error))

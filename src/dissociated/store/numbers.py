@@ -26,7 +26,7 @@ _MAX_NAMES = 100_000
 _SPARE_LINES = 1_000  # outdated lines in the file before it is rewritten, in addition to one for each dataset
 
 
-class Removed(NamedTuple):
+class Removal(NamedTuple):
     """The record of a dataset's versions that are no longer in a store.
 
     - `version`: the number of the last published version; 0 if none was published.
@@ -40,14 +40,14 @@ class Removed(NamedTuple):
     used: int
 
     @classmethod
-    def of(cls, version: int, lost: bool, published: bool) -> Removed:
+    def of(cls, version: int, lost: bool, published: bool) -> Removal:
         """Return the record of one version."""
         return cls(version, lost, version) if published else cls(0, False, version)
 
-    def merge(self, other: Removed) -> Removed:
+    def merge(self, other: Removal) -> Removal:
         """Return the combination of this record and `other`, which is the later one."""
         last = self if self.version > other.version else other
-        return Removed(last.version, last.lost, max(self.used, other.used))
+        return Removal(last.version, last.lost, max(self.used, other.used))
 
 
 class Numbers:
@@ -58,7 +58,7 @@ class Numbers:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._records: dict[str, Removed] = {}
+        self._records: dict[str, Removal] = {}
         self._lines = 0
         #: The highest serial number of a recorded version (`Version.serial`).
         self.serial = 0
@@ -74,24 +74,24 @@ class Numbers:
         self._lines += 1
         try:
             plain = json.loads(line)
-            removed = Removed(int(plain["version"]), bool(plain["lost"]), int(plain["used"]))
+            removed = Removal(int(plain["version"]), bool(plain["lost"]), int(plain["used"]))
             self._merge(str(plain["name"]), removed, int(plain["serial"]))
         except (ValueError, KeyError, TypeError):
             self._whole = False
             _log.warning("unreadable line left out: path=%s line=%d", self._path, self._lines)
 
-    def _merge(self, name: str, removed: Removed, serial: int) -> bool:
+    def _merge(self, name: str, removed: Removal, serial: int) -> bool:
         """Merge a record into the known one. Return whether that changes it."""
         self.serial = max(self.serial, serial)
         record = self._records.pop(name, None)
         self._records[name] = removed if record is None else record.merge(removed)  # oldest records come first
         return self._records[name] != record
 
-    def records(self) -> Mapping[str, Removed]:
+    def records(self) -> Mapping[str, Removal]:
         """Return the record of each dataset. The record of `ANY_NAME` applies to all other datasets."""
         return self._records
 
-    def record(self, name: str, removed: Removed, serial: int) -> None:
+    def record(self, name: str, removed: Removal, serial: int) -> None:
         """Record a removed version, durably. A repeated call changes nothing. Raises OSError."""
         if not self._merge(name, removed, serial) and self._whole:
             return
@@ -102,7 +102,7 @@ class Numbers:
     def _forget(self) -> None:
         names = [name for name in self._records if name != ANY_NAME][: _MAX_NAMES // 2]
         highest = max(self._records.pop(name).used for name in (*names, ANY_NAME) if name in self._records)
-        self._records[ANY_NAME] = Removed.of(highest, lost=False, published=False)
+        self._records[ANY_NAME] = Removal.of(highest, lost=False, published=False)
         self._whole = False
 
     def _write(self, name: str) -> None:
@@ -125,5 +125,5 @@ class Numbers:
         self._whole = True
         self._lines += 1
 
-    def _line(self, name: str, removed: Removed) -> bytes:
+    def _line(self, name: str, removed: Removal) -> bytes:
         return json.dumps({"name": name, **removed._asdict(), "serial": self.serial}).encode() + b"\n"

@@ -21,7 +21,7 @@ from dissociated.store.contents import BlockCounter, Contents
 from dissociated.store.directory import Directory, SetAside, file_name, sizes
 from dissociated.store.files import copy_file
 from dissociated.store.memfds import Memfds
-from dissociated.store.numbers import Removed
+from dissociated.store.numbers import Removal
 from dissociated.store.segment_cache import SegmentCache
 from dissociated.store.version import Version
 
@@ -155,9 +155,9 @@ class Places:
                 os.chmod(file, 0o400)
         self.put(version, self.directory)
 
-    def removed(self) -> dict[str, Removed]:
+    def removals(self) -> dict[str, Removal]:
         """Return the records of the datasets whose highest version number has left the store, or is set aside."""
-        records: dict[str, Removed] = {}
+        records: dict[str, Removal] = {}
         for directory in self._directories():
             for name, removed in directory.numbers.records().items():
                 records[name] = records.get(name, removed).merge(removed)
@@ -180,7 +180,7 @@ class Places:
 
     def _record(self, version: Version, lost: bool) -> None:
         if version.number:
-            removal = Removed.of(version.number, lost, not version.prepared)
+            removal = Removal.of(version.number, lost, not version.prepared)
             self.directory.numbers.record(version.name, removal, version.serial)
 
     def confirm(self, version: Version) -> None:
@@ -197,7 +197,7 @@ class Places:
 
         Args:
             versions: The versions.
-            lost: Whether the versions are lost, that is, neither dropped nor replaced. See `Removed`.
+            lost: Whether the versions are lost, that is, neither dropped nor replaced. See `Removal`.
 
         Raises:
             StoreError: A version cannot be removed. That version still exists, and so do the later arguments of the

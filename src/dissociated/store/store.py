@@ -49,7 +49,7 @@ from dissociated.store.directory import Directory, SetAside
 from dissociated.store.eviction import Eviction, Policy
 from dissociated.store.files import PARTIAL_SUFFIX, Reserve
 from dissociated.store.memfds import Memfds
-from dissociated.store.numbers import Removed
+from dissociated.store.numbers import Removal
 from dissociated.store.places import Places, Usage
 from dissociated.store.segment import Segment, SegmentWriter
 from dissociated.store.segment_cache import OpenSegments, SegmentFiles
@@ -140,7 +140,7 @@ class Store(ProcessBound):
         with self._locked:
             return [*self._contents]
 
-    def serial(self) -> int:
+    def next_serial(self) -> int:
         """Return a new serial number: higher than those of all earlier versions, lower than those of later ones."""
         with self._locked:
             self._serial = max(self._serial + 1, self._places.last_serial + 1, int(time.time() * 1000))
@@ -162,10 +162,10 @@ class Store(ProcessBound):
             entry = self._contents.get(id)
             return None if entry is None else entry[0]
 
-    def removed(self) -> Mapping[str, Removed]:
+    def removals(self) -> Mapping[str, Removal]:
         """Return the records of the datasets whose highest version number is no longer in the store, by name."""
         with self._locked:
-            return self._places.removed()
+            return self._places.removals()
 
     def prepared(self) -> list[Version]:
         """Return the prepared versions: this store does not know whether they were published."""
@@ -327,7 +327,7 @@ class Store(ProcessBound):
             for segment in segments:
                 segment.check_metadata(max_metadata)
             _check_one_schema(commit.name, segments)
-            serial = self.serial()
+            serial = self.next_serial()
             part = Part(
                 f"{serial:014}-{secrets.token_hex(6)}",
                 "",

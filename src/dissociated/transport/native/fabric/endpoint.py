@@ -176,8 +176,8 @@ class FabricEndpoint:
         self._queue = opened("fid_cq", domain.ops.cq_open, domain, queue)
         self._endpoint = opened("fid_ep", domain.ops.endpoint, domain, info)
         self._fid = ffi.addressof(self._endpoint.fid)
-        for bound, flags in ((self._queue, c.SEND | c.RECV), (self._vector, 0)):
-            check(self._endpoint.fid.ops.bind(self._fid, ffi.addressof(bound.fid), flags), action)
+        for attached, flags in ((self._queue, c.SEND | c.RECV), (self._vector, 0)):
+            check(self._endpoint.fid.ops.bind(self._fid, ffi.addressof(attached.fid), flags), action)
         least = ffi.new("size_t *", MAX_SMALL_UNTAGGED)
         check(self._endpoint.ops.setopt(self._fid, 0, c.OPT_MIN_MULTI_RECV, least, ffi.sizeof("size_t")), action)
         check(self._endpoint.fid.ops.control(self._fid, c.ENABLE, null), action)

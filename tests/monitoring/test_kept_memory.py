@@ -16,7 +16,7 @@ import pytest
 import dissociated as dis
 from dissociated.memory.region import Region, reserve_base
 from dissociated.memory.shared import create_memfd, map_read_only, reopen_read_only
-from dissociated.monitoring.kept import KeptMemory
+from dissociated.monitoring.kept_memory import KeptMemory
 from support.helpers import Serve, connections_left, descriptors, no_threads
 
 SIZE = 1 << 20
