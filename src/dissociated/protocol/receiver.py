@@ -15,9 +15,8 @@ from dissociated.protocol.delivery import Delivered, Delivery
 from dissociated.protocol.message import Incoming, Run
 from dissociated.protocol.metadata import MetadataKind, parse_metadata
 from dissociated.protocol.run import recognise
-from dissociated.protocol.sequence import unwrap
 from dissociated.protocol.states import Machine, Role, State, Step
-from dissociated.protocol.tags import SEQUENCE_MASK, BodyKind, parse_body_tag
+from dissociated.protocol.tags import SEQUENCE_MASK, BodyKind, parse_body_tag, unwrap
 
 #: Most bytes of bodies, and of metadata, that may wait for a message that they have overtaken.
 MAX_WAITING_BYTES = 1 << 32
