@@ -29,8 +29,8 @@ from dissociated.client.client import Client
 from dissociated.client.request import TIMEOUT
 from dissociated.memory.shared import Backing, create_memfd, seal
 from dissociated.store.commit import StagedSegment
-from dissociated.store.directory import MANIFEST
 from dissociated.store.handover import hand_over
+from dissociated.store.manifest import MANIFEST
 from dissociated.store.store import Store
 
 KINDS = ("files", "memfds", "upstream")

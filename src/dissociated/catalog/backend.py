@@ -69,7 +69,7 @@ class NoStore:
     def changed(self, since: int) -> list[str] | None:
         return []
 
-    def serial(self) -> int:
+    def next_serial(self) -> int:
         return 0
 
     def usage(self) -> Usage | None:

@@ -13,11 +13,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
-from typing import Any, TypeGuard, cast
-
-import pyarrow as pa
+from typing import Any
 
 from dissociated.base.fork import ProcessBound
 from dissociated.base.oserrors import store_errors
@@ -28,23 +25,17 @@ from dissociated.store.files import (
     claim_unused,
     is_abandoned,
     is_used,
-    open_regular,
     sync_directory,
     write_atomically,
 )
 from dissociated.store.layout import NUMBERS, SEGMENTS, STAGING, TRASH, is_draft, known_id, new_id, write_id
+from dissociated.store.manifest import DAMAGE, MANIFEST, decode_manifest, encode_manifest, is_count, read_manifest
 from dissociated.store.numbers import Numbers, Removal
 from dissociated.store.version import Version
 
 _log = logging.getLogger(__name__)
 
-#: The file in the directory of a version that describes the version.
-MANIFEST = "manifest.json"
-_MANIFEST_VERSION = 1
 _SERIAL = re.compile(r"[0-9]{14,19}")  # the beginning of a version's id
-#: The errors of reading a damaged manifest, or the schema in it.
-_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, pa.ArrowException)
-_MAX_SECONDS = 1e11  # since the epoch: later dates cannot be shown
 _NAME_MAX = 255  # bytes in the name of a file
 
 
@@ -71,19 +62,19 @@ class SetAside:
         """Describe the entry at `path`, whose `manifest` may be damaged or empty."""
         try:
             plain = json.loads(manifest)
-        except _DAMAGE:
+        except DAMAGE:
             plain = None
         plain = plain if isinstance(plain, dict) else {}
         name = path.name.partition("-")[0]
         serial = int(name) if _SERIAL.fullmatch(name) else plain.get("number")
         sizes_by_inode = {} if path.is_symlink() else sizes(path)
-        return cls(path, reason, serial if _is_count(serial) else 0, plain, sizes_by_inode)
+        return cls(path, reason, serial if is_count(serial) else 0, plain, sizes_by_inode)
 
     @property
     def removal(self) -> tuple[str, Removal] | None:
         """The dataset's name and the record of this version's number, if its manifest still has both."""
         name, number = self.manifest.get("name"), self.manifest.get("version")
-        if not isinstance(name, str) or not _is_count(number) or not number:
+        if not isinstance(name, str) or not is_count(number) or not number:
             return None
         return name, Removal.of(number, lost=True, published=not self.manifest.get("prepared"))
 
@@ -175,15 +166,15 @@ class Directory(ProcessBound):
         for entry in entries:
             manifest = b""
             try:
-                manifest = _read_manifest(entry)
-                version = _decoded(manifest)
+                manifest = read_manifest(entry)
+                version = decode_manifest(manifest)
                 if version.id != entry.name:
                     raise StoreError(f"{MANIFEST} is that of {version.id!r}")
             except StoreError as error:
                 invalid_entries.append(SetAside.of(entry, str(error), manifest))
             except OSError as error:
                 invalid_entries.append(SetAside.of(entry, f"{MANIFEST} cannot be read: {error.strerror}", manifest))
-            except _DAMAGE as error:
+            except DAMAGE as error:
                 invalid_entries.append(SetAside.of(entry, f"{MANIFEST} is damaged ({error!r})", manifest))
             else:
                 versions.append(version)
@@ -211,7 +202,7 @@ class Directory(ProcessBound):
 
     def describe(self, version: Version, directory: Path) -> None:
         """Write the manifest of a version into `directory`."""
-        write_atomically(directory / MANIFEST, _encoded(version))
+        write_atomically(directory / MANIFEST, encode_manifest(version))
 
     def confirm(self, version: Version) -> None:
         """Replace the manifest of a committed version after its attributes have changed."""
@@ -320,8 +311,8 @@ class Directory(ProcessBound):
     def _finish_removal(self, removed: Path) -> None:
         """Finish a removal that was interrupted. It counts as lost: its reason is not known any more."""
         version = None
-        with suppress(OSError, StoreError, *_DAMAGE):  # the manifest is removed already, or damaged
-            version = _decoded((removed / MANIFEST).read_bytes())
+        with suppress(OSError, StoreError, *DAMAGE):  # the manifest is removed already, or damaged
+            version = decode_manifest((removed / MANIFEST).read_bytes())
         self._move_to_trash(removed, version, lost=True)
 
     def sweep(self, forgotten: float) -> None:
@@ -371,73 +362,3 @@ def sizes(directory: Path) -> dict[int, int]:
                 status = os.lstat(os.path.join(parent, name))
                 bytes_by_inode[status.st_ino] = status.st_blocks * 512
     return bytes_by_inode
-
-
-def _encoded(version: Version) -> bytes:
-    plain = version.to_json()
-    part = plain.pop("part")
-    plain |= {name: part[name] for name in ("id", "ticket", "rows", "nbytes")}
-    plain |= {"number": version.serial, "staged": version.staged, "format": _MANIFEST_VERSION}
-    return json.dumps(plain, indent=1).encode()
-
-
-def _read_manifest(entry: Path) -> bytes:
-    """Read the manifest of an entry.
-
-    Raises OSError, and StoreError if the entry is no directory or its manifest no regular file.
-    """
-    if not stat.S_ISDIR(entry.lstat().st_mode):
-        raise StoreError("the entry is not a directory")
-    try:
-        descriptor = open_regular(entry / MANIFEST, os.O_RDONLY)
-    except FileNotFoundError:
-        raise StoreError(f"the entry has no {MANIFEST}") from None
-    except StoreError:
-        raise StoreError(f"{MANIFEST} is not a regular file") from None
-    with open(descriptor, "rb") as file:
-        return file.read()
-
-
-def _decoded(manifest: bytes) -> Version:
-    """Decode a manifest and check the types of all its values.
-
-    Raises StoreError if a later version of this library wrote it, and one of `_DAMAGE` if it is damaged.
-    """
-    plain = json.loads(manifest)
-    format = plain.pop("format") if isinstance(plain, dict) else None
-    if _is_count(format) and format > _MANIFEST_VERSION:
-        raise StoreError(f"the version was written by a later release (format {format!r}): read it with that release")
-    if format != _MANIFEST_VERSION:
-        raise ValueError(f"format {format!r}")
-    part = {
-        "id": plain.pop("id"),
-        "node": "",
-        "ticket": plain.pop("ticket"),
-        "rows": plain.pop("rows", 0),
-        "nbytes": plain.pop("nbytes", 0),
-        "serial": plain.pop("number"),
-    }
-    version = Version.parse({**plain, "part": part})
-    texts = (version.id, version.name, version.key, version.staged, *version.before, *chain(*version.tags.items()))
-    counts = (version.serial, version.part.rows, version.part.nbytes, version.number, version.catalog)
-    if not (
-        all(isinstance(text, str) and text.encode() is not None for text in texts)  # `encode` rejects lone surrogates
-        and all(_is_count(count) for count in counts)
-        and all(isinstance(flag, bool) for flag in (version.prepared, version.whole))
-        and _is_seconds(version.created)
-        and (version.ttl is None or _is_seconds(version.ttl))
-        and isinstance(plain.get("before", []), list)
-    ):
-        raise TypeError("a value of another type")
-    if version.schema:
-        pa.ipc.read_schema(pa.py_buffer(version.schema))
-    return version
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    """Return whether `value` is an integer from 0 to 2**63 - 1, the range of a database column."""
-    return type(value) is int and 0 <= value < 1 << 63
-
-
-def _is_seconds(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= cast(float, value) <= _MAX_SECONDS
