@@ -201,22 +201,19 @@ class StreamReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mi
     @section
     def read_next_batch(self) -> pa.RecordBatch:
         """Return the next batch. Raises StopIteration at the end."""
-        hold_at_exit()
-        try:
-            return super().read_next_batch()
-        except StopIteration:
-            self._at_end = True
-            raise
-        except _CONTENT_ERRORS as error:
-            raise _translated(error, self.error_type) from None
+        return self._read(super().read_next_batch)
 
     @section
     def read_next_batch_with_custom_metadata(self) -> tuple[pa.RecordBatch, pa.KeyValueMetadata | None]:
         """Return the next batch and the metadata of its message. Raises StopIteration at the end."""
+        read = super().read_next_batch_with_custom_metadata
+        both: tuple[pa.RecordBatch, pa.KeyValueMetadata | None] = self._read(read)
+        return both
+
+    def _read(self, read: Callable[[], T]) -> T:
         hold_at_exit()
         try:
-            both: tuple[pa.RecordBatch, pa.KeyValueMetadata | None] = super().read_next_batch_with_custom_metadata()
-            return both
+            return read()
         except StopIteration:
             self._at_end = True
             raise
