@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from dissociated.base.access import Security
 from dissociated.base.display import count, html, html_table, size
 from dissociated.base.exit import act_at_exit
 from dissociated.base.fork import ProcessBound
@@ -87,7 +86,8 @@ class Server(ProcessBound):
         #: The URIs at which datasets can be requested.
         self.endpoints = Endpoints(self._listeners, options.advertise or host_name(), options.choose_rows)
         self._catalog: CatalogService | None = None
-        self._pages = _Pages()
+        self._metrics: HttpService | None = None
+        self._dashboard: Dashboard | None = None
         self._lock = threading.Lock()
         self._closed = False
         try:
@@ -108,7 +108,14 @@ class Server(ProcessBound):
                     advertise=options.advertise,
                     security=guarded,
                 )
-            self._pages.open(options.metrics, options.http, self.status, self.activity, guarded)
+            if options.metrics is not None:
+                from dissociated.monitoring.metrics import metrics_service
+
+                self._metrics = metrics_service(options.metrics, self.status)
+            if options.http is not None:
+                from dissociated.monitoring.dashboard import Dashboard
+
+                self._dashboard = Dashboard(options.http, self.status, self.activity, guarded)
         except BaseException:
             self.close()
             raise
@@ -326,12 +333,16 @@ class Server(ProcessBound):
     @property
     def metrics_uri(self) -> str:
         """The URI of the metrics. Raises DissociatedError if the server has none."""
-        return self._pages.metrics_uri
+        if self._metrics is None:
+            raise DissociatedError("this server was made without metrics")
+        return f"{self._metrics.uri}/metrics"
 
     @property
     def http_uri(self) -> str:
         """The URI of the dashboard. Raises DissociatedError if the server has none."""
-        return self._pages.http_uri
+        if self._dashboard is None:
+            raise DissociatedError("this server was made without http")
+        return self._dashboard.uri
 
     def ticket(self, name: str, *, columns: Sequence[str] | None = None) -> bytes:
         """Return a ticket for the dataset `name`, by which a client requests it.
@@ -462,7 +473,9 @@ class Server(ProcessBound):
                 return
             self._closed = True
         self._connections.refuse()
-        self._pages.close()
+        for page in (self._metrics, self._dashboard):
+            if page is not None:
+                page.close()
         if self._catalog is not None:
             self._catalog.close()
         self._connections.stop_listening()
@@ -485,61 +498,3 @@ class Server(ProcessBound):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class _Pages:
-    """The HTTP pages of one server. Each exists only after `open`. Call `close` after use."""
-
-    def __init__(self) -> None:
-        self._metrics: HttpService | None = None
-        self._dashboard: Dashboard | None = None
-
-    def open(
-        self,
-        metrics: str | None,
-        http: str | None,
-        status: Callable[[], ServerStatus],
-        activity: Activity,
-        security: Security,
-    ) -> None:
-        """Start the HTTP servers.
-
-        Args:
-            metrics: HOST:PORT for the metrics; None for no metrics.
-            http: HOST:PORT for the dashboard; None for no dashboard.
-            status: returns the status that the pages show.
-            activity: the counters of the server.
-            security: the access rules of the dashboard.
-
-        Raises:
-            UriError: if an address is invalid.
-            TransportError: if an address cannot be listened at.
-        """
-        if metrics is not None:
-            from dissociated.monitoring.metrics import metrics_service
-
-            self._metrics = metrics_service(metrics, status)
-        if http is not None:
-            from dissociated.monitoring.dashboard import Dashboard
-
-            self._dashboard = Dashboard(http, status, activity, security)
-
-    @property
-    def metrics_uri(self) -> str:
-        """The URI of the metrics. Raises DissociatedError if the server has none."""
-        if self._metrics is None:
-            raise DissociatedError("this server was made without metrics")
-        return f"{self._metrics.uri}/metrics"
-
-    @property
-    def http_uri(self) -> str:
-        """The URI of the dashboard. Raises DissociatedError if the server has none."""
-        if self._dashboard is None:
-            raise DissociatedError("this server was made without http")
-        return self._dashboard.uri
-
-    def close(self) -> None:
-        """Stop the HTTP servers."""
-        for page in (self._metrics, self._dashboard):
-            if page is not None:
-                page.close()
