@@ -108,7 +108,9 @@ class Connection(ProcessBound, ABC):
     #: Whether this side can fetch from the memory that the peer's URI names.
     supports_rma: bool = False
 
-    def __init__(self) -> None:
+    def __init__(self, peer: str) -> None:
+        #: A description of the peer, for people.
+        self.peer = peer
         #: The regions that the peer has shared.
         self.address_space = AddressSpace()
         #: Time, by time.monotonic, by which the peer's request must be complete; None for no limit.
@@ -142,10 +144,8 @@ class Connection(ProcessBound, ABC):
         """Return whether the peer still has to read something that this side has sent, as far as the medium tells."""
         return False
 
-    @property
-    def peer(self) -> str:
-        """Return a description of the peer, for people."""
-        return type(self).__name__
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} with {self.peer}>"
 
     def handshake(self, timeout: float) -> None:
         """Agree with the peer on everything that must precede the first message, within `timeout` seconds in all.

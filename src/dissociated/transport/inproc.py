@@ -29,13 +29,9 @@ class InprocConnection(Connection):
     """A side of a connection, with a mailbox in each direction."""
 
     def __init__(self, inbox: Mailbox[Incoming], outbox: Mailbox[Incoming]) -> None:
-        super().__init__()
+        super().__init__("this process")
         self._inbox = inbox
         self._outbox = outbox
-
-    @property
-    def peer(self) -> str:
-        return "this process"
 
     def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
         self._lifecycle.take(Call.SEND)

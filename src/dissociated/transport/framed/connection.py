@@ -97,10 +97,9 @@ class SocketConnection(Connection):
     min_run = MIN_RUN
 
     def __init__(self, sock: socket.socket, peer: str, accepted: bool) -> None:
-        super().__init__()
+        super().__init__(peer)
         sock.setblocking(True)
         self._socket = sock
-        self._peer = peer
         # Clients send no metadata. A server accepts just enough untagged bytes to refuse them with a proper error.
         self._reader = FrameReader(self._read_into, MAX_CONTROL if accepted else MAX_UNTAGGED)
         self._preamble_sent = False
@@ -114,13 +113,6 @@ class SocketConnection(Connection):
         self._wake_descriptor: int | None = None  # an eventfd, made by the first `wait`
         self._accepted = accepted
         self._socket_timeout = 0.0  # seconds, as set in the kernel
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} with {self._peer}>"
-
-    @property
-    def peer(self) -> str:
-        return self._peer
 
     @property
     def unread(self) -> bool:
@@ -148,7 +140,7 @@ class SocketConnection(Connection):
         try:
             self._write(parts, timeout)
         except OSError as error:
-            raise socket_error(error, f"sending to {self._peer}") from None
+            raise socket_error(error, f"sending to {self.peer}") from None
 
     def receive(self, timeout: float, allocate: Allocate) -> Incoming | Run | None:
         while True:
@@ -161,7 +153,7 @@ class SocketConnection(Connection):
                 try:
                     frame = self._reader.read(timeout, allocate)
                 except OSError as error:
-                    raise socket_error(error, f"receiving from {self._peer}") from None
+                    raise socket_error(error, f"receiving from {self.peer}") from None
             if frame is None:
                 self._lifecycle.take(Call.RECEIVE)  # raises if this side was interrupted meanwhile
                 self._peer_stopped = self._end_received = True
@@ -173,7 +165,7 @@ class SocketConnection(Connection):
             if frame.kind == FrameKind.RUN:
                 return parse_run(frame.payload)
             if frame.kind == FrameKind.ABORT:
-                raise reason_error(decode_reason(bytes(frame.payload)), self._peer)
+                raise reason_error(decode_reason(bytes(frame.payload)), self.peer)
             self._region_shared(frame.payload)
 
     def arrived(self) -> bool:
@@ -289,7 +281,7 @@ class SocketConnection(Connection):
         while not (events := poll.poll(min(timeout - waited, _CHECK_INTERVAL) * 1000)):
             waited += _CHECK_INTERVAL
             if waited >= timeout:
-                raise DeadlineExceeded(f"{self._peer} took nothing for {timeout:g} s")
+                raise DeadlineExceeded(f"{self.peer} took nothing for {timeout:g} s")
             if waited >= _MAX_SILENCE:
                 self._check_acknowledged()
             self._socket.send(b"", _SEND_FLAGS)  # raises if a Unix peer has stopped receiving, which poll does not show
@@ -302,7 +294,7 @@ class SocketConnection(Connection):
             self._arrived.append(frame)
             self._arrived_bytes += _OVERHEAD + len(frame.payload)
             if self._arrived_bytes > _MAX_ARRIVED + self._max_tagged:
-                raise RemoteProtocolError(f"{self._peer} sends data, but receives none")
+                raise RemoteProtocolError(f"{self.peer} sends data, but receives none")
 
     def _check_acknowledged(self) -> None:
         """Raise ConnectionClosed if data is on its way, and the peer's host has been silent for `_MAX_SILENCE`.
@@ -315,7 +307,7 @@ class SocketConnection(Connection):
         info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _tcp_info.size)
         probes, unacknowledged, last = _tcp_info.unpack(info)
         if last > _MAX_SILENCE * 1000 and (unacknowledged or probes >= _MAX_PROBES):
-            raise ConnectionClosed(f"{self._peer} is gone: its host has acknowledged nothing for {_MAX_SILENCE:g} s")
+            raise ConnectionClosed(f"{self.peer} is gone: its host has acknowledged nothing for {_MAX_SILENCE:g} s")
 
     def _keep(self, tag: int | None, length: int) -> Buffer:
         """Allocate memory for a message that arrives while this side sends."""
@@ -328,7 +320,7 @@ class SocketConnection(Connection):
         try:
             return self._receive_into(memory)
         except BlockingIOError:
-            raise DeadlineExceeded(f"{self._peer} was silent for {timeout:g} s") from None
+            raise DeadlineExceeded(f"{self.peer} was silent for {timeout:g} s") from None
 
     def _receive_into(self, memory: memoryview) -> int:
         return self._socket.recv_into(memory)

@@ -91,7 +91,7 @@ class ShmConnection(SocketConnection, RemoteMemory):
                 except BlockingIOError:
                     self._wait_writable(_SHARE_TIMEOUT)
         except OSError as error:
-            raise socket_error(error, f"sharing memory with {self._peer}") from None
+            raise socket_error(error, f"sharing memory with {self.peer}") from None
 
     def _tell(self, reason: str, later: bool) -> None:
         if not later:
@@ -165,11 +165,11 @@ class ShmConnection(SocketConnection, RemoteMemory):
                 self._descriptors.extend(array.array("i", data[:whole]))
         if flags & socket.MSG_CTRUNC:
             raise TransportError(
-                f"{self._peer} shared memory, but its descriptor was lost: this process has too many open "
+                f"{self.peer} shared memory, but its descriptor was lost: this process has too many open "
                 "(raise ulimit -n), or was sent too many at once"
             )
         if len(self._descriptors) > _MAX_DESCRIPTORS:
-            raise RemoteProtocolError(f"{self._peer} sends descriptors without the regions that they belong to")
+            raise RemoteProtocolError(f"{self.peer} sends descriptors without the regions that they belong to")
         return count
 
     def _region_shared(self, payload: bytes) -> None:
@@ -182,13 +182,13 @@ class ShmConnection(SocketConnection, RemoteMemory):
         try:
             if backing == Backing.FILE and not self._maps_files and not is_sealed(descriptor):
                 raise UnsafeMemory(
-                    f"the {self._peer} runs as another user and shares a file, which that user could truncate while "
+                    f"the {self.peer} runs as another user and shares a file, which that user could truncate while "
                     "it is mapped: read over another transport or with packed bodies, or use trusted_files=True"
                 )
             memory = map_received(descriptor, size, backing)
             file = keep_open(descriptor) if self.address_space.keeps_files else None
         except (OSError, ValueError) as error:
-            raise TransportError(f"cannot map the {size} bytes that {self._peer} shared: {error}") from error
+            raise TransportError(f"cannot map the {size} bytes that {self.peer} shared: {error}") from error
         finally:
             os.close(descriptor)
         self.address_space.add(Region(base, memory, static=backing != Backing.LIVE, file=file))

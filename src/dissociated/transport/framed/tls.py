@@ -57,11 +57,11 @@ class TlsConnection(SocketConnection):
                     raise BlockingIOError
                 self._set_receive_timeout(end - time.monotonic())
                 if not self._read_more():
-                    raise ConnectionClosed(f"{self._peer} closed the connection before both had agreed on TLS")
+                    raise ConnectionClosed(f"{self.peer} closed the connection before both had agreed on TLS")
         except BlockingIOError:
-            raise DeadlineExceeded(f"{self._peer} did not agree on TLS within {timeout:g} s") from None
+            raise DeadlineExceeded(f"{self.peer} did not agree on TLS within {timeout:g} s") from None
         except OSError as error:
-            raise socket_error(error, f"agreeing on TLS with {self._peer}") from None
+            raise socket_error(error, f"agreeing on TLS with {self.peer}") from None
 
     def _step(self) -> bool:
         """Advance the handshake as far as the received bytes allow. Return whether it is complete."""
@@ -73,11 +73,11 @@ class TlsConnection(SocketConnection):
             pass
         except ssl.SSLCertVerificationError as error:
             raise AccessDenied(
-                f"the certificate of the {self._peer} is not trusted: {error.verify_message.rstrip('.')}: name the "
+                f"the certificate of the {self.peer} is not trusted: {error.verify_message.rstrip('.')}: name the "
                 "certificates to trust by tls_roots"
             ) from None
         except ssl.SSLError as error:
-            raise RemoteProtocolError(f"{self._peer} does not agree on TLS 1.3: {_reason(error)}") from None
+            raise RemoteProtocolError(f"{self.peer} does not agree on TLS 1.3: {_reason(error)}") from None
         finally:
             self._encrypted = memoryview(self._outgoing.read())
             self._send_encrypted()  # also sends the alert for an error
@@ -186,7 +186,7 @@ class TlsConnection(SocketConnection):
         except ssl.SSLZeroReturnError:
             pass
         except ssl.SSLError as error:
-            raise RemoteProtocolError(f"data from {self._peer} was altered in transit: {_reason(error)}") from None
+            raise RemoteProtocolError(f"data from {self.peer} was altered in transit: {_reason(error)}") from None
         return at
 
     def _read_more(self) -> bool:

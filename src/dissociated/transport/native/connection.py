@@ -77,8 +77,7 @@ class NativeConnection(Connection, RemoteMemory):
     _ffi: Any  #: the cffi interface of the medium's library
 
     def __init__(self, peer: str, accepted: bool) -> None:
-        super().__init__()
-        self._peer = peer
+        super().__init__(peer)
         self._lock = threading.Condition()  # held while a thread uses the medium, and never twice
         self._asleep = False  # whether a thread sleeps on the medium; it wakes the other thread afterwards
         self._waker = Waker()
@@ -107,13 +106,6 @@ class NativeConnection(Connection, RemoteMemory):
     def limit_tagged(self, length: int) -> None:
         if self._accepted:
             self._max_unread = _MAX_FROM_CLIENT + length
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} with {self._peer}>"
-
-    @property
-    def peer(self) -> str:
-        return self._peer
 
     # Implemented by each medium
 
@@ -194,7 +186,7 @@ class NativeConnection(Connection, RemoteMemory):
                 end = time.monotonic() + timeout
                 self._settle_until(lambda: not self._under_way or time.monotonic() >= end, timeout)
                 if self._under_way:
-                    raise DeadlineExceeded(f"{self._peer} took nothing for {timeout:g} s")
+                    raise DeadlineExceeded(f"{self.peer} took nothing for {timeout:g} s")
             elif self._under_way:
                 self._advance()
                 self._keep_moving()
@@ -213,7 +205,7 @@ class NativeConnection(Connection, RemoteMemory):
                 return self._peer_ended and not (on_its_way and time.monotonic() < self._ended_time + _DRAIN_TIMEOUT)
 
             if not self._drive(ready, timeout):
-                raise DeadlineExceeded(f"{self._peer} was silent for {timeout:g} s")
+                raise DeadlineExceeded(f"{self.peer} was silent for {timeout:g} s")
             self._lifecycle.take(Call.RECEIVE)
             if self._stops_receiving:
                 return None
@@ -225,9 +217,9 @@ class NativeConnection(Connection, RemoteMemory):
             if self._failure is not None:
                 raise self._failure
             if self._reason is not None:
-                raise reason_error(self._reason, self._peer)
+                raise reason_error(self._reason, self.peer)
             if on_its_way:
-                raise ConnectionClosed(f"{self._peer} closed the connection in the middle of a message")
+                raise ConnectionClosed(f"{self.peer} closed the connection in the middle of a message")
             return None
 
     def reach(self, spans: Sequence[Span]) -> None:
@@ -243,7 +235,7 @@ class NativeConnection(Connection, RemoteMemory):
 
     def fetch(self, ranges: Sequence[tuple[int, int, int]], memory: Buffer, timeout: float) -> None:
         if self._remote is None:
-            raise RemoteProtocolError(f"{self._peer} sent addresses, and its URI had no remote_handle")
+            raise RemoteProtocolError(f"{self.peer} sent addresses, and its URI had no remote_handle")
         spans = [self._remote.find(address, length) for address, length, _ in ranges]
         view = self._ffi.from_buffer(memory, require_writable=True)
         with self._lock:
@@ -321,7 +313,7 @@ class NativeConnection(Connection, RemoteMemory):
             DeadlineExceeded: if nothing happened for `timeout` seconds.
         """
         if not self._drive(lambda: self._has(enough) or self._is_over, timeout):
-            raise DeadlineExceeded(f"{self._peer} took nothing for {timeout:g} s")
+            raise DeadlineExceeded(f"{self.peer} took nothing for {timeout:g} s")
         self._check_open()
 
     def _has(self, enough: Callable[[], bool]) -> bool:
@@ -339,9 +331,9 @@ class NativeConnection(Connection, RemoteMemory):
         self._take(self._keep, self._max_unread)
         if self._arrived_bytes + self._deferred_bytes > self._max_unread:
             raise RemoteProtocolError(
-                f"{self._peer} sends data, but receives none"
+                f"{self.peer} sends data, but receives none"
                 if self._accepted
-                else f"{self._peer} sent more than {self._max_unread} bytes before this side received any"
+                else f"{self.peer} sent more than {self._max_unread} bytes before this side received any"
             )
         return False
 
@@ -444,7 +436,7 @@ class NativeConnection(Connection, RemoteMemory):
         if self._failure is not None:
             raise self._failure
         if self._peer_gone:
-            raise ConnectionClosed(f"sending to {self._peer}: the peer closed the connection")
+            raise ConnectionClosed(f"sending to {self.peer}: the peer closed the connection")
 
     def _drive(self, is_done: Callable[[], bool], timeout: float) -> bool:
         """Let the medium work until `is_done` returns true. Return False if nothing happened for `timeout` seconds."""

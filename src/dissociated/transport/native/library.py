@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 
 from dissociated.base.buffers import Buffer
 from dissociated.errors import TransportError
+
+T = TypeVar("T")
 
 
 class Library(NamedTuple):
@@ -57,9 +60,16 @@ class Library(NamedTuple):
             remedy = f"let {self.variable} name a {self.file}, or unset it" if chosen else self._extra
             raise TransportError(f"{self.scheme}: {self._stem} cannot be opened ({error}): {remedy}") from None
 
-    def no_cffi(self) -> TransportError:
-        """Return the error for a missing cffi package."""
-        return TransportError(f"{self.scheme}: needs cffi: {self._extra}")
+    def load(self, kind: Callable[[], T]) -> T:
+        """Return the result of `kind`, which opens the library with cffi.
+
+        Raises:
+            TransportError: if cffi is missing, or the library cannot be used.
+        """
+        try:
+            return kind()
+        except ImportError:
+            raise TransportError(f"{self.scheme}: needs cffi: {self._extra}") from None
 
     def wrong(self, path: str) -> TransportError:
         """Return the error for the file at `path`, which is a different library."""

@@ -313,10 +313,7 @@ def ofi() -> Ofi:
     Raises:
         TransportError: if libfabric or cffi is missing or cannot be used.
     """
-    try:
-        return Ofi()
-    except ImportError:
-        raise LIBRARY.no_cffi() from None
+    return LIBRARY.load(Ofi)
 
 
 def _set_environment() -> None:

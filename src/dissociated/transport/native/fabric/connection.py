@@ -42,7 +42,8 @@ from dissociated.transport.native.fabric.control import (
     is_control,
 )
 from dissociated.transport.native.fabric.domain import QUEUE, RMA_KEY
-from dissociated.transport.native.fabric.endpoint import MAX_SMALL_UNTAGGED, ConnectionEndpoint, PeekedMessage
+from dissociated.transport.native.fabric.dual_endpoint import ConnectionEndpoint
+from dissociated.transport.native.fabric.endpoint import MAX_SMALL_UNTAGGED, PeekedMessage
 from dissociated.transport.native.fabric.heartbeat import Liveness, heartbeat_of
 from dissociated.transport.native.fabric.operations import Completion, Done
 from dissociated.transport.native.fabric.outbox import Outbox, Outgoing, PendingSend
@@ -151,9 +152,9 @@ class FabricConnection(NativeConnection):
             self._send_control(Kind.HELLO, handshake.hello)
             self._until(lambda: handshake.welcomed, end, timeout)
             if self._reason is not None:
-                raise reason_error(self._reason, self._peer)
+                raise reason_error(self._reason, self.peer)
             if not handshake.welcomed:
-                raise ConnectionClosed(f"connecting to {self._peer}: the peer closed the connection")
+                raise ConnectionClosed(f"connecting to {self.peer}: the peer closed the connection")
             handshake.take_name(host)
             joining = self._send_controls(JOINS, TAKES_RUNS if self.takes_runs else b"")
             self._until(lambda: all(sending.has_ended for sending in joining), end, timeout)
@@ -173,7 +174,7 @@ class FabricConnection(NativeConnection):
             raise self._failure
         if not (is_done() or self._peer_ended):
             raise DeadlineExceeded(
-                f"connecting to {self._peer}: no answer for {timeout:g} s. libfabric uses further ports for data: set "
+                f"connecting to {self.peer}: no answer for {timeout:g} s. libfabric uses further ports for data: set "
                 "FI_TCP_PORT_LOW_RANGE and FI_TCP_PORT_HIGH_RANGE on both hosts, and open these ports"
             )
 
@@ -279,7 +280,7 @@ class FabricConnection(NativeConnection):
         if kind == Kind.CREDIT and len(data) == CONSUMED.size:
             more = self._credit.receive_report(data)
             if more is None:
-                self._failure = RemoteProtocolError(f"{self._peer} reported that it received more bytes than were sent")
+                self._failure = RemoteProtocolError(f"{self.peer} reported that it received more bytes than were sent")
             elif more:
                 self._happened = True
             return
@@ -301,7 +302,7 @@ class FabricConnection(NativeConnection):
                 self._lose()
         else:
             self._failure = RemoteProtocolError(
-                f"{self._peer} sent the invalid control message {data[:20]!r} of kind {kind}"
+                f"{self.peer} sent the invalid control message {data[:20]!r} of kind {kind}"
             )
 
     def _waiting(self) -> bool:
@@ -320,7 +321,7 @@ class FabricConnection(NativeConnection):
             self._control_waiting += 1
             if self._control_waiting > _MAX_CONTROL_WAITING:
                 self._break_off(
-                    RemoteProtocolError(f"{self._peer} sent {self._control_waiting} control messages in a row")
+                    RemoteProtocolError(f"{self.peer} sent {self._control_waiting} control messages in a row")
                 )
             if message.length <= CONTROL_SIZE:
                 memory = self._ffi.new(f"char[{CONTROL_SIZE}]")
@@ -329,7 +330,7 @@ class FabricConnection(NativeConnection):
                 self._endpoint.discard()
                 self._break_off(
                     RemoteProtocolError(
-                        f"{self._peer} sent a control message of {message.length} bytes; the limit is {CONTROL_SIZE}"
+                        f"{self.peer} sent a control message of {message.length} bytes; the limit is {CONTROL_SIZE}"
                     )
                 )
         return None
@@ -381,7 +382,7 @@ class FabricConnection(NativeConnection):
             self._receiving -= 1
             self._receiving_bytes -= size
             if completion.error:
-                self._failure = ConnectionClosed(f"{self._peer} closed the connection in the middle of a message")
+                self._failure = ConnectionClosed(f"{self.peer} closed the connection in the middle of a message")
                 self._lose_by(completion.error)
             elif tag == LARGE:
                 self._arrive(Incoming(None, bytes(memory)))
@@ -397,7 +398,7 @@ class FabricConnection(NativeConnection):
         self._happened = self._liveness.heard = True
         super()._arrive(incoming)
         if not self._credit.arrive(len(incoming.data)) and self._failure is None:
-            self._failure = RemoteProtocolError(f"{self._peer} sent more bytes than this side allowed")
+            self._failure = RemoteProtocolError(f"{self.peer} sent more bytes than this side allowed")
 
     # The endpoint
 
@@ -449,7 +450,7 @@ class FabricConnection(NativeConnection):
             self._has(lambda: False)
             missed = self._liveness.miss()
             if missed or self._liveness.refuses(self._refused()):
-                _log.info("peer lost, no heartbeat: peer=%s", self._peer)
+                _log.info("peer lost, no heartbeat: peer=%s", self.peer)
                 self._lose()
             elif self._handshake.address is not None and not self._outbox.first:
                 self._report_consumed()

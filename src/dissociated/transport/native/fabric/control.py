@@ -12,7 +12,7 @@ from enum import IntEnum
 from dissociated.errors import RemoteProtocolError, TransportError
 from dissociated.transport.native.addresses import advertised_names
 from dissociated.transport.native.connection import MAX_IN_FLIGHT
-from dissociated.transport.native.fabric.endpoint import ConnectionEndpoint
+from dissociated.transport.native.fabric.dual_endpoint import ConnectionEndpoint
 
 VERSION = b"\2"  # of the control messages
 

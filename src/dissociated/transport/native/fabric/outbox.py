@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 from dissociated.errors import LocalProtocolError, TransportError
 from dissociated.protocol.message import Message
 from dissociated.transport.native.fabric.control import CONTROL, KIND_MASK, LARGE, Handshake
-from dissociated.transport.native.fabric.endpoint import ConnectionEndpoint
+from dissociated.transport.native.fabric.dual_endpoint import ConnectionEndpoint
 from dissociated.transport.native.fabric.operations import Completion
 from dissociated.transport.native.library import view_of
 

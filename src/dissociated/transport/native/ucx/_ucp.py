@@ -275,10 +275,7 @@ def ucp() -> Ucp:
     Raises:
         TransportError: if libucp or cffi is missing or cannot be used.
     """
-    try:
-        return Ucp()
-    except ImportError:
-        raise LIBRARY.no_cffi() from None
+    return LIBRARY.load(Ucp)
 
 
 @contextmanager

@@ -147,7 +147,7 @@ class UcxConnection(NativeConnection):
             TransportError: if UCX refuses. The connection is closed then.
         """
         try:
-            self._endpoint.open(description, self, self._peer)
+            self._endpoint.open(description, self, self.peer)
         except BaseException:
             self.close()
             raise
@@ -176,13 +176,13 @@ class UcxConnection(NativeConnection):
             self._connected = not (self._under_way or self._peer_gone)
             if self._under_way and not self._peer_gone:
                 raise DeadlineExceeded(
-                    f"connecting to {self._peer}: no answer for {timeout:g} s; UCX uses further ports for data: set "
+                    f"connecting to {self.peer}: no answer for {timeout:g} s; UCX uses further ports for data: set "
                     "UCX_TCP_PORT_RANGE on both hosts, and open these ports"
                 )
             if self._peer_gone:
                 mode = "none" if self._endpoint.err_mode_none else "peer"
                 raise TransportError(
-                    f"connecting to {self._peer} failed: {self._ucp.explain(self._status)}: check that the server "
+                    f"connecting to {self.peer} failed: {self._ucp.explain(self._status)}: check that the server "
                     f"runs, has UCX {self._ucp.version} as well, and takes err_mode={mode}"
                 )
 
@@ -350,14 +350,14 @@ class UcxConnection(NativeConnection):
             self._arrive(Incoming(tag, bytes(memory) if tag is None else memory))
         else:
             self._incomplete.append(memory)
-            self._failure = ConnectionClosed(f"{self._peer}: the peer closed the connection in the middle of a message")
+            self._failure = ConnectionClosed(f"{self.peer}: the peer closed the connection in the middle of a message")
             self._lose_by(status)
 
     # One-sided reads
 
     def _read(self, span: Span, address: int, length: int, into: Any, at: int, timeout: float) -> None:
         self._check_open()
-        key = self._endpoint.key(span, self._peer)
+        key = self._endpoint.key(span, self.peer)
         request = self._lib.ucp_get_nbx(self._endpoint.handle, into + at, length, address, key, self._plain)
         self._track_send(request, length, into)
 
@@ -382,7 +382,7 @@ class UcxConnection(NativeConnection):
         """Record an exception in a callback from UCX, whose message is lost."""
         self._worker.failure = error
         if self._failure is None:
-            self._failure = ConnectionClosed(f"this side lost what {self._peer} sent: {type(error).__name__}")
+            self._failure = ConnectionClosed(f"this side lost what {self.peer} sent: {type(error).__name__}")
 
     def _release(self, state: ConnectionState) -> None:
         # Without a connection, there is no peer to wait for, and UCX would continue to connect.
@@ -418,7 +418,7 @@ class UcxConnection(NativeConnection):
             endpoint.destroy()
         else:
             memory = [*self._under_way, *self._retained, *self._receiving, *self._incomplete]
-            closing_connections().add(ClosingConnection(self._peer, endpoint, memory, devices))
+            closing_connections().add(ClosingConnection(self.peer, endpoint, memory, devices))
         self._receiving.clear()
         self._incomplete.clear()
 
