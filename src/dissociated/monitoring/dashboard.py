@@ -38,18 +38,18 @@ class Dashboard:
     It records the number of bytes sent in each of the last 300 seconds. Call `close` at the end.
 
     Args:
-        where: The address to listen at, as HOST:PORT.
+        address: The address to listen at, as HOST:PORT.
         status: A function that returns the present status of the server.
         activity: The statistics of the server.
         security: The tokens and the certificate of the server; None for an open page over plain HTTP.
 
     Raises:
-        OptionError: `where` is invalid.
+        OptionError: `address` is invalid.
         TransportError: The page cannot listen.
     """
 
     def __init__(
-        self, where: str, status: Callable[[], ServerStatus], activity: Activity, security: Security | None = None
+        self, address: str, status: Callable[[], ServerStatus], activity: Activity, security: Security | None = None
     ) -> None:
         self._activity = activity
         self._status = Throttled(lambda: _limited_status(status()), _SAMPLE_INTERVAL / 2)
@@ -63,7 +63,7 @@ class Dashboard:
             pages[PATH] = metrics_page(status)
         except OptionError:
             pass  # Without prometheus_client there is no page /metrics.
-        self._http = HttpService(where, pages, "the page", security)
+        self._http = HttpService(address, pages, "the page", security)
         self.uri = self._http.uri
         self._sampler = threading.Thread(target=self._sample, name="page samples", daemon=True)
         self._sampler.start()

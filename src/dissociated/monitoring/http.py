@@ -1,8 +1,7 @@
 """A small read-only HTTP server for the people and programs that monitor a server.
 
 It limits the number of requests and their duration, since a process that serves data must keep its file descriptors for
-its consumers. `start_http_server` of prometheus_client 0.26 has neither limit: of 500 clients that connected and sent
-nothing, all had a thread after 1 second and after 15 seconds. Here, 8 had a thread, and none after 15 seconds.
+its consumers. docs/architecture.md compares it with maintained servers, which have no such limits.
 """
 
 from __future__ import annotations
@@ -61,31 +60,31 @@ class HttpService(ProcessBound):
     page. The token is a bearer token, or the password of HTTP basic authentication, which browsers ask their users for.
 
     Args:
-        where: The address to listen at, as HOST:PORT. With port 0, the system chooses a free port.
+        address: The address to listen at, as HOST:PORT. With port 0, the system chooses a free port.
         pages: The pages by their paths.
-        what: The purpose of the server, for error messages.
+        service: The purpose of the server, for error messages.
         security: The tokens to check, and a certificate, with which the server uses HTTPS.
 
     Raises:
-        OptionError: `where` is invalid.
+        OptionError: `address` is invalid.
         TransportError: The server cannot listen.
     """
 
     def __init__(
         self,
-        where: str,
+        address: str,
         pages: Mapping[str, Page],
         service: str,
         security: Security | None = None,
     ) -> None:
         security = security or Security()
-        place = Uri.parse(f"http://{where}")
+        place = Uri.parse(f"http://{address}")
         if not place.host or place.port is None or place != Uri("http", place.host, place.port):
-            raise OptionError(f"{where!r} is not an address for {service}: give HOST:PORT")
+            raise OptionError(f"{address!r} is not an address for {service}: give HOST:PORT")
         try:
             self._http = _Http((place.host, place.port), pages, security)
         except OSError as error:
-            raise TransportError(f"cannot listen on {where!r} for {service}: {error.strerror or error}") from None
+            raise TransportError(f"cannot listen on {address!r} for {service}: {error.strerror or error}") from None
         host = f"[{place.host}]" if ":" in place.host else place.host
         scheme = "http" if security.certificate is None else "https"
         #: The URI of the server: http://HOST:PORT or https://HOST:PORT, without a path.

@@ -13,18 +13,18 @@ from dissociated.monitoring.status import OUTCOMES, ServerStatus
 PATH = "/metrics"
 
 
-def metrics_service(where: str, status: Callable[[], ServerStatus]) -> HttpService:
+def metrics_service(address: str, status: Callable[[], ServerStatus]) -> HttpService:
     """Serve http://HOST:PORT/metrics and no other page.
 
     Args:
-        where: The address to listen at, as HOST:PORT.
+        address: The address to listen at, as HOST:PORT.
         status: A function that returns the present status of the server.
 
     Raises:
-        OptionError: `where` is invalid, or prometheus_client is not installed.
+        OptionError: `address` is invalid, or prometheus_client is not installed.
         TransportError: The server cannot listen.
     """
-    return HttpService(where, {PATH: metrics_page(status)}, "metrics")
+    return HttpService(address, {PATH: metrics_page(status)}, "metrics")
 
 
 def metrics_page(status: Callable[[], ServerStatus]) -> Page:
