@@ -228,7 +228,7 @@ def test_whenever_signals_come_what_was_written_to_a_pipe_is_whole_or_refused(ki
             sink = io.BufferedWriter(pipe)
             reader = pa.RecordBatchReader.from_batches(whole.schema, given())
             with suppress(OSError, KeyboardInterrupt, SystemExit):
-                reading.write_away(reader, sink, FILE_FORMATS[kind])
+                reading.stream_batches(reader, sink, FILE_FORMATS[kind])
             came = len(signals) < len(numbers)
             signals.clear()
             if not came and kind != "arrows":  # harmless after a failure: the footer is missing
@@ -263,7 +263,7 @@ def batches():
         yield pa.record_batch({"n": [number]})
 
 schema = pa.schema({"n": pa.int64()})
-reading.write_away(pa.RecordBatchReader.from_batches(schema, batches()), io.BytesIO(), FILE_FORMATS["arrows"])
+reading.stream_batches(pa.RecordBatchReader.from_batches(schema, batches()), io.BytesIO(), FILE_FORMATS["arrows"])
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == 128 + signal.SIGTERM

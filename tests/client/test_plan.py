@@ -1,4 +1,4 @@
-"""Plans of reads: for every server, its part of a request and then the client's rest are the whole request."""
+"""Plans of reads: for every server, its part of a request and then the residual of the client are the whole request."""
 
 from __future__ import annotations
 
@@ -124,10 +124,10 @@ class Server:
             answer = self.answer(step.identifier, step.route.server)
             assert answer is not None, "no filter is left to refuse"
         schema, sent = answer
-        decoded = step.rest.positions(schema.names)
+        decoded = step.residual.positions(schema.names)
         if decoded is not None:
             schema, sent = pa.schema([schema.field(at) for at in decoded]), [batch.select(decoded) for batch in sent]
-        return [*step.rest.apply(pa.RecordBatchReader.from_batches(schema, sent))]
+        return [*step.residual.apply(pa.RecordBatchReader.from_batches(schema, sent))]
 
 
 def positions(names: Sequence[str] | None, numbers: Sequence[int] | None) -> list[int]:
@@ -292,4 +292,4 @@ def test_a_plan_for_impossible_requests_is_refused() -> None:
 def test_a_stream_with_other_columns_than_its_dataset_is_refused() -> None:
     step = plan_part(ReadRequest(filter=a > 1, columns=["b"]), SCHEMA, Endpoint(b"t", ()), [Route((), Capabilities())])
     with pytest.raises(RemoteProtocolError, match="other columns"):
-        step.steps[0].rest.apply(pa.table({"b": ["x"]}).to_reader())
+        step.steps[0].residual.apply(pa.table({"b": ["x"]}).to_reader())

@@ -37,8 +37,8 @@ COMMANDS = {
 }
 
 #: Phrases in the library's error messages about parameters of Python, and their replacements for the command line.
-#: `_reworded` replaces the names of options without this table.
-_WORDS = {
+#: `_rephrase` replaces the names of options without this table.
+_PHRASES = {
     "publish a reader, pyarrow.ipc.open_stream(path)": r"add the marker: printf '\377\377\377\377\0\0\0\0' >> FILE",
     "publish each stream by itself": "publish each stream by itself (dissociated put FILE NAME --append)",
     "is not certain: filter the rows after reading": "is not certain: write a value of that type",
@@ -62,8 +62,10 @@ class _Help(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = text.split("\n\n")
         return "\n\n".join(
-            one if re.search("^ ", one, re.MULTILINE) else super(_Help, self)._fill_text(one, width, indent)
-            for one in paragraphs
+            paragraph
+            if re.search("^ ", paragraph, re.MULTILINE)
+            else super(_Help, self)._fill_text(paragraph, width, indent)
+            for paragraph in paragraphs
         )
 
 
@@ -105,12 +107,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import argcomplete
 
         argcomplete.autocomplete(parser(os.environ["COMP_LINE"].split()))
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["help"]:
-        given = [*given[1:2], "--help"]
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
     try:
-        top = parser(given)
-        parsed = top.parse_args(given)
+        top = parser(words)
+        parsed = top.parse_args(words)
         if hasattr(parsed, "run"):
             _run(parsed)
         else:
@@ -120,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of our output has closed it. Without this, Python would report the error again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except _Failed as error:
+    except _CommandError as error:
         print(f"{terminal.red('dissociated:', sys.stderr)} {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -128,12 +130,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-class _Failed(Exception):
+class _CommandError(Exception):
     """A failure of a command, with its message."""
 
 
 def _run(parsed: argparse.Namespace) -> None:
-    """Run a command. Raises _Failed."""
+    """Run a command. Raises _CommandError."""
     import pyarrow as pa
 
     from dissociated.errors import DissociatedError
@@ -146,13 +148,13 @@ def _run(parsed: argparse.Namespace) -> None:
     except BrokenPipeError:
         raise
     except (DissociatedError, OSError, pa.ArrowException) as error:
-        raise _Failed(_reworded(str(error), parsed)) from error
+        raise _CommandError(_rephrase(str(error), parsed)) from error
 
 
-def _reworded(message: str, parsed: argparse.Namespace) -> str:
+def _rephrase(message: str, parsed: argparse.Namespace) -> str:
     """Return a message in which the names of parameters are replaced by the command's options that set them."""
-    for said, word in _WORDS.items():
-        message = message.replace(said, word)
+    for phrase, replacement in _PHRASES.items():
+        message = message.replace(phrase, replacement)
     for name in vars(parsed):
         if "_" in name:
             message = re.sub(rf"(?<![\w-]){name}(?!\w)", f"--{name.replace('_', '-')}", message)

@@ -40,7 +40,7 @@ _TOKEN = re.compile(
 _SIGNS = {"=": "=", "==": "=", "!=": "!=", "<>": "!=", "<": "<", "<=": "<=", ">": ">", ">=": ">="}
 _MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 _KEYWORDS = {"and", "or", "not", "in", "is", "null", "like", "between", "true", "false"}
-_DEEPEST = 50  # nested parentheses and "not"
+_MAX_DEPTH = 50  # nested parentheses and "not"
 
 
 def parse_condition(written: str, schema: pa.Schema) -> pc.Expression:
@@ -62,14 +62,12 @@ class _ConditionParser:
         return condition if self._kind == "end" else self._fail("the end")
 
     def _any_of(self) -> pc.Expression:
-        return self._joined(self._all_of, "or", pc.or_kleene)
+        return self._join(self._all_of, "or", pc.or_kleene)
 
     def _all_of(self) -> pc.Expression:
-        return self._joined(self._negation, "and", pc.and_kleene)
+        return self._join(self._negation, "and", pc.and_kleene)
 
-    def _joined(
-        self, part: Callable[[], pc.Expression], word: str, join: Callable[..., pc.Expression]
-    ) -> pc.Expression:
+    def _join(self, part: Callable[[], pc.Expression], word: str, join: Callable[..., pc.Expression]) -> pc.Expression:
         parts = [part()]
         while self._take(word):
             parts.append(part())
@@ -77,17 +75,17 @@ class _ConditionParser:
 
     def _negation(self) -> pc.Expression:
         self._depth += 1
-        if self._depth > _DEEPEST:
-            raise OptionError(f"the condition is nested deeper than {_DEEPEST} levels")
+        if self._depth > _MAX_DEPTH:
+            raise OptionError(f"the condition is nested deeper than {_MAX_DEPTH} levels")
         if self._take("not"):
-            found = pc.invert(self._negation())
+            condition = pc.invert(self._negation())
         elif self._take("("):
-            found = self._any_of()
+            condition = self._any_of()
             self._expect(")")
         else:
-            found = self._comparison()
+            condition = self._comparison()
         self._depth -= 1
-        return found
+        return condition
 
     def _comparison(self) -> pc.Expression:
         if self._kind in ("number", "text") or self._token in ("true", "false"):
@@ -99,10 +97,10 @@ class _ConditionParser:
             self._expect("null")
             return self._condition(column, operator)
         negated = self._take("not")
-        found = self._special(column, negated)
-        return pc.invert(found) if negated else found
+        condition = self._keyword_comparison(column, negated)
+        return pc.invert(condition) if negated else condition
 
-    def _special(self, column: list[str], negated: bool) -> pc.Expression:
+    def _keyword_comparison(self, column: list[str], negated: bool) -> pc.Expression:
         if self._take("in"):
             self._expect("(")
             values = [self._value()]
@@ -165,10 +163,10 @@ class _ConditionParser:
 
     def _take(self, token: str) -> bool:
         """Return whether `token` comes next, and skip it if it does."""
-        found = self._kind in ("word", "sign") and self._token.lower() == token
-        if found:
+        is_next = self._kind in ("word", "sign") and self._token.lower() == token
+        if is_next:
             self._advance()
-        return found
+        return is_next
 
     def _expect(self, token: str) -> None:
         if not self._take(token):
@@ -176,21 +174,19 @@ class _ConditionParser:
 
     def _advance(self) -> None:
         self._at = self._next_at
-        found = _TOKEN.match(self._written, self._at)
-        if found is None:
+        match = _TOKEN.match(self._written, self._at)
+        if match is None:
             self._kind = ""
             open_quote = self._written[self._at :].lstrip()[0] in "'\""
             self._fail("a closing quote" if open_quote else "a name, a value or a comparison")
-        self._kind, self._next_at = str(found.lastgroup), found.end()
+        self._kind, self._next_at = str(match.lastgroup), match.end()
         quote = {"text": "'", "quoted": '"'}.get(self._kind, "")
-        self._token = found[self._kind].replace(quote * 2, quote) if quote else found[self._kind]
+        self._token = match[self._kind].replace(quote * 2, quote) if quote else match[self._kind]
 
     def _fail(self, expected: str) -> NoReturn:
-        rest = self._written[self._at :].strip()
-        raise OptionError(
-            f"the condition {self._written!r} is invalid {f'at {rest!r}' if rest else 'at its end'}: expected "
-            f"{expected}"
-        )
+        remainder = self._written[self._at :].strip()
+        place = f"at {remainder!r}" if remainder else "at its end"
+        raise OptionError(f"the condition {self._written!r} is invalid {place}: expected {expected}")
 
 
 def _number(token: str) -> int | float | Decimal:

@@ -34,17 +34,17 @@ def add_ls(parser: argparse.ArgumentParser) -> None:
 def _run_ls(arguments: argparse.Namespace) -> None:
     """Print the list of datasets."""
     catalog, name = target.find(arguments)
-    wanted_tags = tags(arguments.tag)
+    wanted_tags = parse_tags(arguments.tag)
     with access.client(catalog, arguments) as client:
         if name and "*" not in name:
-            found = [one for one in [client.describe(name)] if wanted_tags.items() <= one.tags.items()]
+            datasets = [info for info in [client.describe(name)] if wanted_tags.items() <= info.tags.items()]
         else:
-            found = _matching(client, name or "*", wanted_tags)
+            datasets = _matching_datasets(client, name or "*", wanted_tags)
         problems = [] if arguments.json else _problems(client)
     if arguments.json:
-        print(json.dumps([_plain_info(info) for info in found], indent=2))
-    elif found:
-        _print_list(found, arguments.long)
+        print(json.dumps([_plain_info(info) for info in datasets], indent=2))
+    elif datasets:
+        _print_list(datasets, arguments.long)
     else:
         print("no datasets")
     for problem in problems:
@@ -66,26 +66,26 @@ def _problems(client: Client) -> list[str]:
     return [*away, *(f"node on {node['host']}: {node['problem']}" for node in nodes if node.get("problem"))]
 
 
-def _print_list(found: list[DatasetInfo], long: bool) -> None:
+def _print_list(datasets: list[DatasetInfo], long: bool) -> None:
     """Print a table of datasets. A column is left out if no dataset has a value for it."""
     columns = [
-        ("NAME", [info.name for info in found]),
-        ("ROWS", [text.count(info.rows) for info in found]),
-        ("SIZE", [text.size(info.nbytes) for info in found]),
-        ("COLUMNS", [_column_count(info) for info in found]),
-        ("VERSION", [str(info.version) if info.version else "-" for info in found]),
+        ("NAME", [info.name for info in datasets]),
+        ("ROWS", [text.count(info.rows) for info in datasets]),
+        ("SIZE", [text.size(info.nbytes) for info in datasets]),
+        ("COLUMNS", [_column_count(info) for info in datasets]),
+        ("VERSION", [str(info.version) if info.version else "-" for info in datasets]),
     ]
     if long:
-        columns.append(("CREATED", [text.local_time(info.created) if info.created else "-" for info in found]))
-    if any(endpoint.is_away for info in found for endpoint in info.endpoints):
-        columns.append(("STATE", [_state(info) for info in found]))
-    if long or any(info.expires for info in found):
-        columns.append(("EXPIRES", [text.until(info.expires) for info in found]))
+        columns.append(("CREATED", [text.local_time(info.created) if info.created else "-" for info in datasets]))
+    if any(endpoint.is_away for info in datasets for endpoint in info.endpoints):
+        columns.append(("STATE", [_state(info) for info in datasets]))
+    if long or any(info.expires for info in datasets):
+        columns.append(("EXPIRES", [text.time_until(info.expires) for info in datasets]))
     if long:
-        columns.append(("HOSTS", [" ".join(sorted({h for e in info.endpoints for h in e.hosts})) for info in found]))
-        columns.append(("TRANSPORTS", [_transports(info.endpoints) for info in found]))
-    if long or any(info.tags for info in found):
-        columns.append(("TAGS", [" ".join(f"{key}={value}" for key, value in info.tags.items()) for info in found]))
+        columns.append(("HOSTS", [" ".join(sorted({h for e in info.endpoints for h in e.hosts})) for info in datasets]))
+        columns.append(("TRANSPORTS", [_transports(info.endpoints) for info in datasets]))
+    if long or any(info.tags for info in datasets):
+        columns.append(("TAGS", [" ".join(f"{key}={value}" for key, value in info.tags.items()) for info in datasets]))
     heads = [head for head, _ in columns]
     whole = [heads.index(head) for head in ("CREATED", "EXPIRES") if head in heads]  # a part of a time misleads
     terminal.print_table(heads, zip(*(cells for _, cells in columns), strict=True), right=(1, 2, 3, 4, *whole))
@@ -123,11 +123,11 @@ def _run_describe(arguments: argparse.Namespace) -> None:
     parts = [
         (
             str(number),
-            text.count(one.rows),
-            " ".join(one.hosts) or "-",
-            "none: its node is away" if one.is_away else _transports([one]),
+            text.count(endpoint.rows),
+            " ".join(endpoint.hosts) or "-",
+            "none: its node is away" if endpoint.is_away else _transports([endpoint]),
         )
-        for number, one in enumerate(info.endpoints)
+        for number, endpoint in enumerate(info.endpoints)
     ]
     print()
     terminal.print_table(("PART", "ROWS", "HOSTS", "TRANSPORTS"), parts, right=(0, 1))
@@ -146,7 +146,7 @@ def _print_facts(info: DatasetInfo) -> None:
     if info.version:
         facts.append(f"version {info.version} of {text.local_time(info.created)}")
     if info.expires is not None:
-        facts.append(f"expires {text.until(info.expires)}")
+        facts.append(f"expires {text.time_until(info.expires)}")
     facts += [f"{key}={value}" for key, value in info.tags.items()]
     if facts:
         print(text.printable(", ".join(facts)))
@@ -159,7 +159,10 @@ def _print_schema(info: DatasetInfo) -> None:
         fields = [(field.name, str(field.type), "" if field.nullable else "not null") for field in info.schema]
         terminal.print_table(("COLUMN", "TYPE", ""), fields, whole=True)
         return
-    rows = [(one.format, one.type, " x ".join(map(str, one.shape)), ", ".join(one.names)) for one in tensors.first]
+    rows = [
+        (tensor.format, tensor.type, " x ".join(map(str, tensor.shape)), ", ".join(tensor.names))
+        for tensor in tensors.first
+    ]
     terminal.print_table(("TENSOR", "TYPE", "SHAPE", ""), rows)
     if len(rows) < tensors.number:
         print(f"and {text.count(tensors.number - len(rows))} more")
@@ -176,12 +179,12 @@ def _transports(endpoints: Sequence[Endpoint]) -> str:
     return " ".join(sorted({scheme for endpoint in endpoints for scheme in endpoint.schemes}))
 
 
-def tags(written: Sequence[str]) -> dict[str, str]:
+def parse_tags(written: Sequence[str]) -> dict[str, str]:
     """Parse tags in the form KEY=VALUE. Raises OptionError if a value is missing."""
-    for one in written:
-        if "=" not in one:
-            raise OptionError(f"--tag {one!r} has no value: give KEY=VALUE")
-    return dict(one.partition("=")[::2] for one in written)
+    for tag in written:
+        if "=" not in tag:
+            raise OptionError(f"--tag {tag!r} has no value: give KEY=VALUE")
+    return dict(tag.partition("=")[::2] for tag in written)
 
 
 def _plain_info(info: DatasetInfo) -> dict[str, Any]:
@@ -195,10 +198,10 @@ def _plain_info(info: DatasetInfo) -> dict[str, Any]:
         "expires": None if info.expires is None else text.utc(info.expires),
         "tags": dict(info.tags),
         "schema": [{"name": f.name, "type": str(f.type), "nullable": f.nullable} for f in info.schema],
-        "tensors": None if info.tensors is None else [one._asdict() for one in info.tensors.first],
+        "tensors": None if info.tensors is None else [tensor._asdict() for tensor in info.tensors.first],
         "hosts": sorted({host for endpoint in info.endpoints for host in endpoint.hosts}),
         "readable": not any(endpoint.is_away for endpoint in info.endpoints),
-        "locations": [one for endpoint in info.endpoints for one in endpoint.locations],
+        "locations": [location for endpoint in info.endpoints for location in endpoint.locations],
     }
 
 
@@ -219,20 +222,20 @@ def _run_versions(arguments: argparse.Namespace) -> None:
     """Print the versions."""
     catalog, name = target.find_dataset(arguments)
     with access.client(catalog, arguments) as client:
-        found = client.versions(name)
-    if not found:
+        versions = client.versions(name)
+    if not versions:
         raise DatasetNotFound(f"no dataset {name!r} is published at {catalog}")
     if arguments.json:
-        print(json.dumps([{**one, "created": one["created"].isoformat()} for one in found], indent=2))
+        print(json.dumps([{**version, "created": version["created"].isoformat()} for version in versions], indent=2))
         return
     rows = [
         (
-            str(one["version"]),
-            text.count(one["rows"]),
-            text.local_time(one["created"].timestamp()),
-            "current" if one["current"] else "replaced",
+            str(version["version"]),
+            text.count(version["rows"]),
+            text.local_time(version["created"].timestamp()),
+            "current" if version["current"] else "replaced",
         )
-        for one in found
+        for version in versions
     ]
     terminal.print_table(("VERSION", "ROWS", "CREATED", "STATE"), rows, right=(0, 1))
 
@@ -240,7 +243,7 @@ def _run_versions(arguments: argparse.Namespace) -> None:
 _DROP = """\
 Make datasets unavailable: the named ones, and those that match a pattern in quotes, as in "team/*". Several datasets
 are dropped after asking. Readers that have begun can finish; the node then removes the segments."""
-_SHOWN = 10  # names of datasets in a question
+_MAX_NAMES = 10  # names of datasets in a question
 
 
 def add_drop(parser: argparse.ArgumentParser) -> None:
@@ -255,30 +258,32 @@ def _run_drop(arguments: argparse.Namespace) -> None:
     """Drop the datasets, after asking if they are several or a pattern has matched them."""
     with ExitStack() as owned:
         clients: dict[str, Client] = {}
-        found: dict[tuple[str, str], None] = {}  # in the order of the arguments, each once
-        for one in target.for_each(arguments):
-            catalog, name = target.find_dataset(one)
+        targets: dict[tuple[str, str], None] = {}  # in the order of the arguments, each once
+        for item_arguments in target.for_each(arguments):
+            catalog, name = target.find_dataset(item_arguments)
             if catalog not in clients:
                 clients[catalog] = owned.enter_context(access.client(catalog, arguments))
             if "*" in name:
-                matches = [info.name for info in _matching(clients[catalog], name, {})]
+                matches = [info.name for info in _matching_datasets(clients[catalog], name, {})]
                 if not matches:
                     raise DatasetNotFound(f"no dataset matches {name!r}")
             else:
                 matches = [name]
                 if len(arguments.uri) > 1:
                     clients[catalog].describe(name)  # Raise before anything is dropped.
-            found.update(dict.fromkeys((catalog, match) for match in matches))
+            targets.update(dict.fromkeys((catalog, match) for match in matches))
         asks = len(arguments.uri) > 1 or "*" in arguments.uri[0]
         if asks and not arguments.yes:
-            shown = ", ".join(name for _, name in [*found][:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
-            if not terminal.confirm(text.printable(f"Drop {text.plural(len(found), 'dataset')}: {shown}?")):
+            names = ", ".join(name for _, name in [*targets][:_MAX_NAMES]) + (
+                ", ..." if len(targets) > _MAX_NAMES else ""
+            )
+            if not terminal.confirm(text.printable(f"Drop {text.plural(len(targets), 'dataset')}: {names}?")):
                 return
-        for catalog, name in found:
+        for catalog, name in targets:
             clients[catalog].drop(name)
 
 
-def _matching(client: Client, pattern: str, wanted_tags: dict[str, str]) -> list[DatasetInfo]:
+def _matching_datasets(client: Client, pattern: str, wanted_tags: dict[str, str]) -> list[DatasetInfo]:
     """Return the datasets whose names match a pattern, in which `*` stands for any text."""
     names = re.compile(".*".join(map(re.escape, pattern.split("*"))), re.DOTALL)
     return [info for info in client.list(pattern.partition("*")[0], wanted_tags) if names.fullmatch(info.name)]

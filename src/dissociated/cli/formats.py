@@ -21,9 +21,9 @@ _Open: TypeAlias = Callable[[Any, pa.Schema, str], AbstractContextManager[Any]]
 #: The bytes that make an incomplete IPC stream invalid, since a stream without an end marker is valid. They are no
 #: message. They are longer than the possibly missing rest of the last message, and their number is odd, unlike the
 #: length of any part of a stream.
-_NO_MESSAGE = b"\xff" * 4099
+_INVALID_MESSAGE = b"\xff" * 4099
 #: The bytes that make an incomplete file invalid, since readers of files begin at the end.
-_NO_FOOTER = b"broken off"
+_INVALID_FOOTER = b"broken off"
 
 
 class FileFormat(NamedTuple):
@@ -47,7 +47,7 @@ def _arrow_stream(sink: Any, schema: pa.Schema, choose: str) -> Iterator[Any]:
         writer.close()
         sink.flush()  # If a later flush failed between two messages, the stream would look complete.
     except BaseException:
-        _spoil(sink, _NO_MESSAGE)
+        _invalidate(sink, _INVALID_MESSAGE)
         raise
 
 
@@ -66,18 +66,19 @@ def _with_footer(sink: Any, writer: Any) -> Iterator[Any]:
     try:
         yield writer
     except BaseException:
-        _spoil(sink, _NO_FOOTER, writer.close)  # or the Parquet writer would add its footer when it is collected
+        # An open Parquet writer would add its footer when it is collected.
+        _invalidate(sink, _INVALID_FOOTER, writer.close)
         raise
     writer.close()
 
 
-def _spoil(sink: Any, spoiler: bytes, before: Callable[[], object] = lambda: None) -> None:
+def _invalidate(sink: Any, invalid_end: bytes, before: Callable[[], object] = lambda: None) -> None:
     for _ in range(2):  # A signal can interrupt this once, unless a signal was the reason for it: see EndingSignals.
         with suppress(KeyboardInterrupt, SystemExit):
             with suppress(pa.ArrowException, OSError, ValueError):
                 before()
             with suppress(pa.ArrowException, OSError, ValueError):  # the reader may have closed the pipe
-                sink.write(spoiler)
+                sink.write(invalid_end)
                 sink.flush()
             return
 
@@ -115,10 +116,10 @@ FILE_FORMATS = {
 
 def of_file(path: Path) -> FileFormat:
     """Return the format of a file by its ending. Raises OptionError if the ending is unknown."""
-    for one in FILE_FORMATS.values():
-        if path.suffix in one.endings:
-            return one
-    endings = ", ".join(ending for one in FILE_FORMATS.values() for ending in one.endings)
+    for file_format in FILE_FORMATS.values():
+        if path.suffix in file_format.endings:
+            return file_format
+    endings = ", ".join(ending for file_format in FILE_FORMATS.values() for ending in file_format.endings)
     raise OptionError(f"{str(path)!r} has none of the endings {endings}: rename the file, or give --format")
 
 

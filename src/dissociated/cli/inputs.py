@@ -115,24 +115,24 @@ class _StreamFile:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._ended = False  # whether the file ended without a marker: libarrow reads no further than the marker
+        self._lacks_marker = False  # whether the file ended without a marker: libarrow reads no further than the marker
 
     def read(self, size: int) -> bytes:
-        found = self._file.read(size)
-        self._ended = self._ended or len(found) < size
-        return found
+        content = self._file.read(size)
+        self._lacks_marker = self._lacks_marker or len(content) < size
+        return content
 
     def checked(self, reader: pa.RecordBatchReader) -> Iterator[BatchAndMetadata]:
         """Pass the batches on. After the last, raise SourceError if there is no marker, or other data follows it."""
         yield from batches(reader)
-        if self._ended:
+        if self._lacks_marker:
             raise SourceError(
                 "the Arrow IPC stream on the standard input has no end-of-stream marker, so it may be incomplete: "
                 "run its writer again"
             )
-        rest = bytearray()
-        while len(rest) <= MAX_STATISTICS and (more := self._file.read(1 << 20)):
-            rest += more
-        check_rest("the standard input", rest)
+        trailing_bytes = bytearray()
+        while len(trailing_bytes) <= MAX_STATISTICS and (more := self._file.read(1 << 20)):
+            trailing_bytes += more
+        check_rest("the standard input", trailing_bytes)
 
     def close(self) -> None: ...

@@ -81,19 +81,19 @@ def _run_inspect(arguments: argparse.Namespace) -> None:
         index = Index(memory)
         messages = [_message(index, number) for number in range(len(index))]
         if arguments.json:
-            print(json.dumps(_plain(path, memory, index, messages), indent=2))
+            print(json.dumps(_plain_file(path, memory, index, messages), indent=2))
         else:
-            _print(path, memory, index, messages, arguments)
+            _print_file(path, memory, index, messages, arguments)
     except FormatError as error:
         raise FormatError(f"{str(path)!r}: {error}") from None
 
 
 def _message(index: Index, number: int) -> _Message:
-    found = index.message(number)
-    offsets, lengths = buffer_extents(found.header, found.parsed)
-    at = found.body_at
+    message = index.message(number)
+    offsets, lengths = buffer_extents(message.header, message.parsed)
+    at = message.body_at
     buffers = [(at + offset, length) for offset, length in zip(offsets, lengths, strict=True)]
-    return _Message(index[number], _read_details(found.header, found.parsed), buffers)
+    return _Message(index[number], _read_details(message.header, message.parsed), buffers)
 
 
 def _read_details(header: bytes, parsed: Header) -> _Details:
@@ -115,22 +115,22 @@ def _read_details(header: bytes, parsed: Header) -> _Details:
             return _add_batch(_Details(version), message.table(2, 4))
         if parsed.type is HeaderType.DICTIONARY_BATCH:
             dictionary = message.table(2, 3)
-            found = _Details(version, dictionary=dictionary.scalar(0, "q"), is_delta=bool(dictionary.scalar(2, "?")))
-            return _add_batch(found, dictionary.table(1, 4))
+            details = _Details(version, dictionary=dictionary.scalar(0, "q"), is_delta=bool(dictionary.scalar(2, "?")))
+            return _add_batch(details, dictionary.table(1, 4))
         return _Details(version)
     except (struct.error, IndexError) as error:
         raise FormatError(f"a {parsed.type.name} message is damaged ({error})") from None
 
 
-def _add_batch(found: _Details, batch: Table) -> _Details:
+def _add_batch(details: _Details, batch: Table) -> _Details:
     codec = None
     if batch.fields[3]:
         number = batch.table(3, 1).scalar(0, "b")
         codec = _CODEC_NAMES.get(number, f"codec {number}")
-    return found._replace(rows=batch.scalar(0, "q"), codec=codec)
+    return details._replace(rows=batch.scalar(0, "q"), codec=codec)
 
 
-def _print(
+def _print_file(
     path: Path, memory: memoryview, index: Index, messages: list[_Message], arguments: argparse.Namespace
 ) -> None:
     schema, custom = _schema(memory, index)
@@ -153,47 +153,47 @@ def _print(
         terminal.print_table(("COLUMN", "TYPE", ""), fields)
     for owner, metadata in (("SCHEMA", schema.metadata if schema is not None else None), ("FILE", custom)):
         if metadata:
-            pairs = [(_short(key), _short(value)) for key, value in metadata.items()]
+            pairs = [(_shorten(key), _shorten(value)) for key, value in metadata.items()]
             print()
             terminal.print_table((f"METADATA OF THE {owner}", "VALUE"), pairs)
-    shown = messages if arguments.all else messages[:_DEFAULT_LIMIT]
+    first_messages = messages if arguments.all else messages[:_DEFAULT_LIMIT]
     lines = [
         (
             str(number),
-            _name(m),
+            _message_name(m),
             text.count(m.entry.offset),
             text.count(m.entry.metadata_length),
             text.count(m.entry.body_length),
             text.count(m.details.rows),
             text.count(len(m.buffers)),
         )
-        for number, m in enumerate(shown)
+        for number, m in enumerate(first_messages)
     ]
     head = ("#", "MESSAGE", "OFFSET", "METADATA", "BODY", "ROWS", "BUFFERS")
     print()
     terminal.print_table(head, lines, right=(0, 2, 3, 4, 5, 6))
-    if len(shown) < len(messages):
-        print(f"and {text.count(len(messages) - len(shown))} more: --all shows them")
+    if len(first_messages) < len(messages):
+        print(f"and {text.count(len(messages) - len(first_messages))} more: --all shows them")
     if arguments.buffers:
         buffers = [
             (str(number), str(buffer_number), text.count(offset), text.count(length))
-            for number, m in enumerate(shown)
+            for number, m in enumerate(first_messages)
             for buffer_number, (offset, length) in enumerate(m.buffers)
         ]
         print()
         terminal.print_table(("#", "BUFFER", "OFFSET", "LENGTH"), buffers, right=(0, 1, 2, 3))
 
 
-def _name(message: _Message) -> str:
+def _message_name(message: _Message) -> str:
     name = _NAMES[message.entry.type]
     if message.details.dictionary is not None:
         name += f" {message.details.dictionary}" + (", delta" if message.details.is_delta else "")
     return name
 
 
-def _short(value: bytes) -> str:
-    shown = value.decode(errors="replace")
-    return shown if len(shown) <= 60 else f"{shown[:59]}…"
+def _shorten(value: bytes) -> str:
+    characters = value.decode(errors="replace")
+    return characters if len(characters) <= 60 else f"{characters[:59]}…"
 
 
 def _schema(memory: memoryview, index: Index) -> tuple[Any, Any]:
@@ -211,7 +211,7 @@ def _schema(memory: memoryview, index: Index) -> tuple[Any, Any]:
         return schema, file.metadata
 
 
-def _plain(path: Path, memory: memoryview, index: Index, messages: list[_Message]) -> dict[str, Any]:
+def _plain_file(path: Path, memory: memoryview, index: Index, messages: list[_Message]) -> dict[str, Any]:
     schema, custom = _schema(memory, index)
     return {
         "path": str(path),
@@ -219,8 +219,8 @@ def _plain(path: Path, memory: memoryview, index: Index, messages: list[_Message
         "bytes": len(memory),
         "rows": sum(m.details.rows or 0 for m in messages if m.entry.type is HeaderType.RECORD_BATCH),
         "schema": [{"name": f.name, "type": str(f.type), "nullable": f.nullable} for f in schema or ()],
-        "schema_metadata": _pairs(schema.metadata if schema is not None else None),
-        "file_metadata": _pairs(custom),
+        "schema_metadata": _plain_metadata(schema.metadata if schema is not None else None),
+        "file_metadata": _plain_metadata(custom),
         "messages": [
             {
                 "type": _NAMES[m.entry.type],
@@ -235,5 +235,5 @@ def _plain(path: Path, memory: memoryview, index: Index, messages: list[_Message
     }
 
 
-def _pairs(metadata: Any) -> dict[str, str]:
+def _plain_metadata(metadata: Any) -> dict[str, str]:
     return {key.decode(errors="replace"): value.decode(errors="replace") for key, value in (metadata or {}).items()}

@@ -34,15 +34,15 @@ def add_start(parser: argparse.ArgumentParser) -> None:
 
 def _run_start(arguments: argparse.Namespace) -> None:
     """Start the node, and print where it is."""
-    found = running(arguments.store)
-    if found is not None:
+    address = running(arguments.store)
+    if address is not None:
         print("the node is running already, with the options that it was started with")
     else:
-        found = ensure(arguments.store, listen=(), options=_options(arguments))
-    _print_node(arguments.store, found)
+        address = ensure(arguments.store, listen=(), options=_node_options(arguments))
+    _print_node(arguments.store, address)
 
 
-def _options(arguments: argparse.Namespace) -> list[str]:
+def _node_options(arguments: argparse.Namespace) -> list[str]:
     """Return the options of `node` that were given, for another process."""
     options: list[str] = []
     for name, values in vars(arguments).items():
@@ -66,7 +66,7 @@ _STOP = """\
 Stop your node on this host: it ends when the streams in progress have ended, and cuts them off after its --drain, 30
 seconds by default. The datasets stay in its store. dissociated start serves them again, and dissociated clean frees
 their memory."""
-_SILENT = 1.0  # seconds after which stop says what it waits for
+_QUIET_TIME = 1.0  # seconds after which stop says what it waits for
 
 
 def add_stop(parser: argparse.ArgumentParser) -> None:
@@ -95,11 +95,11 @@ def _run_stop(arguments: argparse.Namespace) -> None:
         return
     with process:
         pid = process.address.pid
-        ended = process.stop(min(_SILENT, arguments.timeout))
-        if not ended:
+        has_ended = process.stop(min(_QUIET_TIME, arguments.timeout))
+        if not has_ended:
             print(f"process {pid} waits for streams in progress", flush=True)
-            ended = process.wait(arguments.timeout)
-    if not ended:
+            has_ended = process.wait(arguments.timeout)
+    if not has_ended:
         log = log_file(store)
         raise StoreError(
             f"process {pid} of the store {store} has not ended within {arguments.timeout:g} seconds"
@@ -113,7 +113,7 @@ Free the memory of your stores on this host whose nodes are stopped: all their d
 
 These are the default store and the stores of nodes that Spark has started, or the store that --store names. A store
 keeps its identity and the last version number of each dataset, so that no number is used twice."""
-_SHOWN = 10  # names of datasets that are shown
+_MAX_NAMES = 10  # names of datasets that are shown
 
 
 def add_clean(parser: argparse.ArgumentParser) -> None:
@@ -165,13 +165,13 @@ def _clean(store: Store, yes: bool) -> bool:
     names = sorted({version.name for version in versions})
     print(f"{store.directory}: {text.plural(len(names), 'dataset')}, {text.size(before)}")
     if names:
-        print(text.printable("  " + ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")))
+        print(text.printable("  " + ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")))
     if not yes and not terminal.confirm("Remove these datasets?"):
         return False
     store.clear()
-    left = store.usage()
-    print(f"freed {text.size(before - left.total)}")
-    if in_use := left.staged + left.trash:
+    usage = store.usage()
+    print(f"freed {text.size(before - usage.total)}")
+    if in_use := usage.staged + usage.trash:
         print(f"{text.size(in_use)} are in use by other processes: the next node or clean frees them after their end")
     for entry in store.set_aside:
         print(text.printable(f"{entry}. Remove it yourself"))

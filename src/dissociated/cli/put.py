@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from dissociated.cli import access, target, text
-from dissociated.cli.datasets import tags
+from dissociated.cli.datasets import parse_tags
 from dissociated.cli.inputs import open_input
 from dissociated.cli.terminal import progress
 from dissociated.codec.batches import BatchReader
@@ -60,7 +60,7 @@ def _run_put(arguments: argparse.Namespace) -> None:
 
     name = target.name(arguments.uri)
     mode = "append" if arguments.append else "overwrite"
-    commit = Commit(name, mode=mode, tags=tags(arguments.tag), ttl=arguments.ttl)
+    commit = Commit(name, mode=mode, tags=parse_tags(arguments.tag), ttl=arguments.ttl)
     started = time.perf_counter()
     with ExitStack() as owned:
         sources = [open_input(file, arguments.format, owned) for file in arguments.file]
@@ -71,7 +71,7 @@ def _run_put(arguments: argparse.Namespace) -> None:
                 raise SourceError(f"{str(file)!r} and {str(arguments.file[0])!r} have different schemas: {difference}")
         catalog = owned.enter_context(_catalog(arguments))
         client = owned.enter_context(access.client(catalog, arguments))
-        advance = owned.enter_context(progress(name, _total(sources)))
+        advance = owned.enter_context(progress(name, _row_count(sources)))
 
         def pairs() -> Iterator[BatchAndMetadata]:
             for source in sources:
@@ -86,10 +86,10 @@ def _run_put(arguments: argparse.Namespace) -> None:
     )
 
 
-def _total(sources: Sequence[Dataset]) -> int | None:
+def _row_count(sources: Sequence[Dataset]) -> int | None:
     """Return the number of rows of all sources, or None if it is not known before they are read."""
-    known = [source.rows for source in sources if source.rows is not None]
-    return sum(known) if len(known) == len(sources) else None
+    row_counts = [source.rows for source in sources if source.rows is not None]
+    return sum(row_counts) if len(row_counts) == len(sources) else None
 
 
 @contextmanager

@@ -51,8 +51,8 @@ def _row_count(written: str) -> int:
 
 def _run_head(arguments: argparse.Namespace) -> None:
     """Show the rows."""
-    with opened(arguments, limit=arguments.rows) as found:
-        to_stdout(found.reader, FILE_FORMATS[arguments.format or "table"])
+    with open_dataset(arguments, limit=arguments.rows) as reading:
+        write_stdout(reading.reader, FILE_FORMATS[arguments.format or "table"])
 
 
 _CAT = """\
@@ -71,8 +71,8 @@ def add_cat(parser: argparse.ArgumentParser) -> None:
 
 def _run_cat(arguments: argparse.Namespace) -> None:
     """Write the rows."""
-    with opened(arguments, arguments.rows) as found:
-        to_stdout(found.reader, FILE_FORMATS[arguments.format or "table"])
+    with open_dataset(arguments, arguments.rows) as reading:
+        write_stdout(reading.reader, FILE_FORMATS[arguments.format or "table"])
 
 
 _GET = """\
@@ -106,28 +106,28 @@ def _run_get(arguments: argparse.Namespace) -> None:
     if path is not None and path.is_dir():
         raise OptionError(f"{str(path)!r} is a directory: give a file in it")
     if arguments.format:
-        written = FILE_FORMATS[arguments.format]
+        file_format = FILE_FORMATS[arguments.format]
     else:
-        written = FILE_FORMATS["arrows"] if path is None else formats.of_file(path)
+        file_format = FILE_FORMATS["arrows"] if path is None else formats.of_file(path)
     started = time.perf_counter()
-    with opened(arguments, arguments.rows) as found, progress(found.info.name, found.rows) as advance:
+    with open_dataset(arguments, arguments.rows) as reading, progress(reading.info.name, reading.rows) as advance:
         if path is None:
-            rows, nbytes = to_stdout(found.reader, written, advance)
-        elif _stays(path):
+            rows, nbytes = write_stdout(reading.reader, file_format, advance)
+        elif _is_irreplaceable(path):
             with path.open("ab") as sink:
-                rows, nbytes = write_away(found.reader, sink, written, advance)
+                rows, nbytes = stream_batches(reading.reader, sink, file_format, advance)
         else:
             with _atomic_file(Path(os.path.realpath(path))) as sink:
-                rows, nbytes = write_batches(found.reader, sink, written, advance)
+                rows, nbytes = write_batches(reading.reader, sink, file_format, advance)
     seconds = time.perf_counter() - started
     rate = text.size(nbytes / seconds)
     print(
-        f"{found.info.name}: {text.plural(rows, 'row')}, {text.size(nbytes)} in {seconds:.2f} s, {rate}/s",
+        f"{reading.info.name}: {text.plural(rows, 'row')}, {text.size(nbytes)} in {seconds:.2f} s, {rate}/s",
         file=sys.stderr,
     )
 
 
-def _stays(path: Path) -> bool:
+def _is_irreplaceable(path: Path) -> bool:
     """Return whether the file at `path` must not be replaced: a device, a FIFO, or an open file (/dev/stdout)."""
     if path.exists() and not path.is_file():
         return True
@@ -183,7 +183,7 @@ class Reading(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the argument and the options that `opened` reads."""
+    """Add the argument and the options that `open_dataset` reads."""
     target.add_arguments(parser)
     group = parser.add_argument_group("what is read")
     group.add_argument("--columns", metavar="A,B,…", help="only these columns, in the order of the schema")
@@ -211,17 +211,19 @@ def add_format_argument(parser: argparse.ArgumentParser, choices: Iterable[str],
 
 def parse_rows(written: str) -> range:
     """Parse a range of rows: 10:20, :20, or 10:."""
-    found = _ROWS.fullmatch(written)
-    if found is None or not any(found.groups()):
+    match = _ROWS.fullmatch(written)
+    if match is None or not any(match.groups()):
         raise argparse.ArgumentTypeError(
             f"{written!r} is not a range of rows: give 0:100, or 500: for all rows from 500 on"
         )
-    first, end = found.groups()
+    first, end = match.groups()
     return range(int(first or 0), int(end or _NO_END))
 
 
 @contextmanager
-def opened(arguments: argparse.Namespace, rows: range | None = None, limit: int | None = None) -> Iterator[Reading]:
+def open_dataset(
+    arguments: argparse.Namespace, rows: range | None = None, limit: int | None = None
+) -> Iterator[Reading]:
     """Open the dataset of the command line for the `with` block.
 
     Args:
@@ -236,7 +238,7 @@ def opened(arguments: argparse.Namespace, rows: range | None = None, limit: int 
     columns = None if arguments.columns is None else arguments.columns.split(",")
     with access.client(catalog, arguments) as client:
         info = client.describe(name, arguments.version)
-        check_rows(info)
+        require_rows(info)
         condition = None if arguments.filter is None else parse_condition(arguments.filter, info.schema)
         reader = client.read(
             name,
@@ -247,10 +249,10 @@ def opened(arguments: argparse.Namespace, rows: range | None = None, limit: int 
             filter=condition,
             limit=limit,
         )
-        yield Reading(info, reader, None if condition is not None else _count(info.rows, rows))
+        yield Reading(info, reader, None if condition is not None else _rows_in(info.rows, rows))
 
 
-def check_rows(info: DatasetInfo) -> None:
+def require_rows(info: DatasetInfo) -> None:
     """Raise WrongKind if a dataset holds tensors."""
     if info.tensors is not None:
         raise WrongKind(
@@ -259,12 +261,12 @@ def check_rows(info: DatasetInfo) -> None:
         )
 
 
-def _count(total: int | None, rows: range | None) -> int | None:
+def _rows_in(total: int | None, rows: range | None) -> int | None:
     return total if total is None or rows is None else len(range(min(rows.start, total), min(rows.stop, total)))
 
 
 def write_batches(
-    reader: pa.RecordBatchReader, sink: Any, written: FileFormat, advance: Advance = lambda more, nbytes: None
+    reader: pa.RecordBatchReader, sink: Any, file_format: FileFormat, advance: Advance = lambda more, nbytes: None
 ) -> tuple[int, int]:
     """Write all batches of a reader to a sink.
 
@@ -273,7 +275,7 @@ def write_batches(
     Args:
         reader: The batches, which are validated.
         sink: A binary file.
-        written: The format.
+        file_format: The format.
         advance: Called with the rows and bytes of each batch.
 
     Returns:
@@ -281,9 +283,9 @@ def write_batches(
     """
     rows = nbytes = 0
     validator = Validator(reader.schema)
-    with written.open(sink, reader.schema, written.choose) as writer:
+    with file_format.open(sink, reader.schema, file_format.choose) as writer:
         for batch, metadata in batches(reader):
-            if written.is_ipc:
+            if file_format.is_ipc:
                 writer.write_batch(validator.check(batch), custom_metadata=metadata)
             else:
                 validator.check_values(batch)
@@ -294,34 +296,34 @@ def write_batches(
     return rows, nbytes
 
 
-def write_away(
-    reader: pa.RecordBatchReader, sink: Any, written: FileFormat, advance: Advance = lambda more, nbytes: None
+def stream_batches(
+    reader: pa.RecordBatchReader, sink: Any, file_format: FileFormat, advance: Advance = lambda more, nbytes: None
 ) -> tuple[int, int]:
     """Write all batches to a sink that another process may be reading: see `write_batches`.
 
     The output is made invalid after a signal that ends this process, too.
     """
-    if written.is_text:
-        return write_batches(reader, sink, written, advance)
+    if file_format.is_text:
+        return write_batches(reader, sink, file_format, advance)
     with EndingSignals() as signals:
 
-        def told(more: int, nbytes: int) -> None:
+        def advance_unless_ended(more: int, nbytes: int) -> None:
             advance(more, nbytes)
             signals.check()
 
-        return write_batches(reader, sink, written, told)
+        return write_batches(reader, sink, file_format, advance_unless_ended)
 
 
-def to_stdout(
-    reader: pa.RecordBatchReader, written: FileFormat, advance: Advance = lambda more, nbytes: None
+def write_stdout(
+    reader: pa.RecordBatchReader, file_format: FileFormat, advance: Advance = lambda more, nbytes: None
 ) -> tuple[int, int]:
-    """Write all batches to the standard output: see `write_away`.
+    """Write all batches to the standard output: see `stream_batches`.
 
     Raises OptionError if the format is no text, and the standard output is a terminal.
     """
-    if not written.is_text and sys.stdout.isatty():
+    if not file_format.is_text and sys.stdout.isatty():
         raise OptionError("this format is binary, and the standard output is a terminal: redirect it into a file")
     if isinstance(sys.stdout.buffer, io.RawIOBase):  # with PYTHONUNBUFFERED, a write may be partial
         with open(sys.stdout.fileno(), "wb", closefd=False) as sink:
-            return write_away(reader, sink, written, advance)
-    return write_away(reader, sys.stdout.buffer, written, advance)
+            return stream_batches(reader, sink, file_format, advance)
+    return stream_batches(reader, sys.stdout.buffer, file_format, advance)

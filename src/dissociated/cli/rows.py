@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from dissociated.cli import terminal, text
 
 _CHUNK_ROWS = 1000  # rows of a chunk, from which the widths of the columns are computed
-_WIDEST = 40  # columns of a terminal that a value may take
+_MAX_WIDTH = 40  # columns of a terminal that a value may take
 _GAP = "  "
 _MORE = "…"
 
@@ -27,7 +27,9 @@ class RowPrinter:
     def __init__(self, schema: pa.Schema, choose: str) -> None:
         self._choose = choose
         self._heads = [text.printable(name) for name in schema.names]
-        self._right = [types.is_integer(one) or types.is_floating(one) or types.is_decimal(one) for one in schema.types]
+        self._right = [
+            types.is_integer(type_) or types.is_floating(type_) or types.is_decimal(type_) for type_ in schema.types
+        ]
         self._limit = terminal.width(sys.stdout)
         self._widths: list[int] = []  # widths of the columns that are shown
         self.hidden = 0  # the number of columns that are not shown
@@ -48,7 +50,7 @@ class RowPrinter:
     def _print(self, columns: list[list[str]], rows: int) -> None:
         longest = [max(map(cell_len, (head, *cells))) for head, cells in zip(self._heads, columns, strict=True)]
         if not self._widths:
-            self._widths = self._fitting(longest)
+            self._widths = self._fitting_widths(longest)
             self.hidden = len(longest) - len(self._widths)
             print(terminal.bold(self._line(self._heads), sys.stdout))
         elif self._limit is None:
@@ -56,23 +58,23 @@ class RowPrinter:
         for row in range(rows):
             print(self._line([cells[row] for cells in columns]))
 
-    def _fitting(self, longest: list[int]) -> list[int]:
+    def _fitting_widths(self, longest: list[int]) -> list[int]:
         """Return the widths of the columns that fit into the terminal, but of at least one column."""
         if self._limit is None:
             return longest
         widths: list[int] = []
-        left = self._limit
-        for index, wanted in enumerate(min(one, _WIDEST) for one in longest):
+        remaining = self._limit
+        for index, width in enumerate(min(length, _MAX_WIDTH) for length in longest):
             last = index == len(longest) - 1
-            if wanted + (0 if last else len(_GAP + _MORE)) > left:
-                return widths or [max(1, left - (0 if last else len(_GAP + _MORE)))]
-            widths.append(wanted)
-            left -= wanted + len(_GAP)
+            if width + (0 if last else len(_GAP + _MORE)) > remaining:
+                return widths or [max(1, remaining - (0 if last else len(_GAP + _MORE)))]
+            widths.append(width)
+            remaining -= width + len(_GAP)
         return widths
 
     def _line(self, cells: list[str]) -> str:
-        shown = zip(cells, self._widths, self._right, strict=False)
-        line = _GAP.join(text.align(cell, width, right) for cell, width, right in shown)
+        columns = zip(cells, self._widths, self._right, strict=False)
+        line = _GAP.join(text.align(cell, width, right) for cell, width, right in columns)
         return f"{line}{_GAP}{_MORE}" if self.hidden else line.rstrip()
 
 
@@ -108,20 +110,20 @@ def plain_values(column: pa.Array) -> list[Any]:
 
         return plain_values(pyarrow.compute.run_end_decode(column))
     if types.is_struct(of):
-        columns = [plain_values(one) for one in column.flatten()]
+        columns = [plain_values(field) for field in column.flatten()]
         names = [of.field(index).name for index in range(of.num_fields)]
         return [
             {name: values[row] for name, values in zip(names, columns, strict=True)} if valid else None
             for row, valid in enumerate(column.is_valid().to_pylist())
         ]
     if types.is_map(of):
-        return [_pairs(one.values) if one.is_valid else None for one in column]
+        return [_pairs(entry.values) if entry.is_valid else None for entry in column]
     if types.is_nested(of) and not types.is_union(of):
-        return [plain_values(one.values) if one.is_valid else None for one in column]
+        return [plain_values(value.values) if value.is_valid else None for value in column]
     if types.is_union(of):
-        return [_plain_scalar(one.value) for one in column]
+        return [_plain_scalar(value.value) for value in column]
     if types.is_interval(of):
-        return [None if one is None else list(one) for one in column.to_pylist()]
+        return [None if value is None else list(value) for value in column.to_pylist()]
     if types.is_temporal(of) or types.is_decimal(of):
         return list(column.cast(pa.string()).to_pylist())
     return list(column.to_pylist())

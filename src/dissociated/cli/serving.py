@@ -63,7 +63,7 @@ def _run_serve(arguments: argparse.Namespace) -> None:
     """Serve files until a signal arrives."""
     from dissociated.server.server import Server
 
-    _take_descriptors()
+    _raise_descriptor_limit()
     sources = _sources(arguments.path)
     stop = StopSignal()
     listen, catalog = access.serving_uris(arguments)
@@ -78,9 +78,9 @@ def _run_serve(arguments: argparse.Namespace) -> None:
         for name, path in sources.items():
             server.publish(name, path)
         rows = [
-            (name, text.count(found.rows), text.size(found.nbytes), text.count(len(found.schema)), str(path))
+            (name, text.count(dataset.rows), text.size(dataset.nbytes), text.count(len(dataset.schema)), str(path))
             for name, path in sources.items()
-            for found in (server.dataset(name),)
+            for dataset in (server.dataset(name),)
         ]
         print(text.table(("NAME", "ROWS", "SIZE", "COLUMNS", "FILE"), rows, right=(1, 2, 3)))
         print(f"\nmetrics  {server.metrics_uri}" if arguments.metrics else "")
@@ -90,7 +90,7 @@ def _run_serve(arguments: argparse.Namespace) -> None:
         stop.wait()
 
 
-def _take_descriptors() -> None:
+def _raise_descriptor_limit() -> None:
     """Raise the limit of descriptors to its maximum: each file and each client needs some."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -123,7 +123,7 @@ outlives its writers and the node: after a restart, the node serves the same dat
 The policy applies when the store reaches its limit: a write fails (refuse), the oldest datasets that are not being read
 are removed (evict), or the oldest datasets move to a directory on disk and are served from there (spill)."""
 _IDLE_CHECK_INTERVAL = 0.5  # seconds between checks whether the node is idle
-_MAX_TOLD = 10  # streams in progress that are printed
+_MAX_PRINTED = 10  # streams in progress that are printed
 _IDLE_CHECKS = 3  # idle checks in a row after which an unused node ends
 
 
@@ -221,7 +221,7 @@ def _run_node(arguments: argparse.Namespace) -> None:
     from dissociated.store.layout import NODE_LOG
     from dissociated.store.store import Store
 
-    _take_descriptors()
+    _raise_descriptor_limit()
     stop = StopSignal()
     listen, flight = access.serving_uris(arguments)
     options = access.serving(arguments, peers=True)
@@ -261,7 +261,7 @@ def _run_node(arguments: argparse.Namespace) -> None:
             follow.start()
         _wait_for_end(node, stop, arguments.idle_exit, arguments.empty_exit)
         waited = time.monotonic()
-        if not node.drain(arguments.drain, lambda found: _print_waiting(found, arguments.drain)):
+        if not node.drain(arguments.drain, lambda consumers: _print_waiting(consumers, arguments.drain)):
             print(
                 f"stopping: streams in progress are cut off after {text.duration(time.monotonic() - waited)}",
                 flush=True,
@@ -273,26 +273,26 @@ def _wait_for_end(node: Node, stop: StopSignal, idle_exit: float | None, empty_e
     if idle_exit is empty_exit is None:
         stop.wait()
         return
-    busy = held = time.monotonic()
+    last_busy = last_filled = time.monotonic()
     while not stop.wait(_IDLE_CHECK_INTERVAL):
         now = time.monotonic()
         if not node.idle:
-            busy = held = now
+            last_busy = last_filled = now
         elif not node.empty:
-            held = now
-        if idle_exit is not None and now - busy > idle_exit:
+            last_filled = now
+        if idle_exit is not None and now - last_busy > idle_exit:
             break
-        if empty_exit is not None and now - held > empty_exit:
+        if empty_exit is not None and now - last_filled > empty_exit:
             node.retire()
             break
 
 
-def _print_waiting(found: Sequence[ConsumerStatus], timeout: float) -> None:
+def _print_waiting(consumers: Sequence[ConsumerStatus], timeout: float) -> None:
     """Print the streams that a stopping node waits for."""
-    whom = [f"{one.peer} ({one.dataset or 'no request yet'})" for one in found[:_MAX_TOLD]]
-    if len(found) > _MAX_TOLD:
-        whom.append(f"{len(found) - _MAX_TOLD:,} more")
-    print(text.printable(f"stopping: waiting up to {timeout:g} s for {', '.join(whom)}"), flush=True)
+    names = [f"{consumer.peer} ({consumer.dataset or 'no request yet'})" for consumer in consumers[:_MAX_PRINTED]]
+    if len(consumers) > _MAX_PRINTED:
+        names.append(f"{len(consumers) - _MAX_PRINTED:,} more")
+    print(text.printable(f"stopping: waiting up to {timeout:g} s for {', '.join(names)}"), flush=True)
 
 
 def stop_with_starter(starter: int, node: Node, before: list[Version], stop: StopSignal) -> None:

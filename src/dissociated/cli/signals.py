@@ -47,9 +47,11 @@ class EndingSignals:
     """
 
     def __init__(self) -> None:
-        found = {number: signal.getsignal(number) for number in _ENDING}
-        self._before = {number: one for number, one in found.items() if one not in (None, signal.SIG_IGN)}
-        self._came: int | None = None  # the first signal
+        handlers = {number: signal.getsignal(number) for number in _ENDING}
+        self._before = {
+            number: handler for number, handler in handlers.items() if handler not in (None, signal.SIG_IGN)
+        }
+        self._first_signal: int | None = None
 
     def __enter__(self) -> Self:
         self.catch()
@@ -70,12 +72,12 @@ class EndingSignals:
 
     def check(self) -> None:
         """Raise again if a signal has arrived: its first exception may have been lost."""
-        if self._came is not None:
-            self._raise(self._came)
+        if self._first_signal is not None:
+            self._raise(self._first_signal)
 
     def _end(self, number: int, _: object) -> None:
-        if self._came is None:
-            self._came = number
+        if self._first_signal is None:
+            self._first_signal = number
             self._raise(number)
 
     def _raise(self, number: int) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dissociated.cli import access, target, text
 from dissociated.cli.formats import FILE_FORMATS
-from dissociated.cli.reading import add_format_argument, check_rows, to_stdout
+from dissociated.cli.reading import add_format_argument, require_rows, write_stdout
 from dissociated.errors import CatalogError, DatasetNotFound, OptionError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ are read. DuckDB resolves all other names, so 'other.parquet' is a file.
 #: Kinds of statements that change tables, and kinds after which there are tables that they can change.
 _CHANGING = {"INSERT", "UPDATE", "DELETE", "DROP", "ALTER", "MERGE_INTO"}
 _PREPARING = {"CREATE", "ATTACH"}
-_INTO = 'publish a result instead: dissociated sql "SELECT ..." --into NAME'
+_INTO_ADVICE = 'publish a result instead: dissociated sql "SELECT ..." --into NAME'
 
 
 def add_sql(parser: argparse.ArgumentParser) -> None:
@@ -64,14 +64,14 @@ def _run_sql(arguments: argparse.Namespace) -> None:
             statements = connection.extract_statements(query)
             _check_kinds([statement.type.name for statement in statements], arguments.into)
             for statement in statements:
-                answer = _answer(connection, client, statement.query)
+                answer = _run_statement(connection, client, statement.query)
                 if answer is None or statement.type.name in _CHANGING | _PREPARING:
                     continue
                 if arguments.into and statement is statements[-1]:
                     _publish(answer, arguments)
                 else:
-                    written = FILE_FORMATS[arguments.format or "table"]
-                    to_stdout(answer.to_arrow_reader(), written._replace(choose="SELECT A,B"))
+                    file_format = FILE_FORMATS[arguments.format or "table"]
+                    write_stdout(answer.to_arrow_reader(), file_format._replace(choose="SELECT A,B"))
         except duckdb.Error as error:
             raise OptionError(str(error).strip()) from None
 
@@ -87,47 +87,50 @@ def _check_kinds(kinds: Sequence[str], into: str | None) -> None:
     for kind in kinds:
         if kind in _CHANGING and not private:
             raise OptionError(
-                f"sql changes no dataset ({kind.replace('_', ' ')}): {_INTO}. dissociated drop NAME drops a dataset"
+                f"sql changes no dataset ({kind.replace('_', ' ')}): {_INTO_ADVICE}. dissociated drop NAME drops a "
+                "dataset"
             )
         private = private or kind in _PREPARING
     if kinds and kinds[-1] == "CREATE":
-        raise OptionError(f"the result of the last statement is deleted when the command ends: {_INTO}")
+        raise OptionError(f"the result of the last statement is deleted when the command ends: {_INTO_ADVICE}")
     if into and (not kinds or kinds[-1] != "SELECT"):
         raise OptionError("--into needs a query as the last statement")
 
 
 def _publish(answer: duckdb.DuckDBPyRelation, arguments: argparse.Namespace) -> None:
     """Publish the result of a query as the dataset of the option --into, and print a summary to stderr."""
-    found = target.find_dataset(argparse.Namespace(**{**vars(arguments), "uri": arguments.into}))
+    dataset = target.find_dataset(argparse.Namespace(**{**vars(arguments), "uri": arguments.into}))
     started = time.perf_counter()
-    with access.client(found.catalog, arguments) as client:
-        rows = client.put(found.name, answer.to_arrow_reader())
+    with access.client(dataset.catalog, arguments) as client:
+        rows = client.put(dataset.name, answer.to_arrow_reader())
     print(
-        f"{found.name}: {text.plural(rows, 'row')} in {time.perf_counter() - started:.2f} s, "
-        f"at {found.catalog}/{found.name}",
+        f"{dataset.name}: {text.plural(rows, 'row')} in {time.perf_counter() - started:.2f} s, "
+        f"at {dataset.catalog}/{dataset.name}",
         file=sys.stderr,
     )
 
 
-def _answer(connection: duckdb.DuckDBPyConnection, client: Client, statement: str) -> duckdb.DuckDBPyRelation | None:
+def _run_statement(
+    connection: duckdb.DuckDBPyConnection, client: Client, statement: str
+) -> duckdb.DuckDBPyRelation | None:
     """Run a statement, and return its result, or None if it is no query.
 
     If DuckDB does not find a table, the dataset of this name is registered, and the statement is run again.
     """
     import duckdb
 
-    known: set[str] = set()
+    registered_names: set[str] = set()
     while True:
         try:
             return connection.sql(statement)
         except duckdb.CatalogException as error:
             missing = _MISSING.search(str(error))
-            if missing is None or missing[1] in known:
+            if missing is None or missing[1] in registered_names:
                 raise
-            known.add(missing[1])
+            registered_names.add(missing[1])
             try:
-                found = client.dataset(missing[1])
+                dataset = client.dataset(missing[1])
             except DatasetNotFound as unknown:
                 raise CatalogError(f"{unknown}, and DuckDB has no table of that name") from None
-            check_rows(found.info)
-            connection.register(missing[1], found)
+            require_rows(dataset.info)
+            connection.register(missing[1], dataset)

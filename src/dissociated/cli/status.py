@@ -89,19 +89,19 @@ def _render(now: ServerStatus, before: ServerStatus | None, width: int | None) -
         before = None  # the server was restarted
     totals = now.totals
     since = now.seconds if before is None else now.seconds - before.seconds
-    sent = totals.bytes if before is None else totals.bytes - before.totals.bytes
+    sent_bytes = totals.bytes if before is None else totals.bytes - before.totals.bytes
     lines = [
         f"dissociated {now.version} on {now.host}, process {now.pid}, for {text.duration(now.seconds)}",
         f"sent {text.size(totals.bytes)} in {text.plural(totals.messages, 'message')} of "
-        f"{text.plural(totals.streams, 'stream')}, {text.size(sent / since) if since else '-'}/s; "
+        f"{text.plural(totals.streams, 'stream')}, {text.size(sent_bytes / since) if since else '-'}/s; "
         f"{text.plural(now.leases, 'lease')} held",
         f"connections over: {totals.done:,} done, {totals.gone:,} gone, {totals.refused:,} refused, "
         f"{totals.failed:,} failed; over Flight {totals.flight:,}",
     ]
     if now.state != "running":
-        waited = {one.connection: f"#{one.connection} {one.peer}" for one in now.consumers}
-        whom = ", ".join(waited.get(number, f"#{number}") for number in now.waits_for)
-        lines.insert(1, f"{now.state}, and waits for {whom or 'nobody any more'}")
+        peers = {consumer.connection: f"#{consumer.connection} {consumer.peer}" for consumer in now.consumers}
+        waited_for = ", ".join(peers.get(number, f"#{number}") for number in now.waits_for)
+        lines.insert(1, f"{now.state}, and waits for {waited_for or 'nobody any more'}")
     changed = {kind: count for kind, count in vars(now.changed).items() if count}
     if changed:
         lines.append("versions of datasets: " + ", ".join(f"{count:,} {kind}" for kind, count in changed.items()))
@@ -113,45 +113,50 @@ def _render(now: ServerStatus, before: ServerStatus | None, width: int | None) -
     if now.kept:
         lines.append(f"consumers that were cut off hold {text.size(now.kept)} until they let go")
     if now.store is not None:
-        lines += _store(now.store)
-    lines = [*_wrapped(lines, width), ""]
-    listeners = [(one.uri, f"{one.open:,}", f"{one.accepted:,}", f"{one.refused:,}") for one in now.listeners]
-    lines += _table(("LISTENING AT", "OPEN", "ACCEPTED", "TURNED AWAY"), listeners, (1, 2, 3), width)
-    nodes = [(one.host, _state(one), text.duration(one.seconds), one.catalog) for one in now.nodes]
-    lines += _table(("NODE", "STATE", "HEARD BEFORE", "CATALOG"), nodes, (2,), width)
-    problems = [f"{one.host}: {one.problem}" for one in now.nodes if one.problem]
+        lines += _store_lines(now.store)
+    lines = [*_wrap(lines, width), ""]
+    listeners = [
+        (listener.uri, f"{listener.open:,}", f"{listener.accepted:,}", f"{listener.refused:,}")
+        for listener in now.listeners
+    ]
+    lines += _table_lines(("LISTENING AT", "OPEN", "ACCEPTED", "TURNED AWAY"), listeners, (1, 2, 3), width)
+    nodes = [(node.host, _state(node), text.duration(node.seconds), node.catalog) for node in now.nodes]
+    lines += _table_lines(("NODE", "STATE", "HEARD BEFORE", "CATALOG"), nodes, (2,), width)
+    problems = [f"{node.host}: {node.problem}" for node in now.nodes if node.problem]
     problems += [
-        f"{one.host} has been away for {text.duration(one.seconds)}: start its node again, or remove it with its "
-        f"datasets: dissociated forget {one.host}"
-        for one in now.nodes
-        if one.registered and not one.alive
+        f"{node.host} has been away for {text.duration(node.seconds)}: start its node again, or remove it with its "
+        f"datasets: dissociated forget {node.host}"
+        for node in now.nodes
+        if node.registered and not node.alive
     ]
     if now.problem:
         problems.append(f"the catalog of this node: {now.problem}")
-    lines += [*_wrapped(map(text.printable, problems), width), ""] if problems else []
-    known = {} if before is None else {one.name: one for one in before.datasets}
+    lines += [*_wrap(map(text.printable, problems), width), ""] if problems else []
+    previous = {} if before is None else {dataset.name: dataset for dataset in before.datasets}
     rates: dict[str | None, float] = defaultdict(float)
     for reader in now.consumers:
         rates[reader.dataset] += reader.rate
-    datasets = [_dataset(one, known.get(one.name), since, rates.get(one.name)) for one in now.datasets]
+    datasets = [
+        _dataset_row(dataset, previous.get(dataset.name), since, rates.get(dataset.name)) for dataset in now.datasets
+    ]
     head = ("DATASET", "ROWS", "SIZE", "CONSUMERS", "STREAMS", "SENT", "RATE", "LEASES")
-    lines += _table(head, datasets, range(1, 8), width)
-    consumers = [_consumer(one) for one in now.consumers]
+    lines += _table_lines(head, datasets, range(1, 8), width)
+    consumers = [_consumer_row(consumer) for consumer in now.consumers]
     columns = ("#", "CONSUMER", "DATASET", "STATE", "FOR", "MESSAGES", "SENT", "RATE", "LEASES")
-    return lines + _table(columns, consumers, (0, 4, 5, 6, 7, 8), width)
+    return lines + _table_lines(columns, consumers, (0, 4, 5, 6, 7, 8), width)
 
 
-def _store(store: StoreStatus) -> list[str]:
+def _store_lines(store: StoreStatus) -> list[str]:
     """Return lines about the store: what it holds, what limits it, and entries that are set aside."""
     limit = store.effective_limit
-    held = "" if limit is None else f" of at most {text.size(limit)}"
+    maximum = "" if limit is None else f" of at most {text.size(limit)}"
     if limit is not None and limit != store.limit:
         own = "no limit" if store.limit is None else f"a limit of {text.size(store.limit)}"
-        held += f": it has {own}, and its file system has {text.size(store.free)} free"
+        maximum += f": it has {own}, and its file system has {text.size(store.free)} free"
     full = ["the store is full: drop datasets, or give it more room"] if store.room == 0 else []
     log = f", log {store.log}" if store.log else ""
     where = [f"store {store.directory}{log}"] if store.directory else []
-    return [*where, f"the store holds {text.size(store.held)}{held}", *full, *store.set_aside]
+    return [*where, f"the store holds {text.size(store.held)}{maximum}", *full, *store.set_aside]
 
 
 def _state(node: NodeStatus) -> str:
@@ -160,7 +165,9 @@ def _state(node: NodeStatus) -> str:
     return "alive" if node.alive else "away"
 
 
-def _dataset(now: DatasetStatus, before: DatasetStatus | None, since: float, reading: float | None) -> tuple[str, ...]:
+def _dataset_row(
+    now: DatasetStatus, before: DatasetStatus | None, since: float, reading: float | None
+) -> tuple[str, ...]:
     rate = reading if before is None or not since else max(0, now.bytes - before.bytes) / since
     return (
         now.name,
@@ -174,7 +181,7 @@ def _dataset(now: DatasetStatus, before: DatasetStatus | None, since: float, rea
     )
 
 
-def _consumer(now: ConsumerStatus) -> tuple[str, ...]:
+def _consumer_row(now: ConsumerStatus) -> tuple[str, ...]:
     return (
         str(now.connection),
         now.peer,
@@ -188,11 +195,13 @@ def _consumer(now: ConsumerStatus) -> tuple[str, ...]:
     )
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int], width: int | None) -> list[str]:
+def _table_lines(
+    head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int], width: int | None
+) -> list[str]:
     return [*text.narrow_table(head, rows, right, width).splitlines(), ""] if rows else []
 
 
-def _wrapped(lines: Iterable[str], width: int | None) -> list[str]:
+def _wrap(lines: Iterable[str], width: int | None) -> list[str]:
     if width is None:
         return [*lines]
     return [part for line in lines for part in textwrap.wrap(line, width, subsequent_indent="  ") or [""]]

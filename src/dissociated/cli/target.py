@@ -38,7 +38,7 @@ def add_arguments(
     uri = parser.add_argument(
         "uri", metavar=metavar, nargs="+" if several else "?" if optional else None, default="", help=described
     )
-    uri.completer = names  # type: ignore[attr-defined]  # read by argcomplete
+    uri.completer = complete_names  # type: ignore[attr-defined]  # read by argcomplete
     add_options(parser)
 
 
@@ -77,7 +77,7 @@ def for_each(arguments: argparse.Namespace) -> Iterator[argparse.Namespace]:
         yield argparse.Namespace(**{**vars(arguments), "uri": uri})
 
 
-def names(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
+def complete_names(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
     """Return the completions of an argument for a shell: datasets, if the catalog answers within a second."""
     try:
         named, begin = _split(prefix)
@@ -93,12 +93,12 @@ def names(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str
 
 def name(written: str) -> str:
     """Return the name of the dataset in an argument. Raises UriError if it has none."""
-    found = _split(written)[1]
-    if not found:
+    dataset = _split(written)[1]
+    if not dataset:
         raise UriError(
             f"{written!r} has no dataset name: give {written.rstrip('/')}/NAME; dissociated ls lists the names"
         )
-    return found
+    return dataset
 
 
 def catalog(arguments: argparse.Namespace, timeout: float = 5.0) -> str | None:

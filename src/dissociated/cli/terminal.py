@@ -58,8 +58,8 @@ def print_table(
     With `whole`, nothing is cut or left out, and the terminal wraps long lines.
     """
     limit = None if whole else width(sys.stdout)
-    first, _, rest = text.narrow_table(head, [*rows], right, limit, cut=True).partition("\n")
-    print(bold(first, sys.stdout) + (f"\n{rest}" if rest else ""))
+    heads, _, body = text.narrow_table(head, [*rows], right, limit, cut=True).partition("\n")
+    print(bold(heads, sys.stdout) + (f"\n{body}" if body else ""))
 
 
 def confirm(question: str) -> bool:
@@ -97,7 +97,7 @@ def progress(name: str, rows: int | None) -> Iterator[Advance]:
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     started, total = time.monotonic(), 0
-    shown = Progress(
+    bar = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
         TaskProgressColumn(),
@@ -107,13 +107,13 @@ def progress(name: str, rows: int | None) -> Iterator[Advance]:
         transient=True,
         expand=True,
     )
-    with shown:
-        task = shown.add_task(text.printable(name), total=rows, rate="")
+    with bar:
+        task = bar.add_task(text.printable(name), total=rows, rate="")
 
         def advance(more: int, nbytes: int) -> None:
             nonlocal total
             total += nbytes
             rate = text.size(total / max(1e-3, time.monotonic() - started))
-            shown.update(task, advance=more, rate=f"{text.size(total)}, {rate}/s")
+            bar.update(task, advance=more, rate=f"{text.size(total)}, {rate}/s")
 
         yield advance

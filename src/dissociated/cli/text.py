@@ -18,15 +18,15 @@ from dissociated.control.catalog_uri import is_unix, split_unix
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kKMGTP])(i?))?B?")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _GAP = "  "
-_LEAST = 8  # columns of a terminal to which a text may be cut
+_MIN_WIDTH = 8  # columns of a terminal to which a text may be cut
 
 
 def parse_size(written: str) -> int:
     """Parse a size such as 8GiB, 500MB or 4096 into bytes. Raises ValueError."""
-    found = _SIZE.fullmatch(written.strip())
-    if found is None:
+    match = _SIZE.fullmatch(written.strip())
+    if match is None:
         raise ValueError(f"{written!r} is not a size: give 8GiB, 500MB, or a number of bytes")
-    number, prefix, binary = found.groups()
+    number, prefix, binary = match.groups()
     power = "_KMGTP".index(prefix.upper()) if prefix else 0
     return int(float(number) * (1024 if binary else 1000) ** power)
 
@@ -41,17 +41,17 @@ def utc(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def until(seconds: float | None) -> str:
+def time_until(seconds: float | None) -> str:
     """Format the time until `seconds` since the epoch: in 23 h 59 min."""
     if seconds is None:
         return "-"
-    left = seconds - time.time()
-    return f"in {duration(left)}" if left > 0 else "now"
+    remaining = seconds - time.time()
+    return f"in {duration(remaining)}" if remaining > 0 else "now"
 
 
 def printable(written: str) -> str:
     """Replace control characters, which could change the state of a terminal, by Python's escapes."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), written)
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), written)
 
 
 def table(
@@ -70,7 +70,7 @@ def table(
     widths = [max(cell_len(line[index]) for line in lines) for index in range(len(head))]
     if width is not None:
         texts = {index: cell_len(cell) for index, cell in enumerate(lines[0]) if index and index not in right}
-        widths = _fit(widths, width, {index: max(length, _LEAST) for index, length in texts.items()})
+        widths = _fit(widths, width, {index: max(length, _MIN_WIDTH) for index, length in texts.items()})
     return "\n".join(
         _GAP.join(align(cell, widths[index], index in right) for index, cell in enumerate(line)).rstrip()
         for line in lines
@@ -89,8 +89,10 @@ def narrow_table(
     If not even the first column fits, it is cut. With `cut`, texts in other columns are cut first, as `table` does.
     """
     for number in range(len(head), 0, -1):
-        rest = ["…"] if number < len(head) else []
-        lines = table([*head[:number], *rest], [[*row[:number], *rest] for row in rows], right, width if cut else None)
+        ellipsis = ["…"] if number < len(head) else []
+        lines = table(
+            [*head[:number], *ellipsis], [[*row[:number], *ellipsis] for row in rows], right, width if cut else None
+        )
         if width is None or all(cell_len(line) <= width for line in lines.splitlines()):
             return lines
     return "\n".join(align(line, width or 0).rstrip() for line in lines.splitlines())
@@ -122,6 +124,6 @@ def split_name(uri: str) -> tuple[str, str]:
     """Return the catalog and the dataset in grpc://HOST:PORT/NAME; the name may be empty."""
     if is_unix(uri):
         return split_unix(uri)
-    scheme, separator, rest = uri.partition("://")
-    host, _, name = rest.partition("/")
+    scheme, separator, path = uri.partition("://")
+    host, _, name = path.partition("/")
     return f"{scheme}{separator}{host}", name

@@ -85,9 +85,9 @@ class ReceiveThread(ProcessBound):
     def _run(self, allocate: Allocate, timeout: float) -> None:
         try:
             while (incoming := self._connection.receive(timeout, allocate)) is not None:
-                for one in incoming.expand():
-                    self._check(one)
-                    self.inbox.put(one, len(one.data), None)
+                for message in incoming.expand():
+                    self._check(message)
+                    self.inbox.put(message, len(message.data), None)
             self.inbox.close()
         except DissociatedError as error:
             self.inbox.close(error)
@@ -95,8 +95,8 @@ class ReceiveThread(ProcessBound):
             self.inbox.close(TransportError(f"receiving failed: {type(error).__name__}: {error}"))
             raise
 
-    def _check(self, one: Incoming) -> None:
-        if self._bodies is (one.tag is not None):
+    def _check(self, message: Incoming) -> None:
+        if self._bodies is (message.tag is not None):
             return
         arrived, expected = ("metadata", "bodies") if self._bodies else ("a body", "metadata")
         error = RemoteProtocolError(

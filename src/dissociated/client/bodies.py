@@ -114,10 +114,10 @@ class Bodies:
         self._leases.check_process()
         assert delivery.addresses is not None
         body_length = delivery.parsed.body_length
-        wanted, lengths = extents_within(delivery.header, delivery.parsed, body_length)
+        offsets, lengths = extents_within(delivery.header, delivery.parsed, body_length)
         packed = self.allocate(body_length)
         self._connection.memory.fetch(
-            fetch_ranges(delivery.addresses.addresses, lengths, wanted), packed, self._timeout
+            fetch_ranges(delivery.addresses.addresses, lengths, offsets), packed, self._timeout
         )
         self._leases.free(delivery.leased)
         return packed

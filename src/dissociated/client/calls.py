@@ -97,10 +97,10 @@ class CatalogClient:
     def _repr_html_(self) -> str:
         """Return the catalog's datasets as HTML for a notebook, or the error if the catalog fails."""
         try:
-            found = self.list()
+            datasets = self.list()
         except DissociatedError as error:
             return html(f"{type(self).__name__} of {self.uri}", [str(error)])
-        return html(f"{type(self).__name__} of {self.uri}", [], found._repr_html_())
+        return html(f"{type(self).__name__} of {self.uri}", [], datasets._repr_html_())
 
     def list(self, prefix: str = "", tags: Mapping[str, str] | None = None) -> DatasetList:
         """List the datasets, in the order of their names.
@@ -170,8 +170,8 @@ class CatalogClient:
                 print(version["version"], version["created"], version["rows"], version["current"])
             ```
         """
-        found = self._ask_list("versions", {"name": name}, VERSION_FIELDS, "created")
-        return [{**one, "created": datetime.fromtimestamp(one["created"], UTC)} for one in found]
+        versions = self._ask_list("versions", {"name": name}, VERSION_FIELDS, "created")
+        return [{**version, "created": datetime.fromtimestamp(version["created"], UTC)} for version in versions]
 
     def nodes(self) -> Sequence[dict[str, Any]]:
         """List the nodes that have ever registered at the catalog.
@@ -449,14 +449,17 @@ class CatalogClient:
         self, action: str, body: Mapping[str, Any], fields: FieldTypes, moment: str
     ) -> Sequence[dict[str, Any]]:
         """Return the objects that an action answers under its own name, which have these fields and a `moment`."""
-        found = self._ask(action, body, action, list)
-        if not all(has_fields(one, fields) and one.keys() >= fields.keys() and is_moment(one[moment]) for one in found):
+        records = self._ask(action, body, action, list)
+        if not all(
+            has_fields(record, fields) and record.keys() >= fields.keys() and is_moment(record[moment])
+            for record in records
+        ):
             raise CatalogError(f"the server at {self.uri} answers to {action!r} with something else")
-        return found
+        return records
 
     def _ask(self, action: str, body: Mapping[str, Any], key: str, kind: type[T]) -> T:
         """Return the value under `key` in the answer to an action."""
-        found = self.do_action(action, body).get(key)
-        if not isinstance(found, kind):
+        value = self.do_action(action, body).get(key)
+        if not isinstance(value, kind):
             raise CatalogError(f"the server at {self.uri} is not a catalog: it answers to {action!r} without {key!r}")
-        return found
+        return value

@@ -39,10 +39,10 @@ def parse_uris(uri: str | Sequence[str]) -> list[Uri]:
     Raises:
         UriError: A URI is invalid, or their number or order is wrong.
     """
-    uris = [Uri.parse(uri)] if isinstance(uri, str) else [Uri.parse(one) for one in uri]
+    uris = [Uri.parse(uri)] if isinstance(uri, str) else [Uri.parse(item) for item in uri]
     if len(uris) not in (1, 2):
         raise UriError(f"a stream has one URI, or one for metadata and one for bodies, not {len(uris)}")
-    if len(uris) == 2 and [one.parameters.get("stream") for one in uris] == ["bodies", "metadata"]:
+    if len(uris) == 2 and [item.parameters.get("stream") for item in uris] == ["bodies", "metadata"]:
         raise UriError("of two URIs the first is that of the metadata, and the second that of the bodies: swap them")
     return uris
 
@@ -58,10 +58,10 @@ def request_stream(
     while True:
         idle = _idle_for(uris, request)
         try:
-            if idle is not None and (kept := idle.take(uris[0])) is not None:
+            if idle is not None and (connection := idle.take(uris[0])) is not None:
                 # The server may have closed it meanwhile: then connect anew.
                 with suppress(ConnectionClosed, RemoteProtocolError):
-                    return ClientStream(_open_session(uris, [kept], identifier, request))
+                    return ClientStream(_open_session(uris, [connection], identifier, request))
             return ClientStream(_open_session(uris, _connect_all(uris, request, connect_timeout), identifier, request))
         except UnsafeMemory:
             packed = uris[-1].with_packed_bodies()
@@ -81,21 +81,21 @@ def _idle_for(uris: Sequence[Uri], request: ReadRequest) -> IdleConnections | No
 def _tags(uris: Sequence[Uri], request: ReadRequest) -> list[int]:
     """Return the `want_data` value of each request."""
     keep = 0 if _idle_for(uris, request) is None else KEEP_CONNECTION
-    return [one.require_want_data() | keep for one in uris]
+    return [uri.require_want_data() | keep for uri in uris]
 
 
 def _connect_all(uris: Sequence[Uri], request: ReadRequest, connect_timeout: float | None) -> list[Connection]:
     _tags(uris, request)  # raises UriError before anything is connected
-    if any(DEVICE in one.parameters for one in uris):
+    if any(DEVICE in uri.parameters for uri in uris):
         if request.device is None or request.device.identity != uris[-1].parameters.get(DEVICE):
             raise UriError("the URI is for readers on the device of the dataset: use another location")
-    elif not request.allow_rma and any(one.remote_handle is not None for one in uris):
+    elif not request.allow_rma and any(uri.remote_handle is not None for uri in uris):
         raise UriError(
             "the URI has a remote_handle, and fetching from the server's memory would let the server write to ours: "
             'give allow_rma=True if you trust it, or take a location with bodies="packed"'
         )
     with ExitStack() as connections:
-        opened = [connections.enter_context(_connect(one, request.timeout, connect_timeout)) for one in uris]
+        opened = [connections.enter_context(_connect(uri, request.timeout, connect_timeout)) for uri in uris]
         connections.pop_all()  # the caller owns them now
     return [
         traced(connection, Tags({tag: streams}, uris[-1].free_data))

@@ -103,11 +103,11 @@ class Landing:
         mover.settle()
         return _move(delivery, received, mover)
 
-    def rest(self, begin: Messages) -> Messages | None:
+    def remaining_messages(self, begin: Messages) -> Messages | None:
         """Return the remaining messages for libarrow to decode, preceded by `begin`; None if there are none."""
-        return self._rest(begin) if self._decoded_here else None
+        return self._remaining_messages(begin) if self._decoded_here else None
 
-    def _rest(self, begin: Messages) -> Messages:
+    def _remaining_messages(self, begin: Messages) -> Messages:
         with closing(self._deliveries):
             yield from begin
             first, self._decoded_here = self._decoded_here, []

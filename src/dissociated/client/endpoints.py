@@ -133,7 +133,7 @@ class EndpointReader:
     def _open_counted(self, part: PartPlan) -> pa.RecordBatchReader:
         """Open a part. Count the rows of its batches first if fewer batches are then sent. See `PartPlan.counting`."""
         counting = part.counting()
-        return self._open(part if counting is None else part.within([one.num_rows for one in self._open(counting)]))
+        return self._open(part if counting is None else part.within([batch.num_rows for batch in self._open(counting)]))
 
     def _chain(
         self, info: DatasetInfo, planned: ReadPlan, readers: Sequence[pa.RecordBatchReader]

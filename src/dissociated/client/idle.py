@@ -20,7 +20,7 @@ MAX_AGE = 8.0
 _MAX_OF_SERVER, _MAX_CONNECTIONS = 16, 64
 
 
-class _Kept(NamedTuple):
+class _IdleConnection(NamedTuple):
     uri: str
     since: float  # by time.monotonic
     connection: Connection
@@ -33,18 +33,18 @@ class IdleConnections(ProcessBound):
     """
 
     def __init__(self) -> None:
-        self._idle: deque[_Kept] = deque()  # the oldest first
+        self._idle: deque[_IdleConnection] = deque()  # the oldest first
         self._finalizer = weakref.finalize(self, _close_all, self._idle)
         self.bind_to_process()
 
     def take(self, uri: Uri) -> Connection | None:
         """Return an idle connection to this URI, ready for the next request; None if there is none."""
-        self._close_surplus(lambda kept: kept.since < time.monotonic() - MAX_AGE)
-        for kept in reversed(self._of(str(uri))):
-            if self._remove(kept):
-                if _is_silent(kept.connection):
-                    return kept.connection
-                kept.connection.close()
+        self._close_surplus(lambda entry: entry.since < time.monotonic() - MAX_AGE)
+        for entry in reversed(self._of(str(uri))):
+            if self._remove(entry):
+                if _is_silent(entry.connection):
+                    return entry.connection
+                entry.connection.close()
         return None
 
     def put(self, uri: Uri, connection: Connection) -> None:
@@ -53,13 +53,13 @@ class IdleConnections(ProcessBound):
             connection.close()
             return
         connection.end_stream()
-        kept = _Kept(str(uri), time.monotonic(), connection)
-        self._idle.append(kept)
+        entry = _IdleConnection(str(uri), time.monotonic(), connection)
+        self._idle.append(entry)
         if not self._finalizer.alive:  # `close` was called, perhaps just now
             _close_all(self._idle)
             return
-        surplus = {*self._of(kept.uri)[:-_MAX_OF_SERVER], *[*self._idle][:-_MAX_CONNECTIONS]}
-        self._close_surplus(lambda one: one in surplus or one.since < kept.since - MAX_AGE)
+        surplus = {*self._of(entry.uri)[:-_MAX_OF_SERVER], *[*self._idle][:-_MAX_CONNECTIONS]}
+        self._close_surplus(lambda candidate: candidate in surplus or candidate.since < entry.since - MAX_AGE)
 
     def close(self) -> None:
         """Close the idle connections. A connection whose stream ends later is closed then."""
@@ -70,18 +70,18 @@ class IdleConnections(ProcessBound):
         """Forget the connections, which belong to the parent."""
         self._idle.clear()
 
-    def _of(self, uri: str) -> list[_Kept]:
-        return [kept for kept in [*self._idle] if kept.uri == uri]
+    def _of(self, uri: str) -> list[_IdleConnection]:
+        return [entry for entry in [*self._idle] if entry.uri == uri]
 
-    def _close_surplus(self, is_surplus: Callable[[_Kept], bool]) -> None:
-        for kept in [*self._idle]:
-            if is_surplus(kept) and self._remove(kept):
-                kept.connection.close()
+    def _close_surplus(self, is_surplus: Callable[[_IdleConnection], bool]) -> None:
+        for entry in [*self._idle]:
+            if is_surplus(entry) and self._remove(entry):
+                entry.connection.close()
 
-    def _remove(self, kept: _Kept) -> bool:
+    def _remove(self, entry: _IdleConnection) -> bool:
         """Take a connection out. Return False if another thread did."""
         try:
-            self._idle.remove(kept)
+            self._idle.remove(entry)
         except ValueError:
             return False
         return True
@@ -94,7 +94,7 @@ def _is_silent(connection: Connection) -> bool:
     return False
 
 
-def _close_all(idle: deque[_Kept]) -> None:
+def _close_all(idle: deque[_IdleConnection]) -> None:
     with suppress(IndexError):
         while True:
             idle.popleft().connection.close()

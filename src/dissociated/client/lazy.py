@@ -115,7 +115,7 @@ def _conditions(predicate: pl.Expr, schema: pa.Schema) -> list[tuple[str, str, A
         tree = json.loads(predicate.meta.serialize(format="json"))
     except (pl.exceptions.PolarsError, ValueError):
         return []
-    return [one for one in _conjuncts(tree) if _is_valid(one, schema)]
+    return [conjunct for conjunct in _conjuncts(tree) if _is_valid(conjunct, schema)]
 
 
 def _is_valid(condition: tuple[str, str, Any], schema: pa.Schema) -> bool:
@@ -177,6 +177,6 @@ def _value(literal: Any) -> Any:
             return float(np.float32(value))
         case {"Scalar": dict(scalar)} if len(scalar) == 1:
             kind, plain = next(iter(scalar.items()))
-            wanted = int if kind.startswith(("Int", "UInt")) else _SCALAR_TYPES.get(kind)
-            return plain if type(plain) is wanted else None
+            python_type = int if kind.startswith(("Int", "UInt")) else _SCALAR_TYPES.get(kind)
+            return plain if type(plain) is python_type else None
     return None

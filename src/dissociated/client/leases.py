@@ -123,7 +123,7 @@ class ClientLeases(ProcessBound):
 
     def _run(self) -> None:
         returned = 0
-        held = False
+        held_by_fork = False
         listening = self._free_data is not None
         while not ((self._stopped.is_set() and self._returns.empty) or self._is_over(returned)):
             addresses = self._returns.take(_MAX_FREES)
@@ -131,7 +131,7 @@ class ClientLeases(ProcessBound):
             if self._is_over(returned) and not self._close_devices():
                 break  # the server may free them after the last address
             if STILL_HELD in addresses:
-                held, addresses = True, [address for address in addresses if address != STILL_HELD]
+                held_by_fork, addresses = True, [address for address in addresses if address != STILL_HELD]
             try:
                 for first in range(0, len(addresses) if listening else 0, _MAX_FREES):
                     body = encode_free(addresses[first : first + _MAX_FREES])
@@ -145,7 +145,7 @@ class ClientLeases(ProcessBound):
         if self._stopped.is_set() and self._connection.shares_memory:
             _open_at_exit.append(self._connection)  # kept open, so that memory that is still held does not change
         else:
-            self._connection.held_by_fork = held
+            self._connection.held_by_fork = held_by_fork
             self._release(freed=listening and returned == self._expected)
 
     def _release(self, freed: bool) -> None:

@@ -33,15 +33,15 @@ class Lookup:
         """List datasets. See `CatalogClient.list`."""
         criteria = json.dumps({"prefix": prefix, "tags": tags, **caller_identity()}).encode()
         try:
-            found = self._list_flights(criteria)
+            datasets = self._list_flights(criteria)
         except CatalogUnreachable:
             raise
         except CatalogError:
             if self._is_ours():
                 raise
-            found = []
-        if any(info.version for info in found) or (not found and (prefix or tags) and self._is_ours()):
-            return DatasetList(found)
+            datasets = []
+        if any(info.version for info in datasets) or (not datasets and (prefix or tags) and self._is_ours()):
+            return DatasetList(datasets)
         # Other servers may interpret criteria in any way, so list everything. An empty catalog of this library also
         # gets here.
         everything = sorted(self._list_flights(b""), key=lambda info: info.name)

@@ -43,7 +43,9 @@ class MappedVersion:
     The memory is given back when this object, and all arrays in the memory, have been collected.
     """
 
-    def __init__(self, schema: pa.Schema, pairs: Sequence[BatchAndMetadata], known: Statistics, nbytes: int) -> None:
+    def __init__(
+        self, schema: pa.Schema, pairs: Sequence[BatchAndMetadata], statistics: Statistics, nbytes: int
+    ) -> None:
         #: The schema of all columns.
         self.schema = schema
         #: The size of the mapped memory in bytes.
@@ -54,7 +56,7 @@ class MappedVersion:
         self._is_table = all(batch.num_rows and metadata is None for batch, metadata in pairs)
         # For few rows, statistics and libarrow's threads cost more than they save.
         self._is_small = len(pairs) < 2 and sum(batch.num_rows for batch, _ in pairs) < _FEW_ROWS
-        self._known = known
+        self._statistics = statistics
 
     @classmethod
     def read(cls, readers: Sequence[pa.RecordBatchReader]) -> Self | None:
@@ -64,7 +66,7 @@ class MappedVersion:
             The version; None if not all of it is mapped, or if it has too many batches. The readers are closed then.
         """
         mapped = [reader for reader in readers if isinstance(reader, MappedReader) and reader.is_mapped]
-        if not mapped or len(mapped) < len(readers) or any(one.schema != mapped[0].schema for one in mapped):
+        if not mapped or len(mapped) < len(readers) or any(reader.schema != mapped[0].schema for reader in mapped):
             _close(readers)
             return None
         pairs: list[BatchAndMetadata] = []
@@ -87,27 +89,29 @@ class MappedVersion:
 
     def select(self, request: ReadRequest) -> pa.RecordBatchReader:
         """Return a reader of the columns and rows that `request` selects. Errors are those of `Client.read`."""
-        wanted = self._wanted(request)
+        selected = self._selected_columns(request)
         if request.filter is None:
-            reader = self._reader(self._numbers, wanted)
-            return reader if request.limit is None else filter_batches(reader, None, range(len(wanted)), request.limit)
+            reader = self._reader(self._numbers, selected)
+            if request.limit is None:
+                return reader
+            return filter_batches(reader, None, range(len(selected)), request.limit)
         rows = RowFilter.bind(request.filter, self.schema)
         passing, whole = self._pruned(rows)
         if request.filtering is not Filtering.EXACT or (request.limit is None and whole.issuperset(passing)):
-            return self._reader(passing, wanted)
-        needed = sorted({*wanted, *rows.columns})
-        is_scanned = request.limit is None and wanted and self._is_table and not self._is_small
+            return self._reader(passing, selected)
+        needed = sorted({*selected, *rows.columns})
+        is_scanned = request.limit is None and selected and self._is_table and not self._is_small
         if is_scanned and self._is_scannable(needed):
-            return self._scan(passing, whole, rows, needed, wanted)
+            return self._scan(passing, whole, rows, needed, selected)
         rows = rows.at_columns([needed.index(index) for index in rows.columns])
-        columns = [needed.index(index) for index in wanted]
+        columns = [needed.index(index) for index in selected]
         return filter_batches(self._reader(passing, needed), rows.mask, columns, request.limit)
 
     def table(self, request: ReadRequest) -> pa.Table:
         """Return the columns and rows that `request` selects as a table. Errors are those of `Client.read`."""
         if request.chooses_rows:
             return self.select(request).read_all()
-        return self._table(self._numbers, self._wanted(request))
+        return self._table(self._numbers, self._selected_columns(request))
 
     def _scan(
         self,
@@ -115,23 +119,23 @@ class MappedVersion:
         whole: frozenset[int],
         rows: RowFilter,
         needed: Sequence[int],
-        wanted: Sequence[int],
+        selected: Sequence[int],
     ) -> pa.RecordBatchReader:
         """Return a reader of the rows that pass. libarrow filters the batches of which only some rows pass."""
-        names = [self.schema.field(index).name for index in wanted]
+        names = [self.schema.field(index).name for index in selected]
         if whole.isdisjoint(passing):
             return _scan(self._table(passing, needed), rows, names)
 
         def pairs() -> Iterator[BatchAndMetadata]:
-            for is_whole, numbers in groupby(passing, whole.__contains__):
-                some = [*numbers]
+            for is_whole, group in groupby(passing, whole.__contains__):
+                numbers = [*group]
                 yield from batches(
-                    self._reader(some, wanted) if is_whole else _scan(self._table(some, needed), rows, names)
+                    self._reader(numbers, selected) if is_whole else _scan(self._table(numbers, needed), rows, names)
                 )
 
-        return BatchReader(select_fields(self.schema, wanted), pairs())
+        return BatchReader(select_fields(self.schema, selected), pairs())
 
-    def _wanted(self, request: ReadRequest) -> list[int]:
+    def _selected_columns(self, request: ReadRequest) -> list[int]:
         selection = request.columns_selected
         if selection is not None:
             selection.indices(self.schema.names)  # raises an error if a column does not exist
@@ -179,22 +183,22 @@ class MappedVersion:
         tree = None if self._is_small else filter_tree(rows, self.schema)
         if tree is None:
             return self._numbers, frozenset()
-        known = self._statistics(rows.columns)
-        passing = [*compress(self._numbers, passing_batches(tree, known, rows.columns))]
-        return passing, frozenset(compress(self._numbers, whole_batches(tree, known, rows.columns)))
+        statistics = self._statistics_of(rows.columns)
+        passing = [*compress(self._numbers, passing_batches(tree, statistics, rows.columns))]
+        return passing, frozenset(compress(self._numbers, whole_batches(tree, statistics, rows.columns)))
 
-    def _statistics(self, columns: Sequence[int]) -> Statistics:
+    def _statistics_of(self, columns: Sequence[int]) -> Statistics:
         """Return the statistics, for at least these columns. Missing statistics of a column are computed once."""
-        known = self._known
-        missing = [column for column in columns if column not in known.bounds]
+        statistics = self._statistics
+        missing = [column for column in columns if column not in statistics.bounds]
         if missing:
             collector = StatisticsCollector(self.schema, missing, thorough=True)
             for batch, _ in self._pairs:
                 collector.add(batch)
             computed = collector.statistics()
             bounds = {} if computed is None else computed.bounds
-            known = self._known = Statistics(known.num_rows, {**known.bounds, **bounds})
-        return known
+            statistics = self._statistics = Statistics(statistics.num_rows, {**statistics.bounds, **bounds})
+        return statistics
 
 
 class TableReader(BatchReader):

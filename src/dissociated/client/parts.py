@@ -1,4 +1,4 @@
-"""Opening of the planned parts of a dataset: connect, request, decode, and apply `Step.rest`."""
+"""Opening of the planned parts of a dataset: connect, request, decode, and apply `Step.residual`."""
 
 from __future__ import annotations
 
@@ -111,12 +111,12 @@ def _first(part: PartPlan, open_step: Callable[[Step], T]) -> T:
 
 def _open(part: PartPlan, open_flight: OpenFlight | None, step: Step) -> pa.RecordBatchReader:
     if step.route.is_flight:
-        return step.rest.apply(_open_over_flight(part, open_flight, step))
-    return step.rest.apply(_decode(*_request(part, step), part))
+        return step.residual.apply(_open_over_flight(part, open_flight, step))
+    return step.residual.apply(_decode(*_request(part, step), part))
 
 
 def _open_on_device(part: PartPlan, device: Device, open_flight: OpenFlight | None, step: Step) -> DeviceReader:
-    if step.route.is_flight or not step.rest.keeps_batches:
+    if step.route.is_flight or not step.residual.keeps_batches:
         return to_device(_open(part, open_flight, step), device)
     stream, fields = _request(part, step)
     if fields is None:
@@ -140,7 +140,7 @@ def _open_over_flight(part: PartPlan, open_flight: OpenFlight | None, step: Step
     if not part.request.decompress:
         raise OptionError("Flight always decompresses: with decompress=False, take another transport than grpc")
     reader = open_flight(part.endpoint, step.identifier, part.request)
-    fields = step.rest.positions(reader.schema.names)
+    fields = step.residual.positions(reader.schema.names)
     return reader if fields is None else select_columns(reader, fields)
 
 
@@ -150,7 +150,7 @@ def _request(part: PartPlan, step: Step) -> tuple[ClientStream, list[int] | None
     with _closed_on_error(stream):
         if stream.is_tensors:
             raise WrongKind("this stream holds tensors: read it with open_tensors, or by name with read_tensors")
-        return stream, step.rest.positions(read_schema(stream.header, RemoteProtocolError).names)
+        return stream, step.residual.positions(read_schema(stream.header, RemoteProtocolError).names)
 
 
 def _decode(stream: ClientStream, fields: list[int] | None, part: PartPlan) -> pa.RecordBatchReader:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
@@ -92,7 +92,7 @@ class Route:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rest:
+class Residual:
     """The part of a request that this process applies to a stream, in the order of the attributes.
 
     Attributes:
@@ -133,7 +133,7 @@ class Rest:
     @property
     def keeps_batches(self) -> bool:
         """Return whether all decoded batches are part of the result, as they are."""
-        return self == Rest(columns=self.columns, selected=self.selected)
+        return self == Residual(columns=self.columns, selected=self.selected)
 
     def apply(self, reader: pa.RecordBatchReader) -> pa.RecordBatchReader:
         """Return the rows and columns of the result. `reader` has the `columns`.
@@ -164,14 +164,14 @@ class Step:
     Attributes:
         route: The route.
         identifier: The identifier to request from the server: the ticket, and the selection that the server applies.
-        rest: The part of the request that the client applies.
+        residual: The part of the request that the client applies.
         filtered: Whether the server is asked to select rows.
         connect_timeout: Seconds in which the connection must be made; None for the timeout of the request.
     """
 
     route: Route
     identifier: bytes
-    rest: Rest
+    residual: Residual
     filtered: bool = False
     connect_timeout: float | None = None
 
@@ -185,19 +185,19 @@ class PartPlan:
         request: The request for the part. Its `rows` are counted from the first row of the part.
         steps: The routes to try, in order.
         in_place: The routes to try before `steps`, if the part is read onto a device and already lies there.
-        bound: The filter of the request, if there is one and the schema of the dataset is known.
+        bound_filter: The filter of the request, if there is one and the schema of the dataset is known.
     """
 
     endpoint: Endpoint
     request: ReadRequest
     steps: tuple[Step, ...]
     in_place: tuple[Step, ...] = ()
-    bound: BoundFilter | None = None
+    bound_filter: BoundFilter | None = None
 
     def without_filter(self, step: Step) -> Step:
         """Return the step that replaces `step` after its server has refused to select rows. The client filters."""
         route = replace(step.route, server=replace(step.route.server, filters=False))
-        again = _plan_step(self.request, self.bound, route, self.endpoint.ticket)
+        again = _plan_step(self.request, self.bound_filter, route, self.endpoint.ticket)
         return replace(again, connect_timeout=step.connect_timeout)
 
     def counting(self) -> PartPlan | None:
@@ -217,7 +217,7 @@ class PartPlan:
     def within(self, batch_rows: Sequence[int]) -> PartPlan:
         """Return the plan that requests only the batches that contain the rows. See `ReadRequest.within`."""
         routes = [step.route for step in self.steps]
-        return _plan_part(self.request.within(batch_rows), self.bound, self.endpoint, routes)
+        return _plan_part(self.request.within(batch_rows), self.bound_filter, self.endpoint, routes)
 
 
 @dataclass(frozen=True)
@@ -248,9 +248,9 @@ def plan(request: ReadRequest, info: DatasetInfo, routes_to: Callable[[Endpoint]
         OptionError: The filter does not fit the columns.
         ColumnNotFound: A column of the filter does not exist.
     """
-    bound = _bind(request, info.schema)
+    bound_filter = _bind(request, info.schema)
     parts = tuple(
-        _plan_part(part_request, bound, endpoint, routes_to(endpoint))
+        _plan_part(part_request, bound_filter, endpoint, routes_to(endpoint))
         for endpoint, part_request in _parts_with_rows(info, request)
     )
     _check_columns(request, info.schema, parts)
@@ -270,64 +270,113 @@ def plan_part(request: ReadRequest, schema: pa.Schema | None, endpoint: Endpoint
 
 
 def _plan_part(
-    request: ReadRequest, bound: BoundFilter | None, endpoint: Endpoint, routes: Sequence[Route]
+    request: ReadRequest, bound_filter: BoundFilter | None, endpoint: Endpoint, routes: Sequence[Route]
 ) -> PartPlan:
-    steps = [_plan_step(request, bound, route, endpoint.ticket) for route in routes]
+    steps = [_plan_step(request, bound_filter, route, endpoint.ticket) for route in routes]
     if request.timeout > CONNECT_TIMEOUT:
         steps[:-1] = [replace(step, connect_timeout=CONNECT_TIMEOUT) for step in steps[:-1]]
     if request.device is None:
-        return PartPlan(endpoint, request, tuple(steps), (), bound)
-    in_place = (step for step in steps if step.route.on_device and step.rest.keeps_batches)
-    others = (step for step in steps if not step.route.on_device)
-    return PartPlan(endpoint, request, tuple(others), tuple(in_place), bound)
+        return PartPlan(endpoint, request, tuple(steps), (), bound_filter)
+    in_place = (step for step in steps if step.route.on_device and step.residual.keeps_batches)
+    to_host = (step for step in steps if not step.route.on_device)
+    return PartPlan(endpoint, request, tuple(to_host), tuple(in_place), bound_filter)
 
 
-def _plan_step(request: ReadRequest, bound: BoundFilter | None, route: Route, ticket: bytes) -> Step:
+def _plan_step(request: ReadRequest, bound_filter: BoundFilter | None, route: Route, ticket: bytes) -> Step:
     """Divide the request. If the selection is too long for an identifier, the server gets less of it or none."""
     server = route.server
-    for able in (server, replace(server, filters=False), replace(server, filters=False, selects=False)):
-        selection, rest = _divide(request, bound, able)
+    for capabilities in (server, replace(server, filters=False), replace(server, filters=False, selects=False)):
+        selection, residual = _divide(request, bound_filter, capabilities)
         # `identifier` returns the ticket alone if the selection makes it too long. Then try a shorter selection.
         identifier = ticket if selection is None else selection.identifier(ticket)
         if selection is None or identifier != ticket:
             break
-    return Step(route, identifier, rest, selection is not None and selection.rows is not None)
+    return Step(route, identifier, residual, selection is not None and selection.rows is not None)
 
 
-def _divide(request: ReadRequest, bound: BoundFilter | None, server: Capabilities) -> tuple[Selection | None, Rest]:
-    """Return the selection that the server applies, and the rest for this process.
+class _Division(NamedTuple):
+    """The division of a request between a server and this process.
 
-    A server applies a filter or a limit to all rows of a part. So it gets neither if the request has `rows`.
+    Attributes:
+        columns: The columns to send, or to decode if the server selects none. None: all.
+        rows: The selection of rows by the server. None: it sends all rows.
+        residual: The filter and the limit that this process applies.
     """
-    columns, rows = request.columns_selected, None
-    able = server.filters and request.rows is None
-    exact = able and not server.shares_memory
-    rest = Rest(limit=request.limit)
+
+    columns: Selection | None
+    rows: RowSelection | None
+    residual: Residual
+
+
+def _divide(
+    request: ReadRequest, bound_filter: BoundFilter | None, server: Capabilities
+) -> tuple[Selection | None, Residual]:
+    """Return the selection that the server applies, and the residual for this process."""
+    # A server applies a filter or a limit to all rows of a part. So it gets neither if the request has `rows`.
+    filters = server.filters and request.rows is None
+    # If memory is shared, no rows are sent, and the server only leaves out batches.
+    sends_rows = filters and not server.shares_memory
     if request.filter is None:
-        rows = RowSelection(None, request.limit) if exact and request.limit is not None else None
-    elif bound is None:  # request all columns, because the columns of the filter are unknown
-        rest = replace(rest, filter=request.filter, result=columns)
-        columns = None
+        division = _divide_limit(request, sends_rows)
+    elif bound_filter is None:
+        division = _divide_unknown_columns(request)
     else:
-        encoded = bound.encoded if able else None
+        encoded = bound_filter.encoded if filters else None
         if request.filtering is not Filtering.EXACT:
-            exact = exact and request.filtering is Filtering.AT_SERVER
-            rows = None if encoded is None else RowSelection(encoded, exact=exact)
-            rest = Rest()
-        elif exact and encoded is not None:
-            rows = RowSelection(encoded, request.limit)
-            columns = bound.columns(bound.result)
-            rest = replace(rest, expected=bound.names(bound.result))
+            division = _divide_inexact_filter(request, encoded, sends_rows)
+        elif sends_rows and encoded is not None:
+            division = _filter_at_server(request, bound_filter, encoded)
         else:
-            rows = None if encoded is None else RowSelection(encoded, exact=False)
-            columns = bound.columns(bound.needed)
-            result = Selection(fields=tuple(map(bound.needed.index, bound.result)))
-            rest = replace(rest, expected=bound.names(bound.needed), filter=request.filter, result=result)
-    batches = None if server.selects else request.batches
-    rest = replace(rest, columns=columns, selected=server.selects, batches=batches, rows=request.rows)
-    asked = columns or Selection()
-    selection = Selection(asked.columns, asked.fields, request.batches, rows)
-    return selection if server.selects and selection != Selection() else None, rest
+            division = _filter_here(request, bound_filter, encoded)
+    columns = division.columns or Selection()
+    selection = Selection(columns.columns, columns.fields, request.batches, division.rows)
+    residual = replace(
+        division.residual,
+        columns=division.columns,
+        selected=server.selects,
+        batches=None if server.selects else request.batches,
+        rows=request.rows,
+    )
+    return selection if server.selects and selection != Selection() else None, residual
+
+
+def _divide_limit(request: ReadRequest, sends_rows: bool) -> _Division:
+    """Divide a request without a filter. A server that sends rows need not send more than the limit."""
+    rows = RowSelection(None, request.limit) if sends_rows and request.limit is not None else None
+    return _Division(request.columns_selected, rows, Residual(limit=request.limit))
+
+
+def _divide_unknown_columns(request: ReadRequest) -> _Division:
+    """Divide a request with a filter if the columns of the filter are unknown: request all columns, and filter here."""
+    residual = Residual(filter=request.filter, result=request.columns_selected, limit=request.limit)
+    return _Division(None, None, residual)
+
+
+def _divide_inexact_filter(request: ReadRequest, encoded: bytes | None, sends_rows: bool) -> _Division:
+    """Divide a request that may also return rows that do not pass: nothing is filtered here, nor is a limit applied."""
+    exact = sends_rows and request.filtering is Filtering.AT_SERVER
+    rows = None if encoded is None else RowSelection(encoded, exact=exact)
+    return _Division(request.columns_selected, rows, Residual())
+
+
+def _filter_at_server(request: ReadRequest, bound_filter: BoundFilter, encoded: bytes) -> _Division:
+    """Let the server filter: it sends the rows that pass, and of these the columns of the result."""
+    result = bound_filter.result
+    residual = Residual(expected=bound_filter.names(result), limit=request.limit)
+    return _Division(bound_filter.columns(result), RowSelection(encoded, request.limit), residual)
+
+
+def _filter_here(request: ReadRequest, bound_filter: BoundFilter, encoded: bytes | None) -> _Division:
+    """Filter in this process. A server that understands the filter leaves out batches in which no row passes."""
+    needed = bound_filter.needed
+    residual = Residual(
+        expected=bound_filter.names(needed),
+        filter=request.filter,
+        result=Selection(fields=tuple(map(needed.index, bound_filter.result))),
+        limit=request.limit,
+    )
+    rows = None if encoded is None else RowSelection(encoded, exact=False)
+    return _Division(bound_filter.columns(needed), rows, residual)
 
 
 class BoundFilter:

@@ -123,9 +123,9 @@ class Scanner:
 
     def count_rows(self) -> int:
         """Return the number of rows."""
-        known = self._version.info.rows
-        if self._filter is None and known is not None:
-            return known if self._limit is None else min(known, self._limit)
+        rows = self._version.info.rows
+        if self._filter is None and rows is not None:
+            return rows if self._limit is None else min(rows, self._limit)
         return sum(batch.num_rows for batch in self._read([]))
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> Any:

@@ -46,7 +46,7 @@ class ClientSession(ProcessBound):
         self.max_body = request.max_body
         self._decompress = request.decompress
         self._receiver = Receiver.with_limits(request.max_metadata, request.max_body)
-        self._ended = False
+        self._is_over = False
         self._leases = ClientLeases(connections[-1], free_data, request.timeout, on_freed)
         self.bodies = Bodies(connections[-1], self._leases, request)
         self._received = time.monotonic()  # when a message last arrived
@@ -55,7 +55,7 @@ class ClientSession(ProcessBound):
 
     def stop(self) -> None:
         """Make a receiving thread return. Called at the exit of the interpreter."""
-        if self._ended:  # the connection may carry another stream
+        if self._is_over:  # the connection may carry another stream
             return
         for connection in self._connections:
             connection.interrupt(sending=False)
@@ -103,7 +103,7 @@ class ClientSession(ProcessBound):
     def _end(self, stopped: bool) -> None:
         if self.is_inherited:
             return
-        self._ended = True
+        self._is_over = True
         try:
             for connection in self._connections[:-1]:
                 connection.close()
@@ -135,7 +135,7 @@ class ClientSession(ProcessBound):
         """
         self.check_process()
         self._check_size(item.largest_body)
-        if not self._decompress and any(is_compressed(one.header) for one in item.expand()):
+        if not self._decompress and any(is_compressed(message.header) for message in item.expand()):
             raise DeviceError(
                 "a body is compressed, and decompress=False has it refused: leave that out, and it is decompressed on "
                 "the host, or publish the dataset without a codec"
@@ -158,8 +158,8 @@ class ClientSession(ProcessBound):
         return self.bodies.allocate(length)
 
     def _allocate_on_device(self, tag: int, length: int) -> Buffer | None:
-        known = self._receiver.announced(tag)
-        return None if known is None or not is_movable(*known) else self.bodies.allocate_on_device(length)
+        announcement = self._receiver.announced(tag)
+        return None if announcement is None or not is_movable(*announcement) else self.bodies.allocate_on_device(length)
 
     def _discard(self, connection: Connection) -> None:
         """Stop receiving, and free the messages in transit: the server waits for them, for the sake of others."""

@@ -26,7 +26,7 @@ from dissociated.memory.remote import Span
 from dissociated.protocol.delivery import Delivered, Delivery
 
 #: Most messages, or runs of messages, that are examined before a dataset in shared memory is opened.
-_MAX_SEEN = 1 << 16
+_MAX_EXAMINED = 1 << 16
 #: Seconds after which the server of a stream in shared memory is not made to wait for the reader of the first batches.
 _PATIENCE = 30.0
 
@@ -38,16 +38,16 @@ class ClientStream:
         """Wait for the first message. Errors are those of `ClientSession.deliveries`."""
         self._session = session
         self._bodies = session.bodies
-        self._rest = session.deliveries()
+        self._remaining = session.deliveries()
         try:
-            (first,) = next(self._rest).expand()  # a stream never begins with a run
+            (first,) = next(self._remaining).expand()  # a stream never begins with a run
         except BaseException:
             self.close()
             raise
         #: The flatbuffer of the first message: the schema, or a tensor.
         self.header = first.header
         self.is_tensors = first.parsed.is_tensor
-        self._seen: deque[Delivered] = deque([first])
+        self._examined: deque[Delivered] = deque([first])
 
     def batches(self, options: ReadOptions) -> StreamReader:
         """Return a reader, which ends the stream when it is exhausted or dropped.
@@ -87,11 +87,11 @@ class ClientStream:
             return None
         landing = Landing(self._one_by_one(), self._bodies, device)
 
-        def go_on(begin: Messages) -> StreamReader | None:
-            rest = landing.rest(begin)
-            return None if rest is None else join(rest, options, max_body=self._session.max_body)
+        def decode_remaining(begin: Messages) -> StreamReader | None:
+            remaining = landing.remaining_messages(begin)
+            return None if remaining is None else join(remaining, options, max_body=self._session.max_body)
 
-        return join_on_device(device, landing.messages(), options, go_on)
+        return join_on_device(device, landing.messages(), options, decode_remaining)
 
     def _one_by_one(self) -> Generator[Delivery, None, None]:
         with closing(self._deliveries()) as deliveries:
@@ -119,7 +119,7 @@ class ClientStream:
     def close(self) -> None:
         """End the stream. Data that was read stays valid."""
         try:
-            self._rest.close()
+            self._remaining.close()
         finally:  # also after Ctrl-C: unread messages would otherwise keep the connection
             self._session.settle()
 
@@ -129,24 +129,24 @@ class ClientStream:
         Of a long stream, only the beginning is compared now. Only metadata and addresses arrive.
         """
         in_place = InPlace(self.header, self._bodies.address_space)
-        for item in self._rest:
-            self._seen.append(item)
-            if len(self._seen) > _MAX_SEEN or not item.accept(in_place):
+        for item in self._remaining:
+            self._examined.append(item)
+            if len(self._examined) > _MAX_EXAMINED or not item.accept(in_place):
                 return None
             if in_place.can_begin:
-                schema = self._seen.popleft()
-                self._seen.clear()  # the reader has the leases of these batches
-                self._seen.append(schema)
-                return in_place.reader(self._bodies.lease, options, _Rest(self, in_place, options))
+                schema = self._examined.popleft()
+                self._examined.clear()  # the reader has the leases of these batches
+                self._examined.append(schema)
+                return in_place.reader(self._bodies.lease, options, _Tail(self, in_place, options))
         return in_place.reader(self._bodies.lease, options)
 
     def compare(self, in_place: InPlace, at: int, options: ReadOptions) -> Place | StreamReader:
-        """Compare the rest of a stream whose beginning lies in place. See `Rest.compare`."""
-        for item in self._rest:
-            self._seen.append(item)
-            if len(self._seen) > _MAX_SEEN or not item.accept(in_place):
+        """Compare the rest of a stream whose beginning lies in place. See `Tail.compare`."""
+        for item in self._remaining:
+            self._examined.append(item)
+            if len(self._examined) > _MAX_EXAMINED or not item.accept(in_place):
                 return join_deliveries(self._deliveries(), self._bodies.attach, options, self._session.max_body)
-        self._seen.clear()
+        self._examined.clear()
         return in_place.place(self._bodies.lease, at)
 
     @property
@@ -162,9 +162,9 @@ class ClientStream:
     def _deliveries(self) -> Deliveries:
         """Yield the messages that were examined, and then the rest. Close the stream at the end."""
         with closing(self):
-            while self._seen:
-                yield self._seen.popleft()
-            yield from self._rest
+            while self._examined:
+                yield self._examined.popleft()
+            yield from self._remaining
 
     def _tensor(self, delivery: Delivery) -> Tensor:
         if not delivery.parsed.is_tensor:
@@ -176,7 +176,7 @@ class ClientStream:
         raise RemoteProtocolError(f"the peer sent a tensor that cannot be read: {why}")
 
 
-class _Rest:
+class _Tail:
     """The rest of a stream whose beginning lies in place in shared memory."""
 
     def __init__(self, stream: ClientStream, in_place: InPlace, options: ReadOptions) -> None:
@@ -203,12 +203,12 @@ class TensorReader(Iterator[Tensor]):
 
     def __init__(self, tensors: Generator[Tensor, None, None]) -> None:
         self._next = [next(tensors)]  # start the generator, so that closing it ends the stream
-        self._rest = RaisingAgain(tensors)
+        self._remaining = RaisingAgain(tensors)
 
     def __next__(self) -> Tensor:
-        return self._next.pop() if self._next else next(self._rest)
+        return self._next.pop() if self._next else next(self._remaining)
 
     def close(self) -> None:
         """Stop reading. Tensors that were read stay valid."""
         self._next.clear()
-        self._rest.close()
+        self._remaining.close()

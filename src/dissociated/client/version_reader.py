@@ -77,7 +77,7 @@ class VersionReader:
             current = self._describe()
             if current.endpoints == info.endpoints:
                 raise
-        if [one.rows for one in current.endpoints] != [one.rows for one in info.endpoints]:
+        if [endpoint.rows for endpoint in current.endpoints] != [endpoint.rows for endpoint in info.endpoints]:
             raise CatalogError(f"{info.name!r} lies in other parts now than when it was looked up: look it up again")
         return endpoints.open(current, current.endpoints[number], request)
 

@@ -51,7 +51,7 @@ class Place(NamedTuple):
     at: int | None = None
 
 
-class Rest(Protocol):
+class Tail(Protocol):
     """The rest of a stream, of which only the beginning was compared."""
 
     def compare(self, at: int) -> Place | pa.RecordBatchReader:
@@ -78,7 +78,7 @@ class Rest(Protocol):
 class MappedReader(PeerReader):
     """A reader of a stream in shared memory, whose batches take no other memory if it `is_mapped`."""
 
-    def __init__(self, schema: bytes, place: Place, options: ReadOptions | None, tail: Rest | None = None) -> None:
+    def __init__(self, schema: bytes, place: Place, options: ReadOptions | None, tail: Tail | None = None) -> None:
         """Open the stream.
 
         Args:
@@ -197,7 +197,7 @@ class MappedReader(PeerReader):
     def _complete(self) -> None:
         """Compare the rest of the stream, and continue in its place.
 
-        Raises the errors of `Rest.compare`, also when this is called again.
+        Raises the errors of `Tail.compare`, also when this is called again.
         """
         if self._tail is None or self._closed:
             return
@@ -295,7 +295,7 @@ class InPlace:
         """Return whether the beginning that was compared can be read, and the rest be compared later."""
         return self._batches >= _LONG and len(self._streams) == 1 and not self._has_dictionaries
 
-    def reader(self, hold: Hold, options: ReadOptions | None, tail: Rest | None = None) -> MappedReader | None:
+    def reader(self, hold: Hold, options: ReadOptions | None, tail: Tail | None = None) -> MappedReader | None:
         """Return a reader of libarrow over the whole stream; None if nothing of it lies in shared memory.
 
         If only the beginning was compared, `tail` compares the rest.

@@ -361,7 +361,7 @@ def _direct_request(part: PartPlan) -> dict[str, Any] | None:
     step, request = part.steps[0], part.request
     if [uri.scheme for uri in step.route.uris] != ["tcp"]:
         return None
-    rest = step.rest
+    rest = step.residual
     if not replace(rest, rows=None).keeps_batches or (
         rest.columns is not None and step.identifier == part.endpoint.ticket
     ):
