@@ -5,6 +5,7 @@ The tests count instructions, because times depend on the machine.
 
 from __future__ import annotations
 
+import sqlite3
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
@@ -60,7 +61,8 @@ class Changing:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._preparing = 0
-        prepare = Catalog.prepare
+        self._steps = 0  # instructions that SQLite has run for any database
+        prepare, connect = Catalog.prepare, sqlite3.connect
 
         def counted(catalog: Catalog, body: Any) -> dict[str, Any]:
             with Instructions() as ran:
@@ -68,13 +70,21 @@ class Changing:
             self._preparing = ran.count
             return prepared
 
+        def step() -> None:
+            self._steps += 1
+
+        def connected(*arguments: Any, **options: Any) -> sqlite3.Connection:
+            connection = connect(*arguments, **options)
+            connection.set_progress_handler(step, 1)
+            return connection
+
         patch.setattr(Catalog, "prepare", counted)
+        patch.setattr(sqlite3, "connect", connected)
 
     def use(self, catalog: CatalogService, node: Node) -> None:
         """Set the catalog and the node to count. Call it before any other method."""
         assert isinstance(catalog.catalog, LocalCatalog)
         self._catalog, self._node = catalog.catalog, node
-        self._tables = catalog.catalog._database._tables
 
     def _staged(self, number: int, key: str) -> Commit:
         name = f"{key} of {number}"
@@ -100,26 +110,11 @@ class Changing:
             for what, some in did.items()
         }
 
-    def _set_handler(self, handler: Callable[[], None] | None, steps: int) -> None:
-        # Python keeps the GIL while it waits for SQLite's own lock, and the thread that has that lock would wait for
-        # the GIL to call the handler. So no other thread may be within SQLite now.
-        with self._tables._lock:
-            self._tables._connection.set_progress_handler(handler, steps)
-
     def _count(self, call: Callable[[Any], None], argument: object) -> Work:
-        steps = self._preparing = 0
-
-        def step() -> None:
-            nonlocal steps
-            steps += 1
-
-        self._set_handler(step, 1)
-        try:
-            with Instructions() as ran:
-                call(argument)
-        finally:
-            self._set_handler(None, 0)
-        return Work(ran.count, steps, self._preparing)
+        self._preparing = self._steps = 0
+        with Instructions() as ran:
+            call(argument)
+        return Work(ran.count, self._steps, self._preparing)
 
 
 def look(changing: Changing) -> None:
@@ -134,6 +129,7 @@ def look(changing: Changing) -> None:
         for whose, most, least in zip(Work._fields, was, after[what][0], strict=True)
         if least - most >= MORE
     }
+    assert all(least.database for least, _ in after.values())
     assert more == {}
 
 

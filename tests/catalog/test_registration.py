@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 import shutil
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from dissociated.catalog.local import LocalCatalog
 from dissociated.catalog.service import CatalogService
 from dissociated.errors import AccessDenied, CatalogError
 from dissociated.node.node import Node
+from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
 from support.nodes import put, read, table
 
@@ -44,10 +46,16 @@ class Catalog(LocalCatalog):
 
 
 class Pair:
-    """A node and its catalog, each of which can be restarted."""
+    """A node and its catalog, each of which can be restarted.
 
-    def __init__(self, directory: Path, running: ExitStack) -> None:
-        self._directory, self._running = directory, running
+    Args:
+        directory: the directory of their files.
+        running: what closes them.
+        limit: the limit of the node's store, which evicts; None for no limit.
+    """
+
+    def __init__(self, directory: Path, running: ExitStack, limit: int | None = None) -> None:
+        self._directory, self._running, self._limit = directory, running, limit
         self._files = 0
         self._where = "grpc://127.0.0.1:0"
         self.start_catalog()
@@ -64,9 +72,8 @@ class Pair:
         self._where = self.catalog.uri
 
     def start_node(self) -> None:
-        self.node = Node(
-            Store(self._directory / "store"), ["shm:"], catalog=self.catalog.uri, heartbeat_interval=SELDOM, retain=0.0
-        )
+        store = Store(self._directory / "store", limit=self._limit, policy=Policy.EVICT)
+        self.node = Node(store, ["shm:"], catalog=self.catalog.uri, heartbeat_interval=SELDOM, retain=0.0)
         self._running.callback(self.node.close)
 
     def tell(self) -> None:
@@ -126,17 +133,10 @@ def test_a_catalog_knows_what_a_node_has_whatever_was_lost_or_killed(memory: Pat
 
 def test_what_was_evicted_is_told(memory: Path) -> None:
     with ExitStack() as running:
-        pair = Pair(memory, running)
+        pair = Pair(memory, running, limit=3 * mmap.PAGESIZE // 2)  # a dataset takes one page
         for name in "abc":
             put(pair.node.uri, name, table(1))
-        pair.tell()
-        store = pair.node.store
-        for name in "ab":
-            version = store.current(name)
-            assert version is not None
-            with store._lock:
-                store.eviction.evict(version)
-        pair.tell()
+            pair.tell()
         pair.check({"c": 1})
 
 

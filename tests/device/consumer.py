@@ -10,12 +10,25 @@ import pyarrow as pa
 from dissociated.codec.cdevice import ArrowArray, ArrowDeviceArray
 from dissociated.memory.device.base import Device, Stream
 
-_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
 
 
+_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
 _rename = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_SetName", ctypes.pythonapi))
+
+
+class _Exported:
+    """A schema in a capsule, as pyarrow imports it."""
+
+    def __init__(self, capsule: object) -> None:
+        self._capsule = capsule
+
+    def __arrow_c_schema__(self) -> object:
+        return self._capsule
 
 
 class TakenTensor:
@@ -25,7 +38,7 @@ class TakenTensor:
 
     def __init__(self, source: Any, stream: Stream) -> None:
         capsule = source.__dlpack__(stream=stream.handle or None)
-        address = _pointer(capsule, b"dltensor")
+        address = pointer(capsule, b"dltensor")
         assert address is not None
         self._at: int = address
         _rename(capsule, self._USED)
@@ -41,8 +54,8 @@ class Taken:
 
     def __init__(self, source: Any) -> None:
         schema, array = source.__arrow_c_device_array__()
-        self.schema = pa.Schema._import_from_c_capsule(schema)
-        self._at = ArrowDeviceArray.from_address(_pointer(array, b"arrow_device_array"))
+        self.schema = pa.schema(_Exported(schema))
+        self._at = ArrowDeviceArray.from_address(pointer(array, b"arrow_device_array"))
         self.struct = ArrowDeviceArray.from_buffer_copy(self._at)
         self._at.array.release = type(self._at.array.release)()
 
@@ -56,7 +69,7 @@ class TakenStream:
 
     def __init__(self, source: Any) -> None:
         self._capsule = source.__arrow_c_device_stream__()
-        address = _pointer(self._capsule, b"arrow_device_array_stream")
+        address = pointer(self._capsule, b"arrow_device_array_stream")
         assert address is not None
         call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
         fields = (ctypes.c_uint64 * 6).from_address(address)
@@ -67,7 +80,7 @@ class TakenStream:
     def schema(self) -> pa.Schema:
         place = (ctypes.c_int64 * 9)()
         assert self._schema(self._address, ctypes.addressof(place)) == 0
-        return pa.Schema._import_from_c(ctypes.addressof(place))
+        return pa.schema(_Exported(_capsule(ctypes.addressof(place), b"arrow_schema", None)))
 
     def next(self) -> ArrowDeviceArray | None:
         """Return the next array, which the caller releases, or raise OSError with the message of the stream."""
@@ -93,15 +106,18 @@ def fetched(device: Device, address: int, length: int, event: int | None, stream
 
 def same(device: Device, struct: ArrowDeviceArray, expected: pa.RecordBatch) -> None:
     """Fail unless the data on the device is `expected`, buffer by buffer."""
-    host = ArrowDeviceArray()
-    expected._export_to_c(ctypes.addressof(host))
-    try:
-        assert (struct.device_type, struct.device_id) == (device.type, device.number)
-        sizes = _sizes(expected)
-        _compare(device, struct.array, host.array, struct.sync_event, sizes)
-        assert not sizes
-    finally:
-        host.array.release(ctypes.addressof(host))
+    _, capsule = expected.__arrow_c_array__()  # releases the array when it is collected
+    host = ArrowArray.from_address(pointer(capsule, b"arrow_array"))
+    assert (struct.device_type, struct.device_id) == (device.type, device.number)
+    sizes = _sizes(expected)
+    _compare(device, struct.array, host, struct.sync_event, sizes)
+    assert not sizes
+
+
+def addresses(array: ArrowArray) -> set[int]:
+    """Return the addresses of all buffers of an array and its children."""
+    own = {array.buffers[index] for index in range(array.n_buffers) if array.buffers[index]}
+    return own.union(*(addresses(array.children[index].contents) for index in range(array.n_children)))
 
 
 def _sizes(batch: pa.RecordBatch) -> list[int]:

@@ -21,7 +21,7 @@ from dissociated.memory.device import copies
 from dissociated.memory.device import emulated as emulation
 from dissociated.memory.device.base import Device, DeviceMemory, Event, Stream
 from dissociated.memory.device.copies import Copies
-from dissociated.memory.device.emulated import EmulatedDevice, _EmulatedEvent
+from dissociated.memory.device.emulated import EmulatedDevice, EmulatedEvent
 from dissociated.memory.device.registry import open_device
 from support.helpers import PATIENCE, Child, Interruption, case, rest_of
 
@@ -137,6 +137,7 @@ def test_a_handle_that_is_no_good(device: Device) -> None:
 def test_nothing_is_remembered_of_handles_that_were_closed(emulated: EmulatedDevice) -> None:
     memory = copied_in(emulated, emulated.stream(), exportable=True)
     handle, other = emulated.export(memory), EmulatedDevice(emulated.number)
+    references = sys.getrefcount(handle)
     opened = other.open(handle, memory.size)
     stream = other.stream()
     copied_out(stream, opened.address, 4)
@@ -146,7 +147,8 @@ def test_nothing_is_remembered_of_handles_that_were_closed(emulated: EmulatedDev
     other.capturing = False
     other.retry()
     assert not other.is_left_open(handle)
-    assert not other._opened
+    del opened
+    assert sys.getrefcount(handle) == references
     memory.close()
 
 
@@ -191,7 +193,7 @@ def test_memory_stays_while_nobody_can_tell_what_reads_it(emulated: EmulatedDevi
     assert not emulated.allocations
 
 
-class Interrupts(_EmulatedEvent):
+class Interrupts(EmulatedEvent):
     """An event that raises KeyboardInterrupt in a thread that waits for the copies behind it."""
 
     def synchronize(self) -> None:

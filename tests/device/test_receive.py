@@ -22,6 +22,8 @@ from dissociated.transport.framed.connection import SocketConnection
 from dissociated.transport.framed.tcp import TcpTransport
 from dissociated.uri import Uri
 
+from . import consumer
+
 ROWS = 100_000
 #: Each column has more bytes than a medium buffers in host memory before they are requested.
 BIG = pa.table({
@@ -71,9 +73,13 @@ class Lands(TcpTransport):
 
 
 @pytest.fixture(autouse=True)
-def lands(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Register the scheme `lands` like a third party would."""
-    monkeypatch.setitem(registry._BUILT_IN, "lands", f"{__name__}:Lands")
+def lands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Install the scheme `lands` as the package of a third party would."""
+    package = tmp_path / "lands-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: lands\nVersion: 1\n")
+    (package / "entry_points.txt").write_text(f"[dissociated.transports]\nlands = {__name__}:Lands\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
     registry.transport.cache_clear()
     Landed.written = 0
     yield
@@ -103,9 +109,10 @@ def test_they_come_to_lie_there_as_all_others_do(server: dis.Server, device: Dev
     assert device.ring.nbytes == pinned
     assert pa.Table.from_batches([batch.to_host() for batch in batches]) == BIG
     assert device.allocations == before + 5, "what was received into has gone back"
-    addresses = {buffer.address % 64 for one in batches[0]._batch.columns for buffer in one.buffers() if buffer}
-    assert addresses == {0}
-    del batches
+    taken = consumer.Taken(batches[0])
+    assert {address % 64 for address in consumer.addresses(taken.struct.array)} == {0}
+    taken.release()
+    del batches, taken
     some = read(server, "big", device, columns=["n", "b"], batches=(1, 3))
     assert on_host(some) == BIG.select(["n", "b"]).slice(ROWS, 2 * ROWS)
     assert Landed.written == 7

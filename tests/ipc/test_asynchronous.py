@@ -7,7 +7,7 @@ import inspect
 import io
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -75,18 +75,38 @@ class Source:
             self.stopped = True
 
 
+def numbered(count: int, size: int = 1) -> bytes:
+    """Return a stream of batches, in each of which all `size` rows are its number."""
+    sink = pa.BufferOutputStream()
+    schema = pa.schema({"n": pa.int64()})
+    with pa.ipc.new_stream(sink, schema) as writer:
+        for number in range(count):
+            writer.write_batch(pa.record_batch({"n": [number] * size}, schema))
+    return sink.getvalue().to_pybytes()
+
+
 def number(batch: pa.RecordBatch) -> int:
     first: int = batch["n"][0].as_py()
     return first
 
 
-async def settled(batches: dis.ipc.AsyncBatches) -> None:
-    """Wait until `batches` reads no more by itself."""
-    while batches._jobs and (
-        any(not job.future.done() for job in batches._jobs) or (batches._steps is not None and batches._has_room())
-    ):
-        await asyncio.gather(*(asyncio.wrap_future(job.future) for job in batches._jobs))
-        await asyncio.sleep(0)  # let the loop learn that a job is done, and begin another one
+class Reads(ThreadPoolExecutor):
+    """A thread for reads, which are counted."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self._count = 0
+
+    def submit(self, call: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        self._count += 1
+        return super().submit(call, *arguments, **options)
+
+    async def settle(self) -> None:
+        """Wait until all reads have ended, and the event loop has begun no others after them."""
+        count = None
+        while count != self._count:
+            count = self._count
+            await asyncio.wrap_future(super().submit(int))  # begins after the reads, and after their callbacks
 
 
 @every_source
@@ -199,35 +219,32 @@ def test_calls_that_are_outstanding_read_at_once() -> None:
 
 @pytest.mark.parametrize("readahead", [0, 1, 4])
 def test_no_more_is_read_ahead_than_is_wanted(readahead: int) -> None:
-    source = Source(20)
-
     async def test() -> None:
-        batches = async_batches(source.reader(), readahead=readahead)
-        for taken in range(1, 16):
-            assert number(await anext(batches)) == taken - 1
-            await settled(batches)
-            assert source.read == taken + readahead
-        await batches.aclose()
+        with Reads() as reads:
+            async with await open_either_async(numbered(20), executor=reads) as reader:
+                batches = reader.batches(readahead=readahead)
+                for taken in range(1, 16):
+                    assert number(await anext(batches)) == taken - 1
+                    await reads.settle()
+                    assert reader.stats.num_record_batches == taken + readahead
 
     run(test)
-    assert source.stopped
 
 
 def test_no_more_bytes_are_read_ahead_than_are_wanted() -> None:
-    source = Source(20, size=1000)  # 8,000 bytes each
-
     async def test() -> None:
-        batches = async_batches(source.reader(), readahead=10, readahead_bytes=20_000)
-        await anext(batches)
-        await settled(batches)
-        assert source.read == 1 + 3
-        await batches.aclose()
-        async with await open_async(FILE) as reader:
-            assert len(FILE) // 5 > 20_000
-            batches = reader.batches(readahead=10, readahead_bytes=20_000)
-            await anext(batches)
-            await settled(batches)
-            assert reader.stats.num_record_batches == 2
+        with Reads() as reads:
+            async with await open_either_async(numbered(20, size=1000), executor=reads) as reader:  # 8,000 bytes each
+                batches = reader.batches(readahead=10, readahead_bytes=20_000)
+                await anext(batches)
+                await reads.settle()
+                assert reader.stats.num_record_batches == 1 + 3
+            async with await open_async(FILE, executor=reads) as reader:
+                assert len(FILE) // 5 > 20_000
+                batches = reader.batches(readahead=10, readahead_bytes=20_000)
+                await anext(batches)
+                await reads.settle()
+                assert reader.stats.num_record_batches == 2
 
     run(test)
 
@@ -236,8 +253,10 @@ def test_nothing_is_read_before_the_first_batch_is_asked_for() -> None:
     source = Source(1)
 
     async def test() -> None:
+        threads = {*threading.enumerate()}
         batches = async_batches(source.reader())
-        await settled(batches)
+        await asyncio.sleep(0)
+        assert {*threading.enumerate()} == threads
         assert source.read == 0
         await batches.aclose()
 
@@ -486,26 +505,40 @@ def test_a_closed_reader_says_so() -> None:
     run(test)
 
 
-def test_nothing_is_read_from_a_reader_that_is_being_closed(tmp_path: Path) -> None:
-    """Its descriptor number may belong to another file by then."""
-    begun, held = threading.Event(), threading.Event()
+class Held(Counted):
+    """A file in which each read waits at `gate`."""
 
-    def hold() -> None:
-        begun.set()
-        assert held.wait(PATIENCE)
+    def __init__(self, content: bytes) -> None:
+        super().__init__(content)
+        self.reading, self.gate = threading.Event(), threading.Event()
+        self.gate.set()
+
+    def readinto(self, buffer: Any) -> int:
+        self.reading.set()
+        assert self.gate.wait(PATIENCE)
+        return super().readinto(buffer)
+
+
+def test_nothing_is_read_from_a_reader_that_is_being_closed() -> None:
+    """The number of its descriptor may belong to another file by then."""
 
     async def test() -> None:
+        source = Held(FILE)
         with ThreadPoolExecutor(4) as executor:
-            reader = await open_async(written(tmp_path / "file", FILE), memory_map=False, executor=executor)
-            assert isinstance(reader, AsyncFileReader)
-            reading = asyncio.create_task(reader._threads.run(hold))
-            assert await asyncio.to_thread(begun.wait, PATIENCE)  # otherwise it would be cancelled
+            reader = await open_async(source, executor=executor)
+            source.reading.clear()
+            source.gate.clear()
+            reading = asyncio.create_task(reader.get_batch(4))
+            assert await asyncio.to_thread(source.reading.wait, PATIENCE)  # otherwise it would be cancelled
+            reads = len(source.reads)
             closing = asyncio.create_task(reader.aclose()), asyncio.create_task(reader.aclose())
             await asyncio.sleep(0)
             with pytest.raises(StoreError, match="this reader is closed"):
                 await reader.get_batch(0)
-            held.set()
-            await asyncio.gather(reading, *closing)
+            assert len(source.reads) == reads
+            source.gate.set()
+            assert await reading == BATCHES[4]
+            await asyncio.gather(*closing)
 
     run(test)
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -22,7 +22,7 @@ from dissociated.ipc import FileReader, StreamReader, open_file, open_stream
 from dissociated.ipc.files import open_either
 from memory.maps import buffers, mappings, origins
 from support import arrow_cases
-from support.helpers import as_big_endian, case, leaving_nothing
+from support.helpers import as_big_endian, case, leaving_nothing, wait_until
 from support.machine import ARROW_TEST_DATA
 
 ROWS = 1000
@@ -258,13 +258,10 @@ def test_metadata_that_was_loaded_ahead_is_not_read_again() -> None:
     source = Counted(FILE)
     with open_file(source, options=ReadOptions(pre_buffer_cache_options=pa.CacheOptions(hole_size_limit=0))) as reader:
         reader.pre_buffer_metadata([1, 3])
-        cast(Any, reader._source)._background.shutdown()  # the background thread of a file that is read piece by piece
-        loaded = [span for span in source.reads if span[1] <= batches[-1][2]]
-        assert loaded == [
-            (dictionary[0], dictionary[2]),
-            (batches[1][0], batches[1][1]),
-            (batches[3][0], batches[3][1]),
-        ]
+        expected = [(dictionary[0], dictionary[2]), (batches[1][0], batches[1][1]), (batches[3][0], batches[3][1])]
+        wait_until(
+            lambda: [span for span in source.reads if span[1] <= batches[-1][2]] == expected, "these pieces are read"
+        )
         source.reads.clear()
         assert reader.get_batch(3) == BATCHES[3]
         assert source.reads == [batches[3][1:]]

@@ -229,7 +229,7 @@ class Client:
         self._kept = keep
         self._free_data = int(parameters["free_data"]) if "free_data" in parameters else None
         self._headers: dict[int, bytes] = {}
-        self._bodies: dict[int, tuple[int, bytes]] = {}
+        self.bodies: dict[int, tuple[int, bytes]] = {}
         self._count: int | None = None
         self.kinds: set[int] = set()  # kinds of frames, and kinds of bodies times 100
         self.wire.send(encode(TAGGED, ticket, int(parameters["want_data"]) | (KEEP if keep else 0)))
@@ -237,7 +237,7 @@ class Client:
     def messages(self, half_close: bool = False) -> list[Message]:
         if half_close:
             self.wire.socket.shutdown(socket.SHUT_WR)
-        while not self._complete:
+        while not self.complete:
             frame = self.wire.receive()
             assert frame is not None, "the stream is cut off"
             self.kinds.add(frame.kind)
@@ -248,7 +248,7 @@ class Client:
                 os.close(descriptor)
             else:
                 for one in taken_apart(frame.payload) if frame.kind == RUN else (frame,):
-                    self._take(one)
+                    self.take(one)
         found = [self._message(number) for number in range(self._count or 0)]
         if half_close or not self._leased:
             return found
@@ -258,13 +258,13 @@ class Client:
         return found
 
     @property
-    def _complete(self) -> bool:
-        return self._count is not None and len(self._headers) == self._count and len(self._bodies) >= self._count - 1
+    def complete(self) -> bool:
+        return self._count is not None and len(self._headers) == self._count and len(self.bodies) >= self._count - 1
 
-    def _take(self, frame: Frame) -> None:
+    def take(self, frame: Frame) -> None:
         if frame.kind == TAGGED:
             assert not frame.tag >> 32 & 0xFFFFFF
-            self._bodies[frame.tag & 0xFFFFFFFF] = frame.tag >> 56, frame.payload
+            self.bodies[frame.tag & 0xFFFFFFFF] = frame.tag >> 56, frame.payload
             self.kinds.add(100 * (frame.tag >> 56))
             return
         kind, number = struct.unpack_from("<BI", frame.payload)
@@ -275,9 +275,9 @@ class Client:
 
     def _message(self, number: int) -> Message:
         header = self._headers[number]
-        if number not in self._bodies:
+        if number not in self.bodies:
             return Message(header, None)
-        kind, content = self._bodies[number]
+        kind, content = self.bodies[number]
         if kind == 0:
             return Message(header, content)
         length, extents = buffers(header)
@@ -296,7 +296,7 @@ class Client:
 
     @property
     def _leased(self) -> list[int]:
-        lists = [struct.unpack(f"<{len(body) // 8}Q", body) for kind, body in self._bodies.values() if kind]
+        lists = [struct.unpack(f"<{len(body) // 8}Q", body) for kind, body in self.bodies.values() if kind]
         return [address for one in lists for address, size in zip(one[2::2], one[3::2], strict=True) if size]
 
     def give_back(self) -> None:

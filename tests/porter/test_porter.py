@@ -201,7 +201,7 @@ def test_tensors_both_ways(tmp_path: Path) -> None:
         ours.publish("t", [sparse, pa.Tensor.from_numpy(dense)])
         packed_uri = ours.locations("t")[0]
         client = Client(packed_uri, ours.ticket("t"))
-        client._bodies[-1] = 0, b""  # a stream of tensors has no schema: it has a body for each message
+        client.bodies[-1] = 0, b""  # a stream of tensors has no schema: it has a body for each message
         (_, csf), (header, values) = client.messages()
         client.close()
         # CSF has indptr of each level except the last, indices of each level, and values; each buffer begins at a
@@ -213,13 +213,13 @@ def test_tensors_both_ways(tmp_path: Path) -> None:
         assert np.frombuffer(values, np.float64)[:24].tolist() == dense.reshape(-1).tolist()
         uri = location(ours, "t", "shm")
         client = Client(uri, ours.ticket("t"))
-        client._bodies[-1] = 0, b""
-        while not client._complete:
+        client.bodies[-1] = 0, b""
+        while not client.complete:
             frame = client.wire.receive()
             assert frame is not None
             if frame.kind != double.REGION:
-                client._take(frame)
-        listed = np.frombuffer(client._bodies[0][1], np.uint64)
+                client.take(frame)
+        listed = np.frombuffer(client.bodies[0][1], np.uint64)
         assert listed[3::2].tolist() == lengths
         assert listed[:2].tolist() == [sum(lengths), len(lengths)]
         client.close()

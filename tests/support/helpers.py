@@ -13,6 +13,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
 from types import FrameType, ModuleType, TracebackType
@@ -51,8 +52,9 @@ def commit_of(
 
 
 def serving(server: dis.Server) -> set[threading.Thread]:
-    """Return the threads that serve one connection each."""
-    return set(server._connections.threads())
+    """Return the threads that serve one connection each, by their names."""
+    names = tuple(f"serve {uri} " for uri in server.endpoints.listener_uris())
+    return {thread for thread in threading.enumerate() if thread.name.startswith(names)}
 
 
 def connections_left(server: dis.Server, but: Iterable[threading.Thread] = (), patience: float = PATIENCE) -> int:
@@ -73,9 +75,16 @@ def clients_end(but: Iterable[threading.Thread] = ()) -> None:
 
 def _join(threads: Iterable[threading.Thread], patience: float = PATIENCE) -> None:
     end = monotonic() + patience
+
+    def joined(thread: threading.Thread) -> bool:
+        try:
+            thread.join(max(0.0, end - monotonic()))
+        except RuntimeError:  # It is just starting, and cannot be joined.
+            return False
+        return True
+
     for thread in threads:
-        thread._started.wait(PATIENCE)  # type: ignore[attr-defined]  # one that is just starting cannot be joined
-        thread.join(max(0.0, end - monotonic()))
+        wait_until(partial(joined, thread), f"{thread.name} starts")
 
 
 def descriptors(pid: int | str = "self") -> dict[int, str]:

@@ -178,7 +178,7 @@ class Connections:
                 return False
             stats = self._activity.begin(str(listener.uri), connection.peer)
             connection = traced(connection, TAGS, stats.connection)
-            name = f"serve {stats.connection}"
+            name = f"serve {listener.uri} {stats.connection}"
             thread = threading.Thread(target=self._serve, args=(connection, stats), name=name, daemon=True)
             self._admission.begin(connection)
             try:

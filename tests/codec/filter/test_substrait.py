@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from dissociated.codec.columns import filter_batches
 from dissociated.codec.filter import protobuf, statistics
-from dissociated.codec.filter import substrait as module
 from dissociated.codec.filter.pruning import may_pass, whole_batches
 from dissociated.codec.filter.row_filter import RowFilter
 from dissociated.codec.filter.statistics import Bounds, Statistics, StatisticsCollector, read_statistics
@@ -45,6 +44,8 @@ VALUES: dict[str, tuple[pa.DataType, list[Any]]] = {
 }
 SCHEMA = pa.schema([(name, type_) for name, (type_, _) in VALUES.items()])
 SIZE = 20_000  # rows of a batch that has statistics
+#: The number of the field `referred_expr` of Substrait's message ExtendedExpression.
+REFERRED_EXPRESSIONS = 3
 COMPARE = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
 
 
@@ -264,7 +265,7 @@ def refused() -> dict[str, bytes]:
 def nested(encoded: bytes, depth: int) -> bytes:
     """Return the negated filter `encoded` within `depth` more negations."""
     fields = [*protobuf.fields(encoded)]
-    expression = bytes(next(value for one, value in fields if one == module._EXPRESSIONS))
+    expression = bytes(next(value for one, value in fields if one == REFERRED_EXPRESSIONS))
     ((_, root),) = [one for one in protobuf.fields(expression) if one[0] == 1]
     ((_, call),) = protobuf.fields(root)
     denial = b"".join(protobuf.encode_field(one, bytes(value)) for one, value in protobuf.fields(call) if one == 3)
@@ -272,9 +273,9 @@ def nested(encoded: bytes, depth: int) -> bytes:
     inner = bytes(root)
     for _ in range(depth):
         inner = protobuf.encode_field(3, anchor + denial + protobuf.encode_field(4, protobuf.encode_field(3, inner)))
-    rest = b"".join(protobuf.encode_field(one, bytes(value)) for one, value in fields if one != module._EXPRESSIONS)
+    rest = b"".join(protobuf.encode_field(one, bytes(value)) for one, value in fields if one != REFERRED_EXPRESSIONS)
     return rest + protobuf.encode_field(
-        module._EXPRESSIONS, protobuf.encode_field(1, inner) + protobuf.encode_field(3, b"x")
+        REFERRED_EXPRESSIONS, protobuf.encode_field(1, inner) + protobuf.encode_field(3, b"x")
     )
 
 

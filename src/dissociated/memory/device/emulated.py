@@ -62,7 +62,7 @@ class EmulatedDevice(Device):
         self._registered: dict[object, int] = {}
         #: Number of registrations of host memory so far.
         self.registrations = 0
-        self._events: weakref.WeakValueDictionary[int, _EmulatedEvent] = weakref.WeakValueDictionary()
+        self._events: weakref.WeakValueDictionary[int, EmulatedEvent] = weakref.WeakValueDictionary()
 
     def lose(self, is_lost: bool = True) -> None:
         """Let all calls fail from now on."""
@@ -100,7 +100,7 @@ class EmulatedDevice(Device):
     def fence(self) -> Event | None:
         self.check_waiting()
         with self.lock:
-            return _EmulatedEvent(self, [(stream, stream.end) for stream in self._streams])
+            return EmulatedEvent(self, [(stream, stream.end) for stream in self._streams])
 
     def wait_on(self, consumer: int, event: Event) -> None:
         event.synchronize()
@@ -182,7 +182,7 @@ class EmulatedDevice(Device):
         else:
             write_parts(mapping.descriptor, [content], offset)
 
-    def event(self, pointer: int) -> _EmulatedEvent:
+    def event(self, pointer: int) -> EmulatedEvent:
         """Return the event with this pointer."""
         number = ctypes.c_uint64.from_address(pointer).value
         try:
@@ -194,7 +194,9 @@ class EmulatedDevice(Device):
 _numbers = itertools.count(1)
 
 
-class _EmulatedEvent(Event):
+class EmulatedEvent(Event):
+    """A point in the operations of streams of an emulated device."""
+
     def __init__(self, device: EmulatedDevice, points: list[tuple[_EmulatedStream, int]]) -> None:
         self._points = points
         number = next(_numbers)
@@ -228,7 +230,7 @@ class _EmulatedStream(Stream):
     def record(self) -> Event:
         self.device.check()
         with self._lock:
-            return _EmulatedEvent(self.device, [(self, self.end)])
+            return EmulatedEvent(self.device, [(self, self.end)])
 
     def wait(self, pointer: int) -> None:
         event = self.device.event(pointer)
