@@ -93,7 +93,7 @@ def serving(catalog: Catalog, schema: pa.Schema, answer: Callable[[Wire], Any]) 
 def held(spark: SparkSession) -> int:
     """Return the bytes of native memory that streams and writers hold."""
     jvm: Any = spark._jvm
-    return int(jvm.org.apache.spark.sql.dissociated.Memory.held())
+    return int(jvm.org.apache.spark.sql.dissociated.Memory.allocated())
 
 
 def test_the_jvm_reads_by_itself_whatever_the_order_of_the_frames(spark: SparkSession, catalog: Catalog) -> None:

@@ -22,8 +22,7 @@ from dissociated.node.node import Node
 from dissociated.spark import publish, read
 from dissociated.spark.columns import spark_schema
 from dissociated.spark.layouts import stream_layout
-from dissociated.spark.partitions import slices
-from dissociated.spark.reader import DatasetReader
+from dissociated.spark.reader import DatasetReader, slices
 from dissociated.spark.request import Request
 from dissociated.spark.types import arrow_schema
 from dissociated.store.commit import StagedSegment

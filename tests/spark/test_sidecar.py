@@ -50,7 +50,7 @@ def test_what_lies_in_the_store_is_told_where_it_lies_and_not_copied(node: Node,
     sidecar = Sidecar()
     plan = planned(sidecar, node)
     (partition,) = plan["partitions"]
-    stream = sidecar.open(plan["reader"], partition["what"], direct=True)["stream"]
+    stream = sidecar.open(plan["reader"], partition["partition"], direct=True)["stream"]
     regions: list[str] = []
     numbers: list[int] = []
     while True:
@@ -114,7 +114,7 @@ def opened(sidecar: Sidecar, **options: str) -> int:
     schema = described["schema"]
     plan = sidecar.plan(options, schema, schema, described["version"], described["lineage"], [], 1.0, 1)
     (partition,) = plan["partitions"]
-    return int(sidecar.open(plan["reader"], partition["what"], direct=True)["stream"])
+    return int(sidecar.open(plan["reader"], partition["partition"], direct=True)["stream"])
 
 
 def test_of_memory_that_is_used_again_one_batch_is_held_and_the_last_until_the_end() -> None:

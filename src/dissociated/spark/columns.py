@@ -37,7 +37,7 @@ _UNCHANGED = (
     types.is_floating,
     types.is_date,
 )
-_ONE_VALUE: Sequence[tuple[Callable[[pa.DataType], bool], pa.DataType]] = (
+_SCALARS: Sequence[tuple[Callable[[pa.DataType], bool], pa.DataType]] = (
     (lambda type_: types.is_string(type_) or types.is_large_string(type_) or types.is_string_view(type_), pa.string()),
     (lambda type_: types.is_binary(type_) or types.is_large_binary(type_) or types.is_binary_view(type_), pa.binary()),
     (types.is_fixed_size_binary, pa.binary()),
@@ -65,9 +65,9 @@ def spark_schema(schema: pa.Schema, columns: Sequence[str] | None = None) -> Str
         field = schema.field(index)
         try:
             fields.append(field.with_type(spark_type(field.type)))
-        except _UnsupportedType as untaken:
+        except _UnsupportedType as unsupported:
             raise SourceError(
-                f"column {field.name!r} has the type {field.type}, and Spark has none for {untaken}: "
+                f"column {field.name!r} has the type {field.type}, and Spark has none for {unsupported}: "
                 "leave the column out with the option columns, or publish it with another type"
             ) from None
     spark = from_arrow_schema(pa.schema(fields), prefer_timestamp_ntz=True)  # the default of Spark 4.2
@@ -77,33 +77,33 @@ def spark_schema(schema: pa.Schema, columns: Sequence[str] | None = None) -> Str
 
 
 class Columns:
-    """A converter of batches with the Arrow schema `source` to batches that Spark accepts for the schema `wanted`.
+    """A converter of batches with the Arrow schema `source` to batches that Spark accepts for the schema `target`.
 
     Args:
         source: The Arrow schema of the batches to convert.
-        wanted: Spark's schema of the result.
+        target: Spark's schema of the result.
         nanoseconds: Treatment of values that do not fit into Spark's microseconds: "refuse" or "truncate".
 
     Raises:
-        ColumnNotFound: `source` lacks a column of `wanted`.
-        SourceError: A column of `source` has a type other than the type in `wanted`.
+        ColumnNotFound: `source` lacks a column of `target`.
+        SourceError: A column of `source` has a type other than the type in `target`.
         OptionError: `nanoseconds` is invalid.
     """
 
-    def __init__(self, source: pa.Schema, wanted: StructType, nanoseconds: str = "refuse") -> None:
+    def __init__(self, source: pa.Schema, target: StructType, nanoseconds: str = "refuse") -> None:
         if nanoseconds not in _NANOSECONDS:
             raise OptionError(f"the option nanoseconds is refuse or truncate, not {nanoseconds!r}")
-        self.names = wanted.fieldNames()
-        self.schema = arrow_schema(wanted)
+        self.names = target.fieldNames()
+        self.schema = arrow_schema(target)
         self._truncate = nanoseconds == "truncate"
         available = spark_schema(source, self.names)
         self._to_convert = {name for name in self.names if not is_readable(source.field(name).type)}
         self._without_nulls = [(place, field) for place, field in enumerate(self.schema) if _forbids_nulls(field)]
         fields = zip(arrow_schema(available), self.schema, strict=True)
-        for (arrow_field, to), field, other in zip(fields, available, wanted, strict=True):
+        for (arrow_field, to), field, target_field in zip(fields, available, target, strict=True):
             if not _fits(arrow_field, to):
                 raise SourceError(
-                    f"column {to.name!r} is {_describe_field(field)}, not {_describe_field(other)}: {_ADVICE}"
+                    f"column {to.name!r} is {_describe_field(field)}, not {_describe_field(target_field)}: {_ADVICE}"
                 )
 
     @property
@@ -112,7 +112,7 @@ class Columns:
         return not self._to_convert
 
     def convert(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Return a batch with the columns of `wanted`, in that order.
+        """Return a batch with the columns of the target schema, in that order.
 
         Columns whose types are Spark's own are not copied.
 
@@ -132,7 +132,7 @@ class Columns:
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
 
     def select(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Return the columns of `wanted` for Spark's JVM, which reads more types than Spark's Python.
+        """Return the columns of the target schema for Spark's JVM, which reads more types than Spark's Python.
 
         Columns of readable types (see `is_readable`) keep their type and are not copied; all other columns are
         converted.
@@ -229,23 +229,23 @@ class Columns:
 
 @dataclass
 class _UnsupportedType(Exception):
-    """An Arrow type, described by `what`, for which Spark has no type."""
+    """An Arrow type, described by `text`, for which Spark has no type."""
 
-    what: str
+    text: str
 
     def __str__(self) -> str:
-        return self.what
+        return self.text
 
 
 def _positions(schema: pa.Schema, names: Sequence[str]) -> list[int]:
     places = []
     for name in names:
-        found = schema.get_all_field_indices(name)
-        if not found:
+        indices = schema.get_all_field_indices(name)
+        if not indices:
             raise ColumnNotFound(f"there is no column {name!r}; there are {', '.join(schema.names)}")
-        if len(found) > 1 or names.count(name) > 1:
+        if len(indices) > 1 or names.count(name) > 1:
             raise SourceError(f"there is more than one column {name!r}, which Spark cannot tell apart: leave them out")
-        places += found
+        places += indices
     return places
 
 
@@ -261,10 +261,10 @@ def spark_type(type_: pa.DataType) -> pa.DataType:
         return spark_type(type_.value_type)
     if type_ in _WIDENED:
         return _WIDENED[type_]
-    if any(is_one(type_) for is_one in _UNCHANGED):
+    if any(is_kind(type_) for is_kind in _UNCHANGED):
         return type_
-    for is_one, to in _ONE_VALUE:
-        if is_one(type_):
+    for is_kind, to in _SCALARS:
+        if is_kind(type_):
             return to
     if types.is_timestamp(type_):
         return pa.timestamp("us", TIMEZONE if type_.tz is not None else None)
@@ -321,9 +321,9 @@ def _fits(field: pa.Field, to: pa.Field) -> bool:
     )
 
 
-def field_places(struct: pa.DataType, wanted: pa.DataType) -> list[int]:
-    """Return the index in `struct` of each field of `wanted`, found by name; -1 for a field that `struct` lacks."""
-    names = [field.name for field in wanted]
+def field_places(struct: pa.DataType, target: pa.DataType) -> list[int]:
+    """Return the index in `struct` of each field of `target`, by name; -1 for a field that `struct` lacks."""
+    names = [field.name for field in target]
     if names == [field.name for field in struct]:
         return [*range(len(names))]
     return [struct.get_field_index(name) for name in names]
@@ -350,7 +350,7 @@ def is_readable(type_: pa.DataType) -> bool:
     """Return whether Spark's JVM reads this Arrow type without conversion, as all of Spark's own types."""
     if types.is_dictionary(type_):
         return not types.is_nested(type_.value_type) and is_readable(type_.value_type)
-    if not any(is_one(type_) for is_one in _READABLE):
+    if not any(is_kind(type_) for is_kind in _READABLE):
         return is_own(type_)
     return all(is_readable(type_.field(index).type) for index in range(type_.num_fields))
 

@@ -44,18 +44,18 @@ def as_filters(conditions: Sequence[tuple[str, str, Sequence[Any]]]) -> list[Any
     Servers reject long lists of values. A long list of integers becomes its bounds, and any other long list is omitted;
     Spark itself applies the exact condition later.
     """
-    found: list[Any] = []
+    filters: list[Any] = []
     for column, operator, all_values in conditions:
         values = [value for value in all_values if value is not None]  # no value equals null
         if operator in _NULL_OPERATORS:
-            found.append([column, _NULL_OPERATORS[operator]])
+            filters.append([column, _NULL_OPERATORS[operator]])
         elif operator != "IN":
-            found += ([column, operator, value] for value in values)
+            filters += ([column, operator, value] for value in values)
         elif 0 < len(values) <= _MAX_LISTED_VALUES:
-            found.append([column, "in", values])
+            filters.append([column, "in", values])
         elif values and all(type(value) is int for value in values):
-            found += [column, ">=", min(values)], [column, "<=", max(values)]
-    return found
+            filters += [column, ">=", min(values)], [column, "<=", max(values)]
+    return filters
 
 
 def exact_filters(conditions: Sequence[Any], schema: pa.Schema) -> list[Any]:
@@ -67,7 +67,7 @@ def exact_filters(conditions: Sequence[Any], schema: pa.Schema) -> list[Any]:
         conditions: Conditions as `as_filters` returns them. Dates are days since 1970, instants are microseconds.
         schema: The Arrow schema of the dataset.
     """
-    found = []
+    filters = []
     for column, operator, *values in conditions:
         if schema.names.count(column) != 1 or not is_own(schema.field(column).type):
             continue
@@ -75,13 +75,13 @@ def exact_filters(conditions: Sequence[Any], schema: pa.Schema) -> list[Any]:
         with suppress(OptionError, OverflowError):
             condition = [column, operator, *(_value(value, type_) for value in values)]
             Conditions.parse([condition]).expression(schema)
-            found.append(condition)
-    return found
+            filters.append(condition)
+    return filters
 
 
 def _value(plain: Any, type_: pa.DataType) -> Any:
     if isinstance(plain, list):
-        return [_value(one, type_) for one in plain]
+        return [_value(item, type_) for item in plain]
     if types.is_date32(type_):
         return date(1970, 1, 1) + timedelta(days=plain)
     if types.is_timestamp(type_):

@@ -61,9 +61,9 @@ class Fitting:
             SourceError: The rows cannot be appended. The message names the columns and types.
         """
         name, append = target.commit.name, target.commit.append
-        if twice := [one for one in dict.fromkeys(frame.names) if frame.names.count(one) > 1]:
+        if repeated := [column for column in dict.fromkeys(frame.names) if frame.names.count(column) > 1]:
             raise SourceError(
-                f"there is more than one column {twice[0]!r}, and readers ask for columns by name: rename it"
+                f"there is more than one column {repeated[0]!r}, and readers ask for columns by name: rename it"
             )
         with target.catalog.connect() as client:
             client.nodes()  # fails early if the catalog cannot be reached
@@ -74,7 +74,7 @@ class Fitting:
         if differences := [*_differences(frame, existing, target.merge_schema)]:
             more = [] if len(differences) <= _MAX_NAMED else [f"and {len(differences) - _MAX_NAMED} more"]
             raise SourceError(f"this cannot be appended to {name!r}: {'; '.join(differences[:_MAX_NAMED] + more)}")
-        sources = tuple(frame.names.index(one) if one in frame.names else None for one in existing.names)
+        sources = tuple(frame.names.index(column) if column in frame.names else None for column in existing.names)
         stricter = tuple(
             number
             for number, source in enumerate(sources)
@@ -125,8 +125,8 @@ def _differences(frame: pa.Schema, existing: pa.Schema, merge: bool) -> Iterator
                 yield f"there is no column {name!r}, which has no nulls there"
             elif not merge:
                 yield f'there is no column {name!r}: add it, or let .option("mergeSchema", "true") fill it with nulls'
-        elif why := _difference(frame.field(name), existing.field(name), merge):
-            yield why
+        elif difference := _difference(frame.field(name), existing.field(name), merge):
+            yield difference
     for name in frame.names:
         if name not in existing.names:
             yield (
@@ -136,14 +136,15 @@ def _differences(frame: pa.Schema, existing: pa.Schema, merge: bool) -> Iterator
 
 
 def _difference(added: pa.Field, existing: pa.Field, merge: bool) -> str | None:
-    kept, to_keep = kept_type(added), kept_type(existing)
-    if _fits(added.type, existing.type, merge) and (to_keep is None or to_keep == kept):
+    added_type, dataset_type = kept_type(added), kept_type(existing)
+    if _fits(added.type, existing.type, merge) and (dataset_type is None or dataset_type == added_type):
         return None
     advice = "cast it"
     if not merge and _fits(added.type, existing.type, True):
         advice += ', or let .option("mergeSchema", "true") widen it'
-    wanted = existing.type if to_keep is None else to_keep.simpleString()
-    return f"column {added.name!r} is {added.type if kept is None else kept.simpleString()}, not {wanted}: {advice}"
+    described = added.type if added_type is None else added_type.simpleString()
+    expected = existing.type if dataset_type is None else dataset_type.simpleString()
+    return f"column {added.name!r} is {described}, not {expected}: {advice}"
 
 
 def _fits(added: pa.DataType, existing: pa.DataType, widen: bool) -> bool:

@@ -161,10 +161,10 @@ class _MappedFunction:
         for batch in results:
             if not isinstance(batch, pa.RecordBatch):
                 raise SourceError(f"the function yields {type(batch).__name__}, not pyarrow.RecordBatch")
-            found, declared = batch.schema.types, self._output_schema
-            if len(found) != len(declared):
-                raise SourceError(f"the function yields {len(found)} columns, and its schema has {len(declared)}")
-            for type_, field in zip(found, declared, strict=True):
+            yielded, declared = batch.schema.types, self._output_schema
+            if len(yielded) != len(declared):
+                raise SourceError(f"the function yields {len(yielded)} columns, and its schema has {len(declared)}")
+            for type_, field in zip(yielded, declared, strict=True):
                 if not _is_same(type_, field.type) and not (
                     is_readable(type_) and _is_same(spark_type(type_), field.type)
                 ):
@@ -173,16 +173,16 @@ class _MappedFunction:
             yield batch
 
 
-def _is_same(one: pa.DataType, other: pa.DataType) -> bool:
+def _is_same(first: pa.DataType, second: pa.DataType) -> bool:
     """Return whether two types are the same type of Spark: they may differ in time zones and nullability."""
-    if types.is_timestamp(one) and types.is_timestamp(other):
-        return bool(one.unit == other.unit and (one.tz is None) == (other.tz is None))
-    if not types.is_nested(one):
-        return bool(one.equals(other))
-    if one.id != other.id or one.num_fields != other.num_fields:
+    if types.is_timestamp(first) and types.is_timestamp(second):
+        return bool(first.unit == second.unit and (first.tz is None) == (second.tz is None))
+    if not types.is_nested(first):
+        return bool(first.equals(second))
+    if first.id != second.id or first.num_fields != second.num_fields:
         return False
-    fields = [(one.field(number), other.field(number)) for number in range(one.num_fields)]
-    names = types.is_struct(one)
+    fields = [(first.field(number), second.field(number)) for number in range(first.num_fields)]
+    names = types.is_struct(first)
     return all(_is_same(a.type, b.type) and (not names or a.name == b.name) for a, b in fields)
 
 
@@ -197,25 +197,25 @@ class _Conversation:
         self._socket.connect(path)
         self._lines = self._socket.makefile("r", encoding="utf-8")
         self._received: dict[str, Any] = {}
-        self._ended = False
+        self._has_ended = False
         self._lock = threading.Lock()
 
     def send(self, message: Mapping[str, Any]) -> None:
         try:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
-            self._ended = True  # the task has ended: `receive` tells the caller
+            self._has_ended = True  # the task has ended: `receive` tells the caller
 
     def receive(self, kind: str) -> Any:
         """Return the next message with the key `kind`; None if the task needs no more."""
         with self._lock:
-            while kind not in self._received and not self._ended:
+            while kind not in self._received and not self._has_ended:
                 try:
                     line = self._lines.readline()
                 except OSError:
                     line = ""
                 if not line.endswith("\n"):
-                    self._ended = True
+                    self._has_ended = True
                     break
                 message = json.loads(line)
                 self._received.update(dict.fromkeys(message, message))

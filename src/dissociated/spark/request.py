@@ -71,8 +71,8 @@ class Request:
                 "a table of Spark's own catalog cannot be a dataset: CREATE TEMPORARY VIEW v USING dissociated OPTIONS "
                 "(catalog 'URI', path 'NAME')"
             )
-        known = {name.lower() for name in _OPTIONS}
-        unknown = [name for name in options if name.lower() not in known and "." not in name]  # Spark's own have dots
+        names = {name.lower() for name in _OPTIONS}
+        unknown = [name for name in options if name.lower() not in names and "." not in name]  # Spark's own have dots
         if unknown:
             raise OptionError(f"there is no option {', '.join(map(repr, unknown))}; there are {', '.join(_OPTIONS)}")
         return cls(

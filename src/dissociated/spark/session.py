@@ -78,8 +78,8 @@ def session(
     started = master if remote is None else remote
     starts = not started.startswith("sc://") and not SparkSession.getActiveSession()
     settings = {**_settings(started), **conf}
-    if starts and (found := _jar()):
-        settings["spark.jars"] = ",".join(filter(None, (str(settings.get("spark.jars", "")), str(found))))
+    if starts and (jar_path := _jar()):
+        settings["spark.jars"] = ",".join(filter(None, (str(settings.get("spark.jars", "")), str(jar_path))))
     for key, value in settings.items():
         builder = builder.config(key, value)
     with _launching, _environment(_launch_variables(started)) if starts else nullcontext():

@@ -7,7 +7,7 @@ The JVM starts the process, and the process ends with the JVM. Requests are line
     describe(options)                       on the driver: {"schema", "version", "lineage"}, and "rows" and "nbytes" if
                                             known
     plan(options, schema, columns, version, lineage, conditions, share, tasks)
-                                            on the driver: {"reader", "partitions": [{"what", "hosts", "rows"}]};
+                                            on the driver: {"reader", "partitions": [{"partition", "hosts", "rows"}]};
                                             `share` is the columns' fraction of the bytes of a row, and `tasks` the
                                             number of tasks that run at once
     open(reader, partition, direct)         in a task: {"stream": its number}; or {"server": the request for a server
@@ -103,9 +103,9 @@ class Sidecar:
         with request.catalog.connect() as client:
             info = request.describe(client)
         sizes = {"rows": info.rows, "nbytes": info.nbytes} if request.filters is None else {}
-        known = {name: size for name, size in sizes.items() if size is not None}
+        known_sizes = {name: size for name, size in sizes.items() if size is not None}
         schema = spark_schema(info.schema, request.columns).json()
-        return {"schema": schema, "version": info.version, "lineage": info.lineage_id, **known}
+        return {"schema": schema, "version": info.version, "lineage": info.lineage_id, **known_sizes}
 
     def plan(
         self,
@@ -122,26 +122,31 @@ class Sidecar:
         request.check_columns(StructType.fromJson(json.loads(schema)))
         reader = DatasetReader(request, StructType.fromJson(json.loads(columns)), as_filters(conditions))
         partitions = [
-            {"what": pickled(one), "hosts": [*one.hosts], "rows": one.rows if request.filters is None else 0}
-            for one in reader.partitions(PlannedVersion(version, lineage), _SLICE_BYTES, share, tasks)
+            {
+                "partition": pickled(partition),
+                "hosts": [*partition.hosts],
+                "rows": partition.rows if request.filters is None else 0,
+            }
+            for partition in reader.partitions(PlannedVersion(version, lineage), _SLICE_BYTES, share, tasks)
         ]
         return {"reader": pickled(reader), "partitions": partitions}
 
     def open(self, reader: str, partition: str, direct: bool) -> Any:
-        found, wanted = self._reader(reader), unpickled(partition)
+        dataset_reader, planned = self._reader(reader), unpickled(partition)
         with suppress(DissociatedError):  # opening the stream here repairs or reports the error
-            if direct and (request := found.direct_request(wanted)) is not None:
+            if direct and (request := dataset_reader.direct_request(planned)) is not None:
                 return {"server": request}
         spaces: list[AddressSpace] = []
-        batches = found.batches(wanted, _MAX_BATCH_ROWS, spaces, in_place=True)
-        return self._opened_stream(SharedStream(batches, spaces, found.arrow_schema.types))
+        batches = dataset_reader.batches(planned, _MAX_BATCH_ROWS, spaces, in_place=True)
+        return self._opened_stream(SharedStream(batches, spaces, dataset_reader.arrow_schema.types))
 
     def decode(self, reader: str, schema: str, header: str, body: str, max_body: int) -> Any:
-        found = self._reader(reader)
+        dataset_reader = self._reader(reader)
         with pa.memory_map(body) as file:
             content = memoryview(file.read_buffer())
-        batches = found.decoded(base64.b64decode(schema), base64.b64decode(header), content, max_body, _MAX_BATCH_ROWS)
-        return self._opened_stream(SharedStream(batches, [], found.arrow_schema.types))
+        messages = base64.b64decode(schema), base64.b64decode(header)
+        batches = dataset_reader.decoded(*messages, content, max_body, _MAX_BATCH_ROWS)
+        return self._opened_stream(SharedStream(batches, [], dataset_reader.arrow_schema.types))
 
     def _opened_stream(self, stream: SharedStream) -> Any:
         with self._lock:
@@ -150,17 +155,18 @@ class Sidecar:
             return {"stream": self._opened}
 
     def layout(self, reader: str, schema: str) -> Any:
-        found, wanted = read_schema(base64.b64decode(schema), RemoteProtocolError), self._reader(reader)
-        layout = stream_layout(found, wanted.arrow_schema)
-        return None if layout is None or not wanted.readable(found) else layout.to_json()
+        stream_schema = read_schema(base64.b64decode(schema), RemoteProtocolError)
+        dataset_reader = self._reader(reader)
+        layout = stream_layout(stream_schema, dataset_reader.arrow_schema)
+        return None if layout is None or not dataset_reader.readable(stream_schema) else layout.to_json()
 
     def _reader(self, reader: str) -> DatasetReader:
         with self._lock:
-            found = self._readers.pop(reader) if reader in self._readers else unpickled(reader)
-            self._readers[reader] = found  # the most recently used is the last
+            dataset_reader = self._readers.pop(reader) if reader in self._readers else unpickled(reader)
+            self._readers[reader] = dataset_reader  # the most recently used is the last
             while len(self._readers) > _MAX_READERS:
                 del self._readers[next(iter(self._readers))]
-            return self._readers[reader]
+            return dataset_reader
 
     def next(self, stream: int) -> Any:
         return self._streams[stream].next()
@@ -218,18 +224,18 @@ def _version_at(client: Client, name: str, moment: datetime) -> int:
     Raises:
         DatasetNotFound: The version is not kept.
     """
-    kept = client.versions(name)
-    for version, later in zip(kept, [*kept[1:], None], strict=True):
+    versions = client.versions(name)
+    for version, later in zip(versions, [*versions[1:], None], strict=True):
         # If the next number is missing, that version is gone, and it may have been current at the moment.
         is_known = version["current"] if later is None else later["version"] == version["version"] + 1
         if is_known and version["created"] <= moment and (later is None or moment < later["created"]):
             return int(version["version"])
-    raise DatasetNotFound(f"the version of {name!r} at {moment:%F %T} UTC is not kept. {_kept_versions(kept)}")
+    raise DatasetNotFound(f"the version of {name!r} at {moment:%F %T} UTC is not kept. {_kept_versions(versions)}")
 
 
 def _kept_versions(versions: Sequence[Mapping[str, Any]]) -> str:
-    kept = (f"{one['version']} of {one['created']:%F %T} UTC" for one in versions)
-    return f"Versions that are kept: {', '.join(kept)}. Nodes keep replaced versions for a while (--retain)"
+    lines = (f"{version['version']} of {version['created']:%F %T} UTC" for version in versions)
+    return f"Versions that are kept: {', '.join(lines)}. Nodes keep replaced versions for a while (--retain)"
 
 
 def create_table(options: Mapping[str, str], name: str, schema: str, tags: Mapping[str, str]) -> None:

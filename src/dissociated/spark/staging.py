@@ -139,12 +139,12 @@ def abort(writer: str, key: str | None, written: Sequence[Mapping[str, Any]]) ->
 
 def _messages(key: str | None, written: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
     """Return the arguments of a writer's `commit` and `abort`; a `key` means a streaming writer."""
-    messages = [Written(**one) for one in written]
+    messages = [Written(**segment) for segment in written]
     if key is None:
         return (messages,)
     from dissociated.spark.streaming import TaskCommit
 
-    return [TaskCommit(key, one) for one in messages], 0
+    return [TaskCommit(key, message) for message in messages], 0
 
 
 def _is_committed(catalog: CatalogConfig, key: str) -> bool:

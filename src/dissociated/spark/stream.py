@@ -44,7 +44,7 @@ class SharedStream:
         self._types = types
         self._spaces = spaces
         self._locator = BufferLocator(spaces, static_only)
-        self._held: list[pa.RecordBatch] = []
+        self._held_batches: list[pa.RecordBatch] = []
         self._layouts: list[ArrayLayout] = []
         self._next_count = 1  # batches in the next answer: starts small for queries with a limit
         self._lock = threading.Lock()  # a killed task closes the stream while `next` still waits
@@ -60,7 +60,7 @@ class SharedStream:
                 self.close()
 
     def _next(self) -> Any:
-        del self._held[:-1]
+        del self._held_batches[:-1]
         self._locator.forget()
         answer: list[Any] = []
         while not self._closed and len(answer) < self._next_count and not self._locator.copied:
@@ -69,8 +69,8 @@ class SharedStream:
                 break
             if batch.num_rows:
                 if not answer:
-                    self._held.clear()
-                self._held.append(batch)
+                    self._held_batches.clear()
+                self._held_batches.append(batch)
                 answer += [self._place(portion) for portion in _cut_to_map(batch)]
         # A server that reuses memory may need it back before it can send the next batch.
         live = any(space.live for space in self._spaces)
@@ -91,7 +91,7 @@ class SharedStream:
             return
         try:
             self._batches.close()  # type: ignore[attr-defined]  # it is a generator
-            self._held.clear()
+            self._held_batches.clear()
             self._locator.close()
         finally:
             self._lock.release()

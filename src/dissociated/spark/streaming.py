@@ -98,9 +98,9 @@ class DatasetStreamWriter(DataSourceStreamArrowWriter):
         written = [message.written for message in messages if isinstance(message, TaskCommit) and message.written]
         with self.catalog.connect() as client:
             flights = {node["id"]: node["flight"] for node in client.nodes()}
-        for id in {one.node for one in written if one.node in flights}:
+        for id in {segment.node for segment in written if segment.node in flights}:
             with self.catalog.connect(flights[id]) as node:
-                node.discard([one.segment for one in written if one.segment and one.node == id])
+                node.discard([segment.segment for segment in written if segment.segment and segment.node == id])
 
 
 def _key() -> str:
@@ -186,7 +186,7 @@ class DatasetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self.options = options
         self._client: Client | None = None  # opened on first use; tasks get a copy without it
         self._target: int | None = None  # last row for Trigger.AvailableNow
-        self._held: dict[int, pa.RecordBatchReader] = {}  # by the last row of the batch
+        self._leases: dict[int, pa.RecordBatchReader] = {}  # by the last row of the batch
 
     # On the driver
 
@@ -226,16 +226,16 @@ class DatasetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _hold(self, rows: range) -> None:
         try:
-            self._held[rows.stop] = self._connected().read(self.name, transport="shm", rows=rows)
+            self._leases[rows.stop] = self._connected().read(self.name, transport="shm", rows=rows)
         except CatalogError:
             pass  # the data is not in shared memory of this host
 
     def commit(self, end: dict[str, Any]) -> None:
-        for last in [last for last in self._held if last <= end["rows"]]:
-            del self._held[last]
+        for last in [last for last in self._leases if last <= end["rows"]]:
+            del self._leases[last]
 
     def stop(self) -> None:
-        self._held.clear()
+        self._leases.clear()
         if self._client is not None:
             self._client.close()
             self._client = None

@@ -71,8 +71,8 @@ def kept_type(field: pa.Field) -> DataType | None:
         plain = json.loads(encoded)
         if _names_a_class(plain):
             return None
-        found = StructField.fromJson(plain)
-        return found.dataType if _arrow_field(_carrier(found)).type.equals(field.type) else None
+        field_of_spark = StructField.fromJson(plain)
+        return field_of_spark.dataType if _arrow_field(_carrier(field_of_spark)).type.equals(field.type) else None
     except Exception:  # Spark raises many kinds of exceptions for an invalid type
         return None
 
@@ -152,7 +152,7 @@ def _names_a_class(plain: Any) -> bool:
     if plain.get("type") == "udt":
         names = plain.get("pyClass"), plain.get("class")
         return "serializedClass" in plain or not any(
-            names == (f"py{one}", f"org.apache.{one}") for one in _SPARKS_CLASSES
+            names == (f"py{name}", f"org.apache.{name}") for name in _SPARKS_CLASSES
         )
     return any(map(_names_a_class, plain.values()))
 
@@ -166,14 +166,14 @@ def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     return batch.cast(schema)
 
 
-def same_layout(one: pa.DataType, other: pa.DataType) -> bool:
+def same_layout(first: pa.DataType, second: pa.DataType) -> bool:
     """Return whether two types differ only in time zones, names, nullability and metadata."""
-    if pa.types.is_timestamp(one) and pa.types.is_timestamp(other):
-        return bool(one.unit == other.unit)
-    if not pa.types.is_nested(one):
-        return bool(one == other)
-    return one.id == other.id and all(
-        same_layout(one.field(i).type, other.field(i).type) for i in range(one.num_fields)
+    if pa.types.is_timestamp(first) and pa.types.is_timestamp(second):
+        return bool(first.unit == second.unit)
+    if not pa.types.is_nested(first):
+        return bool(first == second)
+    return first.id == second.id and all(
+        same_layout(first.field(i).type, second.field(i).type) for i in range(first.num_fields)
     )
 
 

@@ -89,8 +89,9 @@ def commit(target: WriteTarget, key: str, schema: pa.Schema, messages: Sequence[
     A repeated call has no effect, so the call is repeated for a while if the catalog does not answer. A dataset without
     any rows gets a node all the same: that of the driver's host.
     """
-    written = sorted((one for one in messages if isinstance(one, Written)), key=lambda one: one.partition)
-    segments = [StagedSegment(one.segment, one.node) for one in written if one.node and one.segment]
+    results = [message for message in messages if isinstance(message, Written)]
+    results.sort(key=lambda result: result.partition)
+    segments = [StagedSegment(result.segment, result.node) for result in results if result.node and result.segment]
     catalog = target.catalog
 
     def once() -> None:

@@ -29,9 +29,9 @@ class DatasetCatalog extends StagingTableCatalog with SupportsNamespaces {
   /** Namespaces that this session created. Any other namespace exists if it has a table. */
   private val created = mutable.LinkedHashSet.empty[Seq[String]]
 
-  override def initialize(name: String, given: CaseInsensitiveStringMap): Unit = {
+  override def initialize(name: String, settings: CaseInsensitiveStringMap): Unit = {
     catalogName = name
-    options = given.asScala.toMap
+    options = settings.asScala.toMap
   }
 
   override def name(): String = catalogName
@@ -61,11 +61,11 @@ class DatasetCatalog extends StagingTableCatalog with SupportsNamespaces {
   override def loadTable(table: Identifier, timestamp: Long): Table = load(table, "timestamp" -> timestamp)
 
   private def load(table: Identifier, at: (String, Any)*): Table = {
-    val found = ask("load_table", named(table) +: at: _*)
-    if (found.isNull) throw new NoSuchTableException(table)
-    val version = Option.when(at.nonEmpty)("version" -> found.get("version").asText)
-    val tags = found.get("tags").properties.asScala.map(tag => tag.getKey -> tag.getValue.asText).toMap
-    val schema = DataType.fromJson(found.get("schema").asText).asInstanceOf[StructType]
+    val answer = ask("load_table", named(table) +: at: _*)
+    if (answer.isNull) throw new NoSuchTableException(table)
+    val version = Option.when(at.nonEmpty)("version" -> answer.get("version").asText)
+    val tags = answer.get("tags").properties.asScala.map(tag => tag.getKey -> tag.getValue.asText).toMap
+    val schema = DataType.fromJson(answer.get("schema").asText).asInstanceOf[StructType]
     new DatasetTable(schema, options + ("path" -> named(table)._2) ++ version, tags) with TruncatableTable {
       /** `TRUNCATE TABLE`, and `DELETE FROM` without a condition. */
       override def truncateTable(): Boolean = {
@@ -101,8 +101,8 @@ class DatasetCatalog extends StagingTableCatalog with SupportsNamespaces {
       properties: util.Map[String, String]): StagedTable = {
     if (by.nonEmpty) throw new UnsupportedOperationException(
       s"$table has no partitions by columns: leave them out, and sort what is written, so that queries skip batches")
-    val kept = keptProperties(table, properties.asScala.toMap)
-    new DatasetTable(schema, options + ("path" -> named(table)._2), kept) with StagedTable {
+    val tags = keptProperties(table, properties.asScala.toMap)
+    new DatasetTable(schema, options + ("path" -> named(table)._2), tags) with StagedTable {
       private var written = false
 
       override def newWriteBuilder(info: LogicalWriteInfo): WriteBuilder = {
@@ -111,7 +111,7 @@ class DatasetCatalog extends StagingTableCatalog with SupportsNamespaces {
       }
 
       override def commitStagedChanges(): Unit =
-        if (!written) create(table, schema, kept)
+        if (!written) create(table, schema, tags)
       override def abortStagedChanges(): Unit = ()
     }
   }
@@ -154,7 +154,7 @@ class DatasetCatalog extends StagingTableCatalog with SupportsNamespaces {
   override def listNamespaces(namespace: Array[String]): Array[Array[String]] = synchronized {
     val all = tables
     requireNamespace(namespace, all)
-    namespaces(all).filter(one => one.startsWith(namespace) && one.length > namespace.length)
+    namespaces(all).filter(name => name.startsWith(namespace) && name.length > namespace.length)
       .map(_.take(namespace.length + 1)).distinct.map(_.toArray).toArray
   }
 
@@ -230,7 +230,7 @@ class UsingRule(session: SparkSession) extends Rule[LogicalPlan] with LookupCata
 class DatasetTable(schema: StructType, options: Map[String, String], tags: Map[String, String])
     extends Dataset(schema, Array.empty, options.asJava) {
   /** Without the options by which Spark has chosen the version of this table. */
-  private def joined(given: CaseInsensitiveStringMap) = options ++ given.asScala -- Seq("versionasof", "timestampasof")
+  private def joined(more: CaseInsensitiveStringMap) = options ++ more.asScala -- Seq("versionasof", "timestampasof")
 
   private def insensitive(options: Map[String, String]) = new CaseInsensitiveStringMap(options.asJava)
 
@@ -238,14 +238,14 @@ class DatasetTable(schema: StructType, options: Map[String, String], tags: Map[S
 
   override def properties(): util.Map[String, String] = (tags + (TableCatalog.PROP_PROVIDER -> Source.name)).asJava
 
-  override def newScanBuilder(given: CaseInsensitiveStringMap): ScanBuilder =
-    super.newScanBuilder(insensitive(joined(given)))
+  override def newScanBuilder(more: CaseInsensitiveStringMap): ScanBuilder =
+    super.newScanBuilder(insensitive(joined(more)))
 
   /** Its types and properties stay, also where a query gives no nulls. */
   override def newWriteBuilder(info: LogicalWriteInfo): WriteBuilder = {
     val all = joined(info.options)
-    val kept = Option.when(tags.nonEmpty)("tags" -> Sidecar.of(Python.ofDriver())
+    val ownTags = Option.when(tags.nonEmpty)("tags" -> Sidecar.of(Python.ofDriver())
       .call("merged_tags", "tags" -> tags, "added" -> info.options.getOrDefault("tags", "")).asText)
-    super.newWriteBuilder(LogicalWriteInfoImpl(info.queryId, schema, insensitive(all ++ kept)))
+    super.newWriteBuilder(LogicalWriteInfoImpl(info.queryId, schema, insensitive(all ++ ownTags)))
   }
 }

@@ -7,7 +7,7 @@ import org.apache.spark.unsafe.types.UTF8String
 
 /**
  * What a query filters by, as the sidecar takes it: [column, operator, values]. By these the server leaves out batches
- * without such rows, where it knows. Spark filters what comes all the same: so what is not simple is not told.
+ * without such rows, where it knows. Spark filters what comes all the same: so other conditions are omitted.
  */
 object Conditions {
   private val operators = Set("=", ">", ">=", "<", "<=", "IN", "IS_NULL", "IS_NOT_NULL")
@@ -15,10 +15,10 @@ object Conditions {
 
   def of(predicate: Predicate, schema: StructType): Option[Seq[Any]] = predicate.children.toSeq match {
     case (column: NamedReference) +: values if operators.contains(predicate.name) && values.length <= MaxValues =>
-      val known = column.fieldNames.length == 1 &&
+      val isColumn = column.fieldNames.length == 1 &&
         schema.exists(field => field.name == column.fieldNames.head && isBinary(field.dataType))
-      val told = values.map(value)
-      Option.when(known && told.forall(_.isDefined))(Seq(column.fieldNames.head, predicate.name, told.flatten))
+      val literals = values.map(value)
+      Option.when(isColumn && literals.forall(_.isDefined))(Seq(column.fieldNames.head, predicate.name, literals.flatten))
     case _ => None
   }
 

@@ -14,15 +14,15 @@ import org.apache.arrow.memory.util.MemoryUtil
 import org.apache.spark.SparkRuntimeException
 import org.apache.spark.unsafe.Platform
 
-/** Which server is asked for what, and what it may send, as the sidecar says it. All of it is in docs/framing.md. */
-final class Server(told: JsonNode) {
-  val host: String = told.get("host").asText
-  val port: Int = told.get("port").asInt
-  val timeout: Long = (told.get("timeout").asDouble * 1000).toLong // milliseconds
-  val wantData: Long = java.lang.Long.parseUnsignedLong(told.get("want_data").asText)
-  val identifier: Array[Byte] = told.get("identifier").binaryValue
-  val maxMetadata: Long = told.get("max_metadata").asLong
-  val maxBody: Long = told.get("max_body").asLong
+/** The address of a server, the request to it, and limits of its answer, as the sidecar sends them: see docs/framing.md. */
+final class Server(request: JsonNode) {
+  val host: String = request.get("host").asText
+  val port: Int = request.get("port").asInt
+  val timeout: Long = (request.get("timeout").asDouble * 1000).toLong // milliseconds
+  val wantData: Long = java.lang.Long.parseUnsignedLong(request.get("want_data").asText)
+  val identifier: Array[Byte] = request.get("identifier").binaryValue
+  val maxMetadata: Long = request.get("max_metadata").asLong
+  val maxBody: Long = request.get("max_body").asLong
 
   def failed(how: String): SparkRuntimeException = Failure(s"the server at tcp://$host:$port $how")
   def broke(how: String): Nothing = throw failed(s"broke the protocol: $how")
@@ -84,10 +84,10 @@ final class Wire(server: Server, pool: Pool) extends AutoCloseable {
     if (!channel.connect(new InetSocketAddress(server.host, server.port)))
       do await(SelectionKey.OP_CONNECT) while (!channel.finishConnect())
     val length = server.identifier.length
-    val asked = ByteBuffer.allocate(24 + Wire.padded(length).toInt).order(ByteOrder.LITTLE_ENDIAN)
-    asked.putLong(Wire.Preamble).putLong(Wire.Tagged.toLong << 56 | length).putLong(server.wantData)
-    asked.put(server.identifier).rewind()
-    while (asked.hasRemaining) if (channel.write(asked) == 0) await(SelectionKey.OP_WRITE)
+    val request = ByteBuffer.allocate(24 + Wire.padded(length).toInt).order(ByteOrder.LITTLE_ENDIAN)
+    request.putLong(Wire.Preamble).putLong(Wire.Tagged.toLong << 56 | length).putLong(server.wantData)
+    request.put(server.identifier).rewind()
+    while (request.hasRemaining) if (channel.write(request) == 0) await(SelectionKey.OP_WRITE)
     val greeting = head.copy(size = 8)
     if (!fill(greeting, mayEnd = true)) throw server.failed("closed the connection")
     if (headBuffer.getLong(0) != Wire.Preamble) server.broke("it speaks something else, or another version of it")
@@ -249,9 +249,9 @@ final class Messages(server: Server) extends AutoCloseable {
 
   private def untagged(message: Part): Unit = {
     if (message.size < 5) server.broke(s"metadata of ${message.size} bytes")
-    val told = message.buffer
-    val number = told.getInt(1)
-    told.get(0) match {
+    val content = message.buffer
+    val number = content.getInt(1)
+    content.get(0) match {
       case 1 =>
         check(number)
         headers.add(number, own(number, Part(message.memory, message.at + 5, message.size - 5)))
@@ -284,18 +284,18 @@ final class Messages(server: Server) extends AutoCloseable {
     if (number - next < 0 || end.exists(_ - number <= 0)) server.broke(s"there is no message $number to come")
 
   private def apart(messages: Part): Iterator[Unit] = {
-    val told = messages.buffer
+    val content = messages.buffer
     if (messages.size < 24) server.broke("a run without a head")
-    val Seq(count, headerSize, bodySize) = Seq(0, 8, 16).map(told.getLong)
+    val Seq(count, headerSize, bodySize) = Seq(0, 8, 16).map(content.getLong)
     val first = 24 + 8 * count
     def sum = first + Wire.padded(count * headerSize) + Wire.padded(count * bodySize)
-    if (count < 1 || Seq(count, headerSize, bodySize).exists(one => one < 0 || one > messages.size) || sum != messages.size)
+    if (count < 1 || Seq(count, headerSize, bodySize).exists(size => size < 0 || size > messages.size) || sum != messages.size)
       server.broke("a run that does not add up")
     val second = first + Wire.padded(count * headerSize)
     Iterator.range(0, count.toInt).map { index =>
       messages.memory.users += 2
       untagged(Part(messages.memory, messages.at + first + index * headerSize, headerSize))
-      tagged(told.getLong(24 + 8 * index), Part(messages.memory, messages.at + second + index * bodySize, bodySize))
+      tagged(content.getLong(24 + 8 * index), Part(messages.memory, messages.at + second + index * bodySize, bodySize))
       if (index == count - 1) pool.give(messages)
     }
   }

@@ -73,8 +73,8 @@ case class MapInMemoryExec(func: Expression, output: Seq[Attribute], child: Spar
     val maxRows = if (limited) conf.arrowMaxRecordsPerBatch else BatchBuilder.MaxRows
     session.withActive {
       val input = FunctionInput.of(child)
-      val told = Seq(AttributeReference("dissociated.conversation", StringType, nullable = false)())
-      val python = MapInArrowExec(func, output, ConversationExec(told, input.getNumPartitions), isBarrier = false, None)
+      val columns = Seq(AttributeReference("dissociated.conversation", StringType, nullable = false)())
+      val python = MapInArrowExec(func, output, ConversationExec(columns, input.getNumPartitions), isBarrier = false, None)
       new FunctionRDD(input, python.execute(), child.schema, schema, maxRows, longMetric("numOutputRows"))
     }
   }
@@ -88,7 +88,7 @@ object FunctionInput {
     case scan: BatchScanExec if scan.runtimeFilters.isEmpty && scan.scan.isInstanceOf[DatasetScan] =>
       val reader = scan.scan.asInstanceOf[DatasetScan].reader
       new ItemsRDD(plan.session.sparkContext, scan.inputPartitions.collect {
-        case DatasetPartition(what, hosts) => (DatasetInput(reader, what), hosts.toSeq)
+        case DatasetPartition(partition, hosts) => (DatasetInput(reader, partition), hosts.toSeq)
       })
     case _ if plan.supportsColumnar => plan.executeColumnar()
     case _ => plan.execute()
@@ -118,17 +118,17 @@ case class ConversationExec(output: Seq[Attribute], partitions: Int) extends Lea
 }
 
 /** What a function of Python makes of the first of two RDDs; by the second, Spark runs it, and gets no rows of it. */
-class FunctionRDD(inputs: RDD[Any], python: RDD[InternalRow], given: StructType, made: StructType, maxRows: Int,
-    count: SQLMetric) extends ZippedPartitionsBaseRDD[ColumnarBatch](inputs.sparkContext, Seq(inputs, python)) {
-  @transient private var ended: FunctionBatches = _ // the last in this task, which may have many partitions
+class FunctionRDD(inputs: RDD[Any], python: RDD[InternalRow], inputSchema: StructType, resultSchema: StructType,
+    maxRows: Int, count: SQLMetric) extends ZippedPartitionsBaseRDD[ColumnarBatch](inputs.sparkContext, Seq(inputs, python)) {
+  @transient private var last: FunctionBatches = _ // the last in this task, which may have many partitions
 
   override def compute(split: Partition, task: TaskContext): Iterator[ColumnarBatch] = {
     val Seq(first, second) = split.asInstanceOf[ZippedPartitionsPartition].partitions
     val input = rdds.head.asInstanceOf[RDD[Any]].iterator(first, task)
-    val batches = new FunctionBatches(input, dataset(first), given, maxRows, task, rdds.last.iterator(second, task))
+    val batches = new FunctionBatches(input, dataset(first), inputSchema, maxRows, task, rdds.last.iterator(second, task))
     (batches.all ++ { end(batches); Nil }).map { rows =>
       count += rows.count
-      rows.batch(made)
+      rows.batch(resultSchema)
     }
   }
 
@@ -139,8 +139,8 @@ class FunctionRDD(inputs: RDD[Any], python: RDD[InternalRow], given: StructType,
 
   /** What the last batch of a partition holds stays until the end of the next one. */
   private def end(batches: FunctionBatches): Unit = synchronized {
-    if (ended != null && (ended.task eq batches.task) && (ended ne batches)) ended.close()
-    ended = batches
+    if (last != null && (last.task eq batches.task) && (last ne batches)) last.close()
+    last = batches
   }
 }
 
@@ -148,13 +148,13 @@ class FunctionRDD(inputs: RDD[Any], python: RDD[InternalRow], given: StructType,
  * The batches that a function makes of `input`. It runs only while the next batch is asked for; until then, nothing
  * changes in the last one. `python` is run by a thread of its own, and ends when the function does.
  */
-final class FunctionBatches(input: Iterator[Any], dataset: Map[String, Any], given: StructType, maxRows: Int, val task: TaskContext,
-    python: => Iterator[Any]) extends Batches {
+final class FunctionBatches(input: Iterator[Any], dataset: Map[String, Any], inputSchema: StructType, maxRows: Int,
+    val task: TaskContext, python: => Iterator[Any]) extends Batches {
   private val conversation = new Conversation(dataset + ("max_rows" -> maxRows))
-  private val writer = new InputWriter(input, given, maxRows)
+  private val writer = new InputWriter(input, inputSchema, maxRows)
   private val shared = new SharedBatches(() => ask(), () => ())
   private val outcome = new CompletableFuture[Unit]
-  @volatile private var asking: Thread = _ // who has asked last
+  @volatile private var consumer: Thread = _ // the thread that asked last
 
   private val runner = {
     val results = try conversation.begin(python) catch {
@@ -175,24 +175,24 @@ final class FunctionBatches(input: Iterator[Any], dataset: Map[String, Any], giv
     }, s"dissociated-function-${task.taskAttemptId}")
   }
   // Spark calls the last listener first: the function ends before its worker is closed.
-  task.addTaskCompletionListener[Unit](_ => Feeders.ended(task, asking)(close()))
+  task.addTaskCompletionListener[Unit](_ => Feeders.whenEnded(task, consumer)(close()))
   runner.setDaemon(true)
   runner.start()
 
   override def next(): Option[Rows] = {
-    asking = Thread.currentThread
+    consumer = Thread.currentThread
     shared.next()
   }
 
   private def ask(): JsonNode = {
     conversation.send("next" -> true)
-    var told = receive()
-    while (told.has("write")) {
-      conversation.send(writer.write(told.get("write").asText): _*)
-      told = receive()
+    var answer = receive()
+    while (answer.has("write")) {
+      conversation.send(writer.write(answer.get("write").asText): _*)
+      answer = receive()
     }
-    if (told.get("ended").asBoolean) finish()
-    told
+    if (answer.get("ended").asBoolean) finish()
+    answer
   }
 
   private def receive(): JsonNode = conversation.receive().getOrElse {
@@ -283,7 +283,7 @@ final class Conversation(start: Map[String, Any]) extends AutoCloseable {
 
   /** None if the worker has gone, or this is closed. */
   def receive(): Option[JsonNode] =
-    try Option(reader).flatMap(one => Option(one.readLine())).map(Sidecar.json.readTree)
+    try Option(reader).flatMap(lines => Option(lines.readLine())).map(Sidecar.json.readTree)
     catch { case _: IOException => None }
 
   private def connect(): Unit = if (channel == null) {
@@ -314,7 +314,7 @@ final class Conversation(start: Map[String, Any]) extends AutoCloseable {
 object Conversation {
   private val MaxPath = 60 // characters; a socket's path has up to 107
 
-  /** What the worker is told, while its partition begins in this thread. */
+  /** The message that tells the worker how to reach its task, while its partition begins in this thread. */
   val beginning = new ThreadLocal[String]
 
   private def parent: Path =

@@ -72,7 +72,7 @@ object Memory {
   private val sizes = new LongAdder
 
   /** Bytes that all of them have. */
-  def held: Long = sizes.sum
+  def allocated: Long = sizes.sum
 
   /** Copies bytes, by whole words if they are few: up to 7 more are read and written. */
   @inline def copy(base: AnyRef, from: Long, to: Long, size: Int): Unit =
@@ -103,7 +103,7 @@ final class RowBuffer(fields: Int) extends Native {
   private val ends = new Array[Long](RowBuffer.Max + 1)
   private val bits = UnsafeRow.calculateBitSetWidthInBytes(fields)
   private val nulls = new Array[Long](bits / 8)
-  private var seen = 0 // rows whose nulls are in there
+  private var scanned = 0 // rows whose nulls are in there
   private val row = new UnsafeRow(fields)
   var count = 0
   var size = 0L // bytes
@@ -127,9 +127,9 @@ final class RowBuffer(fields: Int) extends Native {
 
   /** Whether a field is null in any of them. */
   def hasNulls(ordinal: Int): Boolean = {
-    while (seen < count) {
-      Loop.over(nulls.length)(index => nulls(index) |= Platform.getLong(null, at(seen) + 8L * index))
-      seen += 1
+    while (scanned < count) {
+      Loop.over(nulls.length)(index => nulls(index) |= Platform.getLong(null, at(scanned) + 8L * index))
+      scanned += 1
     }
     (nulls(ordinal >> 6) >> (ordinal & 63) & 1) != 0
   }
@@ -150,7 +150,7 @@ final class RowBuffer(fields: Int) extends Native {
     super.clear()
     count = 0
     size = 0
-    seen = 0
+    scanned = 0
     java.util.Arrays.fill(nulls, 0)
   }
 }

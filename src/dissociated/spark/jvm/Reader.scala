@@ -20,7 +20,7 @@ import org.apache.spark.util.Utils
 
 /** Reads partitions in tasks; `reader` says to the sidecar what of. */
 class DatasetReaderFactory(python: Python, reader: String, columns: StructType) extends PartitionReaderFactory {
-  @transient private var ended: DatasetPartitionReader = _ // the last in this task, which may read many partitions
+  @transient private var last: DatasetPartitionReader = _ // the last in this task, which may read many partitions
 
   override def supportColumnarReads(partition: InputPartition): Boolean = true
 
@@ -28,12 +28,12 @@ class DatasetReaderFactory(python: Python, reader: String, columns: StructType) 
     throw new UnsupportedOperationException("it is read by columns")
 
   override def createColumnarReader(partition: InputPartition): PartitionReader[ColumnarBatch] =
-    new DatasetPartitionReader(Sidecar.of(python), reader, partition.asInstanceOf[DatasetPartition].what, columns, end)
+    new DatasetPartitionReader(Sidecar.of(python), reader, partition.asInstanceOf[DatasetPartition].pickled, columns, end)
 
   /** What the last batch of a partition holds stays until the end of the next one. */
   private def end(reader: DatasetPartitionReader): Unit = synchronized {
-    if (ended != null && (ended.task eq reader.task) && (ended ne reader)) ended.release()
-    ended = reader
+    if (last != null && (last.task eq reader.task) && (last ne reader)) last.release()
+    last = reader
   }
 }
 
@@ -59,22 +59,22 @@ class DatasetPartitionReader(sidecar: Sidecar, reader: String, partition: String
   private var batches: Batches = _
   private var current: ColumnarBatch = _
   private[dissociated] val task = TaskContext.get()
-  @volatile private var asking: Thread = _ // who has asked last
-  Option(task).foreach(_.addTaskCompletionListener[Unit](_ => Feeders.ended(task, asking)(release())))
+  @volatile private var consumer: Thread = _ // the thread that asked last
+  Option(task).foreach(_.addTaskCompletionListener[Unit](_ => Feeders.whenEnded(task, consumer)(release())))
   batches = open(direct = true)
 
   private def open(direct: Boolean): Batches = {
-    val told = sidecar.call("open", "reader" -> reader, "partition" -> partition, "direct" -> direct)
-    if (!told.has("server")) SharedBatches.of(sidecar, told.get("stream").asLong)
-    else ServerBatches.open(sidecar, reader, told.get("server")).getOrElse(open(direct = false))
+    val answer = sidecar.call("open", "reader" -> reader, "partition" -> partition, "direct" -> direct)
+    if (!answer.has("server")) SharedBatches.of(sidecar, answer.get("stream").asLong)
+    else ServerBatches.open(sidecar, reader, answer.get("server")).getOrElse(open(direct = false))
   }
 
   override def next(): Boolean = {
-    asking = Thread.currentThread
-    val found = Option(batches).flatMap(_.next())
-    for (rows <- found) current = rows.batch(columns)
-    if (found.isEmpty) end(this)
-    found.isDefined
+    consumer = Thread.currentThread
+    val rows = Option(batches).flatMap(_.next())
+    rows.foreach(some => current = some.batch(columns))
+    if (rows.isEmpty) end(this)
+    rows.isDefined
   }
 
   override def get(): ColumnarBatch = current
@@ -91,17 +91,17 @@ class DatasetPartitionReader(sidecar: Sidecar, reader: String, partition: String
 /** Threads that feed the rows of a task to other programs. The task may end before them, and does not wait. */
 object Feeders {
   /**
-   * Calls `release` when none of this task reads any more; `asking` has asked for rows last. Scripts of TRANSFORM are
+   * Calls `release` when none of this task reads any more; `consumer` has asked for rows last. Scripts of TRANSFORM are
    * ended, which Spark does not do. Nobody is interrupted: an executor ends where that leaves a thread as an error.
    */
-  def ended(task: TaskContext, asking: Thread)(release: => Unit): Unit = {
+  def whenEnded(task: TaskContext, consumer: Thread)(release: => Unit): Unit = {
     val threads = new Array[Thread](2 * Thread.activeCount + 64)
     Thread.enumerate(threads)
     val feeders = threads.toSeq.collect {
       case script: BaseScriptTransformationWriterThread if script.taskContext eq task =>
         script.proc.destroy() // and so its pipe breaks
         script
-      case pipe if pipe != null && (pipe eq asking) && pipe.getName.startsWith("stdin writer for ") => pipe // RDD.pipe
+      case pipe if pipe != null && (pipe eq consumer) && pipe.getName.startsWith("stdin writer for ") => pipe // RDD.pipe
     }
     if (feeders.isEmpty) release
     else {
@@ -116,17 +116,17 @@ object Feeders {
 final class SharedBatches(ask: () => JsonNode, end: () => Unit) extends Batches {
   private val regions = new Regions
   private var batches: Iterator[JsonNode] = Iterator.empty
-  private var ended = false
+  private var hasEnded = false
 
   override def next(): Option[Rows] = {
-    while (!batches.hasNext && !ended) {
+    while (!batches.hasNext && !hasEnded) {
       val answer = ask()
       answer.get("regions").elements.asScala.foreach(path => regions.add(path.asText))
       batches = answer.get("batches").elements.asScala
-      ended = answer.get("ended").asBoolean
+      hasEnded = answer.get("ended").asBoolean
     }
-    batches.nextOption().map { found =>
-      Rows(found.get("columns").elements.asScala.map(ArrayData.of).toSeq, regions, 0, found.get("rows").asInt)
+    batches.nextOption().map { batch =>
+      Rows(batch.get("columns").elements.asScala.map(ArrayData.of).toSeq, regions, 0, batch.get("rows").asInt)
     }
   }
 

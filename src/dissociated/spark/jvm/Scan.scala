@@ -47,7 +47,7 @@ class DatasetScanBuilder(dataset: Dataset, options: CaseInsensitiveStringMap)
   /** Of all rows, how many there are. Spark asks where it has no filter of its own. */
   override def supportCompletePushDown(aggregation: Aggregation): Boolean =
     aggregation.groupByExpressions.isEmpty && aggregation.aggregateExpressions.nonEmpty &&
-      aggregation.aggregateExpressions.forall(_.isInstanceOf[CountStar]) && dataset.known(options).has("rows")
+      aggregation.aggregateExpressions.forall(_.isInstanceOf[CountStar]) && dataset.description(options).has("rows")
 
   override def pushAggregation(aggregation: Aggregation): Boolean = {
     val can = supportCompletePushDown(aggregation)
@@ -58,7 +58,7 @@ class DatasetScanBuilder(dataset: Dataset, options: CaseInsensitiveStringMap)
   override def build(): Scan =
     if (counts == 0)
       new DatasetScan(dataset, options, columns, limit, pushed.toSeq.flatMap(Conditions.of(_, dataset.schema)))
-    else new CountScan(dataset.known(options).get("rows").asLong, counts)
+    else new CountScan(dataset.description(options).get("rows").asLong, counts)
 }
 
 /** The number of rows, as often as it was asked for. */
@@ -88,7 +88,7 @@ case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, colu
     }
     val rows = if (limit == Long.MaxValue) "" else s", limit $limit"
     // A text of a plan, which Spark also makes for its logs, does not fail where the query will.
-    val plan = Try(s"version ${dataset.known(options).get("version").asText}, partitions ${planInputPartitions().length}")
+    val plan = Try(s"version ${dataset.description(options).get("version").asText}, partitions ${planInputPartitions().length}")
     s"dissociated ${options.get("path")}, ${plan.getOrElse("not planned")}, " +
       s"columns [${columns.fieldNames.mkString(", ")}], pushed filters [${filters.mkString(", ")}]$rows"
   }
@@ -104,14 +104,14 @@ case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, colu
     if (streams) Scan.ColumnarSupportMode.PARTITION_DEFINED else Scan.ColumnarSupportMode.SUPPORTED
 
   override def estimateStatistics(): Statistics = {
-    val known = dataset.known(options)
+    val description = dataset.description(options)
     new Statistics {
       override def numRows(): OptionalLong = number("rows", 1)
       override def sizeInBytes(): OptionalLong =
         number("nbytes", share)
 
       private def number(name: String, part: Double) =
-        if (known.has(name)) OptionalLong.of((known.get(name).asLong * part).toLong) else OptionalLong.empty
+        if (description.has(name)) OptionalLong.of((description.get(name).asLong * part).toLong) else OptionalLong.empty
     }
   }
 
@@ -131,8 +131,8 @@ case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, colu
 
   private def plan: JsonNode = planned.getOrElse {
     planned = Some(Sidecar.of(python).call("plan", "options" -> options, "schema" -> dataset.schema.json,
-      "columns" -> columns.json, "version" -> dataset.known(options).get("version").asLong,
-      "lineage" -> dataset.known(options).get("lineage").asText,
+      "columns" -> columns.json, "version" -> dataset.description(options).get("version").asLong,
+      "lineage" -> dataset.description(options).get("lineage").asText,
       "conditions" -> (conditions ++ joined), "share" -> share,
       "tasks" -> SparkContext.getOrCreate().defaultParallelism))
     planned.get
@@ -140,9 +140,9 @@ case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, colu
 
   override def planInputPartitions(): Array[InputPartition] = {
     var rows = 0L
-    plan.get("partitions").elements.asScala.takeWhile { _ => rows < limit }.map { one =>
-      rows += one.get("rows").asLong
-      DatasetPartition(one.get("what").asText, one.get("hosts").elements.asScala.map(_.asText).toArray)
+    plan.get("partitions").elements.asScala.takeWhile { _ => rows < limit }.map { partition =>
+      rows += partition.get("rows").asLong
+      DatasetPartition(partition.get("partition").asText, partition.get("hosts").elements.asScala.map(_.asText).toArray)
     }.toArray[InputPartition]
   }
 
@@ -152,8 +152,8 @@ case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, colu
   private[dissociated] def reader: String = plan.get("reader").asText
 }
 
-/** What one task reads; `what` says so to the sidecar, and `hosts` where it lies. */
-case class DatasetPartition(what: String, hosts: Array[String]) extends InputPartition {
+/** The part of a dataset that one task reads: `pickled` is for the sidecar, and `hosts` hold the rows. */
+case class DatasetPartition(pickled: String, hosts: Array[String]) extends InputPartition {
   override def preferredLocations(): Array[String] = hosts
-  override def toString: String = s"DatasetPartition(${hosts.mkString(", ")})" // `what` may have a ticket
+  override def toString: String = s"DatasetPartition(${hosts.mkString(", ")})" // `pickled` may have a ticket
 }

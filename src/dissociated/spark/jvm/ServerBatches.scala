@@ -15,20 +15,21 @@ import org.apache.spark.internal.Logging
  * Batches as their server sends them, in native memory. What arrays consist of, the `layout` says. Those that are
  * compressed the sidecar takes apart, by `decode`.
  */
-final class ServerBatches(server: Server, messages: Messages, told: JsonNode, layout: JsonNode,
+final class ServerBatches(server: Server, messages: Messages, request: JsonNode, layout: JsonNode,
     first: Option[(Part, Option[Part])], decode: (Part, Part) => Batches) extends Batches {
   private val batches = (Iterator.single(first) ++ Iterator.continually(messages.receive())).takeWhile(_.isDefined)
     .flatten.flatMap { case (header, body) => rows(header, body.get) }.map(wanted).filter(_.count > 0)
   private var decoded: Option[Batches] = None // the last that was compressed
-  private var skip = told.get("skip").asLong
-  private var left = if (told.has("rows")) told.get("rows").asLong else Long.MaxValue
+  private var skip = request.get("skip").asLong
+  private var remaining = if (request.has("rows")) request.get("rows").asLong else Long.MaxValue
 
   override def next(): Option[Rows] = ServerBatches.checked(server) {
-    val found = if (left > 0) batches.nextOption() else None
-    if (found.isEmpty && left > 0 && told.has("rows")) server.broke(s"$left rows are missing at the end of the stream")
-    found.foreach(left -= _.count)
-    if (found.isEmpty) messages.hangUp()
-    found
+    val rows = if (remaining > 0) batches.nextOption() else None
+    if (rows.isEmpty && remaining > 0 && request.has("rows"))
+      server.broke(s"$remaining rows are missing at the end of the stream")
+    rows.foreach(remaining -= _.count)
+    if (rows.isEmpty) messages.hangUp()
+    rows
   }
 
   private def rows(header: Part, body: Part): Iterator[Rows] = {
@@ -51,7 +52,7 @@ final class ServerBatches(server: Server, messages: Messages, told: JsonNode, la
   private def wanted(rows: Rows): Rows = {
     val from = math.min(skip, rows.count)
     skip -= from
-    rows.copy(from = from.toInt, count = math.min(rows.count - from, left).toInt)
+    rows.copy(from = from.toInt, count = math.min(rows.count - from, remaining).toInt)
   }
 
   /** Takes the arrays of a batch, which lie one after the other, each before those below it. */
@@ -71,13 +72,13 @@ final class ServerBatches(server: Server, messages: Messages, told: JsonNode, la
     /** A layout is [kind, width, number of buffers, [children], [the numbers of those that are wanted]]. */
     private def below(layout: JsonNode): Array[ArrayData] = {
       val all = layout.get(3).elements.asScala.map(array).toArray
-      layout.get(4).elements.asScala.map(one => all(one.asInt)).toArray
+      layout.get(4).elements.asScala.map(number => all(number.asInt)).toArray
     }
 
     private def array(layout: JsonNode): ArrayData = {
       val node = nodes.next()
-      val known = layout.get(2).asInt // else each batch has its own number of them, beside two
-      val count = if (known >= 0) known else 2 + math.max(0, math.min(counts.next(), batch.buffersLength)).toInt
+      val fixedCount = layout.get(2).asInt // else each batch has its own number of them, beside two
+      val count = if (fixedCount >= 0) fixedCount else 2 + math.max(0, math.min(counts.next(), batch.buffersLength)).toInt
       val places = Array.fill(count)(place(buffers.next())).flatten
       ArrayData(node.length, 0, node.nullCount, places, below(layout), layout.get(0).asText, layout.get(1).asInt)
     }
@@ -98,15 +99,15 @@ object ServerBatches extends Logging {
   private val memory: Places = (_, at, _) => at // within its body, where it was looked for
 
   /** None where nothing comes, or what this JVM does not read: the sidecar may know another way, or why. */
-  def open(sidecar: Sidecar, reader: String, told: JsonNode): Option[ServerBatches] = {
-    val server = new Server(told)
+  def open(sidecar: Sidecar, reader: String, request: JsonNode): Option[ServerBatches] = {
+    val server = new Server(request)
     val messages = new Messages(server)
     val opened = try {
       messages.request()
       for (bytes <- schema(messages.receive().get._1);
            layout <- Option(sidecar.call("layout", "reader" -> reader, "schema" -> bytes)).filterNot(_.isNull);
-           first = messages.receive() if !first.exists(one => isCompressed(batch(server, one._1))))
-        yield new ServerBatches(server, messages, told, layout, first, (header, body) => withFile(body) { file =>
+           first = messages.receive() if !first.exists(parts => isCompressed(batch(server, parts._1))))
+        yield new ServerBatches(server, messages, request, layout, first, (header, body) => withFile(body) { file =>
           SharedBatches.of(sidecar, sidecar.call("decode", "reader" -> reader, "schema" -> bytes,
             "header" -> Vectors.bytes(header.address, header.size.toInt), "body" -> file, "max_body" -> server.maxBody)
             .get("stream").asLong)
@@ -143,7 +144,7 @@ object ServerBatches extends Logging {
     val file = Files.createTempFile("dissociated", null)
     try {
       val channel = FileChannel.open(file, StandardOpenOption.WRITE)
-      try content.buffers.foreach(one => while (one.hasRemaining) channel.write(one)) finally channel.close()
+      try content.buffers.foreach(buffer => while (buffer.hasRemaining) channel.write(buffer)) finally channel.close()
       use(file.toString)
     } finally Files.delete(file)
   } catch { // not the server's: it has sent all of it

@@ -68,7 +68,7 @@ final class Sidecar private (python: Python) {
   private val output = process.outputWriter(UTF_8)
   private val waiting = new ConcurrentHashMap[Long, CompletableFuture[JsonNode]]
   private val numbers = new AtomicLong
-  @volatile private var ended = false
+  @volatile private var hasEnded = false
 
   private val listener = new Thread(() => listen(), "dissociated-sidecar")
   listener.setDaemon(true)
@@ -90,19 +90,19 @@ final class Sidecar private (python: Python) {
       output.write(line)
       output.newLine()
       output.flush()
-    } catch { case _: IOException => ended = true }
-    if (ended) fail()
-    val found = try wait(answer) finally waiting.remove(id)
-    if (found.has("error")) throw Failure(found.get("error").asText)
-    found.get("result")
+    } catch { case _: IOException => hasEnded = true }
+    if (hasEnded) fail()
+    val reply = try wait(answer) finally waiting.remove(id)
+    if (reply.has("error")) throw Failure(reply.get("error").asText)
+    reply.get("result")
   }
 
   private def listen(): Unit =
     try process.inputReader(UTF_8).lines.forEach { line =>
-      val found = Sidecar.json.readTree(line)
-      Option(waiting.get(found.get("id").asLong)).foreach(_.complete(found))
+      val reply = Sidecar.json.readTree(line)
+      Option(waiting.get(reply.get("id").asLong)).foreach(_.complete(reply))
     } catch { case _: UncheckedIOException => } finally {
-      ended = true
+      hasEnded = true
       process.destroyForcibly()
       fail()
     }
@@ -117,7 +117,7 @@ object Sidecar {
 
   /** The one of this JVM, which is started where there is none. */
   def of(python: Python): Sidecar = synchronized {
-    if (running == null || running.ended) running = new Sidecar(python)
+    if (running == null || running.hasEnded) running = new Sidecar(python)
     running
   }
 }

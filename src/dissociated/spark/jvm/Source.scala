@@ -27,12 +27,12 @@ class Source extends TableProvider with DataSourceRegister {
 
   override def supportsExternalMetadata(): Boolean = true
 
-  override def inferSchema(given: CaseInsensitiveStringMap): StructType = {
-    Source.refuseTable(given)
-    val options = Source.withCatalog(given)
+  override def inferSchema(explicitOptions: CaseInsensitiveStringMap): StructType = {
+    Source.refuseTable(explicitOptions)
+    val options = Source.withCatalog(explicitOptions)
     if (Source.enabled) {
-      val found = Sidecar.of(Python.ofDriver()).call("describe", "options" -> options)
-      DataType.fromJson(found.get("schema").asText).asInstanceOf[StructType]
+      val answer = Sidecar.of(Python.ofDriver()).call("describe", "options" -> options)
+      DataType.fromJson(answer.get("schema").asText).asInstanceOf[StructType]
     } else Source.inPython().inferSchema(options)
   }
 
@@ -50,10 +50,10 @@ object Source extends Logging {
 
   /** Whether this was compiled for the Spark that runs: its internal interfaces differ between releases. */
   lazy val fits: Boolean = {
-    val made = new String(getClass.getResourceAsStream("spark-version").readAllBytes(), UTF_8)
-    if (made != SPARK_VERSION) logWarning(s"the jar of dissociated is for Spark $made, and this is $SPARK_VERSION: its " +
-      "data source in Python stands in, which is slower. Run `dissociated spark-jar` with this Spark")
-    made == SPARK_VERSION
+    val compiledFor = new String(getClass.getResourceAsStream("spark-version").readAllBytes(), UTF_8)
+    if (compiledFor != SPARK_VERSION) logWarning(s"the jar of dissociated is for Spark $compiledFor, and this is " +
+      s"$SPARK_VERSION: its data source in Python stands in, which is slower. Run `dissociated spark-jar` with this Spark")
+    compiledFor == SPARK_VERSION
   }
 
   /** Spark's own catalog keeps no name of a dataset, so what it takes for a table of ours could not be read again. */
@@ -92,7 +92,7 @@ class Dataset(override val schema: StructType, by: Array[Transform], options: ut
   private val described = mutable.Map.empty[CaseInsensitiveStringMap, JsonNode]
 
   /** What the sidecar says of it: its version, and how large that is. All queries read the version of the first. */
-  private[dissociated] def known(options: CaseInsensitiveStringMap): JsonNode = synchronized {
+  private[dissociated] def description(options: CaseInsensitiveStringMap): JsonNode = synchronized {
     described.getOrElseUpdate(options, Sidecar.of(Python.ofDriver()).call("describe", "options" -> options))
   }
 
@@ -102,8 +102,8 @@ class Dataset(override val schema: StructType, by: Array[Transform], options: ut
     TableCapability.BATCH_READ, TableCapability.BATCH_WRITE, TableCapability.MICRO_BATCH_READ,
     TableCapability.STREAMING_WRITE, TableCapability.TRUNCATE, TableCapability.OVERWRITE_DYNAMIC)
 
-  override def newScanBuilder(given: CaseInsensitiveStringMap): ScanBuilder = {
-    val options = Source.withCatalog(given)
+  override def newScanBuilder(explicitOptions: CaseInsensitiveStringMap): ScanBuilder = {
+    val options = Source.withCatalog(explicitOptions)
     val geometry = schema.existsRecursively(_.typeName.startsWith("geo")) // its values are more than Arrow's columns
     if (geometry) inPython.newScanBuilder(options) else new DatasetScanBuilder(this, options)
   }

@@ -19,7 +19,7 @@ trait Places {
 }
 
 /**
- * An Arrow array as it was told, and nobody has looked at that: for each buffer region, place in it and size; how it
+ * The description of an Arrow array, which nobody has checked yet: for each buffer region, place in it and size; how it
  * differs from what Spark's type is in Arrow; and how wide its offsets, its indices, or its values are.
  */
 final case class ArrayData(length: Long, offset: Long, nulls: Long, buffers: Array[Long], children: Array[ArrayData],
@@ -27,9 +27,9 @@ final case class ArrayData(length: Long, offset: Long, nulls: Long, buffers: Arr
 
 object ArrayData {
   /** As the sidecar tells it. */
-  def of(told: JsonNode): ArrayData = ArrayData(told.get(0).asLong, told.get(1).asLong, told.get(2).asLong,
-    told.get(3).elements.asScala.map(_.asLong).toArray, told.get(4).elements.asScala.map(of).toArray,
-    told.get(5).asText, told.get(6).asInt)
+  def of(plain: JsonNode): ArrayData = ArrayData(plain.get(0).asLong, plain.get(1).asLong, plain.get(2).asLong,
+    plain.get(3).elements.asScala.map(_.asLong).toArray, plain.get(4).elements.asScala.map(of).toArray,
+    plain.get(5).asText, plain.get(6).asInt)
 }
 
 /**

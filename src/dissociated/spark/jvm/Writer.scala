@@ -49,10 +49,10 @@ class DatasetWrite(info: LogicalWriteInfo, python: => WriteBuilder)
 
   private def plan(query: Option[String]): Option[SegmentsWrite] = if (!Column.supports(info.schema)) None else {
     val python = Python.ofDriver()
-    val told = Sidecar.of(python).call("write", "options" -> info.options, "schema" -> info.schema.json, "mode" -> mode,
+    val answer = Sidecar.of(python).call("write", "options" -> info.options, "schema" -> info.schema.json, "mode" -> mode,
       "streaming" -> query.isDefined)
-    Option.when(told.get("fits").asBoolean)(new SegmentsWrite(
-      WritePlan(python, told.get("writer").asText, query.getOrElse(told.get("key").asText), info.schema)))
+    Option.when(answer.get("fits").asBoolean)(new SegmentsWrite(
+      WritePlan(python, answer.get("writer").asText, query.getOrElse(answer.get("key").asText), info.schema)))
   }
 }
 
@@ -83,7 +83,7 @@ class SegmentsWrite(plan: WritePlan) extends BatchWrite with StreamingWrite {
 
   private def end(call: String, key: Option[String], messages: Array[WriterCommitMessage]): Unit =
     Sidecar.of(plan.python).call(call, "writer" -> plan.writer, "key" -> key,
-      "written" -> messages.collect { case one: SegmentWritten => one })
+      "written" -> messages.collect { case segment: SegmentWritten => segment })
 }
 
 class SegmentWriterFactory(plan: WritePlan) extends DataWriterFactory with StreamingDataWriterFactory {
@@ -107,7 +107,7 @@ class SegmentWriter(plan: WritePlan, partition: Int, segment: String, key: Optio
     extends DataWriter[InternalRow] {
   private val sidecar = Sidecar.of(plan.python)
   private val batch = new BatchBuilder(plan.columns)
-  private var begun = false
+  private var isStaged = false
   private var file: SegmentFile = _ // null where nothing is to be written
   private var written = 0L // rows
 
@@ -119,8 +119,8 @@ class SegmentWriter(plan: WritePlan, partition: Int, segment: String, key: Optio
   }
 
   private def begin(): Boolean = {
-    if (!begun) {
-      begun = true // from now on there may be something to discard
+    if (!isStaged) {
+      isStaged = true // from now on there may be something to discard
       val place = sidecar.call("stage", "writer" -> plan.writer, "segment" -> segment, "key" -> key)
       if (!place.isNull) file = new SegmentFile(sidecar, segment, place)
     }
@@ -141,7 +141,7 @@ class SegmentWriter(plan: WritePlan, partition: Int, segment: String, key: Optio
       SegmentWritten(partition, file.node, segment, written, nbytes)
     }
 
-  override def abort(): Unit = if (begun) {
+  override def abort(): Unit = if (isStaged) {
     if (file != null) file.close()
     sidecar.call("discard", "segment" -> segment)
   }
@@ -163,8 +163,8 @@ final class BatchBuilder(schema: StructType, maxRows: Int = BatchBuilder.MaxRows
   /** Adds a row. False, and it is not added, if the batch is full: take the batch first. */
   def add(row: InternalRow): Boolean = {
     val unsafe = row match {
-      case one: UnsafeRow => one
-      case other => project(other)
+      case unsafeRow: UnsafeRow => unsafeRow
+      case anyRow => project(anyRow)
     }
     (rows + waiting.count < maxRows || rows + waiting.count == 0) && (waiting.add(unsafe) || {
       gather()
@@ -242,7 +242,7 @@ object Layout {
   private def aligned(size: Long): Long = (size + 63) & ~63L
 }
 
-/** A file that the sidecar has made, and begun. It also makes room in it. */
+/** A file that the sidecar has created, with the beginning of a segment. The sidecar also reserves space in it. */
 final class SegmentFile(sidecar: Sidecar, segment: String, place: JsonNode) extends AutoCloseable {
   private val channel = FileChannel.open(Paths.get(place.get("path").asText), StandardOpenOption.WRITE)
   private var room = place.get("room").asLong
