@@ -55,9 +55,9 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
     dataset: DatasetHandle = field(kw_only=False, repr=False)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        #: `_launched` of the process that has pickled this copy, for workers.
+        #: `_launched` of the process that has pickled this copy, for workers. The check of the options reads it.
         self._sender: tuple[tuple[int, int], int] | None = None
+        super().__post_init__()
         self._for_loader = False  # whether a `Loader` reads this, which Accelerate leaves as it is
         self._examples = Examples(self.dataset, self, Access.COPIED if self.writable else Access.PRIVATE)
         # The next epoch, the number of its batches that this rank has received already, and the numbers of the progress
