@@ -1,13 +1,17 @@
-"""Live streams beside ZeroMQ's publisher and Flight's DoGet: latency of small batches, processor time of the producer.
+"""Live streams beside ZeroMQ, Flight's DoGet and iceoryx2: latency of small batches, processor time of the producer.
 
 A process produces record batches, and others consume all of them. ZeroMQ carries the encapsulated IPC messages of the
-batches over a Unix socket; Flight has a queue for each consumer. No peer may drop a batch.
+batches over a Unix socket; Flight has a queue for each consumer; iceoryx2 carries the messages in shared memory, and
+wakes consumers by its events. No peer may drop a batch.
 """
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import importlib.util
 import multiprocessing
+import os
 import queue
 import statistics
 import tempfile
@@ -167,6 +171,57 @@ def _consume_flight(load: Load, address: Any) -> Iterator[Iterator[pa.RecordBatc
         yield (chunk.data for chunk in client.do_get(flight.Ticket(b"live")))
 
 
+def _iceoryx2(load: Load, name: str) -> tuple[Any, Any]:
+    """Return the factories of ports for samples and for events."""
+    iceoryx2: Any = importlib.import_module("iceoryx2")
+    iceoryx2.set_log_level(iceoryx2.LogLevel.Error)
+    node = iceoryx2.NodeBuilder.new().create(iceoryx2.ServiceType.Ipc)
+    service = iceoryx2.ServiceName.new(name)
+    samples = node.service_builder(service).publish_subscribe(iceoryx2.Slice[ctypes.c_uint8])
+    samples = samples.payload_alignment(iceoryx2.Alignment.new(64)).max_nodes(load.consumers + 1)
+    samples = samples.max_publishers(1).max_subscribers(load.consumers)
+    samples = samples.subscriber_max_buffer_size(_DEPTH).enable_safe_overflow(False)
+    events = node.service_builder(service).event().max_listeners(load.consumers).max_nodes(load.consumers + 1)
+    return samples.open_or_create(), events.open_or_create()
+
+
+def _produce_iceoryx2(load: Load, pipe: Connection) -> None:
+    iceoryx2: Any = importlib.import_module("iceoryx2")
+    name = f"dissociated-benchmark-{os.getpid()}"
+    samples, events = _iceoryx2(load, name)
+    publisher = samples.publisher_builder().initial_max_slice_len(load.nbytes + (1 << 14))
+    publisher = publisher.backpressure_strategy(iceoryx2.BackpressureStrategy.RetryUntilDelivered).create()
+    notifier = events.notifier_builder().create()
+    pipe.send(name)
+
+    def produce() -> None:
+        for batch in load.batches():
+            message = batch.serialize()
+            sample = publisher.loan_slice_uninit(message.size)
+            ctypes.memmove(sample.payload_ptr, message.address, message.size)
+            sample.assume_init().send()
+            notifier.notify()
+
+    _measured(load, pipe, produce)
+
+
+@contextmanager
+def _consume_iceoryx2(load: Load, address: Any) -> Iterator[Iterator[pa.RecordBatch]]:
+    samples, events = _iceoryx2(load, address)
+    subscriber = samples.subscriber_builder().create()
+    listener = events.listener_builder().create()
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for _ in range(load.number):
+            while (sample := subscriber.receive()) is None:
+                listener.blocking_wait()
+            message = pa.py_buffer(sample.payload().as_memory_view())
+            yield pa.ipc.read_record_batch(message, _SCHEMA)
+            sample.delete()
+
+    yield batches()
+
+
 def _measured(load: Load, pipe: Connection, produce: Callable[[], object]) -> None:
     """Produce once all consumers are ready, and send the processor time until all of them have finished."""
     _values(load.rows)
@@ -181,7 +236,9 @@ _PEERS: dict[str, tuple[Callable[..., None], Callable[..., AbstractContextManage
     "dissociated": (_produce_live, _consume_live),
     "ZeroMQ": (_produce_zmq, _consume_zmq),
     "Flight": (_produce_flight, _consume_flight),
+    "iceoryx2": (_produce_iceoryx2, _consume_iceoryx2),
 }
+_PACKAGES = {"ZeroMQ": "zmq", "iceoryx2": "iceoryx2"}
 
 
 def _consume(peer: str, load: Load, address: Any, pipe: Connection) -> None:
@@ -236,9 +293,10 @@ LOADS = {
 
 def run(rounds: int) -> None:
     """Measure every load in `rounds` rounds, in which the peers take turns, and print the medians."""
-    peers = [name for name in _PEERS if name != "ZeroMQ" or importlib.util.find_spec("zmq")]
-    if "ZeroMQ" not in peers:
-        print("\nZeroMQ is left out: install the extra `bench`.")
+    missing = [name for name, package in _PACKAGES.items() if importlib.util.find_spec(package) is None]
+    peers = [name for name in _PEERS if name not in missing]
+    if missing:
+        print(f"\n{' and '.join(missing)} left out: pip install -e '.[bench]'")
     rows = []
     for title, load in LOADS.items():
         figures: dict[str, list[Figures]] = {name: [] for name in peers}

@@ -1,4 +1,4 @@
-"""An epoch of batches for training, beside Parquet, arrays in memory, and PyTorch's DataLoader if it is installed.
+"""An epoch of batches for training, beside Parquet, arrays in memory, and the loaders that are installed.
 
 The data are columns of float32 and one integer label, by which the rows are sorted, in record batches of 65,536 rows in
 tmpfs. Batches have 4,096 rows. Each epoch sums a column of each batch, so that it is read.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import pyarrow.parquet as pq
 
 import dissociated as dis
 from benchmarks.rounds import medians
+from benchmarks.training_peers import Data, epochs, parquet, permuted
 from dissociated.cli import text
 from dissociated.training import Batches
 
@@ -40,14 +40,14 @@ def run(gigabytes: float, rounds: int) -> None:
         batches = pa.Table.from_batches(table.to_batches(max_chunksize=_RECORD_BATCH))
         server.publish("data", batches, wait=True)
         with dis.connect(server.catalog_uri) as client:
-            calls = {**_ours(client), **_peers(table, path)}
+            calls = {**_ours(client), **_peers(Data(table, path, _BATCH))}
             print(f"{rows:,} rows, {len(_COLUMNS)} columns of float32 and a label, batches of {_BATCH:,} rows")
-            epochs = {name: partial(_read, call) for name, call in calls.items()}
-            for measured, title in ((epochs, "an epoch"), (_first(calls), "the first batch")):
+            whole = {name: partial(_read, call) for name, call in calls.items()}
+            for measured, title in ((whole, "an epoch"), (_first(calls), "the first batch")):
                 seconds = medians(measured, rounds)
                 base = seconds[_BASE]
-                found = [[name, f"{time * 1000:,.1f} ms", f"{time / base:.2f}"] for name, time in seconds.items()]
-                print("\n" + text.table((title.upper(), "TIME", "RATIO"), found, right=(1, 2)))
+                lines = [[name, f"{time * 1000:,.1f} ms", f"{time / base:.2f}"] for name, time in seconds.items()]
+                print("\n" + text.table((title.upper(), "TIME", "RATIO"), lines, right=(1, 2)))
 
 
 def _ours(client: dis.Client) -> dict[str, Callable[[], Iterator[Any]]]:
@@ -66,43 +66,15 @@ def _ours(client: dis.Client) -> dict[str, Callable[[], Iterator[Any]]]:
     }
 
 
-def _peers(table: pa.Table, path: Path) -> dict[str, Callable[[], Iterator[Any]]]:
-    arrays = {name: table[name].to_numpy() for name in table.column_names}
-    matrix = np.stack([arrays[name] for name in _COLUMNS], 1)
-    peers: dict[str, Callable[[], Iterator[Any]]] = {
-        "a matrix in memory, all rows shuffled": partial(_permuted, {"features": matrix, "label": arrays["label"]}),
-        "columns in memory, all rows shuffled": partial(_permuted, arrays),
-        "Parquet, row groups shuffled, a window of 16": partial(_parquet, path, 16),
-        "Parquet, row groups shuffled, a window of 1": partial(_parquet, path, 1),
+def _peers(data: Data) -> dict[str, Callable[[], Iterator[Any]]]:
+    matrix = {"features": data.matrix, "label": data.label}
+    return {
+        "a matrix in memory, all rows shuffled": partial(permuted, matrix, _BATCH),
+        "columns in memory, all rows shuffled": partial(permuted, data.arrays, _BATCH),
+        "Parquet, row groups shuffled, a window of 16": partial(parquet, data.path, 16, _BATCH),
+        "Parquet, row groups shuffled, a window of 1": partial(parquet, data.path, 1, _BATCH),
+        **epochs(data),
     }
-    if find_spec("torch") is None:
-        print("PyTorch is not installed: its DataLoader is left out")
-        return peers
-    from torch import from_numpy
-    from torch.utils.data import DataLoader, TensorDataset
-
-    tensors = TensorDataset(from_numpy(matrix), from_numpy(arrays["label"]))
-    peers["DataLoader over tensors in memory"] = lambda: (
-        {"features": x, "label": y} for x, y in DataLoader(tensors, batch_size=_BATCH, shuffle=True)
-    )
-    return peers
-
-
-def _permuted(arrays: dict[str, Any]) -> Iterator[Any]:
-    order = np.random.permutation(len(arrays["label"]))
-    for start in range(0, len(order), _BATCH):
-        rows = order[start : start + _BATCH]
-        yield {name: array[rows] for name, array in arrays.items()}
-
-
-def _parquet(path: Path, groups: int) -> Iterator[Any]:
-    """Yield batches of row groups that are read in random order, and whose rows are shuffled, some at a time."""
-    file = pq.ParquetFile(path)
-    order = np.random.permutation(file.num_row_groups)
-    for start in range(0, len(order), groups):
-        window = file.read_row_groups(order[start : start + groups].tolist())
-        arrays = {name: window[name].to_numpy() for name in window.column_names}
-        yield from _permuted(arrays)
 
 
 def _read(call: Callable[[], Iterator[Any]]) -> None:

@@ -207,7 +207,8 @@ def test_ranks_are_those_of_torch_distributed(client: dis.Client, tmp_path: Any)
         ({"rank": 1, "world_size": 1}, "rank is a number"),
         ({"sampler": []}, "sampler is not for this loader"),
         ({"colums": ["n"]}, "there is no option 'colums': did you mean 'columns'"),
-        ({"workers": 2}, "there is no option 'workers'; there are "),
+        ({"workers": 2}, "there is no option 'workers': did you mean 'num_workers'"),
+        ({"zzz": 2}, "there is no option 'zzz'; there are as_arrow, "),
     ]
     for wrong, message in wrongs:
         with pytest.raises(OptionError, match=message):

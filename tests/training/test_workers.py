@@ -14,7 +14,7 @@ import pytest
 #: Starts a worker that never ends by itself, and a fork that outlives this process with copies of its pipes.
 SCRIPT = """
 import multiprocessing, os, signal, sys, time
-from dissociated.training.workers import end_with_parent
+from dissociated.training.launch import end_with_parent
 
 
 def work(ready):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from dissociated.base.once import once
 from dissociated.client.dataset import DatasetHandle
 from dissociated.errors import OptionError
-from dissociated.training.batches import Sampling
+from dissociated.training.sampling import Sampling
 
 if TYPE_CHECKING:
     from dissociated.torch.dataset import IterableDataset, Loader
@@ -77,11 +77,11 @@ def _check_names(options: Iterable[str]) -> None:
     """Raise OptionError if one of the options is neither ours nor the DataLoader's."""
     from torch.utils.data import DataLoader
 
-    known = {*_SAMPLING, *inspect.signature(DataLoader).parameters} - {"dataset"}
+    names = {*_SAMPLING, *inspect.signature(DataLoader).parameters} - {"dataset"}
     for name in options:
-        if name not in known:
-            (*similar,) = get_close_matches(name, known, 1)
-            remedy = f": did you mean {similar[0]!r}?" if similar else f"; there are {', '.join(sorted(known))}"
+        if name not in names:
+            (*similar,) = get_close_matches(name, names, 1)
+            remedy = f": did you mean {similar[0]!r}?" if similar else f"; there are {', '.join(sorted(names))}"
             raise OptionError(f"there is no option {name!r}{remedy}")
 
 

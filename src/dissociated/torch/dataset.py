@@ -17,11 +17,12 @@ from torch.utils.data import IterableDataset as TorchIterableDataset
 from dissociated.client.dataset import DatasetHandle
 from dissociated.codec.dlpack import DeviceColumn
 from dissociated.errors import OptionError
-from dissociated.training.batches import Examples, Position, Sampling
-from dissociated.training.columns import Access, Lists
-from dissociated.training.launch import check_accelerate, find_place, processes_of_accelerate
+from dissociated.training.access import Access
+from dissociated.training.batches import Examples, Position
+from dissociated.training.columns import Lists
+from dissociated.training.launch import check_accelerate, end_with_parent, find_place, processes_of_accelerate
 from dissociated.training.plan import Progress, Shard, turns
-from dissociated.training.workers import end_with_parent
+from dissociated.training.sampling import Sampling
 
 #: Options of a DataLoader that would change the order of the batches.
 _NOT_OURS = ("batch_sampler", "in_order", "sampler")
@@ -54,9 +55,9 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
     dataset: DatasetHandle = field(kw_only=False, repr=False)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        #: `_launched` of the process that has pickled this copy, for workers.
+        #: `_launched` of the process that has pickled this copy, for workers. The check of the options reads it.
         self._sender: tuple[tuple[int, int], int] | None = None
+        super().__post_init__()
         self._for_loader = False  # whether a `Loader` reads this, which Accelerate leaves as it is
         self._examples = Examples(self.dataset, self, Access.COPIED if self.writable else Access.PRIVATE)
         # The next epoch, the number of its batches that this rank has received already, and the numbers of the progress
@@ -95,19 +96,19 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
         """Set the epoch that is read next."""
         self.begin_at(epoch, 0)
 
-    def begin_at(self, epoch: int, given: int, before: Sequence[Progress] = ()) -> None:
+    def begin_at(self, epoch: int, step: int, before: Sequence[Progress] = ()) -> None:
         """Set the epoch that is read next, without its first batches.
 
         A DataLoader returns a batch of each worker in turn.
 
         Args:
             epoch: the epoch.
-            given: the number of batches that a DataLoader with as many workers has returned.
+            step: the number of batches that a DataLoader with as many workers has returned.
             before: the progress with other numbers of ranks or workers.
         """
         if len(before) > _MAX_LAYOUTS:
             raise OptionError(f"an epoch can be resumed with {_MAX_LAYOUTS} other numbers of ranks or workers at most")
-        self._begin = epoch, given, *chain.from_iterable(before)
+        self._begin = epoch, step, *chain.from_iterable(before)
         begin = torch.tensor([len(self._begin), *self._begin])
         self._begin_again[: len(begin)] = begin
         if self._state is not None and self._state.get("epoch") != epoch:
@@ -140,11 +141,11 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
                     "fits the same numbers alone; use dissociated.torch.loader()"
                 )
             return self._tensors(position, self.shard(number, count, position))
-        epoch, given, *numbers = begin
+        epoch, step, *numbers = begin
         position.start(epoch, [Progress(*numbers[at : at + 3]) for at in range(0, len(numbers), 3)])
         # The DataLoader always asks its first worker first. So the shard whose turn it is moves to the first worker.
-        lengths = [len(self.shard(other, count, position)) for other in range(count)]
-        number, position.step = turns(lengths, given)[number]
+        lengths = [len(self.shard(worker_id, count, position)) for worker_id in range(count)]
+        number, position.step = turns(lengths, step)[number]
         return self._tensors(position, self.shard(number, count, position))
 
     def _tensors(self, position: Position, shard: Shard) -> Iterator[dict[str, Any]]:
@@ -200,15 +201,15 @@ class Loader:
     def __len__(self) -> int:
         """Return the number of batches of the current epoch, with those that were read before it was resumed."""
         position, workers = self._position, self._workers
-        rest = sum(len(self.dataset.shard(number, workers, position)) for number in range(workers))
-        return sum(progress.step for progress in position.before) + rest
+        remaining = sum(len(self.dataset.shard(number, workers, position)) for number in range(workers))
+        return sum(progress.step for progress in position.before) + remaining
 
     def __iter__(self) -> Iterator[Any]:
         position = self._position
         first, epoch = position.begin(), position.epoch
         self.dataset.begin_at(epoch, first, position.before)
-        for given, batch in enumerate(self._batches, first + 1):
-            position.step = given
+        for step, batch in enumerate(self._batches, first + 1):
+            position.step = step
             yield batch
         position.set_epoch(epoch + 1)
 

@@ -8,7 +8,8 @@
 `dissociated.torch` converts these arrays into tensors.
 """
 
-from dissociated.training.batches import Batches, Sampling
+from dissociated.training.batches import Batches
 from dissociated.training.columns import Lists
+from dissociated.training.sampling import Sampling
 
 __all__ = ["Batches", "Lists", "Sampling"]

@@ -1,9 +1,12 @@
-"""Batches for training as NumPy arrays, with their sampling options and the position in an epoch."""
+"""Batches for training as NumPy arrays, or on a device, and the position in an epoch."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,150 +14,18 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from dissociated.client.dataset import DatasetHandle
-from dissociated.errors import ColumnNotFound, OptionError
+from dissociated.codec.batches import BatchReader
+from dissociated.codec.device import to_device
+from dissociated.codec.dlpack import DeviceColumn
+from dissociated.errors import ColumnNotFound, OptionError, WrongKind
+from dissociated.memory.device.base import Device
 from dissociated.memory.device.registry import open_device
+from dissociated.training.access import Access, Lender
 from dissociated.training.blocks import Blocks, slice_pieces
-from dissociated.training.columns import Access, ArrayColumns, Column, Lender, join, row_width, take
+from dissociated.training.columns import Array, ArrayColumns, Column, join, take
 from dissociated.training.gather import Gatherer
-from dissociated.training.launch import is_alone
 from dissociated.training.plan import Order, Plan, Progress, Shard, Span
-
-_WINDOW_ROWS = 1 << 16  # the least number of rows of a window by default
-_WINDOW_BLOCKS = 16  # number of the longest blocks that fit into a window by default
-_WINDOW_BYTES = 1 << 28  # about the most memory that a window takes by default
-
-
-@dataclass(kw_only=True, eq=False)
-class Sampling:
-    """Options that define the batches of a dataset. Raises OptionError for invalid values.
-
-    - `columns`: the columns to read, besides those of `features` and `codes`. Default: all. A column must hold numbers
-      without nulls, or lists or fixed-shape tensors of such numbers; see `codes`, `fill` and `as_arrow` for others.
-    - `batch_size`: the number of rows of a batch.
-    - `shuffle`: shuffle each epoch in an order of its own. `"global"` shuffles all rows, which needs data that is
-      mapped into this process. `"window"` shuffles the record batches, and then the rows within a window. `True` is
-      `"global"` if the data is mapped, `buffer_size` is not given, and all ranks are on this host; else `"window"`.
-    - `weights`: read rows in proportion to their weights, in a global shuffle: the name of a column of weights, or the
-      weight of each value of a column, such as `{"label": {"rare": 10, "common": 1}}`. An epoch has as many rows as
-      without weights. A row comes as often as its share of the weights says, rounded up or down.
-    - `buffer_size`: the number of rows of a window, which are held in memory. Default: 16 record batches, and 65,536
-      rows or more, but at most 256 MiB. With 0, only record batches are shuffled, and their rows keep their order.
-    - `filter`: the rows to read, as for `read`. Its columns are read before the first batch. Shards are parts of the
-      rows that pass.
-    - `seed`: determines the order of every epoch.
-    - `drop_last`: leave out batches that are not full.
-    - `as_arrow`: columns to return as pyarrow Arrays: strings, nested types, columns with nulls.
-    - `features`: columns of numbers to pack into one matrix, `batch["features"]`, with a column for each. A mapping has
-      the columns of several matrices by name. The type of a matrix holds the values of all of its columns.
-    - `codes`: columns of strings or other values to return as numbers, from 0 on, of their distinct values, which
-      `dictionaries` has; -1 is null. The distinct values are found before the first batch.
-    - `fill`: the numbers that replace the nulls of columns, by column.
-    - `mask`: columns whose nulls are 0, or as `fill` says. `batch["x_mask"]` says which values of `x` are not
-      null.
-    - `rank`, `world_size`: the number of the part to read, and the number of parts. Together, the parts contain every
-      row exactly once. All parts have the same number of batches, unless `batch_size` is 1 or there are fewer rows than
-      parts. Default: everything; for PyTorch, the part of this process in `torch.distributed` if that is initialised,
-      or else that of `torchrun`.
-    - `writable`: return copies that can be written to. Shuffled rows are always copied. Default: arrays and tensors lie
-      in the server's memory if possible. NumPy arrays are then read-only; PyTorch tensors can be written to, which
-      changes only the tensor.
-    - `device`: the device to copy batches to, such as `"cuda:0"`. `Batches` then gives a `DeviceColumn` for each
-      column, and PyTorch's loader a tensor on the device.
-    - `prefetch`: the number of batches that are copied to the device while an earlier one is used.
-    """
-
-    columns: Sequence[str] | None = None
-    batch_size: int = 1024
-    filter: Any = None
-    shuffle: bool | str = False
-    weights: str | Mapping[str, Mapping[Any, float]] | None = None
-    seed: int = 0
-    buffer_size: int | None = None
-    drop_last: bool = False
-    as_arrow: Sequence[str] = ()
-    features: Sequence[str] | Mapping[str, Sequence[str]] = ()
-    codes: Sequence[str] = ()
-    fill: Mapping[str, Any] = field(default_factory=dict)
-    mask: Sequence[str] = ()
-    rank: int | None = None
-    world_size: int | None = None
-    writable: bool = False
-    device: Any = None
-    prefetch: int = 2
-
-    def __post_init__(self) -> None:
-        if not _is_count(self.batch_size) or self.batch_size < 1:
-            raise OptionError(f"batch_size is a number of rows, 1 or more, not {self.batch_size!r}")
-        if self.shuffle not in (False, True, "global", "window"):
-            raise OptionError(f"shuffle is True, False, 'global' or 'window', not {self.shuffle!r}")
-        if self.shuffle == "global" and self.buffer_size is not None:
-            raise OptionError("buffer_size is for shuffle='window': a global shuffle has no buffer")
-        if isinstance(self.columns, str):
-            raise OptionError(f"columns is a list of names: [{self.columns!r}]")
-        if isinstance(self.weights, Mapping) and len(self.weights) != 1:
-            raise OptionError(f"weights has the values of one column, not of {len(self.weights)}")
-        if self.weights is not None and (self.buffer_size is not None or self.shuffle == "window"):
-            raise OptionError("weights= needs a global shuffle: leave out buffer_size= and shuffle='window'")
-        if isinstance(self.features, str):
-            raise OptionError(f"features is a list of names: [{self.features!r}]")
-        if not _is_count(self.prefetch):
-            raise OptionError(f"prefetch is a number of batches, 0 or more, not {self.prefetch!r}")
-        if not _is_count(self.seed):
-            raise OptionError(f"seed is a number, 0 or more, not {self.seed!r}")
-        if self.buffer_size is not None and not _is_count(self.buffer_size):
-            raise OptionError(f"buffer_size is a number of rows, 0 or more, not {self.buffer_size!r}")
-        if (self.rank is None) != (self.world_size is None):
-            raise OptionError("give rank and world_size, or neither")
-        rank, world_size = self.part
-        if not _is_count(world_size) or not _is_count(rank) or rank >= world_size:
-            raise OptionError(f"rank is a number from 0 up to world_size, not {rank!r} of {world_size!r}")
-
-    @property
-    def part(self) -> tuple[int, int]:
-        """The number of the part that is read, and the number of parts."""
-        return (0, 1) if self.rank is None or self.world_size is None else (self.rank, self.world_size)
-
-    @property
-    def read_columns(self) -> Sequence[str] | None:
-        """The names of all columns to read; None for all of the dataset."""
-        if self.columns is None:
-            return None
-        packed = [name for columns in self.matrices.values() for name in columns]
-        return [*dict.fromkeys([*self.columns, *packed, *_names("codes", self.codes)])]
-
-    @property
-    def matrices(self) -> dict[str, Sequence[str]]:
-        """The columns of each matrix, by the name of the matrix."""
-        if isinstance(self.features, Mapping):
-            return {**self.features}
-        return {"features": self.features} if self.features else {}
-
-    def order(self, mapped: bool) -> Order:
-        """Return the kind of order for data that is `mapped` into this process, or not.
-
-        Raises:
-            OptionError: if the order needs mapped data.
-        """
-        if self.weights is not None or self.shuffle == "global":
-            if not mapped:
-                option = "shuffle='global'" if self.weights is None else "weights="
-                raise OptionError(
-                    f"{option} reads single rows, and this dataset cannot be mapped into this process: read it on its "
-                    "host over shm:, uncompressed, or use shuffle='window'"
-                )
-            return Order.GLOBAL
-        if not self.shuffle:
-            return Order.STORED
-        if self.shuffle == "window" or self.buffer_size is not None:
-            return Order.BLOCKS if self.buffer_size == 0 else Order.WINDOW
-        return Order.GLOBAL if mapped and is_alone(self.part[1]) else Order.WINDOW
-
-    def window(self, blocks: Blocks) -> int:
-        """Return the number of rows that are shuffled together in a `WINDOW` order."""
-        if self.buffer_size is not None:
-            return max(1, self.buffer_size)
-        most = _WINDOW_BYTES // row_width(blocks.schema)
-        return max(1, min(max(_WINDOW_ROWS, _WINDOW_BLOCKS * blocks.longest), most))
+from dissociated.training.sampling import Sampling, is_count, name_list
 
 
 class Examples:
@@ -171,7 +42,7 @@ class Examples:
             self._blocks.schema,
             sampling.as_arrow,
             sampling.matrices,
-            {name: self._blocks.distinct(name) for name in _names("codes", sampling.codes)},
+            {name: self._blocks.distinct(name) for name in name_list("codes", sampling.codes)},
             sampling.fill,
             sampling.mask,
         )
@@ -223,15 +94,15 @@ class Examples:
             if numbers.null_count:
                 missing = values.filter(numbers.is_null())[0].as_py()
                 raise OptionError(f"weights= has no weight for the value {missing!r} of column {weights!r}")
-            found = np.array([*classes.values()], np.float64)[numbers.to_numpy()]
+            each = np.array([*classes.values()], np.float64)[numbers.to_numpy()]
         elif values.null_count:
             raise OptionError(f"column {weights!r} has nulls, which are no weights")
         else:
-            found = values.to_numpy().astype(np.float64)
+            each = values.to_numpy().astype(np.float64)
         passing = self._blocks.passing()
-        found = found if passing is None else found[passing]
-        sums = np.cumsum(found)
-        if found.size and not (np.isfinite(sums[-1]) and found.min() >= 0 and sums[-1] > 0):
+        each = each if passing is None else each[passing]
+        sums = np.cumsum(each)
+        if each.size and not (np.isfinite(sums[-1]) and each.min() >= 0 and sums[-1] > 0):
             raise OptionError(f"the weights of {weights!r} must be 0 or more, with some above 0, and finite")
         return sums
 
@@ -248,9 +119,7 @@ class Examples:
         batches = self.read(shard, first)
         if device is None:
             return batches
-        from dissociated.training.prefetch import prefetch  # on first use: few read onto a device
-
-        return prefetch(batches, open_device(device), self._sampling.prefetch)
+        return _copy_ahead(batches, open_device(device), self._sampling.prefetch)
 
     @property
     def dictionaries(self) -> dict[str, pa.Array]:
@@ -293,7 +162,7 @@ class Examples:
             if not window:
                 yield load(spans, False)
                 continue
-            taken = []
+            parts = []
             for span in spans:
                 for number in range(span.start // window, -(-span.stop // window)):
                     if opened is None or opened[0] != number:
@@ -302,8 +171,8 @@ class Examples:
                         opened = number, load([whole], True), order
                     _, columns, order = opened
                     start = number * window
-                    taken.append(take(columns, order[max(0, span.start - start) : span.stop - start]))
-            yield join(taken)
+                    parts.append(take(columns, order[max(0, span.start - start) : span.stop - start]))
+            yield join(parts)
 
     def describe(self) -> dict[str, Any]:
         """Return the properties that must be equal for two positions to refer to the same rows."""
@@ -359,7 +228,7 @@ class Position:
 
     def set_epoch(self, epoch: int) -> None:
         """Set the next epoch. It is read from its beginning, unless a state of this epoch was loaded just before."""
-        if not _is_count(epoch):
+        if not is_count(epoch):
             raise OptionError(f"an epoch is a number, 0 or more, not {epoch!r}")
         if not (self._resumed and epoch == self.epoch):
             self.epoch, self._progress, self._resumed = epoch, [], False
@@ -391,7 +260,7 @@ class Position:
                     "be the same rows"
                 )
         epoch, progress = state["epoch"], state["progress"]
-        if not _is_count(epoch) or not isinstance(progress, list) or not all(map(_is_progress, progress)):
+        if not is_count(epoch) or not isinstance(progress, list) or not all(map(_is_progress, progress)):
             raise OptionError(f"the state has an invalid position: epoch {epoch!r}, progress {progress!r}")
         self.epoch, self._progress, self._resumed = epoch, [Progress(*each) for each in progress], True
 
@@ -470,17 +339,51 @@ class Batches(Sampling):
         self._position.load_state_dict(state)
 
 
-def _names(option: str, names: Sequence[str]) -> Sequence[str]:
-    if isinstance(names, str):
-        raise OptionError(f"{option} is a list of names: [{names!r}]")
-    return names
-
-
 def _is_progress(progress: object) -> bool:
-    if not isinstance(progress, list | tuple) or len(progress) != 3 or not all(map(_is_count, progress)):
+    if not isinstance(progress, list | tuple) or len(progress) != 3 or not all(map(is_count, progress)):
         return False
     return all(progress[:2])
 
 
-def _is_count(number: object) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
+def _copy_ahead(
+    batches: Iterator[Mapping[str, Column]], device: Device, ahead: int
+) -> Iterator[dict[str, DeviceColumn]]:
+    """Yield the columns of batches on a device. While one batch is used, the next `ahead` are copied.
+
+    Copies begin in pinned memory of the device's ring, and do not stop this thread. Booleans become bytes.
+
+    Raises:
+        WrongKind: if a column is not an array of numbers.
+    """
+    first = next(batches, None)
+    if first is None:
+        return
+    head = _record_batch(first, device)
+    record_batches = chain([head], (_record_batch(batch, device) for batch in batches))
+    # A generator of batches and their metadata, which these have not.
+    reader = BatchReader(head.schema, ((batch, None) for batch in record_batches))
+    with closing(to_device(reader, device)) as copied:
+        waiting = deque[dict[str, DeviceColumn]]()
+        for batch in copied:
+            waiting.append({name: batch[name] for name in head.schema.names})
+            if len(waiting) > ahead:
+                yield waiting.popleft()
+        while waiting:
+            yield waiting.popleft()
+
+
+def _record_batch(batch: Mapping[str, Column], device: Device) -> pa.RecordBatch:
+    return pa.record_batch({name: _pinned(name, column, device) for name, column in batch.items()})
+
+
+def _pinned(name: str, column: Column, device: Device) -> pa.Array:
+    """Copy a column into pinned memory. If the ring is full, the copy is in other memory."""
+    if not isinstance(column, np.ndarray):
+        raise WrongKind(f"column {name!r} has no array of numbers to be copied to {device.name}: leave it out")
+    kind = np.dtype(np.uint8) if column.dtype == np.bool_ else column.dtype
+    memory = device.ring.allocate(column.size * kind.itemsize)
+    values: Array = np.empty(column.size, kind) if memory is None else np.frombuffer(memory, kind)
+    values.reshape(column.shape)[:] = column
+    buffer = pa.py_buffer(values) if memory is None else memory
+    array = pa.Array.from_buffers(pa.from_numpy_dtype(kind), column.size, [None, buffer], 0)
+    return array if column.ndim == 1 else pa.FixedSizeListArray.from_arrays(array, column.size // len(column))

@@ -100,13 +100,13 @@ class Blocks:
 
     def mapped(self, columns: Sequence[str]) -> list[pa.RecordBatch] | None:
         """Return these columns of all record batches, or None if a part cannot be mapped."""
-        found = []
+        selected = []
         for part in range(len(self._lengths)):
             batches = self._map(part)
             if batches is None:
                 return None
-            found += [batch.select(columns) for batch in batches]
-        return found
+            selected += [batch.select(columns) for batch in batches]
+        return selected
 
     def distinct(self, name: str) -> pa.Array:
         """Return the distinct values of a column, without null. All of the column is read, or its dictionaries."""
@@ -115,14 +115,14 @@ class Blocks:
         if name not in self.schema.names:
             raise ColumnNotFound(f"codes has {name!r}; the columns are {', '.join(self.schema.names)}")
         type_ = self.schema.field(name).type
-        found = pa.array([], type_.value_type if pa.types.is_dictionary(type_) else type_)
+        distinct = pa.array([], type_.value_type if pa.types.is_dictionary(type_) else type_)
         for part in range(len(self._lengths)):
             for batch in self._map(part) or self._column(part, name):
                 column = batch.column(name)
                 values = column.dictionary if pa.types.is_dictionary(type_) else column.unique()
-                new = values.filter(pc.invert(pc.is_in(values, found))).drop_null()
-                found = pa.concat_arrays([found, new.unique()]) if len(new) else found
-        return found
+                new = values.filter(pc.invert(pc.is_in(values, distinct))).drop_null()
+                distinct = pa.concat_arrays([distinct, new.unique()]) if len(new) else distinct
+        return distinct
 
     def _column(self, part: int, name: str) -> pa.RecordBatchReader:
         column: pa.RecordBatchReader = self.dataset.read_part(part, lambda defaults: replace(defaults, columns=[name]))
@@ -134,8 +134,9 @@ class Blocks:
             return None
         lengths = [length for part in self._lengths for length in part]
         firsts = np.cumsum([0, *lengths]).tolist()
-        each = [passing for part in self._passing for passing in part]
-        return np.concatenate([np.empty(0, np.int64), *(one + first for one, first in zip(each, firsts, strict=False))])
+        each = [positions for part in self._passing for positions in part]
+        numbers = (positions + first for positions, first in zip(each, firsts, strict=False))
+        return np.concatenate([np.empty(0, np.int64), *numbers])
 
     def read(self, number: int) -> list[pa.RecordBatch]:
         """Return the rows of a block that pass the filter. Raise SourceError if its number of rows has changed."""

@@ -65,17 +65,17 @@ class Gatherer:
             raise IndexError("there are no such rows")
         batch = np.searchsorted(self._ends, rows, side="right")
         within = rows - self._firsts[batch] if len(self._firsts) else rows
-        taken: dict[str, Column] = {}
+        columns: dict[str, Column] = {}
         for name, source in self._sources.items():
             if not isinstance(source, _Arrow):
-                taken[name] = source.take(batch, within)
+                columns[name] = source.take(batch, within)
             elif name in self._columns.codes:
-                taken[name] = self._columns.encode(name, source.take(rows))
+                columns[name] = self._columns.encode(name, source.take(rows))
             else:
-                taken[name] = source.take(rows)
+                columns[name] = source.take(rows)
         for name, matrix in self._matrices.items():
-            taken[name] = matrix.take(batch, within)
-        return taken
+            columns[name] = matrix.take(batch, within)
+        return columns
 
 
 class _Items:
@@ -98,14 +98,14 @@ class _Items:
             return
         self._all, self._starts = _cover(self._addresses, max(self._stops), first.dtype)
 
-    def joins(self, other: object) -> bool:
+    def joins(self, items: object) -> bool:
         """Return whether these items can be joined with others."""
         return (
-            isinstance(other, _Items)
+            isinstance(items, _Items)
             and self._addresses is not None
-            and other._addresses is not None
+            and items._addresses is not None
             and self._items is None
-            and (self._all.dtype, self._stride) == (other._all.dtype, other._stride)
+            and (self._all.dtype, self._stride) == (items._all.dtype, items._stride)
         )
 
     @classmethod
@@ -157,14 +157,14 @@ class _Bits:
     @classmethod
     def of_validity(cls, arrays: Sequence[pa.Array]) -> _Bits:
         """Return the bits that say which values are not null."""
-        ones = pa.py_buffer(b"\xff" * (max(map(len, arrays), default=0) // 8 + 1))
-        validity = [(array.buffers()[0], array.offset) if array.null_count else (ones, 0) for array in arrays]
+        all_ones = pa.py_buffer(b"\xff" * (max(map(len, arrays), default=0) // 8 + 1))
+        validity = [(array.buffers()[0], array.offset) if array.null_count else (all_ones, 0) for array in arrays]
         return cls(validity)
 
     def take(self, batch: Positions, within: Positions) -> Array:
         at = self._starts[batch] + within
-        found: Array = (self._all.take(at >> 3) >> (at & 7).astype(np.uint8)) & 1
-        return found.view(np.bool_)
+        bits: Array = (self._all.take(at >> 3) >> (at & 7).astype(np.uint8)) & 1
+        return bits.view(np.bool_)
 
 
 class _Filled:
@@ -191,11 +191,11 @@ class _Matrix:
         if len(self._together) == len(self._sources) > 1:
             return self._joined.take_columns(batch, within).astype(self._kind, copy=False).T
         matrix = np.empty((len(self._sources), len(batch)), self._kind)
-        rest = [*range(len(self._sources))]
+        single = [*range(len(self._sources))]
         if len(self._together) > 1:
             matrix[self._together] = self._joined.take_columns(batch, within)
-            rest = [at for at in rest if at not in self._together]
-        for at in rest:
+            single = [at for at in single if at not in self._together]
+        for at in single:
             matrix[at] = self._sources[at].take(batch, within)
         return matrix.T
 
@@ -213,5 +213,5 @@ class _Arrow:
         self._chunks = chunks.unify_dictionaries() if types.is_dictionary(type_) else chunks
 
     def take(self, rows: Positions) -> pa.Array:
-        taken = self._chunks.take(pa.array(rows)).combine_chunks()
-        return taken if isinstance(taken, pa.Array) else pa.concat_arrays(taken.chunks)
+        values = self._chunks.take(pa.array(rows)).combine_chunks()
+        return values if isinstance(values, pa.Array) else pa.concat_arrays(values.chunks)

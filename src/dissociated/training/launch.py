@@ -1,11 +1,15 @@
-"""The place of this process among the processes that train together, according to the launcher that started them."""
+"""The processes that train together: the place of this process among them, and the end of a worker with its parent."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
+import threading
+from multiprocessing.connection import wait
 from typing import NamedTuple
 
+from dissociated.base.once import once
 from dissociated.errors import OptionError
 
 #: Variables that torchrun sets, and after it Accelerate, Ray Train and Kubeflow.
@@ -65,3 +69,29 @@ def check_accelerate(world_size: int, processes: int) -> None:
             f"of its DataLoader among {processes} once more, so that rows are lost: use dissociated.torch.loader(), "
             "which accelerator.prepare() leaves as it is, or give rank=0 and world_size=1, and Accelerate divides alone"
         )
+
+
+@once
+def end_with_parent() -> None:
+    """End this process as soon as the process that has started it ends, in whatever way.
+
+    PyTorch's workers compare the id of their parent now and then. Under `forkserver` this is the id of the server of
+    forks, and a worker that waits elsewhere does not compare. The end of the parent is seen here at once, by a
+    descriptor of the process. A pipe shows the end of a parent that was gone before that.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None:
+        return
+    signs: list[int] = [parent.sentinel]
+    try:
+        signs.append(os.pidfd_open(parent.pid))
+    except ProcessLookupError:
+        os._exit(1)
+    except OSError:  # no descriptor is free, or the kernel has no such call
+        pass
+
+    def watch() -> None:
+        wait(signs)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="dissociated-parent", daemon=True).start()

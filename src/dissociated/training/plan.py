@@ -94,12 +94,12 @@ class Plan:
         for ranks, workers, step in before:
             order, count = EpochOrder(self, epoch), ranks * workers
             shards = [Shard(self, number, count, order, spans) for number in range(count)]
-            rest = []
+            remaining: list[Span] = []
             for rank in range(ranks):
                 own = shards[rank * workers : (rank + 1) * workers]
                 steps = dict(turns([len(shard) for shard in own], step))
-                rest += [span for number, shard in enumerate(own) for span in shard.rest(steps[number])]
-            spans = tuple(rest)
+                remaining += [span for number, shard in enumerate(own) for span in shard.remaining(steps[number])]
+            spans = tuple(remaining)
         return spans
 
 
@@ -148,13 +148,13 @@ class EpochOrder:
 
     def rows(self, span: Span) -> Positions:
         """Return the numbers of the rows at these positions of a `GLOBAL` order."""
-        found = []
+        chunks = []
         for number in range(span.start // _CHUNK, -(-span.stop // _CHUNK)):
             first = number * _CHUNK
             if self._chunk[0] != number:
                 self._chunk = number, self._compute(Span(first, min(first + _CHUNK, self.plan.total)))
-            found.append(self._chunk[1][max(0, span.start - first) : span.stop - first])
-        return np.concatenate(found)
+            chunks.append(self._chunk[1][max(0, span.start - first) : span.stop - first])
+        return np.concatenate(chunks)
 
     def _compute(self, span: Span) -> Positions:
         places = self._permutation.at(span.start, span.stop)
@@ -228,43 +228,43 @@ class Shard:
         """Return the positions of batch number `step`."""
         return self._within(*self.extent(step))
 
-    def rest(self, step: int) -> list[Span]:
+    def remaining(self, step: int) -> list[Span]:
         """Return the positions of the shard's rows after its first `step` batches, including those left out."""
         return self._within(self.extent(step - 1)[1] if step else 0, self.rows)
 
     def _within(self, start: int, stop: int) -> list[Span]:
         """Return the positions of the shard's rows from `start` up to, but not including, `stop`."""
-        start, stop, found = start + self._first, stop + self._first, []
+        start, stop, spans = start + self._first, stop + self._first, []
         for begin, end in self.spans:
             length = end - begin
             first, last = max(0, start), min(stop, length)
             if first < last:
-                found.append(Span(begin + first, begin + last))
+                spans.append(Span(begin + first, begin + last))
             start, stop = start - length, stop - length
-        return found
+        return spans
 
 
-def turns(lengths: Sequence[int], given: int) -> list[tuple[int, int]]:
+def turns(lengths: Sequence[int], batches: int) -> list[tuple[int, int]]:
     """Compute the order in which shards give their next batches, if each shard gives one batch in turn.
 
     Args:
         lengths: the number of batches of each shard.
-        given: the number of batches that all shards together have given already.
+        batches: the number of batches that all shards together have given already.
 
     Returns:
         A pair for each shard, in the order of their turns: the number of the shard, and the number of its next batch.
         Shards that have given all of their batches come last.
     """
     count = len(lengths)
-    rounds = min(given // count, *lengths)
-    steps, left = [rounds] * count, given - rounds * count
-    waiting, ended = deque(range(count)), []
-    while left and waiting:
+    rounds = min(batches // count, *lengths)
+    steps, remaining = [rounds] * count, batches - rounds * count
+    waiting, finished = deque(range(count)), []
+    while remaining and waiting:
         number = waiting.popleft()
         if steps[number] == lengths[number]:
-            ended.append(number)
+            finished.append(number)
             continue
         steps[number] += 1
-        left -= 1
+        remaining -= 1
         waiting.append(number)
-    return [(number, steps[number]) for number in (*waiting, *ended)]
+    return [(number, steps[number]) for number in (*waiting, *finished)]
