@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import socket
 import threading
 from pathlib import Path
@@ -10,11 +12,14 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from dissociated.errors import RemoteError
 from ipc.vectors import BATCH, EMPTY, END, SCHEMA
 from protocol.wire import address_list
 from support.helpers import PATIENCE, Serve
 
 TABLE = pa.table({"n": [1, 2, 3]}, pa.schema([pa.field("n", pa.int32(), nullable=False)]))
+
+ROOT = Path(__file__).parents[1]
 
 PREAMBLE = bytes.fromhex("444953534f43 00 01")  # "DISSOC", 0, version 1
 
@@ -114,3 +119,37 @@ def test_what_a_client_says_and_understands() -> None:
         del reader
         server.join(PATIENCE)
     assert heard == [PREAMBLE + frame("03000000000000 02  0700000000000000", b"abc"), b""]
+
+
+def test_every_rule_that_the_library_names_is_on_the_page() -> None:
+    page = re.findall(
+        r"^\| `([a-z-]+)` \| (?:server|client|both) \|", (ROOT / "docs/framing.md").read_text(), re.MULTILINE
+    )
+    named = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.keyword) and node.arg == "rule":
+                named |= {str(one.value) for one in ast.walk(node.value) if isinstance(one, ast.Constant)}
+            if isinstance(node, ast.Assign) and any(
+                isinstance(one, ast.Name) and one.id == "_RULES" for one in node.targets
+            ):
+                assert isinstance(node.value, ast.Dict)
+                named |= {one.value for one in node.value.values if isinstance(one, ast.Constant)}
+    assert sorted(page) == sorted(named)
+
+
+def test_a_client_splits_a_location_by_the_bits_of_want_data(serve: Serve, stream: Path) -> None:
+    server = serve(catalog="grpc://127.0.0.1:0")
+    server.publish("data", stream)
+    server.publish("live", iter(TABLE.to_batches()), live=dis.Live(consumers=1))
+    with dis.connect(server.catalog_uri) as client:
+        data, live = (client.describe(name).endpoints[0] for name in ("data", "live"))
+    for scheme in ("tcp:", "shm:"):
+        (uri,) = (one for one in data.locations if one.startswith(scheme))
+        whole = int(uri.partition("want_data=")[2].partition("&")[0])
+        pair = [uri.replace(str(whole), str(value)) for value in (whole & ~2, whole & ~1)]
+        assert dis.open_stream(pair, data.ticket, timeout=PATIENCE).read_all().equals(TABLE)
+    pair = [uri.replace(str(whole), str(value)) for value in (whole & ~2, whole & ~1)]
+    with pytest.raises(RemoteError, match="request all of it over one") as refused:
+        dis.open_stream(pair, live.ticket, timeout=PATIENCE)
+    assert refused.value.code == "source_failed"

@@ -122,9 +122,17 @@ class UriError(DissociatedError, ValueError):
 
 
 class ProtocolError(DissociatedError):
-    """A violation of the Dissociated IPC Protocol."""
+    """A violation of the Dissociated IPC Protocol.
+
+    Attributes:
+        rule: the name of the broken rule in docs/framing.md; None if no rule of that page is broken.
+    """
 
     code = "protocol"
+
+    def __init__(self, message: str, rule: str | None = None) -> None:
+        super().__init__(message)
+        self.rule = rule
 
 
 class LocalProtocolError(ProtocolError):

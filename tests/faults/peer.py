@@ -134,6 +134,11 @@ class RawConnection:
             self.descriptors.extend(array.array("i", raw))
         return piece
 
+    def expect(self, opening: bytes) -> None:
+        """Fail unless the peer begins with these bytes, which include its preamble."""
+        assert self.read_exactly(len(opening)) == opening
+        self._greeted = True
+
     def read_frame(self) -> Frame:
         if not self._greeted:
             assert self.read_exactly(8) == PREAMBLE

@@ -138,4 +138,4 @@ def _connect(uri: Uri, timeout: float, connect_timeout: float | None) -> Connect
 
 
 def _refuse_body(tag: int | None, length: int) -> Buffer:
-    raise RemoteProtocolError(f"the server sent {length} bytes before it was asked for anything")
+    raise RemoteProtocolError(f"the server sent {length} bytes before it was asked for anything", rule="request-first")

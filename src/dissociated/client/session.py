@@ -145,13 +145,17 @@ class ClientSession(ProcessBound):
 
     def _check_size(self, length: int) -> None:
         if length > self.max_body:
-            raise RemoteProtocolError(f"a body has {length} bytes; at most {self.max_body} are taken (max_body)")
+            raise RemoteProtocolError(
+                f"a body has {length} bytes; at most {self.max_body} are taken (max_body)", rule="frame-length"
+            )
 
     def _allocate(self, tag: int | None, length: int) -> Buffer:
         if tag is not None:  # the framing caps the length of a run
             announced = self._receiver.announced_length(tag)
             if announced is not None and announced != length:
-                raise RemoteProtocolError(f"a body has {length} bytes; its metadata announced {announced}")
+                raise RemoteProtocolError(
+                    f"a body has {length} bytes; its metadata announced {announced}", rule="body-length"
+                )
             self._check_size(length)
             if self.bodies.wants_device(length):
                 return self._allocate_on_device(tag, length) or self.bodies.allocate(length)

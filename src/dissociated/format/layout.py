@@ -110,19 +110,21 @@ class SchemaLayout:
         if parsed.type is HeaderType.DICTIONARY_BATCH:
             values = self.values.get(dictionary_of(header)[0])
             if values is None:
-                raise RemoteProtocolError("the peer sent a dictionary that no column uses")
+                raise RemoteProtocolError("the peer sent a dictionary that no column uses", rule="metadata-message")
             fields = [values]
         try:
             batch = _batch(header)
             rows = batch.scalar(0, "q")
             if rows < 0:
-                raise RemoteProtocolError(f"the peer sent a batch of {rows} rows")
+                raise RemoteProtocolError(f"the peer sent a batch of {rows} rows", rule="metadata-message")
             nodes, views = iter(batch.vector(1, "qq")), (int(count) for (count,) in batch.vector(4, "q"))
             lengths = iter(buffer_extents(header, parsed)[1])
             for field in fields:
                 check_sizes(iter(field.shapes), nodes, lengths, views, rows)
         except (struct.error, IndexError, StopIteration) as error:
-            raise RemoteProtocolError(f"the peer sent metadata that does not match its schema ({error!r})") from None
+            raise RemoteProtocolError(
+                f"the peer sent metadata that does not match its schema ({error!r})", rule="metadata-message"
+            ) from None
 
 
 @lru_cache(maxsize=_MAX_CACHED_SCHEMAS)
@@ -152,7 +154,9 @@ def dictionary_of(header: bytes) -> tuple[int, bool]:
         batch = Table.read(header, root(header), 3).table(2, 3)
         return batch.scalar(0, "q"), bool(batch.scalar(2, "B"))
     except (struct.error, IndexError) as error:
-        raise RemoteProtocolError(f"the peer sent metadata that is not an Arrow IPC message ({error})") from None
+        raise RemoteProtocolError(
+            f"the peer sent metadata that is not an Arrow IPC message ({error})", rule="metadata-message"
+        ) from None
 
 
 def _batch(header: bytes) -> Table:
@@ -171,7 +175,9 @@ def nulls_are_counted(header: bytes) -> bool:
     try:
         return all(nulls >= 0 for _, nulls in _batch(header).vector(1, "qq"))
     except (struct.error, IndexError) as error:
-        raise RemoteProtocolError(f"the peer sent metadata that is not an Arrow IPC message ({error})") from None
+        raise RemoteProtocolError(
+            f"the peer sent metadata that is not an Arrow IPC message ({error})", rule="metadata-message"
+        ) from None
 
 
 def is_little_endian(schema: bytes) -> bool:
@@ -183,4 +189,6 @@ def is_little_endian(schema: bytes) -> bool:
     try:
         return Table.read(schema, root(schema), 3).table(2, 4).scalar(0, "h") == 0
     except (struct.error, IndexError) as error:
-        raise RemoteProtocolError(f"the peer sent metadata that is not an Arrow IPC message ({error})") from None
+        raise RemoteProtocolError(
+            f"the peer sent metadata that is not an Arrow IPC message ({error})", rule="metadata-message"
+        ) from None

@@ -94,7 +94,9 @@ def parse_envelope(header: Buffer) -> tuple[HeaderType, int]:
 
 
 def _no_message(error: Exception) -> RemoteProtocolError:
-    return RemoteProtocolError(f"the peer sent metadata that is not an Arrow IPC message ({error})")
+    return RemoteProtocolError(
+        f"the peer sent metadata that is not an Arrow IPC message ({error})", rule="metadata-message"
+    )
 
 
 def _envelope(header: bytes) -> tuple[HeaderType, int, int, int]:
@@ -104,11 +106,12 @@ def _envelope(header: bytes) -> tuple[HeaderType, int, int, int]:
     type_ = _TYPES.get(header[root + type_at]) if type_at else None
     if type_ is None or not table_at:
         raise RemoteProtocolError(
-            f"the peer sent an Arrow IPC message of unknown type {header[root + type_at] if type_at else 0}"
+            f"the peer sent an Arrow IPC message of unknown type {header[root + type_at] if type_at else 0}",
+            rule="metadata-message",
         )
     body_length = _read_i64(header, root + length_at)[0] if length_at else 0
     if body_length < 0:
-        raise RemoteProtocolError(f"the peer announced a body of {body_length} bytes")
+        raise RemoteProtocolError(f"the peer announced a body of {body_length} bytes", rule="metadata-message")
     return type_, body_length, length_at and root + length_at, root + table_at
 
 
@@ -117,19 +120,23 @@ def _parse(header: bytes) -> Header:
     body_length_at = length_at or -1
     if type_ is HeaderType.SCHEMA:
         if body_length:
-            raise RemoteProtocolError(f"the peer announced a body of {body_length} bytes for a schema")
+            raise RemoteProtocolError(
+                f"the peer announced a body of {body_length} bytes for a schema", rule="schema-body"
+            )
         return Header(type_, 0, body_length_at, 0, 0)
     table = follow(header, table_at)
     if type_ is HeaderType.SPARSE_TENSOR:
         try:
             scattered = sparse_buffers(header, table)
         except FormatError as error:
-            raise RemoteProtocolError(f"the peer sent a sparse tensor that cannot be read: {error}") from None
+            raise RemoteProtocolError(
+                f"the peer sent a sparse tensor that cannot be read: {error}", rule="metadata-message"
+            ) from None
         return Header(type_, body_length, body_length_at, 0, len(scattered[0]), scattered)
     if type_ is HeaderType.DICTIONARY_BATCH:
         _, batch_at = fields(header, table, 2)
         if not batch_at:
-            raise RemoteProtocolError("the peer sent a dictionary batch without data")
+            raise RemoteProtocolError("the peer sent a dictionary batch without data", rule="metadata-message")
         table = follow(header, table + batch_at)
     at, count = _buffers(header, table, type_)
     return Header(type_, body_length, body_length_at, at, count)
@@ -147,7 +154,9 @@ def _buffers(header: bytes, table: int, type_: HeaderType) -> tuple[int, int]:
         vector = follow(header, table + vector_at)
         at, count, absent = vector + 4, _u32(header, vector)[0], False
     if absent or count > MAX_BUFFERS or at + count * _BUFFER_SIZE > len(header):
-        raise RemoteProtocolError(f"the peer sent metadata whose {count} buffers lie outside the message")
+        raise RemoteProtocolError(
+            f"the peer sent metadata whose {count} buffers lie outside the message", rule="metadata-message"
+        )
     return at, count
 
 
@@ -173,7 +182,10 @@ def extents_within(header: bytes, parsed: Header, size: int) -> tuple[tuple[int,
     offsets, lengths = buffer_extents(header, parsed)
     for offset, length in zip(offsets, lengths, strict=True):
         if length and not 0 <= offset <= size - length:
-            raise RemoteProtocolError(f"a buffer at {offset} of {length} bytes extends beyond its body of {size} bytes")
+            raise RemoteProtocolError(
+                f"a buffer at {offset} of {length} bytes extends beyond its body of {size} bytes",
+                rule="metadata-message",
+            )
     return offsets, lengths
 
 
@@ -227,7 +239,9 @@ def relocate(
     """
     if parsed.body_length_at < 0:
         if any(buffer_extents(header, parsed)[1]):
-            raise RemoteProtocolError("the peer sent buffers in a message that announced no body")
+            raise RemoteProtocolError(
+                "the peer sent buffers in a message that announced no body", rule="metadata-message"
+            )
         return header
     copy = bytearray(header)
     _i64.pack_into(copy, parsed.body_length_at, body_length)

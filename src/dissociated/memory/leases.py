@@ -71,7 +71,9 @@ class Ledger:
                 del counts[address]
                 released.append(address)
             elif address:
-                raise RemoteProtocolError(f"the client freed the address {address:#x}, which it does not hold")
+                raise RemoteProtocolError(
+                    f"the client freed the address {address:#x}, which it does not hold", rule="free-leased"
+                )
             else:
                 zeros += 1
         self._sends -= len(addresses) - zeros

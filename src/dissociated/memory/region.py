@@ -99,7 +99,8 @@ class Located(NamedTuple):
         for offset, length, at in zip(self.offsets, lengths, positions, strict=True):
             if length and not 0 <= at <= len(target) - length:
                 raise RemoteProtocolError(
-                    f"a buffer at {at} of {length} bytes extends beyond its body of {len(target)} bytes"
+                    f"a buffer at {at} of {length} bytes extends beyond its body of {len(target)} bytes",
+                    rule="metadata-message",
                 )
             target[at : at + length] = source[offset : offset + length]
         return packed
@@ -144,11 +145,15 @@ class AddressSpace:
         """
         bases, regions = self._sorted
         if len(regions) == self._max_regions:
-            raise RemoteProtocolError(f"the peer shared more than {self._max_regions} regions on one connection")
+            raise RemoteProtocolError(
+                f"the peer shared more than {self._max_regions} regions on one connection", rule="region-count"
+            )
         at = bisect_right(bases, region.base)
         for neighbour in regions[max(at - 1, 0) : at + 1]:
             if region.base < neighbour.base + neighbour.size and neighbour.base < region.base + region.size:
-                raise RemoteProtocolError(f"the peer shared {region!r}, which overlaps {neighbour!r}")
+                raise RemoteProtocolError(
+                    f"the peer shared {region!r}, which overlaps {neighbour!r}", rule="region-overlap"
+                )
         self._sorted = [*bases[:at], region.base, *bases[at:]], [*regions[:at], region, *regions[at:]]
 
     def close_devices(self) -> bool:
@@ -177,7 +182,9 @@ class AddressSpace:
             region = regions[at]
             if address < region.base + region.size:
                 return region
-        raise RemoteProtocolError(f"the peer sent the address {address:#x}, which is in no region that it shared")
+        raise RemoteProtocolError(
+            f"the peer sent the address {address:#x}, which is in no region that it shared", rule="address-region"
+        )
 
     def locate(self, addresses: Sequence[int], lengths: Sequence[int]) -> Located:
         """Locate the buffers of a message in this process.
@@ -204,7 +211,8 @@ class AddressSpace:
             if address + length > end:
                 raise RemoteProtocolError(
                     f"the peer sent the address {address:#x} with {length} bytes, which extends beyond "
-                    f"{self.find(address)!r}"
+                    f"{self.find(address)!r}",
+                    rule="address-region",
                 )
             places.append(address + shift)
         device = regions[0].device

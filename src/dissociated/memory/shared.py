@@ -105,14 +105,18 @@ def map_received(descriptor: int, size: int, backing: int) -> pa.Buffer:
     """
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
-        raise RemoteProtocolError("the peer shared a descriptor that is neither a file nor a memfd")
+        raise RemoteProtocolError("the peer shared a descriptor that is neither a file nor a memfd", rule="region-file")
     if status.st_size < size:
-        raise RemoteProtocolError(f"the peer announced a region of {size} bytes and shared one of {status.st_size}")
+        raise RemoteProtocolError(
+            f"the peer announced a region of {size} bytes and shared one of {status.st_size}", rule="region-file"
+        )
     if backing not in tuple(Backing):
-        raise RemoteProtocolError(f"the peer shared a region of unknown backing {backing}")
+        raise RemoteProtocolError(f"the peer shared a region of unknown backing {backing}", rule="region-backing")
     required = _REQUIRED_SEALS[Backing(backing)]
     if required and _seals(descriptor) & required != required:
-        raise RemoteProtocolError("the peer shared a memfd without the seals that make it safe to map")
+        raise RemoteProtocolError(
+            "the peer shared a memfd without the seals that make it safe to map", rule="region-seals"
+        )
     return map_read_only(descriptor, size)
 
 

@@ -72,15 +72,20 @@ def parse_addresses(body: bytes, body_length: int = 0) -> AddressList:
             each buffer.
     """
     if len(body) < _HEAD.size:
-        raise RemoteProtocolError(f"the peer sent an address list of {len(body)} bytes; its two totals alone need 16")
+        raise RemoteProtocolError(
+            f"the peer sent an address list of {len(body)} bytes; its two totals alone need 16", rule="list-length"
+        )
     total, count = _HEAD.unpack_from(body)
     if len(body) != _HEAD.size + count * _HEAD.size:
-        raise RemoteProtocolError(f"the peer sent an address list of {len(body)} bytes for {count} buffers")
+        raise RemoteProtocolError(
+            f"the peer sent an address list of {len(body)} bytes for {count} buffers", rule="list-length"
+        )
     flat = _uint64s(2 * count).unpack_from(body, _HEAD.size)
     addresses, lengths = flat[0::2], flat[1::2]
     if total != sum(lengths) and not sum(lengths) < total <= max(body_length, sum(map(_padded, lengths))):
         raise RemoteProtocolError(
-            f"the peer sent an address list whose total is {total} bytes, but its buffers have {sum(lengths)}"
+            f"the peer sent an address list whose total is {total} bytes, but its buffers have {sum(lengths)}",
+            rule="list-total",
         )
     return AddressList(addresses, lengths)
 
@@ -108,6 +113,7 @@ def parse_free(body: bytes) -> tuple[int, ...]:
     """
     if not body or len(body) % ADDRESS_SIZE:
         raise RemoteProtocolError(
-            f"the peer sent a free_data message of {len(body)} bytes, which is not one or more uint64"
+            f"the peer sent a free_data message of {len(body)} bytes, which is not one or more uint64",
+            rule="free-length",
         )
     return _uint64s(len(body) // ADDRESS_SIZE).unpack(body)

@@ -52,12 +52,17 @@ def parse_metadata(message: bytes) -> MetadataMessage:
         RemoteProtocolError: The message is not one that the specification defines.
     """
     if len(message) < PREFIX_SIZE:
-        raise RemoteProtocolError(f"the peer sent a metadata message of {len(message)} bytes; the prefix alone needs 5")
+        raise RemoteProtocolError(
+            f"the peer sent a metadata message of {len(message)} bytes; the prefix alone needs 5",
+            rule="metadata-prefix",
+        )
     kind, sequence = _PREFIX.unpack_from(message)
     if kind == MetadataKind.MESSAGE:
         return MetadataMessage(MetadataKind.MESSAGE, sequence, message[PREFIX_SIZE:])
     if kind != MetadataKind.END_OF_STREAM:
-        raise RemoteProtocolError(f"the peer sent a metadata message of unknown kind {kind}")
+        raise RemoteProtocolError(f"the peer sent a metadata message of unknown kind {kind}", rule="metadata-prefix")
     if len(message) != PREFIX_SIZE:
-        raise RemoteProtocolError(f"the peer sent an end of stream of {len(message)} bytes instead of exactly 5")
+        raise RemoteProtocolError(
+            f"the peer sent an end of stream of {len(message)} bytes instead of exactly 5", rule="end-length"
+        )
     return MetadataMessage(MetadataKind.END_OF_STREAM, sequence, b"")

@@ -125,7 +125,8 @@ class Receiver:
         if len(header) > self._max_metadata:
             raise RemoteProtocolError(
                 f"the peer sent metadata of {len(header)} bytes; at most {self._max_metadata} are accepted "
-                "(max_metadata)"
+                "(max_metadata)",
+                rule="frame-length",
             )
         sequence = self._full_sequence(wire_sequence, self._headers, "metadata")
         parsed = parse_header(header)
@@ -133,11 +134,13 @@ class Receiver:
             self._tensors = parsed.is_tensor
         if parsed.is_tensor is not self._tensors:
             raise RemoteProtocolError(
-                f"message {sequence} is a {parsed.type.name}; a stream has either tensors only, or none"
+                f"message {sequence} is a {parsed.type.name}; a stream has either tensors only, or none",
+                rule="tensors-alone",
             )
         if not parsed.is_tensor and (sequence == 0) is not (parsed.type is HeaderType.SCHEMA):
             raise RemoteProtocolError(
-                f"message {sequence} is a {parsed.type.name}; a stream has one schema, which comes first"
+                f"message {sequence} is a {parsed.type.name}; a stream has one schema, which comes first",
+                rule="schema-first",
             )
         if not parsed.has_body:
             self._schema_known = True
@@ -147,7 +150,8 @@ class Receiver:
         if self._waiting_metadata > self._max_waiting_metadata and sequence != self._next:
             raise RemoteProtocolError(
                 f"metadata of {self._waiting_metadata} bytes waits for message {self._next}; "
-                f"the cap is {self._max_waiting_metadata} (max_metadata)"
+                f"the cap is {self._max_waiting_metadata} (max_metadata)",
+                rule="waiting-limit",
             )
         self._headers[sequence] = header, parsed
 
@@ -172,7 +176,8 @@ class Receiver:
         if self._waiting_bytes > self._max_waiting_bytes and sequence != self._next:
             raise RemoteProtocolError(
                 f"bodies of {self._waiting_bytes} bytes wait for message {self._next}; "
-                f"the cap is {self._max_waiting_bytes} (max_body)"
+                f"the cap is {self._max_waiting_bytes} (max_body)",
+                rule="waiting-limit",
             )
         self._bodies[sequence] = kind, bytes(body) if of_run and sequence != self._next else body
         return None
@@ -186,11 +191,13 @@ class Receiver:
     def _take_spare(self, kind: BodyKind, body: Buffer) -> None:
         """Check and discard a body for the schema, which has none. Some peers send an empty one."""
         if len(body) and (kind is BodyKind.PACKED or bytes(body[: len(_NO_ADDRESSES) + 1]) != _NO_ADDRESSES):
-            raise RemoteProtocolError(f"the peer sent a body of {len(body)} bytes for message 0, which has none")
+            raise RemoteProtocolError(
+                f"the peer sent a body of {len(body)} bytes for message 0, which has none", rule="schema-body"
+            )
         if self._spare_taken:
-            raise RemoteProtocolError("the peer sent the body of message 0 twice")
+            raise RemoteProtocolError("the peer sent the body of message 0 twice", rule="message-once")
         if self._machine.state is State.FAILED:
-            raise RemoteProtocolError("the peer sent a body after the stream had failed")
+            raise RemoteProtocolError("the peer sent a body after the stream had failed", rule="schema-body")
         self._spare_taken = True
 
     def announced_length(self, tag: int) -> int | None:
@@ -292,7 +299,8 @@ class Receiver:
             else:
                 raise RemoteProtocolError(
                     f"the body of message {sequence} has {len(content)} bytes; "
-                    f"its metadata announced {parsed.body_length}"
+                    f"its metadata announced {parsed.body_length}",
+                    rule="body-length",
                 )
         self._check_buffers(header, parsed, sequence)
         del self._headers[sequence]
@@ -314,7 +322,8 @@ class Receiver:
             if needed is not None and needed != parsed.buffer_count:
                 raise RemoteProtocolError(
                     f"message {sequence} has {parsed.buffer_count} buffers; its schema needs {needed}; a peer that "
-                    "sends buffers of earlier messages again, as the C++ example does, causes this"
+                    "sends buffers of earlier messages again, as the C++ example does, causes this",
+                    rule="buffer-count",
                 )
 
     def disconnected(self) -> None:
@@ -329,7 +338,8 @@ class Receiver:
         newest = f"; messages up to {numbers[-1]} had begun to arrive" if numbers else ""
         expected = "" if self._count is None else f" of {self._count}"
         raise RemoteProtocolError(
-            f"the peer closed the stream before its end: message {self._next}{expected} is missing{newest}"
+            f"the peer closed the stream before its end: message {self._next}{expected} is missing{newest}",
+            rule="stream-whole",
         )
 
     def fail(self) -> None:
@@ -344,19 +354,24 @@ class Receiver:
         else:
             sequence = unwrap(wire_sequence, following)
             if sequence < following or sequence in arrived:
-                raise RemoteProtocolError(f"the peer sent the {part} of message {wire_sequence} twice")
+                raise RemoteProtocolError(
+                    f"the peer sent the {part} of message {wire_sequence} twice", rule="message-once"
+                )
         if self._count is not None and sequence >= self._count:
             raise RemoteProtocolError(
-                f"the peer sent the {part} of message {sequence} after it ended the stream at {self._count} messages"
+                f"the peer sent the {part} of message {sequence} after it ended the stream at {self._count} messages",
+                rule="end-count",
             )
         return sequence
 
     def _end(self, count: int) -> None:
         last = max((*self._headers, *self._bodies), default=self._next - 1)
         if count <= last:
-            raise RemoteProtocolError(f"the peer ended the stream at {count} messages, but has sent message {last}")
+            raise RemoteProtocolError(
+                f"the peer ended the stream at {count} messages, but has sent message {last}", rule="end-count"
+            )
         if count == 0:
-            raise RemoteProtocolError("the peer ended the stream before its first message")
+            raise RemoteProtocolError("the peer ended the stream before its first message", rule="end-count")
         self._count = count
         if self._next == count:
             self._machine.move(Step.DELIVERED, RemoteProtocolError)
@@ -367,11 +382,13 @@ def _check_address_list(address_list: AddressList, header: bytes, parsed: Header
     if len(address_list.lengths) != len(lengths):
         raise RemoteProtocolError(
             f"the address list of message {sequence} has {len(address_list.lengths)} buffers; "
-            f"its metadata announced {len(lengths)}"
+            f"its metadata announced {len(lengths)}",
+            rule="list-count",
         )
     for index, (length, announced) in enumerate(zip(address_list.lengths, lengths, strict=True)):
         if length != announced:
             raise RemoteProtocolError(
                 f"the address list of message {sequence} gives {length} bytes to buffer {index}; its metadata "
-                f"announced {announced}"
+                f"announced {announced}",
+                rule="list-lengths",
             )

@@ -174,4 +174,6 @@ def _readable(kind: str, items: Any) -> bool:
 
 
 def _unreadable() -> RemoteProtocolError:
-    return RemoteProtocolError("the client sent a request for columns, batches or rows that cannot be read")
+    return RemoteProtocolError(
+        "the client sent a request for columns, batches or rows that cannot be read", rule="selection"
+    )

@@ -85,18 +85,22 @@ class Sender:
             RemoteProtocolError: The message is invalid, or not allowed in this state.
         """
         if isinstance(arrived, Run):
-            raise RemoteProtocolError("the client sent a run of messages, which only servers may send")
+            raise RemoteProtocolError(
+                "the client sent a run of messages, which only servers may send", rule="client-frames"
+            )
         tag, body = arrived.tag, bytes(arrived.data)
         if tag is None:
             raise RemoteProtocolError(
-                "the client sent an untagged message; clients may send only want_data and free_data"
+                "the client sent an untagged message; clients may send only want_data and free_data",
+                rule="client-frames",
             )
         streams = self._tags.want.get(tag)
         if streams is not None:
             if self.state is not State.IDLE:
                 raise RemoteProtocolError(
                     "the client requested a second stream (want_data) before the first was complete: wait until it has "
-                    "ended and all of its memory was freed, or open another connection"
+                    "ended and all of its memory was freed, or open another connection",
+                    rule="request-once",
                 )
             self._machine.move(Step.WANT, RemoteProtocolError)
             self.streams = streams
@@ -104,7 +108,7 @@ class Sender:
         if tag == self._tags.free_data:
             self._machine.move(Step.FREE, RemoteProtocolError)
             return AddressesFreed(parse_free(body))
-        raise RemoteProtocolError(f"the client sent a message with the unknown tag {tag:#018x}")
+        raise RemoteProtocolError(f"the client sent a message with the unknown tag {tag:#018x}", rule="client-tags")
 
     def send(self, header: bytes, body: Body | None) -> list[Message]:
         """Return the messages to send on this connection for the next IPC message of the stream.

@@ -83,6 +83,16 @@ TRANSITIONS: dict[Role, dict[State, dict[Step, State]]] = {
 }
 
 
+#: The rule of docs/framing.md that a peer breaks which takes a step too early, too late or too often.
+_RULES = {
+    Step.WANT: "request-once",
+    Step.METADATA: "end-count",
+    Step.BODY: "end-count",
+    Step.END: "end-once",
+    Step.FREE: "free-leased",
+}
+
+
 class Machine:
     """The state of one side of a stream."""
 
@@ -96,6 +106,7 @@ class Machine:
         following = self._table[self.state].get(step)
         if following is None:
             raise error_type(
-                f"{step.value} is not allowed while the {self.role.value} of this stream is {self.state.value}"
+                f"{step.value} is not allowed while the {self.role.value} of this stream is {self.state.value}",
+                rule=_RULES.get(step),
             )
         self.state = following

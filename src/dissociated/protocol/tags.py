@@ -49,10 +49,12 @@ def parse_body_tag(tag: int) -> tuple[BodyKind, int]:
         RemoteProtocolError: The kind is unknown, or a reserved bit is set.
     """
     if tag & RESERVED_MASK:
-        raise RemoteProtocolError(f"the peer set reserved bits in the body tag {tag:#018x}")
+        raise RemoteProtocolError(f"the peer set reserved bits in the body tag {tag:#018x}", rule="tag-reserved")
     kind = _KINDS.get(tag >> KIND_SHIFT)
     if kind is None:
-        raise RemoteProtocolError(f"the peer sent a body of unknown kind {tag >> KIND_SHIFT} (tag {tag:#018x})")
+        raise RemoteProtocolError(
+            f"the peer sent a body of unknown kind {tag >> KIND_SHIFT} (tag {tag:#018x})", rule="tag-kind"
+        )
     return kind, tag & SEQUENCE_MASK
 
 

@@ -77,7 +77,9 @@ def receive(connection: Connection, timeout: float, max_freed: int = 0) -> Incom
 
     def allocate(tag: int | None, length: int) -> Buffer:
         if length > limit:
-            raise RemoteProtocolError(f"the client sent a message of {length} bytes; at most {limit} are taken")
+            raise RemoteProtocolError(
+                f"the client sent a message of {length} bytes; at most {limit} are taken", rule="frame-length"
+            )
         return bytearray(length)
 
     return connection.receive(timeout, allocate)

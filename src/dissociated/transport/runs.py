@@ -93,7 +93,7 @@ def parse_run(payload: Buffer) -> Run:
     """
     memory = memoryview(payload)
     if len(memory) < _head.size:
-        raise RemoteProtocolError("the peer sent a run of messages that is cut off")
+        raise RemoteProtocolError("the peer sent a run of messages that is cut off", rule="run-length")
     count, untagged_size, tagged_size = _head.unpack_from(memory)
     tags_at = _head.size
     untagged_at = tags_at + 8 * count
@@ -101,7 +101,9 @@ def parse_run(payload: Buffer) -> Run:
     end = tagged_at + (count * tagged_size + 7 & ~7)
     if not count or end != len(memory):
         raise RemoteProtocolError(
-            f"the peer sent a run of {count} messages of {untagged_size} and {tagged_size} bytes in {len(memory)} bytes"
+            f"the peer sent a run of {count} messages of {untagged_size} and {tagged_size} bytes "
+            f"in {len(memory)} bytes",
+            rule="run-length",
         )
     return Run(
         count,

@@ -238,7 +238,7 @@ class SocketConnection(Connection):
         super().after_fork_in_child()
 
     def _region_shared(self, payload: bytes) -> None:
-        raise RemoteProtocolError("the peer shared memory on a connection that cannot")
+        raise RemoteProtocolError("the peer shared memory on a connection that cannot", rule="region-medium")
 
     def _write(self, parts: Sequence[Buffer], timeout: float) -> None:
         if not self._preamble_sent:
@@ -294,7 +294,7 @@ class SocketConnection(Connection):
             self._arrived.append(frame)
             self._arrived_bytes += _OVERHEAD + len(frame.payload)
             if self._arrived_bytes > _MAX_ARRIVED + self._max_tagged:
-                raise RemoteProtocolError(f"{self.peer} sends data, but receives none")
+                raise RemoteProtocolError(f"{self.peer} sends data, but receives none", rule="credit")
 
     def _check_acknowledged(self) -> None:
         """Raise ConnectionClosed if data is on its way, and the peer's host has been silent for `_MAX_SILENCE`.
@@ -312,7 +312,9 @@ class SocketConnection(Connection):
     def _keep(self, tag: int | None, length: int) -> Buffer:
         """Allocate memory for a message that arrives while this side sends."""
         if length > self._max_tagged:
-            raise RemoteProtocolError(f"the peer sent a message of {length} bytes while it should be receiving")
+            raise RemoteProtocolError(
+                f"the peer sent a message of {length} bytes while it should be receiving", rule="credit"
+            )
         return bytearray(length)
 
     def _read_into(self, memory: memoryview, timeout: float) -> int:

@@ -161,11 +161,12 @@ class FrameReader:
         if kind != FrameKind.TAGGED:
             limit = self._limits.get(kind)
             if limit is None:
-                raise RemoteProtocolError(f"the peer sent a frame of unknown kind {kind}")
+                raise RemoteProtocolError(f"the peer sent a frame of unknown kind {kind}", rule="frame-kind")
             if length > limit or tag:
                 raise RemoteProtocolError(
                     f"the peer sent a {FrameKind(kind).name} frame of {length} bytes with tag {tag}; "
-                    f"it has no tag and at most {limit} bytes"
+                    f"it has no tag and at most {limit} bytes",
+                    rule="frame-tag" if tag else "frame-length",
                 )
         padded = length + 7 & ~7
         if padded <= _SLICE:
@@ -205,9 +206,12 @@ class FrameReader:
         if start != PREAMBLE:
             if start[:-1] == PREAMBLE[:-1]:
                 raise RemoteProtocolError(
-                    f"the peer speaks version {start[-1]} of the framing, this library version {PREAMBLE[-1]}"
+                    f"the peer speaks version {start[-1]} of the framing, this library version {PREAMBLE[-1]}",
+                    rule="preamble",
                 )
-            raise RemoteProtocolError(f"the peer does not speak dissociated's framing: its first bytes are {start!r}")
+            raise RemoteProtocolError(
+                f"the peer does not speak dissociated's framing: its first bytes are {start!r}", rule="preamble"
+            )
         self._begin += len(PREAMBLE)
         self._preamble_read = True
 

@@ -169,14 +169,18 @@ class ShmConnection(SocketConnection, RemoteMemory):
                 "(raise ulimit -n), or was sent too many at once"
             )
         if len(self._descriptors) > _MAX_DESCRIPTORS:
-            raise RemoteProtocolError(f"{self.peer} sends descriptors without the regions that they belong to")
+            raise RemoteProtocolError(
+                f"{self.peer} sends descriptors without the regions that they belong to", rule="region-descriptor"
+            )
         return count
 
     def _region_shared(self, payload: bytes) -> None:
         if self._accepted:
-            raise RemoteProtocolError("the client shared memory, which only servers do")
+            raise RemoteProtocolError("the client shared memory, which only servers do", rule="region-medium")
         if len(payload) != _region.size or not self._descriptors:
-            raise RemoteProtocolError("the peer announced a region of memory without its descriptor or its extent")
+            raise RemoteProtocolError(
+                "the peer announced a region of memory without its descriptor or its extent", rule="region-descriptor"
+            )
         base, size, backing = _region.unpack(payload)
         descriptor = self._descriptors.popleft()
         try:
