@@ -215,9 +215,14 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
                 raise
             except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
                 # Log without the text of the error, which may contain the whole body, including tickets.
-                line = "action refused, invalid body: action=%s error=%s"
-                kind, peer = type(error).__name__, context.peer()
-                self._log.write(logging.INFO, line, action.type, kind, event="body", peer=peer)
+                self._log.write(
+                    logging.INFO,
+                    "action refused, invalid body: action=%s error=%s",
+                    action.type,
+                    type(error).__name__,
+                    event="body",
+                    peer=context.peer(),
+                )
                 raise CatalogError(f"the body of the action {action.type!r} is invalid") from None
             raise CatalogError(f"no action {action.type!r}; there are {', '.join([*self._actions, *self._binary])}")
 

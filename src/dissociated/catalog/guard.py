@@ -76,7 +76,7 @@ class Guard(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow ha
                 raise self._unauthenticated(info, "the catalog could not check the token") from None
             if owner is not None:
                 fields = {"identity": owner.name} if owner.name else {}
-                _log.debug("%s was called", info.method.name, extra={"method": info.method.name, **fields})
+                _log.debug("call accepted: method=%s", info.method.name, extra={"method": info.method.name, **fields})
                 return Caller(owner.role, self._log)
         raise self._unauthenticated(info, "the catalog does not accept this token: it may have been withdrawn")
 
@@ -100,8 +100,14 @@ class Caller(flight.ServerMiddleware):  # type: ignore[misc]  # pyarrow has no t
         """Raise FlightUnauthorizedError unless the caller has `role`, which `call` needs, or a higher role."""
         if self._role >= role:
             return
-        line = "call refused: method=%s needed_role=%s role=%s"
-        self._log.write(logging.WARNING, line, call, role, self._role, event=call)
+        self._log.write(
+            logging.WARNING,
+            "call refused: method=%s needed_role=%s role=%s",
+            call,
+            role,
+            self._role,
+            event=call,
+        )
         if role is Role.PEER:
             raise flight.FlightUnauthorizedError(
                 "only catalogs and nodes with the same secret may call this: start both with that secret"

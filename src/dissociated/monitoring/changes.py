@@ -39,13 +39,6 @@ class Change:
     nbytes: int | None
     why: str
 
-    def __str__(self) -> str:
-        subject = f"{self.dataset!r}" if self.version is None else f"{self.dataset!r}, version {self.version}"
-        size = [
-            f"{count:,} {unit}" for count, unit in ((self.rows, "rows"), (self.nbytes, "bytes")) if count is not None
-        ]
-        return f"{subject}, {self.kind}: {self.why}" + (f" ({', '.join(size)})" if size else "")
-
 
 class Changes:
     """The counts of all changes, and the latest changes. Its methods may be called from several threads."""
@@ -68,7 +61,8 @@ class Changes:
             "bytes": change.nbytes,
             "why": change.why,
         }
-        _log.info("%s", change, extra={name: value for name, value in fields.items() if value is not None})
+        extra = {name: value for name, value in fields.items() if value is not None}
+        _log.info("dataset changed: change=%s dataset=%r why=%r", change.kind, change.dataset, change.why, extra=extra)
 
     def counts(self) -> dict[str, int]:
         """Return the number of changes of each kind."""

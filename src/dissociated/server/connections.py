@@ -251,31 +251,31 @@ class Connections:
         except (AccessDenied, ColumnNotFound, DatasetNotFound, FilterRefused) as error:
             outcome, why = "refused", str(error)
         except LocalProtocolError:
-            why = self._log_failure(connection, stats)
+            why = self._log_failure(stats)
         except DissociatedError as error:
             why, referenced = log_message(error), error.reference is not None
         except Exception:
-            why = self._log_failure(connection, stats)
+            why = self._log_failure(stats)
         finally:
-            fields = stats.fields() | {"outcome": outcome}
+            fields, peer = stats.fields() | {"outcome": outcome}, stats.peer
             level = logging.WARNING if outcome == "failed" else logging.INFO
             if outcome == "done" or referenced:  # the client was told a reference, which must lead to this line
-                _log.log(level, "%r: %s", connection, why, extra=fields)
+                _log.log(level, "stream ended: peer=%r reason=%s", peer, why, extra=fields)
             else:
-                self._peers_log.write(level, "%r: %s", connection, why, event=outcome, peer=stats.peer, fields=fields)
+                self._peers_log.write(
+                    level, "stream ended: peer=%r reason=%s", peer, why, event=outcome, peer=peer, fields=fields
+                )
             self._activity.end(stats, outcome)
         return follows
 
-    def _log_failure(self, connection: Connection, stats: ConnectionStats) -> str:
-        why = "stream failed: error in this server"
+    def _log_failure(self, stats: ConnectionStats) -> str:
         self._peers_log.write(
             logging.ERROR,
-            "%r: %s",
-            connection,
-            why,
+            "stream failed, internal error: peer=%r",
+            stats.peer,
             event="complaint",
             peer=stats.peer,
             fields=stats.fields(),
             exc_info=True,
         )
-        return why
+        return "internal error"
