@@ -73,13 +73,9 @@ class Peer(CatalogClient):
         unlimited = sys.maxsize  # The final reader applies its own limit to relayed data.
         super().__init__(uri, timeout, security.peer, security.roots, max_metadata=unlimited)
 
-    def forward(self, call: Callable[[flight.FlightClient], T]) -> T:
-        """Call the Flight client, and return its result."""
-        return self._calls.call(call)
-
     def forward_action(self, action: str, body: bytes) -> bytes:
         """Return the answer to an action whose body is not JSON."""
-        (result,) = self.forward(lambda client: [*client.do_action(flight.Action(action, body))])
+        (result,) = self.call_flight(lambda client: [*client.do_action(flight.Action(action, body))])
         return bytes(result.body.to_pybytes())
 
     def __enter__(self) -> Peer:
@@ -253,7 +249,7 @@ class Members:
         node = self._nearest({})
         descriptor = flight.FlightDescriptor.for_command(json.dumps({**command, "staged": True, "end": True}))
         with self._call(node) as peer:
-            answer = peer.forward(lambda client: upload(client, descriptor, schema, pairs))
+            answer = peer.call_flight(lambda client: upload(client, descriptor, schema, pairs))
             try:
                 commit(StagedSegment(answer["segment"], node.id))
             except BaseException:

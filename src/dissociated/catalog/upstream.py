@@ -58,15 +58,15 @@ class UpstreamCatalog(Catalog):
     # Listing
 
     def infos(self, criteria: bytes) -> Iterator[flight.FlightInfo]:
-        yield from self._upstream.forward(lambda client: [*client.list_flights(criteria)])
+        yield from self._upstream.call_flight(lambda client: [*client.list_flights(criteria)])
 
     def info(self, descriptor: flight.FlightDescriptor) -> flight.FlightInfo:
         parse_get(descriptor)
-        return self._upstream.forward(lambda client: client.get_flight_info(descriptor))
+        return self._upstream.call_flight(lambda client: client.get_flight_info(descriptor))
 
     def schema(self, descriptor: flight.FlightDescriptor) -> pa.Schema:
         parse_get(descriptor)
-        return self._upstream.forward(lambda client: client.get_schema(descriptor)).schema
+        return self._upstream.call_flight(lambda client: client.get_schema(descriptor)).schema
 
     def versions(self, name: str) -> Sequence[dict[str, Any]]:
         versions = self._upstream.versions(name)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from dissociated.cli import terminal, text
 from dissociated.cli.serving import add_node
 from dissociated.errors import OptionError, StoreError
-from dissociated.node.launch import NodeAddress, default_store, ensure, running
-from dissociated.node.stop import NodeProcess, log_file
+from dissociated.node.launch import NodeAddress, NodeProcess, default_store, ensure, log_file, running
 
 if TYPE_CHECKING:
     from dissociated.store.store import Store

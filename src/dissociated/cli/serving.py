@@ -48,15 +48,19 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="URI of the catalog, which speaks Arrow Flight: grpc+unix: is for this user alone (default: "
         "grpc://127.0.0.1:0, or grpc+tls: with a certificate; port 0 takes a free port)",
     )
+    _add_retain(parser, 0.0)
+    access.add_serving_arguments(parser)
+    parser.set_defaults(run=_run_serve)
+
+
+def _add_retain(parser: argparse.ArgumentParser, default: float) -> None:
     parser.add_argument(
         "--retain",
         type=float,
-        default=0.0,
+        default=default,
         metavar="SECONDS",
         help="time for which tickets of a replaced version stay valid (default: %(default)g)",
     )
-    access.add_serving_arguments(parser)
-    parser.set_defaults(run=_run_serve)
 
 
 def _run_serve(arguments: argparse.Namespace) -> None:
@@ -170,13 +174,7 @@ def add_node(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--advertise", metavar="HOST", help="name of this host for other hosts, if a listener is on all interfaces"
     )
-    parser.add_argument(
-        "--retain",
-        type=float,
-        default=RETAIN,
-        metavar="SECONDS",
-        help="time for which tickets of a replaced version stay valid (default: %(default)g)",
-    )
+    _add_retain(parser, RETAIN)
     parser.add_argument(
         "--forget",
         type=float,
@@ -336,13 +334,7 @@ def add_catalog(parser: argparse.ArgumentParser) -> None:
         metavar="HOST",
         help="name of this host for other hosts, if the catalog listens on all interfaces",
     )
-    parser.add_argument(
-        "--retain",
-        type=float,
-        default=300.0,
-        metavar="SECONDS",
-        help="time for which tickets of a replaced version stay valid (default: %(default)g)",
-    )
+    _add_retain(parser, 300.0)
     access.add_serving_arguments(parser, peers=True)
     parser.set_defaults(run=_run_catalog)
 

@@ -4,41 +4,34 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeVar
 
 import pyarrow as pa
+import pyarrow.flight as flight
 
 from dissociated.base.buffers import MAX_METADATA
 from dissociated.base.display import html
 from dissociated.base.host import boot_id
 from dissociated.client.endpoints import EndpointReader
-from dissociated.client.flight_connection import CatalogConnection
-from dissociated.client.flight_reader import open_flight, read_flight
+from dissociated.client.flight_connection import CatalogConnection, open_flight, read_flight
 from dissociated.client.idle import IdleConnections
 from dissociated.client.lookup import Lookup, caller_identity
-from dissociated.client.put import Progress, Put
 from dissociated.client.request import MAX_PARALLEL, TIMEOUT, ReadRequest
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.control.flight_streams import parse_answer
 from dissociated.control.locations import DatasetInfo, DatasetList
 from dissociated.control.messages import NODE_FIELDS, VERSION_FIELDS, FieldTypes, has_fields, is_moment
 from dissociated.control.stage import StagePlace
-from dissociated.datasets.base import Source
-from dissociated.datasets.sources import make_dataset
 from dissociated.errors import (
     CatalogError,
-    CatalogUnreachable,
     DatasetNotFound,
-    DeadlineExceeded,
     DissociatedError,
     FormatError,
-    OptionError,
 )
 from dissociated.monitoring.status import ServerStatus
 from dissociated.store.commit import Commit, StagedSegment
@@ -51,6 +44,9 @@ class CatalogClient:
     """A client of a catalog. `connect` describes the parameters and further errors.
 
     A client that is unpickled connects anew with the same parameters. The pickle contains the token.
+
+    `at`, `call_flight`, `describe_version`, `discard`, `do_action`, `reserve` and `stage` are internal: nodes, writers
+    and other rooms of this library call them.
 
     Raises:
         CatalogError: The catalog cannot be reached, or refuses a call.
@@ -90,6 +86,10 @@ class CatalogClient:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._parameters
+
+    def at(self, uri: str) -> CatalogClient:
+        """Return a client of another catalog, with the parameters of this one."""
+        return CatalogClient(uri, *self._parameters[1:])
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.uri}>"
@@ -195,6 +195,13 @@ class CatalogClient:
 
         Raises:
             CatalogError: No node, or more than one, is called so, or the node is alive.
+
+        Example:
+            ```python
+            for node in client.nodes():
+                if not node["alive"]:
+                    client.forget(node["id"])
+            ```
         """
         self.do_action("forget", {"node": node})
 
@@ -218,121 +225,6 @@ class CatalogClient:
         """
         request = replace(self.defaults, options=check_options(options, ReadOptions))
         return read_flight(self._calls, ticket, request)
-
-    def put(
-        self,
-        name: str,
-        source: Source,
-        *,
-        schema: pa.Schema | None = None,
-        mode: str = "overwrite",
-        tags: Mapping[str, str] | None = None,
-        ttl: float | None = None,
-        transport: str | None = None,
-        progress: Progress | None = None,
-    ) -> int:
-        """Publish all data of `source` under `name`, atomically.
-
-        If this fails or is interrupted, also by the end of this process, the previous dataset of that name stays. If
-        the catalog stops answering while it publishes, the outcome is unknown, and the error says so. An interrupt does
-        not undo a publication that the catalog has begun.
-
-        Args:
-            name: Name of the dataset.
-            source: Anything that `Server.publish` takes, except tensors.
-            schema: Schema of an iterator or list of record batches, which may then be empty.
-            mode: "overwrite" or "append".
-            tags: Tags of the dataset, which `list` can filter by.
-            ttl: Seconds after which the dataset is deleted, at most 1e10. None: never.
-            transport: "shm", through the memory of a node on this host, or "grpc", by Flight's DoPut. None: shm if
-                possible.
-            progress: Is called after each batch with the rows and bytes so far, and with the total number of rows, or
-                None if it is unknown. An exception of it ends the put.
-
-        Returns:
-            The number of rows.
-
-        Raises:
-            SourceError: The source cannot be read, or has tensors.
-            OptionError: An argument is invalid.
-            CatalogError: The catalog refuses, or cannot be reached.
-
-        Example:
-            ```python
-            rows = client.put("trips", table, tags={"source": "airline"}, ttl=3600)
-            client.put("trips", table.to_reader(), mode="append")
-            assert client.describe("trips").rows == 2 * rows
-            ```
-        """
-        if transport not in (None, "shm", "grpc"):
-            raise OptionError(f'transport is "shm" or "grpc" for a put, not {transport!r}')
-        commit = Commit(name, key=secrets.token_hex(16), mode=mode, tags=tags or {}, ttl=ttl)
-        put = Put(commit, make_dataset(name, source, schema=schema), progress)
-        place = None if transport == "grpc" else self._stage_here()
-        if place is None and transport == "shm":
-            raise CatalogError("there is no node on this host whose memory this process could write to: put by grpc")
-        if place is None:
-            self._require_catalog(commit.key)
-        try:
-            if place is not None:
-                return self._put_into(place, put)
-            return self._calls.call(put.by_flight)
-        except BaseException as error:
-            if (place is not None or put.complete) and self._was_published(put, error):
-                return put.rows
-            raise
-
-    def _require_catalog(self, key: str) -> None:
-        """Raise CatalogError if the server is not a catalog of this library, by a call with this `key`."""
-        try:
-            self.committed(key)
-        except CatalogUnreachable:
-            raise
-        except CatalogError as error:
-            raise CatalogError(
-                f"the server at {self.uri} is not a catalog of this library, and would take the description of the "
-                f"put as a name: use do_put of pyarrow.flight ({error})"
-            ) from None
-
-    def _stage_here(self) -> StagePlace | None:
-        """Return the stage of a node that this process can write to, or None."""
-        try:
-            place = self.stage()
-        except CatalogUnreachable:
-            raise
-        except CatalogError:
-            return None  # the server has no stage, or is not of this library
-        return place if place.here else None
-
-    def _put_into(self, place: StagePlace, put: Put) -> int:
-        segment = StagedSegment(f"{put.commit.key}-0.arrows", place.node)
-        with ExitStack() as stack:
-            reserve = None
-            if place.limited:
-                node = stack.enter_context(closing(CatalogClient(place.flight, *self._parameters[1:])))
-                reserve = node.reserve
-            rows = put.write(place, segment.name, reserve)
-        self.commit(replace(put.commit, segments=[segment], schema=put.schema))
-        return rows
-
-    def _was_published(self, put: Put, error: BaseException) -> bool:
-        """Return whether a put that ended with `error` was published. If False, it never will be.
-
-        If the catalog does not answer, raise an error of the same type that adds this uncertainty.
-        """
-        failed = put.complete and isinstance(error, DissociatedError)  # neither interrupted nor incomplete
-        try:
-            self.abort(put.commit.key)
-            return failed and self.committed(put.commit.key)
-        except (CatalogUnreachable, DeadlineExceeded):
-            if failed:
-                raise type(error)(
-                    f"{error}; nor did it say whether {put.commit.name!r} was published in the end: "
-                    "look at its versions before you put it again"
-                ) from error
-        except DissociatedError:
-            pass  # the server is not of this library, and does not know the action
-        return False
 
     def stage(self) -> StagePlace:
         """Return the place for a writer's segments, on this host if there is a node."""
@@ -358,6 +250,26 @@ class CatalogClient:
             StoreError: The node refuses the memfd.
             CatalogError: There is no node on this host.
             AccessDenied, TransportError, DeadlineExceeded: The catalog or the node cannot be reached.
+
+        Example:
+            ```python
+            import fcntl
+            import os
+
+            import dissociated as dis
+            from dissociated.node.launch import ensure
+
+            descriptor = os.memfd_create("flights", os.MFD_ALLOW_SEALING)
+            with open(os.dup(descriptor), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+                writer.write_table(table)
+            seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+            with dis.connect(ensure().uri) as node:
+                segment = node.hand_over(descriptor)
+                node.commit(dis.Commit("flights", [segment], table.schema))
+                assert node.read("flights").read_all().equals(table)
+            os.close(descriptor)
+            ```
         """
         stage = self.stage()
         if not stage.handover or stage.boot_id != boot_id():
@@ -376,11 +288,28 @@ class CatalogClient:
         Raises:
             OptionError: The commit has no schema.
             CatalogError: The catalog refuses, or cannot be reached.
+
+        Example:
+            ```python
+            import dissociated as dis
+
+            client.commit(dis.Commit("empty", schema=table.schema))  # `hand_over` has an example with a segment
+            assert client.describe("empty").rows == 0
+            ```
         """
         self.do_action("commit", commit.to_json())
 
     def committed(self, key: str) -> bool:
-        """Return whether a commit with this `key` was made. The catalog remembers keys for thirty days."""
+        """Return whether a commit with this `key` was made. The catalog remembers keys for thirty days.
+
+        Example:
+            ```python
+            import dissociated as dis
+
+            client.commit(dis.Commit("empty", schema=table.schema, key="nightly 2026-11-24"))
+            assert client.committed("nightly 2026-11-24")
+            ```
+        """
         return self._ask("committed", {"key": key}, "committed", bool)
 
     def discard(self, segments: Sequence[str]) -> None:
@@ -392,6 +321,12 @@ class CatalogClient:
 
         These are all segments, on any node, whose names begin with the key and "-", also unfinished ones. The catalog's
         own node removes them at once, other nodes with their next heartbeat.
+
+        Example:
+            ```python
+            client.abort("nightly 2026-11-24")
+            assert not client.committed("nightly 2026-11-24")
+            ```
         """
         self.do_action("abort", {"key": key})
 
@@ -432,13 +367,21 @@ class CatalogClient:
             self.defaults.idle.close()
         self._calls.close()
 
+    def call_flight(self, call: Callable[[flight.FlightClient], T]) -> T:
+        """Return the result of `call`, which gets the Flight client.
+
+        Raises:
+            CatalogError, AccessDenied, DeadlineExceeded: The call failed.
+        """
+        return self._calls.call(call)
+
     def do_action(self, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Call an action of the catalog. `dissociated.catalog.service` describes the actions.
 
         Raises:
             CatalogError: The catalog fails, or its answer is invalid.
         """
-        message = self._calls.flight.Action(action, json.dumps(body).encode())
+        message = flight.Action(action, json.dumps(body).encode())
         options = self._calls.options()
         results = self._calls.call(lambda client: [*client.do_action(message, options)])
         if len(results) != 1:

@@ -1,8 +1,9 @@
-"""`connect`, and the client for users: datasets by name, over any transport."""
+"""The client for users: datasets by name, over any transport."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -13,12 +14,16 @@ import pyarrow as pa
 from dissociated.base.buffers import MAX_BODY
 from dissociated.client.asynchronous import asynchronous
 from dissociated.client.calls import CatalogClient
+from dissociated.client.put import Progress, Put
 from dissociated.codec.device import DeviceReader
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.tensor import Tensor
 from dissociated.control.locations import DatasetInfo, Endpoint
-from dissociated.errors import DatasetNotFound, WrongKind
+from dissociated.datasets.base import Source
+from dissociated.datasets.sources import make_dataset
+from dissociated.errors import DatasetNotFound, OptionError, WrongKind
 from dissociated.memory.device.registry import open_device
+from dissociated.store.commit import Commit
 
 if TYPE_CHECKING:
     import polars as pl
@@ -337,6 +342,56 @@ class Client(CatalogClient):
             raise WrongKind("Flight has no messages for tensors: read them over shm or tcp, or name no transport")
         request = replace(self.defaults, transport=transport, max_body=max_body, allow_rma=allow_rma)
         return self.endpoints.read_tensors(partial(self.describe, name, version), request)
+
+    def put(
+        self,
+        name: str,
+        source: Source,
+        *,
+        schema: pa.Schema | None = None,
+        mode: str = "overwrite",
+        tags: Mapping[str, str] | None = None,
+        ttl: float | None = None,
+        transport: str | None = None,
+        progress: Progress | None = None,
+    ) -> int:
+        """Publish all data of `source` under `name`, atomically.
+
+        If this fails or is interrupted, also by the end of this process, the previous dataset of that name stays. If
+        the catalog stops answering while it publishes, the outcome is unknown, and the error says so. An interrupt does
+        not undo a publication that the catalog has begun.
+
+        Args:
+            name: Name of the dataset.
+            source: Anything that `Server.publish` takes, except tensors.
+            schema: Schema of an iterator or list of record batches, which may then be empty.
+            mode: "overwrite" or "append".
+            tags: Tags of the dataset, which `list` can filter by.
+            ttl: Seconds after which the dataset is deleted, at most 1e10. None: never.
+            transport: "shm", through the memory of a node on this host, or "grpc", by Flight's DoPut. None: shm if
+                possible.
+            progress: Is called after each batch with the rows and bytes so far, and with the total number of rows, or
+                None if it is unknown. An exception of it ends the put.
+
+        Returns:
+            The number of rows.
+
+        Raises:
+            SourceError: The source cannot be read, or has tensors.
+            OptionError: An argument is invalid.
+            CatalogError: The catalog refuses, or cannot be reached.
+
+        Example:
+            ```python
+            rows = client.put("trips", table, tags={"source": "airline"}, ttl=3600)
+            client.put("trips", table.to_reader(), mode="append")
+            assert client.describe("trips").rows == 2 * rows
+            ```
+        """
+        if transport not in (None, "shm", "grpc"):
+            raise OptionError(f'transport is "shm" or "grpc" for a put, not {transport!r}')
+        commit = Commit(name, key=secrets.token_hex(16), mode=mode, tags=tags or {}, ttl=ttl)
+        return Put(commit, make_dataset(name, source, schema=schema), progress).publish(self, transport)
 
     def __enter__(self) -> Client:
         return self

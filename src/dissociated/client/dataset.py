@@ -63,15 +63,40 @@ class _Rows(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no type hints
         return []
 
     def to_table(self, columns: Any = None, filter: Any = None, **options: Any) -> pa.Table:
-        """Read all rows and columns, or those that `columns`, `filter` and options of `scanner` select, as a table."""
+        """Read all rows and columns, or those that `columns`, `filter` and options of `scanner` select, as a table.
+
+        Example:
+            ```python
+            flights = client["flights"]
+            longest = flights.to_table(["dest", "distance"], filter=("distance", ">", 1900))
+            assert longest.column_names == ["dest", "distance"]
+            ```
+        """
         return self.scanner(columns, filter, **options).to_table()
 
     def to_batches(self, columns: Any = None, filter: Any = None, **options: Any) -> Iterator[pa.RecordBatch]:
-        """Yield the record batches of the selection, one by one, as they arrive."""
+        """Yield the record batches of the selection, one by one, as they arrive.
+
+        Example:
+            ```python
+            rows = sum(batch.num_rows for batch in client["flights"].to_batches(["dest"]))
+            ```
+        """
         return self.scanner(columns, filter, **options).to_batches()
 
     def to_reader(self, columns: Any = None, filter: Any = None, **options: Any) -> pa.RecordBatchReader:
-        """Return a reader over the selection, which can be read once."""
+        """Return a reader over the selection, which can be read once.
+
+        Example:
+            ```python
+            import pyarrow.parquet as pq
+
+            reader = client["flights"].to_reader(["dest"])
+            with pq.ParquetWriter("dest.parquet", reader.schema) as file:
+                for batch in reader:
+                    file.write_batch(batch)
+            ```
+        """
         return self.scanner(columns, filter, **options).to_reader()
 
     def open_reader(self) -> pa.RecordBatchReader:
@@ -79,28 +104,59 @@ class _Rows(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no type hints
         return self.scanner().open_reader()
 
     def to_pandas(self, columns: Any = None, filter: Any = None, **options: Any) -> pd.DataFrame:
-        """Read the selection as a DataFrame of pandas. `to_table().to_pandas(...)` takes options of pyarrow."""
+        """Read the selection as a DataFrame of pandas. `to_table().to_pandas(...)` takes options of pyarrow.
+
+        Example:
+            ```python
+            frame = client["flights"].to_pandas(["dest", "air_time"])
+            print(frame.groupby("dest").air_time.mean())
+            ```
+        """
         return self.to_table(columns, filter, **options).to_pandas()
 
     def to_polars(self, columns: Any = None, filter: Any = None, **options: Any) -> pl.DataFrame:
-        """Read the selection as a DataFrame of Polars. Over shared memory, no data is copied."""
+        """Read the selection as a DataFrame of Polars. Over shared memory, no data is copied.
+
+        Example:
+            ```python
+            frame = client["flights"].to_polars(["dest", "air_time"])
+            print(frame.group_by("dest").mean())
+            ```
+        """
         import polars
 
         return polars.from_arrow(self.to_table(columns, filter, **options), rechunk=False)  # type: ignore[return-value]
 
     def head(self, num_rows: int = 10, columns: Any = None, filter: Any = None, **options: Any) -> pa.Table:
-        """Read the first `num_rows` rows of the selection, as a table."""
+        """Read the first `num_rows` rows of the selection, as a table.
+
+        Example:
+            ```python
+            assert client["flights"].head(5, ["dest"]).num_rows == 5
+            ```
+        """
         return self.scanner(columns, filter, **options).head(num_rows)
 
     def take(self, indices: Any, columns: Any = None, filter: Any = None, **options: Any) -> pa.Table:
         """Read the rows at these positions, counted from 0 in the selection, as a table.
 
         This reads the whole selection.
+
+        Example:
+            ```python
+            first, last = client["flights"].take([0, 1999])["distance"].to_pylist()
+            ```
         """
         return self.scanner(columns, filter, **options).take(indices)
 
     def count_rows(self, filter: Any = None, **options: Any) -> int:
-        """Return the number of rows of the version, or of the rows that pass `filter`."""
+        """Return the number of rows of the version, or of the rows that pass `filter`.
+
+        Example:
+            ```python
+            assert client["flights"].count_rows(("dest", "in", ["IAH", "ORD"])) == 1000
+            ```
+        """
         return self.scanner(filter=filter, **options).count_rows()
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> Any:
@@ -123,19 +179,48 @@ class _Rows(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no type hints
         Raises:
             OptionError: It is not a filter for the schema.
             ColumnNotFound: The schema lacks a column of the filter.
+
+        Example:
+            ```python
+            to_miami = client["flights"].filter(("dest", "=", "MIA"))
+            assert to_miami.count_rows() == 500
+            ```
         """
         return FilteredDataset(self, RowFilter.bind(expression, self.schema).expression)
 
     def sort_by(self, sorting: Any, **options: Any) -> ds.InMemoryDataset:
-        """Read all rows, and return them as a dataset in memory, sorted as `pyarrow.Table.sort_by` sorts."""
+        """Read all rows, and return them as a dataset in memory, sorted as `pyarrow.Table.sort_by` sorts.
+
+        Example:
+            ```python
+            longest = client["flights"].sort_by([("distance", "descending")]).head(10)
+            ```
+        """
         return ds.InMemoryDataset(self.to_table().sort_by(sorting, **options))
 
     def join(self, right_dataset: Any, keys: Any, *arguments: Any, **options: Any) -> ds.InMemoryDataset:
-        """Read this dataset and `right_dataset`, and return their join in memory. See `pyarrow.Table.join`."""
+        """Read this dataset and `right_dataset`, and return their join in memory. See `pyarrow.Table.join`.
+
+        Example:
+            ```python
+            airports = pa.table({"dest": ["MIA", "ORD"], "city": ["Miami", "Chicago"]})
+            flights = client["flights"].join(airports, "dest", join_type="inner")
+            assert flights.count_rows() == 1000
+            ```
+        """
         return ds.InMemoryDataset(self.to_table().join(_table(right_dataset), keys, *arguments, **options))
 
     def join_asof(self, right_dataset: Any, *arguments: Any, **options: Any) -> ds.InMemoryDataset:
-        """Read this dataset and `right_dataset`, and return their join in memory. See `pyarrow.Table.join_asof`."""
+        """Read this dataset and `right_dataset`, and return their join in memory. See `pyarrow.Table.join_asof`.
+
+        Example:
+            ```python
+            client.put("departures", pa.table({"minute": [3, 8], "dest": ["IAH", "IAH"]}))
+            weather = pa.table({"minute": [0, 5], "dest": ["IAH", "IAH"], "wind": [10, 20]})
+            departures = client["departures"].join_asof(weather, on="minute", by="dest", tolerance=-60)
+            assert departures.to_table()["wind"].to_pylist() == [10, 20]
+            ```
+        """
         return ds.InMemoryDataset(self.to_table().join_asof(_table(right_dataset), *arguments, **options))
 
     def replace_schema(self, schema: pa.Schema) -> ds.InMemoryDataset:
@@ -145,6 +230,13 @@ class _Rows(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no type hints
 
         Raises:
             OptionError: Columns of the same name have different types. `to_table().cast(schema)` converts values.
+
+        Example:
+            ```python
+            schema = pa.schema([("dest", pa.string()), ("carrier", pa.string())])
+            flights = client["flights"].replace_schema(schema)
+            assert flights.to_table()["carrier"].null_count == 2000
+            ```
         """
         try:
             return ds.InMemoryDataset(self.to_table()).replace_schema(schema)
@@ -266,6 +358,14 @@ class DatasetHandle(_Rows):
         """Give back the shared memory that the handle keeps mapped. A later read maps it again.
 
         Memory in which there are arrays is given back when the last of them is collected.
+
+        Example:
+            ```python
+            flights = client["flights"]
+            flights.count_rows(("dest", "=", "MIA"))
+            flights.close()
+            assert flights.mapped_nbytes == 0
+            ```
         """
         self._reader.close()
 
@@ -276,7 +376,13 @@ class DatasetHandle(_Rows):
         self.close()
 
     def versions(self) -> Sequence[dict[str, Any]]:
-        """List all versions of the dataset that can still be read. See `Client.versions`."""
+        """List all versions of the dataset that can still be read. See `Client.versions`.
+
+        Example:
+            ```python
+            numbers = [version["version"] for version in client["flights"].versions()]
+            ```
+        """
         return self._client.versions(self.name)
 
     def refresh(self) -> Self:
@@ -340,7 +446,16 @@ class DatasetHandle(_Rows):
         return Scanner(self._reader, columns, filter, limit, batch_size, opened, decompress)
 
     def scan(self) -> pl.LazyFrame:
-        """Return a LazyFrame of Polars, which reads only the columns and rows that its plan needs."""
+        """Return a LazyFrame of Polars, which reads only the columns and rows that its plan needs.
+
+        Example:
+            ```python
+            import polars as pl
+
+            flights = client["flights"].scan()
+            longest = flights.filter(pl.col("distance") > 1900).select("dest").collect()
+            ```
+        """
         from dissociated.client.lazy import scan
 
         return scan(self._reader)
@@ -352,13 +467,16 @@ class DatasetHandle(_Rows):
         return self.info._repr_html_()
 
     def read_part(self, number: int, request: Callable[[ReadRequest], ReadRequest]) -> pa.RecordBatchReader:
-        """Open a reader over one endpoint; `request` derives the request from the client's defaults."""
+        """Open a reader over one endpoint; `request` derives the request from the client's defaults.
+
+        Loaders of this library call this. Users call `Client.read_endpoint`.
+        """
         return self._reader.read_part(number, request(self._client.defaults))
 
     def map_part(self, number: int, keep_files: bool) -> MappedReader | None:
         """Return a reader over a whole endpoint if it lies in shared memory and can be read without a copy; else None.
 
-        With `keep_files`, its regions can be mapped again.
+        With `keep_files`, its regions can be mapped again. Loaders of this library call this.
         """
         if not self._reader.is_mapped(number):
             return None

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import TypeAlias, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import pyarrow as pa
 
+from dissociated.base.exit import StreamThread
 from dissociated.client.ahead import AheadReader, Pairs
 from dissociated.client.parts import OpenFlight, open_part, open_part_on_device, open_part_tensors
 from dissociated.client.plan import PartPlan, ReadPlan, Route, plan, plan_part
 from dissociated.client.request import ReadRequest
 from dissociated.client.stream import TensorReader
-from dissociated.client.together import C, open_together
 from dissociated.codec.columns import filter_batches
 from dissociated.codec.device import DeviceReader, chain_on_device, to_device
 from dissociated.codec.split import batches
@@ -29,6 +32,13 @@ from dissociated.uri import Uri
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class _Closeable(Protocol):
+    def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=_Closeable)
 
 #: Looks a dataset up. It may be called several times.
 Describe: TypeAlias = Callable[[], DatasetInfo]
@@ -199,9 +209,67 @@ def _retried(describe: Describe, open_parts: Callable[[DatasetInfo], T]) -> T:
 def _open_all(planned: ReadPlan, open_one: Callable[[PartPlan], C]) -> list[C]:
     """Open the parts: up to `max_parallel` at a time if several send their bodies, else one after the other."""
     calls = [partial(open_one, part) for part in planned.parts]
-    return open_together(calls, planned.parts[0].request.max_parallel if _distant(planned) > 1 else 1)
+    return _open_together(calls, planned.parts[0].request.max_parallel if _distant(planned) > 1 else 1)
 
 
 def _distant(planned: ReadPlan) -> int:
     """Return the number of parts whose bodies are sent, by their first routes, rather than mapped or fetched."""
     return sum(not part.steps[0].route.server.shares_memory for part in planned.parts if part.steps)
+
+
+def _open_together(calls: Sequence[Callable[[], C]], max_parallel: int) -> list[C]:
+    """Return the results of all `calls`, of which at most `max_parallel` run at once: one here, the others in threads.
+
+    If a call fails, its error is raised, and the results of the others are closed.
+    """
+    openings = _Openings(calls)
+    try:
+        openings.start(min(max_parallel, len(calls)) - 1)
+        openings.run()
+        return [future.result() for future in openings.futures]
+    except BaseException:
+        openings.abandon()
+        raise
+
+
+class _Openings(Generic[C]):
+    def __init__(self, calls: Sequence[Callable[[], C]]) -> None:
+        self.futures: list[Future[C]] = [Future() for _ in calls]
+        self._waiting = deque(zip(self.futures, calls, strict=True))
+
+    def start(self, number: int) -> None:
+        with suppress(TransportError):  # the system has no more threads, and this thread makes all calls
+            for _ in range(number):
+                StreamThread(self, self.run, (), "open").start()
+
+    def run(self) -> None:
+        """Make the next call, until none waits."""
+        with suppress(IndexError):
+            while True:
+                future, call = self._waiting.popleft()
+                try:
+                    result = call()
+                except Exception as error:
+                    self._waiting.clear()  # nobody needs the others any more
+                    future.set_exception(error)
+                except BaseException:
+                    future.set_exception(TransportError("the opening was interrupted"))
+                    raise
+                else:
+                    future.set_result(result)
+
+    def stop(self) -> None:
+        """Make no more calls. A call that runs ends by the deadline of its connection."""
+        self._waiting.clear()
+
+    def abandon(self) -> None:
+        """Close the results, also of calls that still run."""
+        self.stop()
+        for future in self.futures:
+            future.add_done_callback(_close_result)
+        self.futures.clear()  # the traceback of the error keeps this object
+
+
+def _close_result(future: Future[C]) -> None:
+    if future.exception() is None:
+        future.result().close()

@@ -1,4 +1,4 @@
-"""A Flight connection to a catalog, whose errors are converted into those of this library."""
+"""A Flight connection to a catalog, whose errors are converted into those of this library, and streams over it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pyarrow as pa
+import pyarrow.flight as flight
 
 from dissociated.base.access import check_token
 from dissociated.base.fork import ProcessBound, leak, use_grpc
+from dissociated.client.request import ReadRequest
+from dissociated.codec.batches import BatchReader
+from dissociated.codec.reader import check_field_names
 from dissociated.control.catalog_uri import check_owner, is_unix, socket_path
+from dissociated.control.flight_streams import receive_get
+from dissociated.control.locations import Endpoint, flight_uris
 from dissociated.errors import (
     AccessDenied,
     CatalogError,
@@ -20,6 +28,8 @@ from dissociated.errors import (
     DatasetNotFound,
     DeadlineExceeded,
     DissociatedError,
+    OptionError,
+    RemoteProtocolError,
     UriError,
     parse_details,
     reported_error,
@@ -30,6 +40,9 @@ from dissociated.uri import Uri
 T = TypeVar("T")
 
 _CONFIDENTIAL = ("grpc+tls:", "grpc+unix:")
+
+#: gRPC would wait for up to two minutes before it tries again to reach a server that was not there.
+_RECONNECT = {"grpc.initial_reconnect_backoff_ms": 100, "grpc.max_reconnect_backoff_ms": 2000}
 
 #: The text that gRPC puts before the reason why a server cannot be reached.
 _UNREACHABLE = re.compile(
@@ -47,18 +60,13 @@ class CatalogConnection(ProcessBound):
     """
 
     def __init__(self, uri: str, timeout: float, token: str | None, tls_roots: str | os.PathLike[str] | None) -> None:
-        import pyarrow.flight as flight
-
-        from dissociated.client.bearer import client_options
-
         if not Uri.parse(uri).scheme.startswith("grpc"):
             raise UriError(f"{uri} is not the URI of a catalog: grpc://HOST:PORT")
-        self.flight = flight
         self.uri = uri
         self.timeout = check_timeout(timeout)
         roots = None if tls_roots is None else os.fspath(tls_roots)
         self._token, self._tls_roots = token, roots
-        self._parameters = client_options(None if token is None else check_token(token), roots)
+        self._parameters = _client_options(None if token is None else check_token(token), roots)
         self._connection: Any = None
         self._closed = False
         self.bind_to_process()
@@ -82,7 +90,7 @@ class CatalogConnection(ProcessBound):
 
     def options(self) -> Any:
         """Return the options of a call that must be answered within the timeout."""
-        return self.flight.FlightCallOptions(timeout=self.timeout)
+        return flight.FlightCallOptions(timeout=self.timeout)
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -91,7 +99,7 @@ class CatalogConnection(ProcessBound):
             yield
         except DissociatedError:  # for instance of a source in a put; some of these are OSErrors, too
             raise
-        except self.flight.FlightUnavailableError as error:
+        except flight.FlightUnavailableError as error:
             if parse_details(error.extra_info)[0] == CatalogUnreachable.code:
                 raise CatalogUnreachable(self._passed_on(error)) from None
             if _is_untrusted(error):
@@ -102,12 +110,12 @@ class CatalogConnection(ProcessBound):
             raise CatalogUnreachable(
                 f"no catalog answers at {self.uri}: is it running? ({_server_message(error)})"
             ) from None
-        except self.flight.FlightTimedOutError as error:
+        except flight.FlightTimedOutError as error:
             if parse_details(error.extra_info)[0] == DeadlineExceeded.code:
                 raise DeadlineExceeded(self._passed_on(error)) from None
             raise DeadlineExceeded(f"the catalog at {self.uri} did not answer for {self.timeout:g} s") from None
-        except (self.flight.FlightUnauthenticatedError, self.flight.FlightUnauthorizedError) as error:
-            if "middleware" not in self._parameters and isinstance(error, self.flight.FlightUnauthenticatedError):
+        except (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError) as error:
+            if "middleware" not in self._parameters and isinstance(error, flight.FlightUnauthenticatedError):
                 raise AccessDenied(f"the catalog at {self.uri} asks for a token: connect(uri, token=...)") from None
             raise AccessDenied(_server_message(error)) from None
         except pa.ArrowKeyError as error:
@@ -141,31 +149,8 @@ class CatalogConnection(ProcessBound):
             if is_unix(self.uri):
                 check_owner(socket_path(self.uri))
             use_grpc()
-            self._connection = self.flight.FlightClient(self.uri, **self._parameters)
+            self._connection = flight.FlightClient(self.uri, **self._parameters)
         return self._connection
-
-
-class FlightBatches(ProcessBound):
-    """The batches of a stream that was opened by one of these `calls`."""
-
-    def __init__(self, calls: CatalogConnection, reader: Any) -> None:
-        self._calls = calls
-        self._reader = reader
-        self.bind_to_process()
-
-    def __iter__(self) -> FlightBatches:
-        return self
-
-    def __next__(self) -> Any:
-        self.check_process()
-        with self._calls.errors():
-            batch = next(self._reader, None)
-        if batch is None:
-            raise StopIteration
-        return batch
-
-    def after_fork_in_child(self) -> None:
-        leak(self._reader)
 
 
 def _is_untrusted(error: Exception) -> bool:
@@ -181,3 +166,122 @@ def _server_message(error: BaseException) -> str:
     text = str(error).partition(". gRPC client debug context")[0].partition(". Client context")[0]
     text = _UNREACHABLE.sub("", text.partition(". Detail: ")[0].strip())
     return text[1:-1] if text[:1] == text[-1:] and text[:1] in ("'", '"') else text  # a KeyError prints its repr
+
+
+class _Bearer(flight.ClientMiddlewareFactory):  # type: ignore[misc]  # pyarrow has no type hints
+    """A middleware factory that sends a token with each call of a client."""
+
+    def __init__(self, token: str) -> None:
+        self._headers = {"authorization": f"Bearer {token}"}
+
+    def start_call(self, info: Any) -> flight.ClientMiddleware:
+        """Return the middleware that adds the header to one call."""
+        return _BearerHeaders(self._headers)
+
+
+class _BearerHeaders(flight.ClientMiddleware):  # type: ignore[misc]  # pyarrow has no type hints
+    def __init__(self, headers: dict[str, str]) -> None:
+        self._headers = headers
+
+    def sending_headers(self) -> dict[str, str]:
+        return self._headers
+
+
+def _client_options(token: str | None, tls_roots: str | None) -> dict[str, Any]:
+    """Return the options of a Flight client that sends `token` and trusts only the certificates in `tls_roots`.
+
+    Raises:
+        OptionError: The file `tls_roots` cannot be read.
+    """
+    options: dict[str, Any] = {"generic_options": [*_RECONNECT.items()]}
+    if token is not None:
+        options["middleware"] = [_Bearer(token)]
+    if tls_roots is not None:
+        try:
+            options["tls_root_certs"] = Path(tls_roots).read_bytes()
+        except OSError as error:
+            raise OptionError(f"cannot read {tls_roots} for TLS: {error.strerror}") from None
+    return options
+
+
+def open_flight(
+    calls: CatalogConnection, endpoint: Endpoint, ticket: bytes, request: ReadRequest
+) -> pa.RecordBatchReader:
+    """Read the dataset of `ticket` over Flight, at the first location of the endpoint that answers.
+
+    Args:
+        calls: The server that described the endpoint, which is used if the endpoint has no Flight location.
+        endpoint: The endpoint.
+        ticket: The ticket.
+        request: The options and limits of the read.
+    """
+    uris = flight_uris(endpoint) or [None]
+    while True:
+        uri = uris.pop(0)
+        try:
+            return read_flight(calls if uri in (None, calls.uri) else calls.elsewhere(str(uri)), ticket, request)
+        except (CatalogUnreachable, UriError):
+            if not uris:
+                raise
+
+
+def read_flight(calls: CatalogConnection, ticket: bytes, request: ReadRequest) -> pa.RecordBatchReader:
+    """Read the dataset of `ticket` from the server of these `calls`. Only options and limits of `request` apply.
+
+    libarrow receives a batch without asking. So the size of a batch is checked before it is passed on to the reader.
+    """
+    options = request.options
+    if options.memory_pool is not None:
+        raise OptionError(
+            "Flight allocates in libarrow's default pool: with memory_pool, take another transport than grpc"
+        )
+    call_options = flight.FlightCallOptions(read_options=replace(options, included_fields=()).to_pyarrow())
+    reader = calls.call(lambda client: client.do_get(flight.Ticket(ticket), call_options))
+    with calls.errors():
+        schema = check_field_names(reader.schema)
+    options.check_depth(schema)
+    _check_metadata(schema.serialize().size, request)
+    return BatchReader(schema, receive_get(_limited(_FlightBatches(calls, reader), request)))
+
+
+def _limited(chunks: _FlightBatches, request: ReadRequest) -> Iterator[Any]:
+    """Yield the chunks. Raise RemoteProtocolError for a chunk that is larger than the `request` allows."""
+    for chunk in chunks:
+        if chunk.app_metadata is not None:
+            _check_metadata(chunk.app_metadata.size, request)
+        size = 0 if chunk.data is None else chunk.data.get_total_buffer_size()
+        if size > request.max_body:
+            raise RemoteProtocolError(
+                f"a record batch has {size} bytes in its buffers; at most {request.max_body} are taken (max_body)"
+            )
+        yield chunk
+
+
+def _check_metadata(size: int, request: ReadRequest) -> None:
+    if size > request.max_metadata:
+        raise RemoteProtocolError(
+            f"a message has {size} bytes of metadata; at most {request.max_metadata} are taken (max_metadata)"
+        )
+
+
+class _FlightBatches(ProcessBound):
+    """The batches of a stream that was opened by one of these `calls`."""
+
+    def __init__(self, calls: CatalogConnection, reader: Any) -> None:
+        self._calls = calls
+        self._reader = reader
+        self.bind_to_process()
+
+    def __iter__(self) -> _FlightBatches:
+        return self
+
+    def __next__(self) -> Any:
+        self.check_process()
+        with self._calls.errors():
+            batch = next(self._reader, None)
+        if batch is None:
+            raise StopIteration
+        return batch
+
+    def after_fork_in_child(self) -> None:
+        leak(self._reader)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.flight as flight
 
 from dissociated.base.host import boot_id, host_name
 from dissociated.client.flight_connection import CatalogConnection
@@ -73,7 +74,7 @@ class Lookup:
     def describe(self, name: str, version: int | None) -> DatasetInfo:
         """Describe a dataset. See `CatalogClient.describe`."""
         command = {"name": name, **caller_identity(), **({} if version is None else {"version": version})}
-        descriptor = self._calls.flight.FlightDescriptor.for_command(json.dumps(command))
+        descriptor = flight.FlightDescriptor.for_command(json.dumps(command))
         try:
             info = self._get_flight_info(descriptor, name)
         except CatalogUnreachable:
@@ -98,7 +99,7 @@ class Lookup:
         Raise DatasetNotFound, or `refused`.
         """
         unknown: DatasetNotFound | None = None
-        for descriptor in _plain_descriptors(self._calls.flight.FlightDescriptor, name):
+        for descriptor in _plain_descriptors(name):
             try:
                 info = self._get_flight_info(descriptor, name)
             except CatalogUnreachable:
@@ -147,7 +148,7 @@ class Lookup:
             ) from None
 
 
-def _plain_descriptors(flight_descriptor: Any, name: str) -> Sequence[Any]:
+def _plain_descriptors(name: str) -> Sequence[Any]:
     """Return the descriptors by which a foreign server may know a dataset of this name."""
     try:
         content = name.encode()
@@ -157,7 +158,10 @@ def _plain_descriptors(flight_descriptor: Any, name: str) -> Sequence[Any]:
     if _ESCAPED.search(content):
         commands.append(_ESCAPED.sub(lambda match: bytes([int(match[1], 16)]), content))
     paths = [[content], content.split(b"/")] if b"/" in content else [[content]]
-    return [*map(flight_descriptor.for_command, commands), *(flight_descriptor.for_path(*path) for path in paths)]
+    return [
+        *map(flight.FlightDescriptor.for_command, commands),
+        *(flight.FlightDescriptor.for_path(*path) for path in paths),
+    ]
 
 
 def caller_identity() -> dict[str, str]:

@@ -1,15 +1,20 @@
-"""A put: the reading of a source, and its transfer to a node, through shared memory on the same host or by DoPut."""
+"""A put: the reading of a source, its transfer to a node, and the commit.
+
+Data goes through shared memory to a node on the same host, or by Flight's DoPut.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import pyarrow as pa
+from pyarrow.flight import FlightDescriptor
 
+from dissociated.client.calls import CatalogClient
 from dissociated.codec.columns import values_size
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.codec.validation import Validator
@@ -17,8 +22,8 @@ from dissociated.control.flight_streams import upload
 from dissociated.control.stage import StagePlace
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.source_errors import source_errors
-from dissociated.errors import CatalogError
-from dissociated.store.commit import Commit
+from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded, DissociatedError
+from dissociated.store.commit import Commit, StagedSegment
 from dissociated.store.files import Reserve
 from dissociated.store.segment import SegmentWriter
 
@@ -63,6 +68,49 @@ class Put:
         """Return the schema of the published data."""
         return self._reader.schema
 
+    def publish(self, client: CatalogClient, transport: str | None) -> int:
+        """Transfer the data by "shm" or "grpc", and commit it. See `Client.put`."""
+        stage = None if transport == "grpc" else _stage_here(client)
+        if stage is None and transport == "shm":
+            raise CatalogError("there is no node on this host whose memory this process could write to: put by grpc")
+        if stage is None:
+            _require_catalog(client, self.commit.key)
+        try:
+            if stage is not None:
+                return self._write_and_commit(client, stage)
+            return client.call_flight(self.by_flight)
+        except BaseException as error:
+            if (stage is not None or self.complete) and self._was_published(client, error):
+                return self.rows
+            raise
+
+    def _write_and_commit(self, client: CatalogClient, stage: StagePlace) -> int:
+        segment = StagedSegment(f"{self.commit.key}-0.arrows", stage.node)
+        with ExitStack() as stack:
+            reserve = stack.enter_context(closing(client.at(stage.flight))).reserve if stage.limited else None
+            rows = self.write(stage, segment.name, reserve)
+        client.commit(replace(self.commit, segments=[segment], schema=self.schema))
+        return rows
+
+    def _was_published(self, client: CatalogClient, error: BaseException) -> bool:
+        """Return whether a put that ended with `error` was published. If False, it never will be.
+
+        If the catalog does not answer, raise an error of the same type that adds this uncertainty.
+        """
+        failed = self.complete and isinstance(error, DissociatedError)  # neither interrupted nor incomplete
+        try:
+            client.abort(self.commit.key)
+            return failed and client.committed(self.commit.key)
+        except (CatalogUnreachable, DeadlineExceeded):
+            if failed:
+                raise type(error)(
+                    f"{error}; nor did it say whether {self.commit.name!r} was published in the end: "
+                    "look at its versions before you put it again"
+                ) from error
+        except DissociatedError:
+            pass  # the server is not of this library, and does not know the action
+        return False
+
     def pairs(self) -> Iterator[BatchAndMetadata]:
         """Yield all batches and their metadata, once, and call `progress` after each.
 
@@ -85,8 +133,6 @@ class Put:
 
     def by_flight(self, client: Any) -> int:
         """Send the data by DoPut of a Flight client, which commits it. Return the number of rows."""
-        from pyarrow.flight import FlightDescriptor
-
         command = {**self.commit.options(), "end": True, "nbytes": self.nbytes}
         answer = upload(client, FlightDescriptor.for_command(json.dumps(command)), self.schema, self.pairs())
         if not isinstance(answer.get("rows"), int):
@@ -108,3 +154,27 @@ class Put:
         """Return a `reserve` that first requests the room for all data."""
         whole = self.nbytes or 0
         return lambda name, size, wish: reserve(name, max(size, whole), max(wish, whole))
+
+
+def _stage_here(client: CatalogClient) -> StagePlace | None:
+    """Return the stage of a node that this process can write to, or None."""
+    try:
+        stage = client.stage()
+    except CatalogUnreachable:
+        raise
+    except CatalogError:
+        return None  # the server has no stage, or is not of this library
+    return stage if stage.here else None
+
+
+def _require_catalog(client: CatalogClient, key: str) -> None:
+    """Raise CatalogError if the server is not a catalog of this library, by a call with this `key`."""
+    try:
+        client.committed(key)
+    except CatalogUnreachable:
+        raise
+    except CatalogError as error:
+        raise CatalogError(
+            f"the server at {client.uri} is not a catalog of this library, and would take the description of the "
+            f"put as a name: use do_put of pyarrow.flight ({error})"
+        ) from None

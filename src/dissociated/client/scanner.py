@@ -79,7 +79,14 @@ class Scanner:
         return self._to_reader()
 
     def to_reader(self) -> Any:
-        """Return a RecordBatchReader over the selection, or a DeviceReader if it has a device. It can be read once."""
+        """Return a RecordBatchReader over the selection, or a DeviceReader if it has a device. It can be read once.
+
+        Example:
+            ```python
+            scanner = client["flights"].scanner(["distance"], batch_size=500)
+            assert [batch.num_rows for batch in scanner.to_reader()] == [500] * 4
+            ```
+        """
         if self._device is None:
             return self._to_reader()
         return self._to_device_reader(self._device)
@@ -122,7 +129,13 @@ class Scanner:
         return self.to_table().take(indices)
 
     def count_rows(self) -> int:
-        """Return the number of rows."""
+        """Return the number of rows of the selection.
+
+        Example:
+            ```python
+            assert client["flights"].scanner(filter=("dest", "=", "MIA")).count_rows() == 500
+            ```
+        """
         rows = self._version.info.rows
         if self._filter is None and rows is not None:
             return rows if self._limit is None else min(rows, self._limit)

@@ -24,6 +24,8 @@ _MAX_ATTEMPTS = 3
 class VersionReader:
     """A reader of the version of a dataset that `info` describes, at its current locations, through `transport`.
 
+    It is internal: handles, scanners and lazy frames read through it.
+
     Every method that reads raises the errors of `Client.read`, and DatasetNotFound if the version is gone.
     """
 

@@ -64,7 +64,8 @@ class LiveRegion:
         #: Bytes of the bodies that are held and count against the limit.
         self.unfreed = 0
         self._unfreed_bodies = 0
-        self._kept: list[tuple[int, int]] = []  # offset and size of freed pages that are kept, the last freed last
+        #: Offset and size of freed pages that are kept, the last freed last.
+        self._kept_pages: list[tuple[int, int]] = []
         self._kept_bytes = 0
         self._has_pages = False  # whether the pages that `reserve` has returned exist
         self._max_kept = limit // _KEPT_SHARE
@@ -116,13 +117,13 @@ class LiveRegion:
         The pages that were freed last are preferred, since the processor's caches may still have them.
         """
         size = pages(length)
-        for index in range(len(self._kept) - 1, max(0, len(self._kept) - _MAX_CANDIDATES) - 1, -1):
-            offset, available = self._kept[index]
+        for index in range(len(self._kept_pages) - 1, max(0, len(self._kept_pages) - _MAX_CANDIDATES) - 1, -1):
+            offset, available = self._kept_pages[index]
             if available >= size:
                 if available > size:
-                    self._kept[index] = offset + size, available - size
+                    self._kept_pages[index] = offset + size, available - size
                 else:
-                    del self._kept[index]
+                    del self._kept_pages[index]
                 self._kept_bytes -= size
                 self._has_pages = True
                 return offset
@@ -227,7 +228,7 @@ class LiveRegion:
     def _keep(self, offset: int, size: int) -> None:
         """Keep pages that nobody holds, and punch out those that were freed before all others if these are too many."""
         if size:
-            self._kept.append((offset, size))
+            self._kept_pages.append((offset, size))
             self._kept_bytes += size
             self._trim(self._max_kept)
 
@@ -235,11 +236,11 @@ class LiveRegion:
         """Punch out kept pages until at most `limit` bytes are kept."""
         if self._kept_bytes > limit or self._unpunched:
             count = 0
-            while count < len(self._kept) and self._kept_bytes > limit:
-                self._kept_bytes -= self._kept[count][1]
+            while count < len(self._kept_pages) and self._kept_bytes > limit:
+                self._kept_bytes -= self._kept_pages[count][1]
                 count += 1
-            self._unpunched += self._kept[:count]
-            del self._kept[:count]
+            self._unpunched += self._kept_pages[:count]
+            del self._kept_pages[:count]
             self._punch()
 
     def _punch(self) -> None:
@@ -282,9 +283,9 @@ class LiveMemory:
         if not self._regions or not self._regions[-1].fits(length):
             for region in self._regions:
                 region.retire()
-            for used_up in [region for region in self._regions if region.empty]:
-                self._regions.remove(used_up)
-                used_up.close()
+            for empty_region in [region for region in self._regions if region.empty]:
+                self._regions.remove(empty_region)
+                empty_region.close()
             self._regions.append(LiveRegion(self._name, self._limit))
         last = self._regions[-1]
         return last if last.fits(length) else None
