@@ -23,8 +23,8 @@ import pytest
 import dissociated as dis
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtocolError, TransportError
 from dissociated.store.files import claim_unused
-from dissociated.transport.native.ucx._ucp import ucp
 from dissociated.transport.native.ucx.connection import UcxConnection
+from dissociated.transport.native.ucx.libucp import ucp
 from support import ucx_peer
 from support.helpers import wait_until
 
