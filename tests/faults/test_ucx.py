@@ -163,15 +163,15 @@ class Slow:
     """A patch that ends the server when the client allocates memory for a body, before any of the body arrives."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> None:
-        from dissociated.client.session import ClientSession
+        from dissociated.client.bodies import Bodies
 
-        allocate = ClientSession._allocate
+        allocate = Bodies.allocate
 
-        def allocating(session: ClientSession, tag: int | None, length: int) -> object:
+        def allocating(bodies: Bodies, length: int) -> object:
             then()
-            return allocate(session, tag, length)
+            return allocate(bodies, length)
 
-        monkeypatch.setattr(ClientSession, "_allocate", allocating)
+        monkeypatch.setattr(Bodies, "allocate", allocating)
 
 
 @pytest.mark.parametrize("mode", MODES)
