@@ -17,7 +17,7 @@ import pytest
 import dissociated as dis
 from dissociated.client import stream
 from dissociated.datasets import table
-from dissociated.memory.shared import Backing
+from dissociated.memory.shared import Backing, write_parts
 from dissociated.server import encoding
 from dissociated.store import copying
 from support.helpers import PATIENCE, Serve, clients_end, connections_left, descriptors, leaving_nothing, wait_until
@@ -142,20 +142,29 @@ def test_what_is_read_while_it_is_copied_is_the_table(
 
 
 @pytest.mark.usefixtures("on_demand")
-def test_what_is_there_is_read_before_the_rest_is(serve: Serve) -> None:
+def test_what_is_there_is_read_before_the_rest_is(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, gate = threading.Event(), threading.Event()
+
+    def write_late(*arguments: Any) -> None:
+        begun.set()
+        assert gate.wait(PATIENCE)
+        write_parts(*arguments)
+
     server = serve("shm:")
     server.publish("t", TABLE)
     copy = copy_of(server)
     copy.wait(copy.region.base + 20_000)
-    copy._writing = True  # simulates a write in progress
-    try:
-        reader = open_shm(server)
-        assert [reader.read_next_batch() for _ in range(3)] == TABLE.to_batches()[:3]
-        assert not is_sealed(copy)
-    finally:
-        with copy._changed:
-            copy._writing = False
-            copy._changed.notify_all()
+    monkeypatch.setattr(copying, "write_parts", write_late)
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(copy.advance)
+        try:
+            assert begun.wait(PATIENCE)
+            reader = open_shm(server)
+            assert [reader.read_next_batch() for _ in range(3)] == TABLE.to_batches()[:3]
+            assert not is_sealed(copy)
+        finally:
+            gate.set()
+        writing.result()
     assert reader.read_all() == TABLE.slice(3 * _ROWS)
     assert is_sealed(copy)
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from dissociated.transport.native.fabric._ofi import installed_library, ofi
+from dissociated.transport.native.fabric.libfabric import installed_library, ofi
 from support.helpers import PATIENCE
 
 pytestmark = pytest.mark.needs("libfabric")
@@ -19,7 +19,7 @@ def handlers():
     status = dict(row.split(":", 1) for row in open("/proc/self/status").read().splitlines())
     return int(status["SigCgt"], 16) & 0x7FFFFFFF  # later ones are the C library's own
 caught = handlers()
-from dissociated.transport.native.fabric._ofi import ofi
+from dissociated.transport.native.fabric.libfabric import ofi
 print(ofi().version, handlers() == caught)
 """
 

@@ -153,19 +153,19 @@ def test_a_client_that_ends_is_noticed(serve: Serve, spawn: Spawn, stage: str, b
 def test_a_server_that_ends_within_a_body_is_noticed(
     spawn: Spawn, monkeypatch: pytest.MonkeyPatch, by: signal.Signals
 ) -> None:
-    from dissociated.client.session import ClientSession
+    from dissociated.client.bodies import Bodies
 
     process = spawn("-c", SERVER, WHERE)
     ticket, uri = line(process).split()
-    allocate = ClientSession._allocate
+    allocate = Bodies.allocate
 
-    def allocating(session: ClientSession, tag: int | None, length: int) -> object:
+    def allocating(bodies: Bodies, length: int) -> object:
         process.send_signal(by)
         if by is signal.SIGKILL:
             process.wait(PATIENCE)
-        return allocate(session, tag, length)
+        return allocate(bodies, length)
 
-    monkeypatch.setattr(ClientSession, "_allocate", allocating)
+    monkeypatch.setattr(Bodies, "allocate", allocating)
     with pytest.raises((ConnectionClosed, RemoteProtocolError), match="closed the"):
         dis.open_stream(uri, bytes.fromhex(ticket), timeout=PATIENCE).read_all()
 

@@ -19,14 +19,13 @@ from dissociated.transport.native.fabric.operations import Completion
 from dissociated.transport.native.fabric.provider import PROVIDER
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
+from support.fabric_peer import CONTROL, VERSION, progress_until, tell
 
 from .conftest import Serve
 from .peer import PATIENCE
 
 pytestmark = pytest.mark.needs("libfabric")
 
-CONTROL = 0xFE44_4953_534F_0000
-VERSION = b"\x02"
 TIMEOUT = 1.0  # seconds for connecting
 
 #: A tag or None, and a function that makes the message from the sender's name.
@@ -35,21 +34,6 @@ Word = tuple[int | None, Callable[[bytes], bytes]]
 
 def word(kind: int, content: bytes = b"") -> Word:
     return CONTROL | kind, lambda name: content
-
-
-def progress_until(endpoint: FabricEndpoint, done: Callable[[], object]) -> bool:
-    end = time.monotonic() + PATIENCE
-    while not (over := bool(done())) and time.monotonic() < end:
-        if not endpoint.progress():
-            time.sleep(0.002)
-    return over
-
-
-def tell(endpoint: FabricEndpoint, to: int, tag: int | None, content: bytes, stopped: Callable[[], bool]) -> None:
-    ended: list[Completion] = []
-    piece = endpoint.ofi.ffi.from_buffer(content)
-    progress_until(endpoint, lambda: stopped() or endpoint.send(to, tag, [piece], ended.append))
-    progress_until(endpoint, lambda: stopped() or ended)
 
 
 @contextmanager
@@ -143,7 +127,7 @@ def test_who_only_says_hello_has_few_places_and_keeps_nobody_out(serve: Serve) -
     try:
         listener, most = endpoint.insert(endpoint.find(uri.host, str(uri.port))), 0
         for _ in range(40):
-            tell(endpoint, listener, CONTROL | Kind.HELLO, VERSION + endpoint.name, lambda: False)
+            tell(endpoint, listener, CONTROL | Kind.HELLO, VERSION + endpoint.name)
         client = threading.Thread(target=good.check)
         client.start()
         while client.is_alive():
@@ -168,6 +152,6 @@ def test_clients_that_do_not_take_an_answer_delay_nobody(serve: Serve, monkeypat
         listener = endpoint.insert(endpoint.find(uri.host, str(uri.port)))
         name = endpoint.name[:2] + silent.getsockname()[1].to_bytes(2, "big") + endpoint.name[4:]
         for _ in range(15):
-            tell(endpoint, listener, CONTROL | Kind.HELLO, VERSION + name, lambda: False)
+            tell(endpoint, listener, CONTROL | Kind.HELLO, VERSION + name)
         transport("fabric").connect(uri, PATIENCE).close()
         assert good.server.connections <= 1  # The others still wait for their answers.

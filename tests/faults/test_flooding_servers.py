@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from dissociated.transport.native.fabric._ofi import ofi
+from dissociated.transport.native.fabric.libfabric import ofi
 from support.machine import media
 
 from .clients import line

@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 
 import dissociated as dis
-from dissociated.transport.native.fabric._ofi import ofi
+from dissociated.transport.native.fabric.libfabric import ofi
 from support.machine import media
 
 from .clients import line

@@ -16,11 +16,10 @@ import dissociated as dis
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, DissociatedError, RemoteError
 from dissociated.protocol.message import Message
 from dissociated.transport.base import Connection
-from dissociated.transport.native.fabric.connection import FabricConnection
-from dissociated.transport.native.fabric.control import CONTROL, CONTROL_SIZE, LARGE, Kind
-from dissociated.transport.native.fabric.outbox import PendingSend
+from dissociated.transport.native.fabric.control import CONTROL_SIZE, LARGE, Kind
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
+from support.fabric_peer import CONTROL, fabric_client, progress_until
 from support.helpers import case, wait_until
 from support.machine import media
 
@@ -136,17 +135,11 @@ SAYINGS = {
 def test_one_who_lies_beside_the_protocol_goes_and_harms_nobody(serve: Serve) -> None:
     good = serve("fabric:")
     for name, words in SAYINGS.items():
-        connection, _ = connect(good)
-        assert isinstance(connection, FabricConnection)
-        with case(name), connection:
+        with case(name), fabric_client(Uri.parse(good.server.locations("good")[0])) as client:
             wait_until(lambda: good.server.connections, "it is there")
             for tag, content in words:
-                with connection._lock:
-                    connection._outbox.send(
-                        PendingSend(tag, [connection._ffi.from_buffer(content)]), connection._on_sent
-                    )
-                connection.arrived()
-            wait_until(lambda: not good.server.connections, "the server has let go of it")
+                client.begin(tag, content, lambda: not good.server.connections)
+            assert progress_until(client.endpoint, lambda: not good.server.connections), "the server has let go of it"
     good.check()
 
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from dissociated.transport.native.fabric.connection import FabricConnection
 from dissociated.transport.native.fabric.control import Kind
-from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 from support import ucx_binding, ucx_peer
+from support.fabric_peer import CONTROL, fabric_client
 from support.helpers import wait_until
 
 from .conftest import Good, Serve
@@ -61,13 +60,9 @@ def test_a_ucx_client_that_says_something_now_and_then_is_cut_off_in_time(serve:
 @pytest.mark.needs("libfabric")
 def test_a_fabric_client_that_says_something_now_and_then_is_cut_off_in_time(serve: Serve) -> None:
     good = serve("fabric:", handshake_timeout=HANDSHAKE)
-    client = transport("fabric").connect(Uri.parse(good.server.locations("good")[0]), 20)
-    assert isinstance(client, FabricConnection)
+    with fabric_client(Uri.parse(good.server.locations("good")[0])) as client:
 
-    def say() -> None:
-        with client._lock:
-            client._send_control(Kind.BODIES_JOIN)
-        client.arrived()
+        def say() -> None:
+            client.begin(CONTROL | Kind.BODIES_JOIN, b"", lambda: not good.server.connections)
 
-    with client:
         until_it_is_cut_off(good, say)

@@ -23,8 +23,8 @@ import pytest
 import dissociated as dis
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtocolError, TransportError
 from dissociated.store.files import claim_unused
-from dissociated.transport.native.ucx._ucp import ucp
 from dissociated.transport.native.ucx.connection import UcxConnection
+from dissociated.transport.native.ucx.libucp import ucp
 from support import ucx_peer
 from support.helpers import wait_until
 
@@ -163,15 +163,15 @@ class Slow:
     """A patch that ends the server when the client allocates memory for a body, before any of the body arrives."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> None:
-        from dissociated.client.session import ClientSession
+        from dissociated.client.bodies import Bodies
 
-        allocate = ClientSession._allocate
+        allocate = Bodies.allocate
 
-        def allocating(session: ClientSession, tag: int | None, length: int) -> object:
+        def allocating(bodies: Bodies, length: int) -> object:
             then()
-            return allocate(session, tag, length)
+            return allocate(bodies, length)
 
-        monkeypatch.setattr(ClientSession, "_allocate", allocating)
+        monkeypatch.setattr(Bodies, "allocate", allocating)
 
 
 @pytest.mark.parametrize("mode", MODES)

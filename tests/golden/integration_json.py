@@ -73,9 +73,7 @@ def _batch(schema: pa.Schema, fields: Sequence[Json], described: Json, dictionar
     if columns:
         rows = pa.StructArray.from_arrays(columns, [str(number) for number in range(len(columns))])
     # The import assigns the final types: no integer stands for an interval any more.
-    exported = ctypes.create_string_buffer(_SIZE_OF_C_ARRAY)
-    rows._export_to_c(ctypes.addressof(exported))
-    batch = pa.RecordBatch._import_from_c(ctypes.addressof(exported), schema)
+    batch = pa.record_batch(_Exported(schema.__arrow_c_schema__(), rows.__arrow_c_array__()[1]))
     batch.validate()
     return batch
 
@@ -155,12 +153,25 @@ def _interval(unit: str) -> pa.DataType:
     if unit == "MONTH_DAY_NANO":
         return pa.month_day_nano_interval()
     schema = _CSchema(format={"YEAR_MONTH": b"tiM", "DAY_TIME": b"tiD"}[unit], release=_released)
-    return pa.DataType._import_from_c(ctypes.addressof(schema))
+    return pa.field(_Exported(_new_capsule(ctypes.addressof(schema), b"arrow_schema", None))).type
 
 
-#: Size of `struct ArrowArray`: five integers and five pointers.
-_SIZE_OF_C_ARRAY = 80
+class _Exported:
+    """A schema, and an array, in capsules of the C data interface, as pyarrow imports them."""
 
+    def __init__(self, schema: object, array: object = None) -> None:
+        self._schema, self._array = schema, array
+
+    def __arrow_c_schema__(self) -> object:
+        return self._schema
+
+    def __arrow_c_array__(self, requested_schema: object = None) -> tuple[object, object]:
+        return self._schema, self._array
+
+
+_new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
 _Release = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 

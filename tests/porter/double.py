@@ -161,7 +161,7 @@ def join(messages: Iterable[Message]) -> pa.Table:
     return pa.ipc.open_stream(b"".join(parts)).read_all()
 
 
-def _slot(header: bytes, table: int, number: int) -> int:
+def slot(header: bytes, table: int, number: int) -> int:
     """Return the position of a field in a flatbuffer's table, or 0 if the field is missing."""
     vtable = table - int(struct.unpack_from("<i", header, table)[0])
     if 4 + 2 * number >= struct.unpack_from("<H", header, vtable)[0]:
@@ -170,22 +170,22 @@ def _slot(header: bytes, table: int, number: int) -> int:
     return table + offset if offset else 0
 
 
-def _follow(header: bytes, at: int) -> int:
+def follow(header: bytes, at: int) -> int:
     return at + int(struct.unpack_from("<I", header, at)[0])
 
 
 def buffers(header: bytes) -> tuple[int, list[tuple[int, int]]]:
     """Return bodyLength, and (offset, length) of each `Buffer` of a record batch or dictionary batch."""
-    message = _follow(header, 0)
-    length_at = _slot(header, message, 3)
+    message = follow(header, 0)
+    length_at = slot(header, message, 3)
     length = int(struct.unpack_from("<q", header, length_at)[0]) if length_at else 0
-    batch = _follow(header, _slot(header, message, 2))
-    if header[_slot(header, message, 1)] == 2:  # DictionaryBatch { id, data, isDelta }
-        batch = _follow(header, _slot(header, batch, 1))
-    at = _slot(header, batch, 2)
+    batch = follow(header, slot(header, message, 2))
+    if header[slot(header, message, 1)] == 2:  # DictionaryBatch { id, data, isDelta }
+        batch = follow(header, slot(header, batch, 1))
+    at = slot(header, batch, 2)
     if not at:
         return length, []
-    vector = _follow(header, at)
+    vector = follow(header, at)
     (count,) = struct.unpack_from("<I", header, vector)
     return length, [struct.unpack_from("<qq", header, vector + 4 + 16 * index) for index in range(count)]
 

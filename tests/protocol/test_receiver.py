@@ -98,7 +98,7 @@ def receiver(next_: int = 0, *, schema: bool = False, **caps: int) -> Receiver:
     """Return a receiver of a stream that waits for message `next_`, or that has just received the schema."""
     made = Receiver(**caps)
     made.want()
-    made._next = next_
+    made.sequence = next_
     if schema:
         made.receive_metadata(metadata(0, SCHEMA.header))
         assert made.next() is not None

@@ -73,7 +73,7 @@ def begun(first: int = 1) -> Receiver:
     schema = numbers(1).schema.serialize().to_pybytes()
     receiver.receive_metadata(b"\x01\0\0\0\0" + schema[8:])
     assert receiver.next() is not None
-    receiver._next = first
+    receiver.sequence = first
     return receiver
 
 
@@ -282,7 +282,7 @@ def test_a_message_that_has_to_wait_does_not_keep_its_run() -> None:
     assert [delivery.sequence for delivery in iter(receiver.next, None)] == [1, 2]
     expected = bytes(memory[-len(memory) // 3 :])
     memory.clear()  # raises BufferError if a view remains
-    receiver._next = 9
+    receiver.sequence = 9
     last = receiver.next()
     assert last is not None
     assert last.body == expected

@@ -148,8 +148,8 @@ def _load() -> None:
     for name in _LOADED:
         import_module(name)
     from dissociated.errors import TransportError
-    from dissociated.transport.native.fabric._ofi import ofi
-    from dissociated.transport.native.ucx._ucp import ucp
+    from dissociated.transport.native.fabric.libfabric import ofi
+    from dissociated.transport.native.ucx.libucp import ucp
 
     for library in (ucp, ofi):
         with suppress(TransportError):

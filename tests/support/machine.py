@@ -17,9 +17,9 @@ import pytest
 
 import cluster.hosts
 from dissociated.errors import JavaNotFound, TransportError
-from dissociated.transport.native.fabric._ofi import ofi
+from dissociated.transport.native.fabric.libfabric import ofi
 from dissociated.transport.native.ucx import worker
-from dissociated.transport.native.ucx._ucp import ucp
+from dissociated.transport.native.ucx.libucp import ucp
 from support.injection import sqlite_calls_can_fail
 
 #: Arrow's golden files: the directory `data` of apache/arrow-testing.

@@ -121,10 +121,10 @@ def messages_of(stream: bytes) -> list[Message]:
             break
         header = stream[at + 8 : at + 8 + length]
         at += 8 + length
-        if header[double._slot(header, double._follow(header, 0), 1)] == 1:  # a schema
+        if header[double.slot(header, double.follow(header, 0), 1)] == 1:  # a schema
             messages.append(Message(header, None))
             continue
-        place = double._slot(header, double._follow(header, 0), 3)
+        place = double.slot(header, double.follow(header, 0), 3)
         (size,) = struct.unpack_from("<q", header, place) if place else (0,)
         messages.append(Message(header, stream[at : at + size]))
         at += size

@@ -59,7 +59,8 @@ class Receiver:
         self._remaining_messages = 0  # number of these messages
         self._waiting_bytes = 0
         self._waiting_metadata = 0  # bytes
-        self._next = 0  # sequence number of the message to deliver next
+        #: The number of the message to deliver next, not truncated to 32 bits.
+        self.sequence = 0
         self._count: int | None = None  # number of messages in the stream, known from its end
         self._tensors: bool | None = None  # whether the stream has tensors, known from the first metadata to arrive
         self._schema_known = False
@@ -119,7 +120,7 @@ class Receiver:
         kind, wire_sequence, header = parse_metadata(message)
         if kind is MetadataKind.END_OF_STREAM:
             self._machine.move(Step.END, RemoteProtocolError)
-            self._end(unwrap(wire_sequence, self._next))
+            self._end(unwrap(wire_sequence, self.sequence))
             return
         self._machine.move(Step.METADATA, RemoteProtocolError)
         if len(header) > self._max_metadata:
@@ -147,9 +148,9 @@ class Receiver:
             if sequence in self._bodies:
                 self._take_spare(*self._take_body(sequence))
         self._waiting_metadata += len(header) + WAITING_OVERHEAD
-        if self._waiting_metadata > self._max_waiting_metadata and sequence != self._next:
+        if self._waiting_metadata > self._max_waiting_metadata and sequence != self.sequence:
             raise RemoteProtocolError(
-                f"metadata of {self._waiting_metadata} bytes waits for message {self._next}; "
+                f"metadata of {self._waiting_metadata} bytes waits for message {self.sequence}; "
                 f"the cap is {self._max_waiting_metadata} (max_metadata)",
                 rule="waiting-limit",
             )
@@ -168,18 +169,18 @@ class Receiver:
             RemoteProtocolError: The message breaks the protocol.
         """
         kind, wire_sequence = parse_body_tag(tag)
-        if self._schema_known and unwrap(wire_sequence, self._next) == 0:
+        if self._schema_known and unwrap(wire_sequence, self.sequence) == 0:
             return self._take_spare(kind, body)
         self._machine.move(Step.BODY, RemoteProtocolError)
         sequence = self._full_sequence(wire_sequence, self._bodies, "body")
         self._waiting_bytes += len(body) + WAITING_OVERHEAD
-        if self._waiting_bytes > self._max_waiting_bytes and sequence != self._next:
+        if self._waiting_bytes > self._max_waiting_bytes and sequence != self.sequence:
             raise RemoteProtocolError(
-                f"bodies of {self._waiting_bytes} bytes wait for message {self._next}; "
+                f"bodies of {self._waiting_bytes} bytes wait for message {self.sequence}; "
                 f"the cap is {self._max_waiting_bytes} (max_body)",
                 rule="waiting-limit",
             )
-        self._bodies[sequence] = kind, bytes(body) if of_run and sequence != self._next else body
+        self._bodies[sequence] = kind, bytes(body) if of_run and sequence != self.sequence else body
         return None
 
     def _take_body(self, sequence: int) -> tuple[BodyKind, Buffer]:
@@ -207,7 +208,7 @@ class Receiver:
             The length, or None if the metadata has not arrived.
         """
         kind, wire_sequence = parse_body_tag(tag)
-        metadata = self._headers.get(unwrap(wire_sequence, self._next))
+        metadata = self._headers.get(unwrap(wire_sequence, self.sequence))
         if metadata is None:
             return None
         parsed = metadata[1]
@@ -220,33 +221,37 @@ class Receiver:
             The metadata, or None if it has not arrived, or if the body is an address list.
         """
         kind, wire_sequence = parse_body_tag(tag)
-        return self._headers.get(unwrap(wire_sequence, self._next)) if kind is BodyKind.PACKED else None
+        return self._headers.get(unwrap(wire_sequence, self.sequence)) if kind is BodyKind.PACKED else None
 
     def _deliver_run(self, run: Run) -> Delivered | None:
         """Deliver all messages of a run at once, or return None if that is not possible."""
-        end = self._next + run.length
-        if self._machine.state not in (State.STREAMING, State.ENDING) or not self._next or not self._is_new(run.length):
+        end = self.sequence + run.length
+        if (
+            self._machine.state not in (State.STREAMING, State.ENDING)
+            or not self.sequence
+            or not self._is_new(run.length)
+        ):
             return None
-        batches = recognise(run, self._next)
+        batches = recognise(run, self.sequence)
         if batches is not None:
-            self._check_buffers(batches.headers[0].tobytes(), batches.parsed, self._next)
-            self._next = end
+            self._check_buffers(batches.headers[0].tobytes(), batches.parsed, self.sequence)
+            self.sequence = end
             if end == self._count:
                 self._machine.move(Step.DELIVERED, RemoteProtocolError)
         return batches
 
     def _is_new(self, length: int) -> bool:
         """Return whether the next `length` messages belong to the stream and have not begun to arrive."""
-        end = self._next + length
+        end = self.sequence + length
         if self._count is not None and end > self._count:
             return False
-        numbers = range(self._next, end)
+        numbers = range(self.sequence, end)
         return all(not arrived or arrived.keys().isdisjoint(numbers) for arrived in (self._headers, self._bodies))
 
     @property
     def needs_body(self) -> bool:
         """Return whether the next message lacks its body only. If not, it lacks its metadata."""
-        return self._next in self._headers
+        return self.sequence in self._headers
 
     def next_together(self) -> Delivered | None:
         """Return the next message, together with messages after it that came in the same run and are certainly valid.
@@ -280,7 +285,7 @@ class Receiver:
         return delivery
 
     def _deliver(self) -> Delivery | None:
-        sequence = self._next
+        sequence = self.sequence
         metadata = self._headers.get(sequence)
         if metadata is None:
             return None
@@ -305,8 +310,8 @@ class Receiver:
         self._check_buffers(header, parsed, sequence)
         del self._headers[sequence]
         self._waiting_metadata -= len(header) + WAITING_OVERHEAD
-        self._next = sequence + 1
-        if self._next == self._count:
+        self.sequence = sequence + 1
+        if self.sequence == self._count:
             self._machine.move(Step.DELIVERED, RemoteProtocolError)
         return Delivery(sequence, header, parsed, body, addresses)
 
@@ -338,7 +343,7 @@ class Receiver:
         newest = f"; messages up to {numbers[-1]} had begun to arrive" if numbers else ""
         expected = "" if self._count is None else f" of {self._count}"
         raise RemoteProtocolError(
-            f"the peer closed the stream before its end: message {self._next}{expected} is missing{newest}",
+            f"the peer closed the stream before its end: message {self.sequence}{expected} is missing{newest}",
             rule="stream-whole",
         )
 
@@ -348,7 +353,7 @@ class Receiver:
 
     def _full_sequence(self, wire_sequence: int, arrived: Container[int], part: str) -> int:
         """Return the full sequence number of a message, which must be new and must not lie beyond the stream's end."""
-        following = self._next
+        following = self.sequence
         if following & SEQUENCE_MASK == wire_sequence and following not in arrived:
             sequence = following
         else:
@@ -365,7 +370,7 @@ class Receiver:
         return sequence
 
     def _end(self, count: int) -> None:
-        last = max((*self._headers, *self._bodies), default=self._next - 1)
+        last = max((*self._headers, *self._bodies), default=self.sequence - 1)
         if count <= last:
             raise RemoteProtocolError(
                 f"the peer ended the stream at {count} messages, but has sent message {last}", rule="end-count"
@@ -373,7 +378,7 @@ class Receiver:
         if count == 0:
             raise RemoteProtocolError("the peer ended the stream before its first message", rule="end-count")
         self._count = count
-        if self._next == count:
+        if self.sequence == count:
             self._machine.move(Step.DELIVERED, RemoteProtocolError)
 
 

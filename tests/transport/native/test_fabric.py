@@ -11,31 +11,33 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.errors import ConnectionClosed, RemoteProtocolError, TransportError, UriError
+from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtocolError, TransportError, UriError
 from dissociated.memory.region import Region
 from dissociated.memory.remote import Span, with_spans
 from dissociated.protocol.message import Incoming, Message
 from dissociated.transport.base import Listener
-from dissociated.transport.native.fabric import _ofi, heartbeat
 from dissociated.transport.native.fabric import connection as connections
 from dissociated.transport.native.fabric import domain as domains
 from dissociated.transport.native.fabric import endpoint as endpoints
+from dissociated.transport.native.fabric import heartbeat
 from dissociated.transport.native.fabric.connection import FabricConnection
 from dissociated.transport.native.fabric.control import LARGE, Kind
 from dissociated.transport.native.fabric.domain import RMA_KEY
 from dissociated.transport.native.fabric.endpoint import FabricEndpoint
+from dissociated.transport.native.fabric.libfabric import installed_library, ofi
 from dissociated.transport.native.fabric.operations import Completion
 from dissociated.transport.native.fabric.provider import PROVIDER, open_endpoint
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from support.helpers import PATIENCE, Interruption, case, complaint, leaving_nothing, wait_until
+from support.fabric_peer import CONTROL, FabricPeer, FabricServer, fabric_client, progress_until
+from support.helpers import PATIENCE, Interruption, case, complaint, leaving_nothing
 
 pytestmark = pytest.mark.needs("libfabric")
 
@@ -60,17 +62,17 @@ def test_what_is_missing_is_said_in_one_sentence(side: str, library: str, senten
 
 
 def test_a_library_that_is_too_old_is_refused() -> None:
-    old = "from dissociated.transport.native.fabric import _ofi\n_ofi._OLDEST_LIBFABRIC = (99, 0)\n"
+    old = "from dissociated.transport.native.fabric import libfabric\nlibfabric.OLDEST_LIBFABRIC = (99, 0)\n"
     assert "is too old: install 99.0 or later, or pip install 'dissociated[fabric]'" in complaint(old + SERVE)
 
 
 def test_a_library_with_other_structures_is_refused() -> None:
-    other = "from dissociated.transport.native.fabric import _ofi\n_ofi._SIZES['struct fi_msg'] += 8\n"
+    other = "from dissociated.transport.native.fabric import libfabric\nlibfabric.SIZES['struct fi_msg'] += 8\n"
     assert "has another layout of struct fi_msg than versions 1.17 to 2.5" in complaint(other + SERVE)
 
 
 def test_without_the_wheel_it_is_said_what_to_install() -> None:
-    none = "from dissociated.transport.native.fabric import _ofi\n_ofi.installed_library = lambda: None\n"
+    none = "from dissociated.transport.native.fabric import libfabric\nlibfabric.installed_library = lambda: None\n"
     assert complaint(none + SERVE, DISSOCIATED_FABRIC_LIBRARY="") == (
         "fabric: libfabric is not installed: pip install 'dissociated[fabric]', or install libfabric and let "
         "DISSOCIATED_FABRIC_LIBRARY name its libfabric.so.1"
@@ -84,7 +86,7 @@ def test_without_cffi_it_is_said_what_to_install() -> None:
 
 
 LOADED = """
-from dissociated.transport.native.fabric._ofi import ofi
+from dissociated.transport.native.fabric.libfabric import ofi
 ofi()
 print(*{line.split()[-1] for line in open("/proc/self/maps") if "libfabric.so" in line})
 """
@@ -93,7 +95,7 @@ print(*{line.split()[-1] for line in open("/proc/self/maps") if "libfabric.so" i
 @pytest.mark.parametrize("named", [False, True], ids=["nobody names it", "the variable names it"])
 def test_the_systems_library_is_used_only_if_the_variable_names_it(tmp_path: Path, named: bool) -> None:
     """Let the dynamic loader find a copy of libfabric, as it would find a package of the system."""
-    installed = _ofi.installed_library()
+    installed = installed_library()
     assert installed is not None
     system = shutil.copy(installed, tmp_path / "libfabric.so.1")
     environment = {key: value for key, value in os.environ.items() if key != "DISSOCIATED_FABRIC_LIBRARY"}
@@ -130,44 +132,42 @@ def connected(listener: Listener, spans: Sequence[Span] = ()) -> tuple[FabricCon
         return client, server
 
 
+@contextmanager
+def joined(listener: Listener, rma: bool = False) -> Iterator[tuple[FabricPeer, FabricConnection]]:
+    """Yield a client that sends what it likes, and the server's end."""
+    with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+        joining = pool.submit(stack.enter_context, fabric_client(listener.uri, rma))
+        server = listener.accept()
+        assert isinstance(server, FabricConnection)
+        stack.enter_context(server)
+        while not joining.done():
+            server.arrived()
+        yield joining.result(), server
+
+
 @pytest.mark.parametrize(
     ("told", "more"), [([1 << 15, 1 << 14, 0], False), ([1 << 14, 1 << 40], True)], ids=["late", "too much"]
 )
 def test_what_a_peer_says_that_it_consumed_may_come_late_but_not_be_more_than_it_was_sent(
     told: list[int], more: bool
 ) -> None:
-    with leaving_nothing(), closing(transport("fabric").listen(Uri.parse("fabric:"))) as listener:
-        client, server = connected(listener)
-        with client, server:
-            server.send([Message(1, (b"",))] * 2, PATIENCE)
-            for consumed in told:
-                client._send_control(Kind.CREDIT, struct.pack("<Q", consumed))
-            client.send([Message(2, (b"said",))], PATIENCE)
-            with (
-                pytest.raises(RemoteProtocolError, match="received more bytes than were sent")
-                if more
-                else nullcontext()
-            ):
-                assert server.receive(PATIENCE, lambda tag, length: bytearray(length)) is not None
-                server.send([Message(1, (b"",))], PATIENCE)
+    with (
+        leaving_nothing(),
+        closing(transport("fabric").listen(Uri.parse("fabric:"))) as listener,
+        joined(listener) as (client, server),
+    ):
+        server.send([Message(1, (b"",))] * 2, PATIENCE)
+        for consumed in told:
+            client.tell(CONTROL | Kind.CREDIT, struct.pack("<Q", consumed))
+        client.tell(2, b"said")
+        with pytest.raises(RemoteProtocolError, match="received more bytes than were sent") if more else nullcontext():
+            assert server.receive(PATIENCE, lambda tag, length: bytearray(length)) is not None
+            server.send([Message(1, (b"",))], PATIENCE)
 
 
 @pytest.fixture(params=["fabric:", pytest.param("fabric:?provider=tcp", marks=pytest.mark.needs("libfabric 2"))])
 def where(request: pytest.FixtureRequest) -> Uri:
     return Uri.parse(request.param)
-
-
-def send_untagged(server: FabricConnection, messages: list[bytes]) -> None:
-    """Send messages of any size without a tag."""
-    ended: list[Completion] = []
-    peer = server._handshake.address
-    assert peer is not None
-    for message in messages:
-        with server._lock:
-            server._credit.send(len(message))
-            while not server._endpoint.send(peer, None, [server._ffi.from_buffer(message)], ended.append):
-                server._endpoint.progress()
-    wait_until(lambda: server.arrived() or len(ended) == len(messages), "the client takes it all")
 
 
 def test_large_untagged_messages_arrive_among_small_ones(where: Uri) -> None:
@@ -177,67 +177,74 @@ def test_large_untagged_messages_arrive_among_small_ones(where: Uri) -> None:
     therefore send large messages with a tag, but other peers may not.
     """
     sent = [bytes([number % 251]) * (9_000 if number % 2 else 60_000) for number in range(500)]
-    with leaving_nothing(), closing(transport("fabric").listen(where)) as listener:
-        client, server = connected(listener)
-        with client, server:
-            most = 65_536 if "provider" in where.parameters else 16_384
-            prepared = server.prepare([Message(None, (bytes(size),)) for size in (most, most + 1)])
-            assert [message.tag for message in prepared] == [None, LARGE]
-            client.send([Message(2, (b"I have joined",))], PATIENCE)
-            assert server.receive(PATIENCE, lambda tag, length: bytearray(length)) is not None
-            with ThreadPoolExecutor(1) as pool:
-                sending = pool.submit(send_untagged, server, sent)
-                arrived = [client.receive(PATIENCE, lambda tag, length: bytearray(length)) for _ in sent]
-                sending.result()
+
+    def serve(server: FabricServer) -> None:
+        client = server.accept()
+        begun = [client.begin(None, message) for message in sent]
+        assert progress_until(server.endpoint, lambda: all(begun)), "the client takes it all"
+
+    with leaving_nothing(), closing(FabricServer(where)) as server, ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(serve, server)
+        with transport("fabric").connect(server.uri, PATIENCE) as client:
+            arrived = [client.receive(PATIENCE, lambda tag, length: bytearray(length)) for _ in sent]
+            serving.result()
             assert sorted(bytes(one.data) for one in arrived if isinstance(one, Incoming)) == sorted(sent)
 
 
-def talk(client: FabricConnection, count: int) -> None:
+def test_our_servers_send_large_untagged_messages_with_a_tag(where: Uri) -> None:
+    most = 65_536 if "provider" in where.parameters else 16_384
+    with leaving_nothing(), closing(transport("fabric").listen(where)) as listener:
+        client, server = connected(listener)
+        with client, server:
+            prepared = server.prepare([Message(None, (bytes(size),)) for size in (most, most + 1)])
+            assert [message.tag for message in prepared] == [None, LARGE]
+
+
+def talk(client: FabricPeer, count: int) -> None:
     """Send so many credit messages, each for nothing consumed, that more have arrived than receives were posted."""
-    sent = [client._send_control(Kind.CREDIT, struct.pack("<Q", 0)) for _ in range(count)]
-    while not all(sending.has_ended for sending in sent):
-        client.arrived()
+    sent = [client.begin(CONTROL | Kind.CREDIT, struct.pack("<Q", 0)) for _ in range(count)]
+    assert progress_until(client.endpoint, lambda: all(sent))
 
 
 def test_what_is_said_beside_the_protocol_is_no_message_however_much_comes_at_once(where: Uri) -> None:
     """Ignore control messages when looking for a message. A server that counted them would wait for it forever."""
-    with leaving_nothing(), closing(transport("fabric").listen(where)) as listener:
-        client, server = connected(listener)
-        with client, server:
-            for _ in range(5):
-                talk(client, 400)
-                assert not any(server.arrived() for _ in range(500))
-            client.send([Message(2, (b"said",))], PATIENCE)
-            arrived = server.receive(PATIENCE, lambda tag, length: bytearray(length))
-            assert isinstance(arrived, Incoming)
-            assert bytes(arrived.data) == b"said"
+    with (
+        leaving_nothing(),
+        closing(transport("fabric").listen(where)) as listener,
+        joined(listener) as (client, server),
+    ):
+        for _ in range(5):
+            talk(client, 400)
+            assert not any(server.arrived() for _ in range(500))
+        client.tell(2, b"said")
+        arrived = server.receive(PATIENCE, lambda tag, length: bytearray(length))
+        assert isinstance(arrived, Incoming)
+        assert bytes(arrived.data) == b"said"
 
 
 @pytest.mark.parametrize("before", [0, 8], ids=["where it is waited for", "where nobody waits for it"])
 @pytest.mark.parametrize("size", [5_000, 100_000], ids=["whole", "to be fetched"])
 def test_too_much_said_beside_the_protocol_ends_the_connection(where: Uri, size: int, before: int) -> None:
-    with leaving_nothing(), closing(transport("fabric").listen(where)) as listener:
-        client, server = connected(listener)
-        with client, server:
-            peer = client._handshake.address
-            assert peer is not None
-            tag, much = 0xFE44_4953_534F_0000 | Kind.CREDIT, [client._ffi.from_buffer(bytes(size))]
-            talk(client, before)  # Receives for this number are posted.
-            for _ in range(24 if before else 1):
-                while not client._endpoint.send(peer, tag, much, lambda completion: None):
-                    client.arrived()
-            end = time.monotonic() + 0.2
-            while time.monotonic() < end:
-                client.arrived()  # All of it arrives at once.
-            with ThreadPoolExecutor(1) as pool:
-                receiving = pool.submit(server.receive, PATIENCE, lambda tag, length: bytearray(length))
-                while not receiving.done():
-                    client.arrived()
-                if before and "provider" not in where.parameters:
-                    with pytest.raises(RemoteProtocolError, match=f"control message of {size} bytes"):
-                        receiving.result()
-                else:
-                    assert receiving.result() is None  # libfabric itself disconnects
+    with (
+        leaving_nothing(),
+        closing(transport("fabric").listen(where)) as listener,
+        joined(listener) as (client, server),
+    ):
+        talk(client, before)  # Receives for this number are posted.
+        for _ in range(24 if before else 1):
+            client.begin(CONTROL | Kind.CREDIT, bytes(size))
+        end = time.monotonic() + 0.2
+        while time.monotonic() < end:
+            client.progress()  # All of it arrives at once.
+        with ThreadPoolExecutor(1) as pool:
+            receiving = pool.submit(server.receive, PATIENCE, lambda tag, length: bytearray(length))
+            while not receiving.done():
+                client.progress()
+            if before and "provider" not in where.parameters:
+                with pytest.raises(RemoteProtocolError, match=f"control message of {size} bytes"):
+                    receiving.result()
+            else:
+                assert receiving.result() is None  # libfabric itself disconnects
 
 
 class Memory(bytearray):
@@ -249,32 +256,39 @@ def test_memory_that_is_read_into_stays_until_that_has_ended() -> None:
     with leaving_nothing(), closing(transport("fabric").listen(Uri.parse("fabric:?rma=allow"))) as listener:
         region = Region(source.address, source)
         span = listener.expose(region)
-        client, server = connected(listener, [span])
-        with client, server:
-            endpoint, peer, ended = client._endpoint, client._handshake.address, list[Completion]()
-            assert isinstance(endpoint, FabricEndpoint)
-            assert peer is not None
+        with joined(listener, rma=True) as (client, server):
+            endpoint, ended = client.endpoint, list[Completion]()
             memory = Memory(source.size)
-            kept, into = weakref.ref(memory), client._ffi.from_buffer(memory, require_writable=True)
+            kept, into = weakref.ref(memory), endpoint.ofi.ffi.from_buffer(memory, require_writable=True)
             virtual, key = RMA_KEY.unpack(span.key)
-            while True:
-                with client._lock:
-                    if endpoint.read(peer, span.base * virtual, key, into, 0, source.size, ended.append):
-                        break
-                    endpoint.progress()
+            while not endpoint.read(client.address, span.base * virtual, key, into, 0, source.size, ended.append):
+                client.progress()
                 server.arrived()  # libfabric makes progress here
             del memory, into
             while not ended:
                 assert kept() is not None
                 server.arrived()
-                with client._lock:
-                    endpoint.progress()
+                client.progress()
             assert ended[0].error == 0
             assert kept() is None
+        del region
+
+
+def test_nothing_is_read_into_memory_by_a_connection_that_was_interrupted() -> None:
+    source = pa.py_buffer(bytes(range(1, 256)))
+    with leaving_nothing(), closing(transport("fabric").listen(Uri.parse("fabric:?rma=allow"))) as listener:
+        region = Region(source.address, source)
+        span = listener.expose(region)
+        client, server = connected(listener, [span])
+        with client, server:
+            memory = Memory(source.size)
+            kept = weakref.ref(memory)
             client.interrupt()
             with pytest.raises(ConnectionClosed):
-                client.memory.fetch([(span.base, source.size, 0)], bytearray(source.size), PATIENCE)
-            assert not endpoint._operations.fetching
+                client.memory.fetch([(span.base, source.size, 0)], memory, PATIENCE)
+            assert not any(memory)
+            del memory
+            assert kept() is None
         del region
 
 
@@ -314,10 +328,17 @@ def fetching(listener: Listener) -> Iterator[FabricConnection]:
         client.send([Message(2, (b"I have joined",))], PATIENCE)
         assert server.receive(PATIENCE, lambda tag, length: bytearray(length)) is not None
         server.send([Message(7, (bytes(64 << 20),))], PATIENCE)
-        with client._lock:
-            while not client._take(lambda tag, length: bytearray(length), 1 << 30):
-                client._progress()
-        server.interrupt()
+        begun = False
+
+        def allocate(tag: int | None, length: int) -> bytearray:
+            nonlocal begun
+            begun = True
+            server.interrupt()  # From now on, libfabric makes no progress in the server.
+            return bytearray(length)
+
+        while not begun:
+            with pytest.raises(DeadlineExceeded):
+                client.receive(0.1, allocate)
         yield client
 
 
@@ -342,10 +363,7 @@ def test_an_interrupted_close_leaves_nothing() -> None:
         ):
             with suppress(KeyboardInterrupt), Interruption(module, function) as interruption:
                 client.close()
-            endpoint = client._endpoint
-            assert interruption.came or (function == "_cut" and endpoint.ofi.version.startswith("2."))
-            assert isinstance(endpoint, FabricEndpoint)
-            assert not endpoint._opened
+            assert interruption.came or (function == "_cut" and ofi().version.startswith("2."))
 
 
 def test_ctrl_c_at_any_line_of_closing_an_endpoint_leaves_nothing_and_is_heard() -> None:
@@ -380,8 +398,9 @@ class Counting(FabricEndpoint):
 
 def test_closing_does_not_wait_for_an_answer_that_a_signal_has_lost() -> None:
     with leaving_nothing(), closing(Counting(PROVIDER, "127.0.0.1", None)) as endpoint:
-        assert endpoint.peek() is None
-        endpoint._peeking = endpoint._ffi.new("void *[8]")  # the state after a Ctrl-C between the answer and its use
+        with suppress(KeyboardInterrupt), Interruption(endpoints, "_on_peeked") as interruption:
+            endpoint.peek()
+        assert interruption.came
         endpoint.close()
         assert endpoint.looks < 5000
 

@@ -25,7 +25,7 @@ from dissociated.protocol.close_reason import decode_reason, encode_reason, reas
 from dissociated.protocol.message import Incoming, Message
 from dissociated.transport.base import Allocate
 from dissociated.transport.native.connection import NativeConnection
-from dissociated.transport.native.fabric import _ofi as c
+from dissociated.transport.native.fabric import libfabric as c
 from dissociated.transport.native.fabric.control import (
     BYES,
     CONSUMED,

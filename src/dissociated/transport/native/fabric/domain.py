@@ -7,8 +7,8 @@ import threading
 from itertools import count
 from typing import Any
 
-from dissociated.transport.native.fabric import _ofi as c
-from dissociated.transport.native.fabric._ofi import Ofi
+from dissociated.transport.native.fabric import libfabric as c
+from dissociated.transport.native.fabric.libfabric import Ofi
 from dissociated.uri import ANY_INTERFACE
 
 #: Limit of operations in progress of an endpoint, in each direction. Libfabric's default takes 40 MB per endpoint.
@@ -70,7 +70,7 @@ class Domain:
         ofi.check(code, action)
         self.domain = domain[0]
         self._keys = count(1)
-        self._ofi = ofi
+        self._library = ofi
 
     def enter(self) -> None:
         """Count another endpoint that shares the domain."""
@@ -94,7 +94,7 @@ class Domain:
         registered, null = self._ffi.new("struct fid_mr **"), self._ffi.NULL
         fid = self._ffi.addressof(self.domain.fid)
         code = self.domain.mr.reg(fid, memory, len(memory), access, 0, next(self._keys), 0, registered, null)
-        self._ofi.check(code, "registering memory")
+        self._library.check(code, "registering memory")
         return registered[0]
 
     def unregister(self, registered: Any) -> None:

@@ -21,9 +21,9 @@ from dissociated.base.interrupts import interrupts_held
 from dissociated.base.once import once
 from dissociated.errors import TransportError
 from dissociated.transport.native.addresses import host_and_port
-from dissociated.transport.native.fabric import _ofi as c
-from dissociated.transport.native.fabric._ofi import ofi
+from dissociated.transport.native.fabric import libfabric as c
 from dissociated.transport.native.fabric.domain import QUEUE, Domain, close_object, find_info
+from dissociated.transport.native.fabric.libfabric import ofi
 from dissociated.transport.native.fabric.operations import Completion, Done, Filling, Operation, Operations
 from dissociated.transport.native.threads import Waker
 from dissociated.uri import ANY_INTERFACE

@@ -16,7 +16,7 @@ from dissociated.memory.region import Region
 from dissociated.memory.remote import Span
 from dissociated.transport.base import Connection
 from dissociated.transport.native.addresses import host_and_port
-from dissociated.transport.native.fabric import _ofi as c
+from dissociated.transport.native.fabric import libfabric as c
 from dissociated.transport.native.fabric.connection import FabricConnection
 from dissociated.transport.native.fabric.control import CONTROL, CONTROL_BUFFERS, CONTROL_SIZE, VERSION, Kind
 from dissociated.transport.native.fabric.domain import RMA_KEY, Domain

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from dissociated.transport.native.fabric import _ofi as c
+from dissociated.transport.native.fabric import libfabric as c
 from dissociated.transport.native.fabric.domain import Domain
 
 _CONTEXT_SIZE = 8  # pointers that a provider may keep in the context of an operation (struct fi_context2)

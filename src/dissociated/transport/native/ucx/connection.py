@@ -28,10 +28,10 @@ from dissociated.protocol.message import Incoming, Message
 from dissociated.transport.base import Allocate
 from dissociated.transport.native.connection import OVERHEAD, NativeConnection
 from dissociated.transport.native.library import view_of
-from dissociated.transport.native.ucx import _ucp as c
-from dissociated.transport.native.ucx._ucp import Ucp
+from dissociated.transport.native.ucx import libucp as c
 from dissociated.transport.native.ucx.closing import ClosingConnection, closing_connections
 from dissociated.transport.native.ucx.endpoint import ABORT, METADATA, UcxEndpoint, params
+from dissociated.transport.native.ucx.libucp import Ucp
 from dissociated.transport.native.ucx.worker import Worker
 from dissociated.transport.states import ConnectionState
 

@@ -9,8 +9,8 @@ from typing import Any
 from dissociated.base.once import once
 from dissociated.memory.remote import Span
 from dissociated.protocol.close_reason import decode_reason
-from dissociated.transport.native.ucx import _ucp as c
-from dissociated.transport.native.ucx._ucp import Ucp, ucp
+from dissociated.transport.native.ucx import libucp as c
+from dissociated.transport.native.ucx.libucp import Ucp, ucp
 from dissociated.transport.native.ucx.worker import Worker
 
 METADATA, ABORT = 0, 1  # ids of active messages

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dissociated.errors import UriError
-from dissociated.transport.native.ucx import _ucp as c
-from dissociated.transport.native.ucx._ucp import LIBRARY, Ucp
+from dissociated.transport.native.ucx import libucp as c
+from dissociated.transport.native.ucx.libucp import LIBRARY, Ucp
 from dissociated.uri import Uri
 
 _NAME, _VERSION, _RUNS_VERSION = int.from_bytes(b"DISSOC"), 1, 2  # in the id of our clients, see client_id

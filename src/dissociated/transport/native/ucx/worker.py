@@ -12,9 +12,9 @@ from dissociated.base.once import once
 from dissociated.errors import ForkedError, TransportError
 from dissociated.memory.device.base import DeviceType
 from dissociated.transport.native.threads import Waker
-from dissociated.transport.native.ucx import _ucp as c
-from dissociated.transport.native.ucx._ucp import Ucp, ucp
+from dissociated.transport.native.ucx import libucp as c
 from dissociated.transport.native.ucx.handshake import client_id
+from dissociated.transport.native.ucx.libucp import Ucp, ucp
 
 #: Size in bytes of the largest TCP segment that our contexts receive, and that they send to peers that declare to
 #: receive it. UCX does not check the size: a larger segment overruns the peer's buffer.

@@ -236,9 +236,9 @@ EIO, EAGAIN, ENOMSG, EAVAIL = 5, 11, 42, 259
 #: The requested version of the API, which every later version also supports.
 API = 1 << 16 | 17
 #: The first version whose provider tcp;ofi_rxm is sufficient.
-_OLDEST_LIBFABRIC = (1, 17)
+OLDEST_LIBFABRIC = (1, 17)
 #: Sizes in bytes of the structures that libfabric copies to and from our memory, since version 1.17, on 64 bits.
-_SIZES = {"struct fi_cq_tagged_entry": 48, "struct fi_msg": 48, "struct fi_msg_tagged": 64, "struct fi_cq_attr": 40}
+SIZES = {"struct fi_cq_tagged_entry": 48, "struct fi_msg": 48, "struct fi_msg_tagged": 64, "struct fi_cq_attr": 40}
 
 
 class Ofi:
@@ -257,7 +257,7 @@ class Ofi:
             raise LIBRARY.wrong(self.path) from None
         version = number >> 16, number & 0xFFFF
         self.version = "{}.{}".format(*version)
-        LIBRARY.check_age(self.path, self.version, version, _OLDEST_LIBFABRIC)
+        LIBRARY.check_age(self.path, self.version, version, OLDEST_LIBFABRIC)
         with _small_buffers(version):
             self._check_layouts()
 
@@ -277,7 +277,7 @@ class Ofi:
         Fields that libfabric fills in are compared with their valid values, which detects a field at another offset.
         """
         ffi = self.ffi
-        wrong = [name for name, size in _SIZES.items() if ffi.sizeof(name) != size]
+        wrong = [name for name, size in SIZES.items() if ffi.sizeof(name) != size]
         hints = self.lib.fi_dupinfo(ffi.NULL)
         hints.caps = TAGGED
         hints.ep_attr.type, hints.fabric_attr.prov_name = EP_RDM, self.lib.strdup(b"tcp;ofi_rxm")

@@ -209,7 +209,7 @@ INVALID_PARAM, BUSY, CONNECTION_RESET = -5, -15, -25
 #: Pointers of this value or above are errors.
 _ERRORS = 2**64 - 100
 #: The first version that has every function above.
-_OLDEST_UCX = (1, 13)
+OLDEST_UCX = (1, 13)
 
 
 class Ucp:
@@ -229,7 +229,7 @@ class Ucp:
             raise LIBRARY.wrong(self.path) from None
         self.version = f"{numbers[0]}.{numbers[1]}.{numbers[2]}"
         self.numbers: tuple[int, int] = numbers[0], numbers[1]
-        LIBRARY.check_age(self.path, self.version, self.numbers, _OLDEST_UCX)
+        LIBRARY.check_age(self.path, self.version, self.numbers, OLDEST_UCX)
         self._address = self.ffi.typeof("uintptr_t")
 
     def address(self, pointer: Any) -> int:
