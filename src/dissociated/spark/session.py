@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dissociated.base.host import machine_memory
 from dissociated.control.catalog_uri import CATALOG_VARIABLE
 from dissociated.errors import JarNotMade, PySparkNotFound
-from dissociated.spark.catalog import CatalogConfig
+from dissociated.spark.catalog import WAIT, CatalogConfig
 from dissociated.spark.jar import jar
 from dissociated.spark.java import java_home
 from dissociated.spark.target import WriteTarget
@@ -102,6 +102,7 @@ def publish(
     merge_schema: bool = False,
     token_file: str | None = None,
     tls_roots: str | None = None,
+    wait: float = WAIT,
 ) -> None:
     """Publish `df` as the dataset `name` of a catalog.
 
@@ -120,6 +121,7 @@ def publish(
         merge_schema: Whether appended rows may lack columns and have narrower numbers.
         token_file: The file with the token for a catalog with access control. Every host must have it.
         tls_roots: The file with the trusted certificates for TLS. Every host must have it.
+        wait: The seconds for which the driver and the tasks wait for a catalog or a node that is away.
 
     Raises:
         SourceError: Arrow cannot carry a type, or the rows cannot be appended.
@@ -137,7 +139,7 @@ def publish(
     """
     from pyspark.sql.utils import is_remote
 
-    config = CatalogConfig(_catalog(df.sparkSession, catalog), token_file, tls_roots)
+    config = _catalog(df.sparkSession, catalog, token_file=token_file, tls_roots=tls_roots, wait=wait)
     target = WriteTarget(config, Commit(name, mode=mode, tags=tags or {}, ttl=ttl), merge_schema)
     # With Spark Connect the server writes: this process may be unable to reach the catalog.
     if not is_remote():
@@ -171,7 +173,7 @@ def read(
             conditions, of which one list must be true. They are applied before Spark gets the rows, with the result
             that Spark itself would have.
         options: Options of the data source: `version`, `transport`, `partitions`, `nanoseconds`, `token_file`,
-            `tls_roots`.
+            `tls_roots`, `wait`.
 
     Raises:
         CatalogError: Neither the arguments, the settings nor the environment name the catalog.
@@ -184,7 +186,7 @@ def read(
         read(spark, "flights", catalog).groupBy("dest").count().show()
         ```
     """
-    reader = spark.read.format("dissociated").option("catalog", _catalog(spark, catalog)).options(**options)
+    reader = spark.read.format("dissociated").option("catalog", _catalog(spark, catalog).uri).options(**options)
     if columns is not None:
         reader = reader.option("columns", json.dumps([*columns]))
     if filters is not None:
@@ -192,9 +194,10 @@ def read(
     return reader.load(name)
 
 
-def _catalog(spark: SparkSession, uri: str | None) -> str:
+def _catalog(spark: SparkSession, uri: str | None, **options: str | float | None) -> CatalogConfig:
     configured = uri or spark.conf.get("spark.dissociated.catalog", None) or ""
-    return CatalogConfig.parse({"catalog": configured}).uri
+    texts = {name: str(value) for name, value in options.items() if value is not None}
+    return CatalogConfig.parse({"catalog": configured, **texts})
 
 
 def _settings(master: str) -> dict[str, str]:

@@ -99,8 +99,7 @@ class DatasetCatalog extends StagingTableCatalog with SupportsNamespaces {
   /** A write replaces the table at once and whole. So only a table that is not written is made in the end. */
   override def stageCreateOrReplace(table: Identifier, schema: StructType, by: Array[Transform],
       properties: util.Map[String, String]): StagedTable = {
-    if (by.nonEmpty) throw new UnsupportedOperationException(
-      s"$table has no partitions by columns: leave them out, and sort what is written, so that queries skip batches")
+    Source.refusePartitions(table.toString, by)
     val tags = keptProperties(table, properties.asScala.toMap)
     new DatasetTable(schema, options + ("path" -> named(table)._2), tags) with StagedTable {
       private var written = false

@@ -38,6 +38,7 @@ class Source extends TableProvider with DataSourceRegister {
 
   override def getTable(schema: StructType, by: Array[Transform], properties: util.Map[String, String]): Table = {
     Source.refuseTable(properties)
+    Source.refusePartitions("a dataset", by)
     if (Source.enabled) new Dataset(schema, by, properties) else Source.inPython().getTable(schema, by, properties)
   }
 }
@@ -63,6 +64,11 @@ object Source extends Logging {
         "org.apache.spark.sql.dissociated.DatasetCatalog and spark.sql.catalog.NAME.catalog = URI, and call the " +
         "table NAME.TABLE; or write by save; or CREATE TEMPORARY VIEW v USING dissociated OPTIONS (catalog 'URI', " +
         "path 'NAME')")
+
+  /** Refuses `partitionBy` and `clusterBy`, which a dataset cannot keep. */
+  def refusePartitions(subject: String, by: Array[Transform]): Unit =
+    if (by.nonEmpty) throw Failure(s"$subject has no partitions by columns: leave them out, and sort the rows that are " +
+      "written, so that queries skip batches")
 
   /** The same options; where they do not name the catalog, the session's setting does. */
   def withCatalog(options: CaseInsensitiveStringMap): CaseInsensitiveStringMap = {
