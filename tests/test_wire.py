@@ -134,7 +134,7 @@ def test_every_rule_that_the_library_names_is_on_the_page() -> None:
                 isinstance(one, ast.Name) and one.id == "_RULES" for one in node.targets
             ):
                 assert isinstance(node.value, ast.Dict)
-                named |= {one.value for one in node.value.values if isinstance(one, ast.Constant)}
+                named |= {str(one.value) for one in node.value.values if isinstance(one, ast.Constant)}
     assert sorted(page) == sorted(named)
 
 

@@ -66,7 +66,8 @@ class Vector:
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True)
-        sent, regions = self.preamble, []
+        sent = self.preamble
+        regions: list[dict[str, object]] = []
         for part in self.server:
             if isinstance(part, Shared):
                 (folder / f"region-{len(regions)}").write_bytes(part.content)

@@ -33,6 +33,7 @@ COMMANDS = {
     "status": ("status", "show what a server is doing"),
     "completion": ("integrations", "print the completion script of a shell"),
     "inspect": ("inspect", "show the messages and buffers of an Arrow IPC file"),
+    "conformance": ("conformance", "test an implementation of the protocol in another language"),
     "spark-jar": ("integrations", "print the path of the jar for Spark"),
 }
 
