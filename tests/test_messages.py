@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,9 +62,9 @@ def templates(node: ast.expr) -> Iterator[tuple[str, tuple[str, ...], tuple[str,
         yield text, tuple(quoted), tuple(bare)
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(SOURCE.rglob("*.py")):
-        yield str(path.relative_to(SOURCE)), ast.parse(path.read_text())
+@cache
+def modules() -> list[tuple[str, ast.Module]]:
+    return [(str(path.relative_to(SOURCE)), ast.parse(path.read_text())) for path in sorted(SOURCE.rglob("*.py"))]
 
 
 def called(node: ast.Call) -> str:
@@ -80,8 +81,7 @@ ERRORS = {
 }
 
 
-def raised() -> Iterator[Message]:
-    """Yield the message of each error that the library makes."""
+def _raised() -> Iterator[Message]:
     for name, module in modules():
         for node in ast.walk(module):
             if isinstance(node, ast.Call) and called(node) in ERRORS:
@@ -91,8 +91,7 @@ def raised() -> Iterator[Message]:
                             yield Message(f"{name}:{node.lineno}", text, quoted, bare)
 
 
-def logged() -> Iterator[tuple[Message, bool]]:
-    """Yield the message of each log call, and whether the call gives further fields by `extra`."""
+def _logged() -> Iterator[tuple[Message, bool]]:
     for name, module in modules():
         for node in ast.walk(module):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LEVELS:
@@ -104,8 +103,17 @@ def logged() -> Iterator[tuple[Message, bool]]:
                     yield Message(f"{name}:{node.lineno}", text, quoted, bare), extra
 
 
-RAISED = [*raised()]
-LOGGED = [*logged()]
+# Not computed at import, because every worker of a run imports this module, and one runs its tests.
+@cache
+def raised() -> list[Message]:
+    """Return the message of each error that the library makes."""
+    return [*_raised()]
+
+
+@cache
+def logged() -> list[tuple[Message, bool]]:
+    """Return the message of each log call, and whether the call gives further fields by `extra`."""
+    return [*_logged()]
 
 
 def first_word(text: str) -> str:
@@ -143,8 +151,8 @@ def quotes_its_texts(message: Message) -> bool:
     "rule", [names_its_subject, has_no_riddle, begins_in_lower_case, is_one_sentence, quotes_its_texts]
 )
 def test_an_error_message_has_the_fact_first_and_the_remedy_second(rule: Callable[[Message], bool]) -> None:
-    assert len(RAISED) > 500
-    assert [str(message) for message in RAISED if not rule(message)] == []
+    assert len(raised()) > 500
+    assert [str(message) for message in raised() if not rule(message)] == []
 
 
 def test_an_exception_that_users_can_catch_has_a_code() -> None:
@@ -166,9 +174,9 @@ def is_an_event_with_fields(message: Message) -> bool:
 
 @pytest.mark.parametrize("rule", [names_its_subject, has_no_riddle, begins_in_lower_case, is_one_sentence])
 def test_a_log_line_has_the_form_of_a_message(rule: Callable[[Message], bool]) -> None:
-    assert len(LOGGED) > 40
-    assert [str(message) for message, _ in LOGGED if not rule(message)] == []
+    assert len(logged()) > 40
+    assert [str(message) for message, _ in logged() if not rule(message)] == []
 
 
 def test_a_log_line_is_an_event_with_fields() -> None:
-    assert [str(message) for message, extra in LOGGED if not extra and not is_an_event_with_fields(message)] == []
+    assert [str(message) for message, extra in logged() if not extra and not is_an_event_with_fields(message)] == []
