@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,16 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """Report what the machine provides if several workers run. A single worker skips this because it takes seconds."""
     return report() if config.getoption("numprocesses", None) else []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Do not collect garbage while modules are imported: there is little, and looking for it takes a third."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
@@ -82,11 +93,12 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def rank(item: pytest.Item) -> int:
-        place = item.path.relative_to(TESTS).as_posix()
+    @cache
+    def rank(path: Path) -> int:
+        place = path.relative_to(TESTS).as_posix()
         return next((at for at, one in enumerate(LONGEST) if place.startswith(one)), len(LONGEST))
 
-    items.sort(key=rank)
+    items.sort(key=lambda item: rank(item.path))
 
 
 class _Groups(LoadFileScheduling):  # type: ignore[misc]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,9 +66,9 @@ def templates(node: ast.expr) -> Iterator[tuple[str, tuple[str, ...], tuple[str,
         yield text, tuple(quoted), tuple(bare)
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(SOURCE.rglob("*.py")):
-        yield str(path.relative_to(SOURCE)), ast.parse(path.read_text())
+@cache
+def modules() -> list[tuple[str, ast.Module]]:
+    return [(str(path.relative_to(SOURCE)), ast.parse(path.read_text())) for path in sorted(SOURCE.rglob("*.py"))]
 
 
 def called(node: ast.Call) -> str:
@@ -84,8 +85,7 @@ ERRORS = {
 }
 
 
-def raised() -> Iterator[Message]:
-    """Yield the message of each error that the library makes."""
+def _raised() -> Iterator[Message]:
     for name, module in modules():
         for node in ast.walk(module):
             if isinstance(node, ast.Call) and called(node) in ERRORS:
@@ -105,15 +105,21 @@ def log_calls() -> Iterator[tuple[str, ast.expr]]:
                     yield f"{name}:{node.lineno}", node.args[1 if method in WITH_LEVEL else 0]
 
 
-def logged() -> Iterator[Message]:
-    """Yield the message of each log call."""
-    for place, message in log_calls():
-        for text, quoted, bare in templates(message):
-            yield Message(place, text, quoted, bare)
+# Not computed at import, because every worker of a run imports this module, and one runs its tests.
+@cache
+def raised() -> list[Message]:
+    """Return the message of each error that the library makes."""
+    return [*_raised()]
 
 
-RAISED = [*raised()]
-LOGGED = [*logged()]
+@cache
+def logged() -> list[Message]:
+    """Return the message of each log call."""
+    return [
+        Message(place, text, quoted, bare)
+        for place, message in log_calls()
+        for text, quoted, bare in templates(message)
+    ]
 
 
 def first_word(text: str) -> str:
@@ -151,8 +157,8 @@ def quotes_its_texts(message: Message) -> bool:
     "rule", [names_its_subject, has_no_riddle, begins_in_lower_case, is_one_sentence, quotes_its_texts]
 )
 def test_an_error_message_has_the_fact_first_and_the_remedy_second(rule: Callable[[Message], bool]) -> None:
-    assert len(RAISED) > 500
-    assert [str(message) for message in RAISED if not rule(message)] == []
+    assert len(raised()) > 500
+    assert [str(message) for message in raised() if not rule(message)] == []
 
 
 def test_an_exception_that_users_can_catch_has_a_code() -> None:
@@ -174,12 +180,12 @@ def is_an_event_with_fields(message: Message) -> bool:
 
 @pytest.mark.parametrize("rule", [names_its_subject, has_no_riddle, begins_in_lower_case, is_one_sentence])
 def test_a_log_line_has_the_form_of_a_message(rule: Callable[[Message], bool]) -> None:
-    assert len(LOGGED) > 40
-    assert [str(message) for message in LOGGED if not rule(message)] == []
+    assert len(logged()) > 40
+    assert [str(message) for message in logged() if not rule(message)] == []
 
 
 def test_a_log_line_is_an_event_with_fields() -> None:
-    lines = [message for message in LOGGED if not message.place.startswith(TRANSCRIPTS)]
+    lines = [message for message in logged() if not message.place.startswith(TRANSCRIPTS)]
     assert [str(message) for message in lines if not is_an_event_with_fields(message)] == []
 
 

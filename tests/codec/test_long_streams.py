@@ -117,7 +117,7 @@ def test_metadata_of_batches_survives(server: dis.Server, tmp_path: Path) -> Non
     assert found == [{b"number": b"%04d" % number} for number in range(3_000)]
 
 
-@pytest.mark.parametrize("alone", [0, 5, 1_000, 1_999])
+@pytest.mark.parametrize("alone", [0, 1_001])
 @pytest.mark.parametrize("way", WAYS)
 def test_the_rest_may_not_lie_in_place(server: dis.Server, tmp_path: Path, alone: int, way: str) -> None:
     first, second = batches(2_000)[:1_000], batches(2_000)[1_000:]

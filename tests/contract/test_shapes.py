@@ -13,7 +13,7 @@ from support.arrow_cases import ARRAYS, ROWS
 from support.helpers import Serve, connections_left
 from support.machine import media
 
-from .conftest import MEDIA, QUICK, Route
+from .conftest import MEDIA, Route
 
 #: Small batches, enough for runs, and too many to be in flight all at once.
 COUNT = 700
@@ -71,7 +71,8 @@ def test_slices(quick: Route) -> None:
 def test_many_small_batches(route: Route) -> None:
     sent = numbers(*(range(start, start + 3) for start in range(COUNT)))
     table = pa.Table.from_batches(sent)
-    for source in (table, lambda: stream(NUMBERS, sent)):
+    sources = (table, lambda: stream(NUMBERS, sent))
+    for source in sources if route.is_quick else sources[route.way.arrangement == "one" :][:1]:
         _, arrived = route.read(source)
         assert len(arrived) == COUNT
         assert pa.Table.from_batches(arrived) == table
@@ -98,7 +99,7 @@ def test_a_batch_of_64_mb(route: Route) -> None:
     values = np.arange(7 << 20)
     sent = pa.record_batch({"n": values, "b": values.view(np.uint8)[: 7 << 20]})
     assert sent.nbytes == 63 << 20
-    quick = route.way.arrangement == "one" and route.way.medium in QUICK
+    quick = route.is_quick and route.way.arrangement == "one"
     for source in (sent, lambda: sent) if quick else (sent,):
         _, arrived = route.read(source)
         assert arrived == [sent]
@@ -112,7 +113,7 @@ def test_no_batches_but_a_schema_with_much_to_say(route: Route) -> None:
         ],
         metadata={"origin": "ünïcödé", "pandas": "{}" * 10_000},
     )
-    for source in (schema.empty_table(), lambda: stream(schema, [])):
+    for source in (schema.empty_table(), lambda: stream(schema, [])) if route.is_quick else (schema.empty_table(),):
         found, arrived = route.read(source)
         assert found.equals(schema, check_metadata=True)
         assert found.field("n").nullable is False

@@ -25,7 +25,7 @@ def test_tensors_of_every_kind_and_type(quick: Route) -> None:
 
 
 def test_one_tensor(route: Route) -> None:
-    for tensor in (some()[0], some()[-1]):
+    for tensor in (some()[0], some()[-1]) if route.is_quick else some()[-1:]:
         route.publish(tensor)
         (arrived,) = route.tensors()
         assert_same(arrived, tensor)

@@ -11,10 +11,11 @@ from .conftest import Route
 
 
 def check(route: Route, sent: list[pa.RecordBatch]) -> None:
-    """Read batches from a live source one by one, and from a table."""
-    schema, arrived = route.read(lambda: pa.RecordBatchReader.from_batches(sent[0].schema, sent))
-    assert schema.equals(sent[0].schema, check_metadata=True)
-    assert arrived == sent
+    """Read batches from a table, and over a quick route also from a live source one by one."""
+    if route.is_quick:
+        schema, arrived = route.read(lambda: pa.RecordBatchReader.from_batches(sent[0].schema, sent))
+        assert schema.equals(sent[0].schema, check_metadata=True)
+        assert arrived == sent
     schema, arrived = route.read(pa.Table.from_batches(sent))
     assert schema.equals(sent[0].schema, check_metadata=True)
     assert pa.Table.from_batches(arrived) == pa.Table.from_batches(sent)

@@ -39,10 +39,10 @@ GROUPS = [
     for _, ways in groupby(OURS, lambda way: (MORE_MEMORY.get(way, way.split("-")[0]), slow(way) and medium(way)))
 ]
 TOGETHER = [pytest.param(ways, id="+".join(ways), marks=needs(medium(ways[0]))) for ways in GROUPS]
-SLOW = 24  # ways that take long read only every 24th file
-#: Kinds of ways that share the mutations: most of the damage is rejected before it reaches a medium.
+SLOW = 40  # ways that take long read only every 40th file
+#: Kinds of ways that share the files: most of the damage is rejected before it reaches a medium.
 SHARED = ("published", "live", "apart")
-IN_PLACE = "published-shm-any"  # reads all mutations, in place
+IN_PLACE = "published-shm-any"  # reads all files, in place
 
 pytestmark = [pytest.mark.needs("golden files"), pytest.mark.usefixtures("trusted", "forks")]
 
@@ -90,7 +90,7 @@ def test_there_are_damaged_streams_and_files() -> None:
 def test_what_fuzzers_found(ends: Ends) -> None:
     for way, found in ends.found.items():
         assert found["refused"] > found.total() / 2, f"{way} reads what is damaged: {found}"
-        assert found["valid"] or slow(way), f"{way} reads nothing: {found}"
+        assert found["valid"] or found.total() < len(DAMAGED), f"{way} reads nothing: {found}"
 
 
 def test_mutations_of_golden_files(ends: Ends) -> None:
@@ -101,13 +101,14 @@ def test_mutations_of_golden_files(ends: Ends) -> None:
 
 def read_by(way: str, mutations: list[Path]) -> Sequence[Path]:
     """Return the files that are read in a way."""
+    files = [*DAMAGED, *mutations]
     if slow(way):
-        return [*DAMAGED, *mutations][::SLOW]
+        return files[::SLOW]
     kind = way.split("-")[0]
     if kind not in SHARED or way == IN_PLACE:
-        return [*DAMAGED, *mutations]
+        return files
     kin = [one for one in OURS if one.split("-")[0] == kind and not slow(one) and one != IN_PLACE]
-    return [*DAMAGED, *mutations[kin.index(way) :: len(kin)]]
+    return files[kin.index(way) :: len(kin)]
 
 
 def ends_of(asked: list[tuple[str, Path]]) -> dict[tuple[str, str], str]:
