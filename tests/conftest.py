@@ -101,13 +101,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rank(item.path))
 
 
+#: Tests of Spark that start no session, or one of their own.
+_WITHOUT_SESSION = (
+    "test_cluster.py",
+    "test_connect.py",
+    "test_faults.py",
+    "test_jar.py",
+    "test_java.py",
+    "test_plain_session.py",
+    "test_quickstart.py",
+    "test_sidecar.py",
+    "test_unreachable.py",
+)
+
+
 class _Groups(LoadFileScheduling):  # type: ignore[misc]
     """A scheduler that keeps each file, and all files that share a Spark session, on one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = str(super()._split_scope(nodeid))
-        alone = ("test_cluster.py", "test_connect.py", "test_java.py", "test_writer.py")
-        return "spark" if "/spark/" in file and not file.endswith(alone) else file
+        return "spark" if "/spark/" in file and not file.endswith(_WITHOUT_SESSION) else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:

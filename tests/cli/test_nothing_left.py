@@ -107,6 +107,14 @@ def test_get_that_is_killed_leaves_what_was_there(tmp_path: Path, named: bool) -
         assert output.stat().st_mode & 0o777 == 0o666 & ~mask
 
 
+def first_of_stream() -> bytes:
+    """Return a stream with one batch and without its end."""
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, LARGE_BATCH.schema) as writer:
+        writer.write_batch(LARGE_BATCH)
+    return sink.getvalue()[:-8]  # without the end-of-stream marker
+
+
 def test_what_a_killed_command_wrote_to_a_pipe_is_no_whole_stream() -> None:
     go_on = threading.Event()
 
@@ -115,10 +123,7 @@ def test_what_a_killed_command_wrote_to_a_pipe_is_no_whole_stream() -> None:
         go_on.wait(PATIENCE)
         yield LARGE_BATCH
 
-    sink = io.BytesIO()
-    with pa.ipc.new_stream(sink, LARGE_BATCH.schema) as writer:
-        writer.write_batch(LARGE_BATCH)
-    first = sink.getvalue()[:-8]  # without the end-of-stream marker
+    first = first_of_stream()
     with dis.Server(["tcp://127.0.0.1:0"]) as server, dis.connect(server.catalog_uri) as client:
         server.publish("slow", lambda: pa.RecordBatchReader.from_batches(LARGE_BATCH.schema, slow()))
         client.put("copy", pa.table({"n": [7]}))
@@ -265,9 +270,10 @@ def batches():
 schema = pa.schema({"n": pa.int64()})
 reading.stream_batches(pa.RecordBatchReader.from_batches(schema, batches()), io.BytesIO(), FILE_FORMATS["arrows"])
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
-    assert ended.returncode == 128 + signal.SIGTERM
-    assert 0 < len(ended.stdout.split()) < 10
+    with Fork("-c", script, stdout=subprocess.PIPE) as process:
+        printed, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert 0 < len(printed.split()) < 10
 
 
 def test_put_that_fails_leaves_no_node(tmp_path: Path) -> None:
@@ -279,11 +285,10 @@ def test_put_that_fails_leaves_no_node(tmp_path: Path) -> None:
         assert "the source of 'd' failed" in ended(process)
     wait_until(lambda: running(store) is None, "the node that was started for nothing has ended")
     wait_until(lambda: not (store / "node.json").exists(), "it says so")
-    large = tmp_path / "large.arrow"
-    with pa.ipc.new_file(large, BATCH.schema) as writer:
-        for _ in range(20_000):
-            writer.write_batch(BATCH)
-    with command("put", large, "d", "--store", store) as process:
+    with command("put", "-", "d", "--store", store, stdin=subprocess.PIPE) as process:
+        assert isinstance(process.stdin, io.TextIOWrapper)
+        process.stdin.buffer.write(first_of_stream())
+        process.stdin.buffer.flush()
         wait_until(lambda: (store / "staging").exists() and os.listdir(store / "staging"), "it has begun to write")
         process.kill()
         ended(process)

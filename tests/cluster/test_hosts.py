@@ -27,6 +27,13 @@ with dis.connect(sys.argv[1], tls_roots=sys.argv[2]) as client:
     print(rows, flush=True)
     sys.stdin.readline()
 """
+#: A process that prints the addresses of a server's consumers whenever it gets a line.
+PEERS = """
+import sys, dissociated as dis
+with dis.connect(sys.argv[1], tls_roots=sys.argv[2]) as client:
+    for _ in sys.stdin:
+        print(*(one.peer.split()[-1].partition(":")[0] for one in client.status().consumers), flush=True)
+"""
 PUT = """
 import sys, pyarrow as pa, dissociated as dis
 batch = pa.record_batch({"n": pa.array(range(1 << 17), pa.int64())})
@@ -133,10 +140,10 @@ def test_a_reader_whose_host_is_gone_is_noticed_and_one_that_only_pauses_is_kept
             assert answer(readers[-1]) == "reached\n"
         assert int(answer(readers[0], "\n")) == 64 << 17
 
+        told = cluster["b"].start("-c", PEERS, uri.format("localhost"), made.roots)
+
         def peers() -> set[str]:
-            where = (uri.format("localhost"), "--json", "--tls-roots", made.roots)
-            status = json.loads(cluster["b"].run("-m", "dissociated", "status", *where).stdout)
-            return {one["peer"].split()[-1].partition(":")[0] for one in status["consumers"]}
+            return {*answer(told, "\n").split()}
 
         assert cluster.addresses["a"] in peers()
         cluster.cut("a")

@@ -46,13 +46,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings(*OF_PYSPARK))
 
 
-@pytest.fixture(scope="package")
-def spark() -> Iterator[SparkSession]:
-    """Yield a session with two cores and two attempts per task, whose Python workers are forks of warm.py."""
+@pytest.fixture(scope="session")
+def java() -> str:
+    """Return the home of the Java for Spark. Without one, skip the test."""
     try:
-        java_home()
+        return java_home()
     except JavaNotFound as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="package")
+def spark(java: str) -> Iterator[SparkSession]:
+    """Yield a session with two cores and two attempts per task, whose Python workers are forks of warm.py."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         settings: dict[str, Any] = {
@@ -100,11 +105,10 @@ def stage(catalog: str) -> Path:
         return Path(client.stage().directory)
 
 
-@pytest.fixture
-def path_without_java(tmp_path: Path) -> Path:
+@pytest.fixture(scope="session")
+def path_without_java(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a PATH with all the tools of this machine except Java."""
-    tools = tmp_path / "tools"
-    tools.mkdir()
+    tools = tmp_path_factory.mktemp("tools")
     for directory in os.environ["PATH"].split(os.pathsep):
         for tool in Path(directory).glob("*"):
             if tool.name != "java" and not (tools / tool.name).is_symlink():

@@ -21,9 +21,7 @@ import pyspark
 import pytest
 
 import dissociated as dis
-from dissociated.errors import JavaNotFound
 from dissociated.node.launch import running
-from dissociated.spark import java_home
 from support.helpers import PATIENCE, wait_until
 from support.processes import Process, free_port
 
@@ -51,14 +49,6 @@ with dis.connect(sys.argv[1]) as client:
     maps = {line.split(None, 5)[5].strip() for line in open("/proc/self/maps") if ".arrows" in line}
     print(json.dumps({"ids": table["id"].to_pylist(), "maps": sorted(maps)}))
 """
-
-
-@pytest.fixture(scope="module")
-def java() -> str:
-    try:
-        return java_home()
-    except JavaNotFound as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")

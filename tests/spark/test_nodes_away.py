@@ -55,13 +55,15 @@ def test_a_commit_waits_for_a_node_that_has_segments(
     gate = tmp_path / "gate"
 
     def gated(batches):
+        import time
+
         from pyspark import TaskContext
 
         context = TaskContext.get()
         assert context is not None
         if context.partitionId() == 1:
             while not gate.exists():
-                pass
+                time.sleep(0.01)
         yield from batches
 
     rows = spark.range(10, numPartitions=2).mapInArrow(gated, "id long")

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import dissociated as dis
-from dissociated.spark import java_home
 from dissociated.spark.jar import jar
 
 SCRIPT = """
@@ -18,10 +17,11 @@ import sys
 from pyspark.sql import SparkSession
 
 uri, jar = sys.argv[1:]
-spark = SparkSession.builder.master("local[1]").config("spark.jars", jar).getOrCreate()
+builder = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false")
+spark = builder.config("spark.jars", jar).getOrCreate()
 spark.range(5).write.format("dissociated").option("catalog", uri).mode("overwrite").save("numbers")
 found = spark.read.format("dissociated").option("catalog", uri).load("numbers")
-print(found.selectExpr("sum(id)").first()[0])
+print(sum(row.id for row in found.collect()))
 spark.stop()
 """
 
@@ -32,9 +32,8 @@ exec {python} "$@"
 """
 
 
-@pytest.mark.usefixtures("spark")  # which has compiled the jar
 @pytest.mark.parametrize("called", ["by its path", "by its name"])
-def test_the_interpreter_of_the_driver_is_found(catalog: str, tmp_path: Path, called: str) -> None:
+def test_the_interpreter_of_the_driver_is_found(java: str, catalog: str, tmp_path: Path, called: str) -> None:
     """Spark's own default is the `python3` of PATH, whichever that is."""
     other = tmp_path / "python3"
     other.write_text(OTHER.format(python=sys.executable))
@@ -42,7 +41,7 @@ def test_the_interpreter_of_the_driver_is_found(catalog: str, tmp_path: Path, ca
     name = Path(sys.executable).name if Path(sys.executable).name != "python3" else "python"
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith("PYSPARK")},
-        "JAVA_HOME": java_home(),
+        "JAVA_HOME": java,
         "PATH": os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]),
         "SPARK_LOCAL_IP": "127.0.0.1",
     }

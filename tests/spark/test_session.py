@@ -10,6 +10,8 @@ import pytest
 import dissociated as dis
 from dissociated.spark import session
 
+from .test_quickstart import PROGRAM, RESULT
+
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
@@ -55,3 +57,15 @@ def test_settings_of_the_caller_win(spark: SparkSession) -> None:
     conf = spark.sparkContext.getConf()
     assert conf.get("spark.log.level") == "OFF"
     assert conf.get("spark.driver.bindAddress") == "127.0.0.1"
+
+
+def test_the_program_of_the_quickstart_runs_where_a_session_runs_already(
+    spark: SparkSession, catalog: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A notebook is such a place."""
+    monkeypatch.setenv("DISSOCIATED_CATALOG", catalog)
+    try:
+        exec(PROGRAM, {})
+    finally:
+        spark.conf.unset("spark.dissociated.catalog")
+    assert RESULT in capsys.readouterr().out

@@ -105,11 +105,15 @@ def files_below(directory: Path, pid: int | str = "self") -> set[str]:
 
 
 def wait_until(condition: Callable[[], object], what: str, patience: float = PATIENCE) -> None:
-    """Wait until `condition` holds. Fail with the message `what` after `patience` seconds."""
-    deadline = monotonic() + patience
+    """Wait until `condition` holds. Fail with the message `what` after `patience` seconds.
+
+    Conditions read all of /proc, or ask a server: a long wait asks less often, and leaves the processor to others.
+    """
+    began = monotonic()
     while not condition():
-        assert monotonic() < deadline, f"waited {patience:g} s in vain: {what}"
-        sleep(0.005)
+        waited = monotonic() - began
+        assert waited < patience, f"waited {patience:g} s in vain: {what}"
+        sleep(min(max(waited / 100, 0.005), 0.05))
 
 
 class Child(subprocess.Popen[str]):
