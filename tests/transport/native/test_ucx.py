@@ -202,9 +202,9 @@ def test_a_remote_handle_that_is_none_is_refused() -> None:
 
 def test_an_interruption_while_ucx_calls_reaches_the_caller_who_is_told_that_something_was_lost() -> None:
     told: dict[str, Callable[[Connection], object]] = {
-        "metadata": lambda peer: (peer.send([Message(None, (b"metadata",))], PATIENCE), peer.close(linger=PATIENCE)),
-        "abort": lambda peer: peer.close("because"),
-        "lost": lambda peer: peer.close(),
+        "on_metadata": lambda peer: (peer.send([Message(None, (b"metadata",))], PATIENCE), peer.close(linger=PATIENCE)),
+        "on_abort": lambda peer: peer.close("because"),
+        "on_lost": lambda peer: peer.close(),
     }
     for callback, tell in told.items():
         with (

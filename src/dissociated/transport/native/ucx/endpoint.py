@@ -52,10 +52,10 @@ class UcxEndpoint:
         handler = u.ffi.new("ucp_am_handler_param_t *")
         handler.field_mask = c.AM_HANDLER_ID | c.AM_HANDLER_FLAGS | c.AM_HANDLER_CB | c.AM_HANDLER_ARG
         handler.flags, handler.arg = c.AM_WHOLE_MESSAGE, argument
-        for handler.id, handler.cb in ((METADATA, called.metadata), (ABORT, called.abort)):
+        for handler.id, handler.cb in ((METADATA, called.on_metadata), (ABORT, called.on_abort)):
             u.check(self._lib.ucp_worker_set_am_recv_handler(self.worker.handle, handler), "creating a worker")
         description.field_mask |= c.EP_PARAM_ERR_HANDLER
-        description.err_handler.cb, description.err_handler.arg = called.lost, argument
+        description.err_handler.cb, description.err_handler.arg = called.on_lost, argument
         endpoint = u.ffi.new("ucp_ep_h *")
         u.check(self._lib.ucp_ep_create(self.worker.handle, description, endpoint), f"connecting to {peer}")
         self.handle = endpoint[0]
@@ -141,24 +141,24 @@ class Callbacks:
             ffi.from_handle(trace.tb_frame.f_locals["arg"])._failed(error)
 
         @ffi.callback("ucp_am_recv_callback_t", onerror=failed)  # type: ignore[untyped-decorator]
-        def metadata(arg: Any, header: Any, header_length: int, data: Any, length: int, param: Any) -> int:
+        def on_metadata(arg: Any, header: Any, header_length: int, data: Any, length: int, param: Any) -> int:
             return int(ffi.from_handle(arg)._metadata(data, length, param.recv_attr))
 
         @ffi.callback("ucp_am_recv_callback_t", onerror=failed)  # type: ignore[untyped-decorator]
-        def abort(arg: Any, header: Any, header_length: int, data: Any, length: int, param: Any) -> int:
+        def on_abort(arg: Any, header: Any, header_length: int, data: Any, length: int, param: Any) -> int:
             if not param.recv_attr & c.AM_RECV_RNDV:
                 ffi.from_handle(arg)._give_up(decode_reason(bytes(ffi.buffer(data, length))))
             return 0
 
         @ffi.callback("ucp_err_handler_cb_t", onerror=failed)  # type: ignore[untyped-decorator]
-        def lost(arg: Any, endpoint: Any, status: int) -> None:
+        def on_lost(arg: Any, endpoint: Any, status: int) -> None:
             ffi.from_handle(arg)._lose_by(status)
 
         @ffi.callback("ucp_listener_conn_callback_t", onerror=failed)  # type: ignore[untyped-decorator]
-        def requested(request: Any, arg: Any) -> None:
+        def on_requested(request: Any, arg: Any) -> None:
             ffi.from_handle(arg)._requested(request)
 
-        self.metadata, self.abort, self.lost, self.requested = metadata, abort, lost, requested
+        self.on_metadata, self.on_abort, self.on_lost, self.on_requested = on_metadata, on_abort, on_lost, on_requested
 
 
 @once

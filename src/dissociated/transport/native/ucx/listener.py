@@ -46,7 +46,7 @@ class UcxListener(NativeListener):
         params = u.ffi.new("ucp_listener_params_t *")
         params.field_mask = c.LISTENER_PARAM_SOCK_ADDR | c.LISTENER_PARAM_CONN_HANDLER
         address_memory = u.point(params.sockaddr, sockaddr(address, port))
-        params.conn_handler.cb, params.conn_handler.arg = callbacks().requested, self._handle
+        params.conn_handler.cb, params.conn_handler.arg = callbacks().on_requested, self._handle
         listener = u.ffi.new("ucp_listener_h *")
         try:
             status = u.lib.ucp_listener_create(self._worker.handle, params, listener)
