@@ -187,11 +187,11 @@ def _late_regions(stream: _Stream) -> Sent:
 
 def _changed_list(stream: _Stream, at: int, by: int) -> Sent:
     """Return the stream with `by` added to a number of its first address list: 0 the total, 1 the count, then pairs."""
-    regions, (first, *rest) = stream.by_address()
+    regions, (first, *messages) = stream.by_address()
     content = bytes(first.parts[0])
     number = int.from_bytes(content[8 * at : 8 * at + 8], "little") + by
     changed = content[: 8 * at] + number.to_bytes(8, "little") + content[8 * at + 8 :]
-    return [*regions, *stream.with_bodies([_listed(1, changed), *rest])]
+    return [*regions, *stream.with_bodies([_listed(1, changed), *messages])]
 
 
 def _bad_seals(stream: _Stream) -> Sent:
@@ -379,16 +379,16 @@ class _Service:
         return variant
 
     def _send(self, variant: Variant) -> None:
-        for one in variant.sent(self._stream):
-            if isinstance(one, _Share):
-                self._share(one)
+        for message in variant.sent(self._stream):
+            if isinstance(message, _Share):
+                self._share(message)
                 continue
-            if one.tag is not None and one.tag >> 56 == BodyKind.ADDRESSES:
-                self._hold(bytes(one.parts[0]))
+            if message.tag is not None and message.tag >> 56 == BodyKind.ADDRESSES:
+                self._hold(bytes(message.parts[0]))
             if variant.trickled:
-                self._trickle(one)
+                self._trickle(message)
             else:
-                self._connection.send([one], self._timeout)
+                self._connection.send([message], self._timeout)
         if variant.abort is not None:
             self._connection.close(close_reason(variant.abort))
 
@@ -469,7 +469,7 @@ class _Checks:
         if packed is not None:
             yield self._run("packed bodies", lambda: self._packed(packed))
         if self._uri.parameters.get(SELECT_PARAMETER[0]) == SELECT_PARAMETER[1]:
-            yield self._run("two streams on one connection", self._kept)
+            yield self._run("two streams on one connection", self._reuse_connection)
         yield self._run("unknown ticket", self._unknown_ticket)
         yield self._run("refuses what breaks client-tags", lambda: self._refused(self._tag ^ 1 << 63, self._ticket))
         yield self._run("refuses what breaks client-frames", lambda: self._refused(None, self._ticket))
@@ -547,7 +547,7 @@ class _Checks:
             self._closes(connection)
         return f"{count} messages"
 
-    def _kept(self) -> str:
+    def _reuse_connection(self) -> str:
         with self._connect() as connection:
             for _ in range(2):
                 self._request(connection, self._tag | KEEP_CONNECTION, self._ticket)
