@@ -287,10 +287,10 @@ class LocalCatalog(Catalog):
                 "this catalog and the node do not make the same tickets: start both with the same secret and a "
                 "ticket_lifetime, or both without"
             )
-        if (twin := self._members.twin(node)) is not None:
+        if (duplicate := self._members.find_duplicate(node)) is not None:
             raise AccessDenied(
-                f"the node at {twin.flight} on {twin.host} has the same id, so one store is a copy of the other, and "
-                "each node would remove the versions of the other: start this node with another store"
+                f"the node at {duplicate.flight} on {duplicate.host} has the same id, so one store is a copy of the "
+                "other, and each node would remove the versions of the other: start this node with another store"
             )
         self._members.check_reachable(node)
 

@@ -170,7 +170,7 @@ class Members:
             "advertise a name of the node's host that the catalog's host can resolve"
         )
 
-    def twin(self, node: NodeRecord) -> NodeRecord | None:
+    def find_duplicate(self, node: NodeRecord) -> NodeRecord | None:
         """Return another live node that has the same id at a different address, or None.
 
         Such nodes have copies of one store, but only one of them holds a newly written version.

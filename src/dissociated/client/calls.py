@@ -45,8 +45,8 @@ class CatalogClient:
 
     A client that is unpickled connects anew with the same parameters. The pickle contains the token.
 
-    `at`, `call_flight`, `describe_version`, `discard`, `do_action`, `reserve` and `stage` are internal: nodes, writers
-    and other rooms of this library call them.
+    `call_flight`, `describe_version`, `discard`, `do_action`, `reserve`, `stage` and `with_uri` are internal: nodes,
+    writers and other rooms of this library call them.
 
     Raises:
         CatalogError: The catalog cannot be reached, or refuses a call.
@@ -87,7 +87,7 @@ class CatalogClient:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._parameters
 
-    def at(self, uri: str) -> CatalogClient:
+    def with_uri(self, uri: str) -> CatalogClient:
         """Return a client of another catalog, with the parameters of this one."""
         return CatalogClient(uri, *self._parameters[1:])
 
@@ -382,7 +382,7 @@ class CatalogClient:
             CatalogError: The catalog fails, or its answer is invalid.
         """
         message = flight.Action(action, json.dumps(body).encode())
-        options = self._calls.options()
+        options = self._calls.call_options()
         results = self._calls.call(lambda client: [*client.do_action(message, options)])
         if len(results) != 1:
             raise CatalogError(f"the server at {self.uri} gave {len(results)} answers to {action!r}, which has one")

@@ -53,7 +53,7 @@ def place_on_device(delivery: Delivery, bodies: Bodies, mover: Mover) -> DeviceM
     return mover.move(header, parsed, [whole.address + offset for offset in located.offsets], whole)
 
 
-class Landing:
+class DeviceReceiver:
     """The messages of a stream that is received onto a device, up to the first that must be decoded on the host.
 
     It owns `deliveries`.

@@ -24,7 +24,7 @@ from dissociated.codec.columns import filter_batches
 from dissociated.codec.device import DeviceReader, chain_on_device, to_device
 from dissociated.codec.split import batches
 from dissociated.codec.tensor import Tensor
-from dissociated.control.locations import DatasetInfo, Endpoint, device_routes, flight_uris, locations, reachable
+from dissociated.control.locations import DatasetInfo, Endpoint, device_routes, flight_uris, locations, reachable_routes
 from dissociated.errors import CatalogError, DatasetNotFound, RemoteError, TransportError, WrongKind
 from dissociated.memory.device.base import Device
 from dissociated.uri import Uri
@@ -66,7 +66,7 @@ class EndpointReader:
             planned = plan(request, info, lambda endpoint: self._all_routes(info, endpoint, request))
             return self._chain(info, planned, _open_all(planned, self._open_counted))
 
-        return _retried(describe, open_parts)
+        return _retry_if_replaced(describe, open_parts)
 
     def open_all(self, describe: Describe, request: ReadRequest) -> Sequence[pa.RecordBatchReader]:
         """Open all endpoints, each with a reader of its own. `describe` looks the dataset up."""
@@ -74,7 +74,7 @@ class EndpointReader:
         def open_parts(info: DatasetInfo) -> list[pa.RecordBatchReader]:
             return [self.open(info, endpoint, request) for endpoint in info.endpoints]
 
-        return _retried(describe, open_parts)
+        return _retry_if_replaced(describe, open_parts)
 
     def read_on_device(self, describe: Describe, request: ReadRequest) -> DeviceReader:
         """Read a dataset onto the device of `request`: in place if it lies there, else received or copied there.
@@ -89,7 +89,7 @@ class EndpointReader:
             return _open_all(planned, lambda part: open_part_on_device(part, device, self._open_flight))
 
         if not request.chooses_rows and request.rows is None:
-            readers = _retried(describe, open_parts)
+            readers = _retry_if_replaced(describe, open_parts)
             if readers:
                 return chain_on_device(device, readers)
         return to_device(self.read(describe, request), device)
@@ -103,7 +103,7 @@ class EndpointReader:
                 raise WrongKind(f"{info.name!r} can be read by Flight alone, which has no messages for tensors")
             return _open_all(planned, open_part_tensors)
 
-        return chain.from_iterable(_retried(describe, open_parts))
+        return chain.from_iterable(_retry_if_replaced(describe, open_parts))
 
     def open(self, info: DatasetInfo, endpoint: Endpoint, request: ReadRequest) -> pa.RecordBatchReader:
         """Read the part of one endpoint that `request` selects. Errors are those of `Client.read_endpoint`."""
@@ -120,7 +120,7 @@ class EndpointReader:
         scheme = request.transport
         uris = [] if device is None else [[uri] for uri in device_routes(endpoint, scheme, device.identity)]
         if scheme != "grpc":
-            uris += reachable(info.name, endpoint, scheme, request.allow_rma)
+            uris += reachable_routes(info.name, endpoint, scheme, request.allow_rma)
         trusted = [Route.of([self._with_trust(uri) for uri in route]) for route in uris]
         if any(not route.on_device for route in trusted):
             return trusted
@@ -158,7 +158,7 @@ class EndpointReader:
             parts = enumerate(zip(planned.parts, readers, strict=True))
             pairs = [self._pairs(*opened, waited=number > 0) for number, opened in parts]
             # With a limit, the parts that follow may not be needed.
-            distant = planned.limit is None and _distant(planned) > 1
+            distant = planned.limit is None and _count_distant(planned) > 1
             max_parallel = planned.parts[0].request.max_parallel if distant else 1
             chained = AheadReader(schema, pairs, max_parallel)
         return chained if planned.limit is None else filter_batches(chained, None, range(len(schema)), planned.limit)
@@ -192,7 +192,7 @@ class EndpointReader:
         return replace(uri, parameters={**parameters, **self._trust.get(uri.scheme, {})})
 
 
-def _retried(describe: Describe, open_parts: Callable[[DatasetInfo], T]) -> T:
+def _retry_if_replaced(describe: Describe, open_parts: Callable[[DatasetInfo], T]) -> T:
     """Look the dataset up and open its parts. Retry if the dataset is replaced meanwhile."""
     info = describe()
     for _ in range(_MAX_RETRIES):
@@ -209,10 +209,10 @@ def _retried(describe: Describe, open_parts: Callable[[DatasetInfo], T]) -> T:
 def _open_all(planned: ReadPlan, open_one: Callable[[PartPlan], C]) -> list[C]:
     """Open the parts: up to `max_parallel` at a time if several send their bodies, else one after the other."""
     calls = [partial(open_one, part) for part in planned.parts]
-    return _open_together(calls, planned.parts[0].request.max_parallel if _distant(planned) > 1 else 1)
+    return _open_together(calls, planned.parts[0].request.max_parallel if _count_distant(planned) > 1 else 1)
 
 
-def _distant(planned: ReadPlan) -> int:
+def _count_distant(planned: ReadPlan) -> int:
     """Return the number of parts whose bodies are sent, by their first routes, rather than mapped or fetched."""
     return sum(not part.steps[0].route.server.shares_memory for part in planned.parts if part.steps)
 

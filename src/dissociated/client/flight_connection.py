@@ -80,7 +80,7 @@ class CatalogConnection(ProcessBound):
         with self.errors():
             return call(self._connected())
 
-    def elsewhere(self, uri: str) -> CatalogConnection:
+    def with_uri(self, uri: str) -> CatalogConnection:
         """Return a connection to another server, which this one names.
 
         A token that was protected by TLS or a Unix socket is not sent in the clear.
@@ -88,7 +88,7 @@ class CatalogConnection(ProcessBound):
         secret = self.uri.startswith(_CONFIDENTIAL) and not uri.startswith(_CONFIDENTIAL)
         return CatalogConnection(uri, self.timeout, None if secret else self._token, self._tls_roots)
 
-    def options(self) -> Any:
+    def call_options(self) -> Any:
         """Return the options of a call that must be answered within the timeout."""
         return flight.FlightCallOptions(timeout=self.timeout)
 
@@ -219,7 +219,7 @@ def open_flight(
     while True:
         uri = uris.pop(0)
         try:
-            return read_flight(calls if uri in (None, calls.uri) else calls.elsewhere(str(uri)), ticket, request)
+            return read_flight(calls if uri in (None, calls.uri) else calls.with_uri(str(uri)), ticket, request)
         except (CatalogUnreachable, UriError):
             if not uris:
                 raise

@@ -83,7 +83,7 @@ class _Frames:
         """Yield these columns of at least the rows that pass the conditions."""
         mapped = self._mapped()
         assert mapped is not None
-        passing = None if conditions is None else {*mapped.passing(conditions)}
+        passing = None if conditions is None else {*mapped.passing_numbers(conditions)}
         for number, group in enumerate(self._groups):
             if passing is None or not passing.isdisjoint(group):
                 yield self._frame(mapped, number, self._names if columns is None else columns)

@@ -53,7 +53,7 @@ class Lookup:
     def _list_flights(self, criteria: bytes) -> Sequence[DatasetInfo]:
         def list_flights(client: Any) -> Sequence[Any]:
             try:
-                return [*client.list_flights(criteria, self._calls.options())]
+                return [*client.list_flights(criteria, self._calls.call_options())]
             except NotImplementedError:
                 raise CatalogError(
                     f"the server at {self._calls.uri} does not list its datasets (it has no ListFlights): ask for a "
@@ -64,7 +64,7 @@ class Lookup:
 
     def _is_ours(self) -> bool:
         try:
-            actions = self._calls.call(lambda client: [*client.list_actions(self._calls.options())])
+            actions = self._calls.call(lambda client: [*client.list_actions(self._calls.call_options())])
         except CatalogUnreachable:
             raise
         except CatalogError:
@@ -117,7 +117,7 @@ class Lookup:
         raise unknown or refused
 
     def _get_flight_info(self, descriptor: Any, name: str) -> DatasetInfo:
-        options = self._calls.options()
+        options = self._calls.call_options()
         info = self._calls.call(lambda client: client.get_flight_info(descriptor, options))
         return self._parse(info, name, descriptor)
 
@@ -136,7 +136,7 @@ class Lookup:
             ) from None
 
     def _get_schema(self, descriptor: Any, name: str) -> pa.Schema:
-        options = self._calls.options()
+        options = self._calls.call_options()
         try:
             return self._calls.call(lambda client: client.get_schema(descriptor, options).schema)
         except CatalogUnreachable:

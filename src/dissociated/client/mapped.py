@@ -96,7 +96,7 @@ class MappedVersion:
                 return reader
             return filter_batches(reader, None, range(len(selected)), request.limit)
         rows = RowFilter.bind(request.filter, self.schema)
-        passing, whole = self._pruned(rows)
+        passing, whole = self._prune(rows)
         if request.filtering is not Filtering.EXACT or (request.limit is None and whole.issuperset(passing)):
             return self._reader(passing, selected)
         needed = sorted({*selected, *rows.columns})
@@ -174,11 +174,11 @@ class MappedVersion:
         }
         return scannable, self.schema.names
 
-    def passing(self, filter_: Any) -> Sequence[int]:
+    def passing_numbers(self, filter_: Any) -> Sequence[int]:
         """Return the numbers of the batches that may have rows that pass. Errors are those of `RowFilter.bind`."""
-        return self._pruned(RowFilter.bind(filter_, self.schema))[0]
+        return self._prune(RowFilter.bind(filter_, self.schema))[0]
 
-    def _pruned(self, rows: RowFilter) -> tuple[Sequence[int], frozenset[int]]:
+    def _prune(self, rows: RowFilter) -> tuple[Sequence[int], frozenset[int]]:
         """Return the numbers of the batches that may have rows that pass, and of the batches in which all rows pass."""
         tree = None if self._is_small else filter_tree(rows, self.schema)
         if tree is None:

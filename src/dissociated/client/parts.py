@@ -121,7 +121,7 @@ def _open_on_device(part: PartPlan, device: Device, open_flight: OpenFlight | No
     stream, fields = _request(part, step)
     if fields is None:
         with _closed_on_error(stream):
-            received = stream.onto_device(device, replace(part.request.options, included_fields=()))
+            received = stream.receive_on_device(device, replace(part.request.options, included_fields=()))
         if received is not None:
             return received
     return to_device(_decode(stream, fields, part), device)
@@ -132,7 +132,7 @@ def _open_in_place(part: PartPlan, device: Device, step: Step) -> DeviceReader:
     with _closed_on_error(stream):
         if fields is not None:
             raise DeviceError("the server has not left out the columns that are not wanted")
-        return stream.on_device(device, parse_spans(step.route.uris[-1]))
+        return stream.map_on_device(device, parse_spans(step.route.uris[-1]))
 
 
 def _open_over_flight(part: PartPlan, open_flight: OpenFlight | None, step: Step) -> pa.RecordBatchReader:

@@ -78,7 +78,7 @@ class Put:
         try:
             if stage is not None:
                 return self._write_and_commit(client, stage)
-            return client.call_flight(self.by_flight)
+            return client.call_flight(self.send_by_flight)
         except BaseException as error:
             if (stage is not None or self.complete) and self._was_published(client, error):
                 return self.rows
@@ -87,8 +87,8 @@ class Put:
     def _write_and_commit(self, client: CatalogClient, stage: StagePlace) -> int:
         segment = StagedSegment(f"{self.commit.key}-0.arrows", stage.node)
         with ExitStack() as stack:
-            reserve = stack.enter_context(closing(client.at(stage.flight))).reserve if stage.limited else None
-            rows = self.write(stage, segment.name, reserve)
+            reserve = stack.enter_context(closing(client.with_uri(stage.flight))).reserve if stage.limited else None
+            rows = self.write_segment(stage, segment.name, reserve)
         client.commit(replace(self.commit, segments=[segment], schema=self.schema))
         return rows
 
@@ -131,7 +131,7 @@ class Put:
                 nbytes += values_size(pair[0])
                 self.progress(self.rows, nbytes, self.source.rows)
 
-    def by_flight(self, client: Any) -> int:
+    def send_by_flight(self, client: Any) -> int:
         """Send the data by DoPut of a Flight client, which commits it. Return the number of rows."""
         command = {**self.commit.options(), "end": True, "nbytes": self.nbytes}
         answer = upload(client, FlightDescriptor.for_command(json.dumps(command)), self.schema, self.pairs())
@@ -139,7 +139,7 @@ class Put:
             raise CatalogError("the server read the whole stream, and does not say how many rows it published")
         return int(answer["rows"])
 
-    def write(self, place: StagePlace, segment: str, reserve: Reserve | None) -> int:
+    def write_segment(self, place: StagePlace, segment: str, reserve: Reserve | None) -> int:
         """Write the data as a segment into the stage of a node on this host. Return the number of rows."""
         validator = Validator(self.schema)
         with ExitStack() as stack:

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 
 from dissociated.base.exit import section
-from dissociated.client.device import Landing, place_on_device
+from dissociated.client.device import DeviceReceiver, place_on_device
 from dissociated.client.session import ClientSession, Deliveries
 from dissociated.codec.batches import RaisingAgain
 from dissociated.codec.device import DeviceMessage, DeviceReader, Mover, join_on_device
@@ -60,7 +60,7 @@ class ClientStream:
             return reader
         return join_deliveries(self._deliveries(), self._bodies.attach, options, self._session.max_body)
 
-    def on_device(self, device: Device, spans: Sequence[Span]) -> DeviceReader:
+    def map_on_device(self, device: Device, spans: Sequence[Span]) -> DeviceReader:
         """Return a reader of batches in the server's memory on a device. It ends the stream like that of `batches`.
 
         The spans are opened now. The server keeps them from its acceptance of the request until the connection ends.
@@ -70,9 +70,9 @@ class ClientStream:
         """
         for span in spans:
             self._bodies.address_space.add(open_region(device, span))
-        return join_on_device(device, self._on_device(device))
+        return join_on_device(device, self._mapped_messages(device))
 
-    def onto_device(self, device: Device, options: ReadOptions) -> DeviceReader | None:
+    def receive_on_device(self, device: Device, options: ReadOptions) -> DeviceReader | None:
         """Return a reader of batches whose bodies the connection receives into memory of a device.
 
         Messages that need decoding are received in this process.
@@ -85,20 +85,20 @@ class ClientStream:
         """
         if not is_little_endian(self.header) or sys.byteorder != "little" or not self._session.receive_onto(device):
             return None
-        landing = Landing(self._one_by_one(), self._bodies, device)
+        receiver = DeviceReceiver(self._one_by_one(), self._bodies, device)
 
         def decode_remaining(begin: Messages) -> StreamReader | None:
-            remaining = landing.remaining_messages(begin)
+            remaining = receiver.remaining_messages(begin)
             return None if remaining is None else join(remaining, options, max_body=self._session.max_body)
 
-        return join_on_device(device, landing.messages(), options, decode_remaining)
+        return join_on_device(device, receiver.messages(), options, decode_remaining)
 
     def _one_by_one(self) -> Generator[Delivery, None, None]:
         with closing(self._deliveries()) as deliveries:
             for item in deliveries:
                 yield from item.expand()
 
-    def _on_device(self, device: Device) -> Generator[DeviceMessage, None, None]:
+    def _mapped_messages(self, device: Device) -> Generator[DeviceMessage, None, None]:
         with closing(self._one_by_one()) as deliveries, closing(Mover(device)) as mover:
             for delivery in deliveries:
                 yield place_on_device(delivery, self._bodies, mover)

@@ -363,7 +363,7 @@ def describe_away(name: str, hosts: Sequence[str], seen: float) -> str:
     )
 
 
-def reachable(name: str, endpoint: Endpoint, scheme: str | None, allow_rma: bool) -> list[list[Uri]]:
+def reachable_routes(name: str, endpoint: Endpoint, scheme: str | None, allow_rma: bool) -> list[list[Uri]]:
     """Return the routes by which this process can reach an endpoint, nearest first.
 
     Args:
