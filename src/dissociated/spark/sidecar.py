@@ -24,6 +24,10 @@ The JVM starts the process, and the process ends with the JVM. Requests are line
     create_table(options, name, schema, tags), drop_table(options, name)
                                             the datasets of a catalog as tables, for Spark's catalog plug-in; `options`
                                             name the catalog
+    begin_export(name), end_export(name)    on the driver: files for the rows of a DataFrame, until the end
+    export_file(name)                       in a task: the path of a new file for the rows of its partition
+    seal_export(name, path)                 in a task: nobody can change the file any more
+
     merged_tags(tags, added)                the text of the option `tags` for the tags of a table and further ones
 
 and the calls of `dissociated.spark.staging`, for writing.
@@ -54,10 +58,12 @@ from typing import Any
 import pyarrow as pa
 from pyspark.sql.types import StructType
 
+from dissociated.base.oserrors import store_errors
 from dissociated.client.client import Client
 from dissociated.codec.reader import read_schema
 from dissociated.errors import DatasetNotFound, DissociatedError, RemoteProtocolError
 from dissociated.memory.region import AddressSpace
+from dissociated.memory.shared import Backing, create_memfd, seal
 from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.columns import spark_schema
 from dissociated.spark.filters import as_filters
@@ -85,6 +91,7 @@ class Sidecar:
         self._streams: dict[int, SharedStream] = {}
         self._readers: dict[str, DatasetReader] = {}  # by pickled text; they remember their dataset for the next task
         self._opened = 0
+        self._exports: dict[str, dict[str, int]] = {}  # by name: the descriptors of the files, by path
         self._lock = threading.Lock()
         self.calls: Mapping[str, Callable[..., Any]] = {
             "describe": self.describe,
@@ -94,6 +101,10 @@ class Sidecar:
             "decode": self.decode,
             "next": self.next,
             "close": self.close,
+            "begin_export": self.begin_export,
+            "export_file": self.export_file,
+            "seal_export": self.seal_export,
+            "end_export": self.end_export,
             **Writes().calls,
             **{call.__name__: call for call in _TABLE_CALLS},
         }
@@ -173,6 +184,28 @@ class Sidecar:
 
     def close(self, stream: int) -> None:
         self._streams.pop(stream).close()
+
+    def begin_export(self, name: str) -> None:
+        with self._lock:
+            self._exports[name] = {}
+
+    def export_file(self, name: str) -> str:
+        with self._lock, store_errors("shared memory for the rows of a partition"):
+            files = self._exports[name]  # KeyError: a task that runs on after the end
+            memfd = create_memfd("spark")
+            os.fchmod(memfd, 0o600)  # the JVM opens it for writing
+            path = f"/proc/{os.getpid()}/fd/{memfd}"
+            files[path] = memfd
+        return path
+
+    def seal_export(self, name: str, path: str) -> None:
+        with self._lock:
+            seal(self._exports[name][path], Backing.SEALED)
+
+    def end_export(self, name: str) -> None:
+        with self._lock:
+            for memfd in self._exports.pop(name, {}).values():
+                os.close(memfd)
 
 
 def tables(options: Mapping[str, str]) -> Sequence[str]:

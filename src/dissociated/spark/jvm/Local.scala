@@ -1,0 +1,90 @@
+package org.apache.spark.sql.dissociated
+
+import java.io.IOException
+import java.lang.ref.Cleaner
+import java.nio.channels.FileChannel
+import java.nio.file.{Paths, StandardOpenOption}
+
+import scala.util.Try
+
+import org.apache.spark.sql.catalyst.InternalRow
+import org.apache.spark.sql.classic.{Dataset => Frame}
+import org.apache.spark.sql.execution.SQLExecution
+import org.apache.spark.sql.execution.datasources.v2.DataSourceV2Relation
+import org.apache.spark.sql.types.StructType
+
+/** Datasets that last as long as plans that read them. */
+object Temporary {
+  private val cleaner = Cleaner.create()
+
+  /** Drops a dataset of this catalog when Java has collected all plans with the table that `frame` reads. */
+  def watch(frame: Frame[_], catalog: String, name: String): Unit = {
+    val python = Python.ofDriver()
+    frame.queryExecution.analyzed.foreach {
+      case relation: DataSourceV2Relation => cleaner.register(relation.table, () => drop(python, catalog, name))
+      case _ =>
+    }
+  }
+
+  private def drop(python: Python, catalog: String, name: String): Unit =
+    Try(Sidecar.of(python).call("drop_table", "options" -> Map("catalog" -> catalog), "name" -> name))
+}
+
+/** Record batches of one partition, in a file of this size. */
+case class ExportedPartition(path: String, size: Long)
+
+/** The rows of DataFrames in memfds of the sidecar, from which the driver's Python maps them: see `dissociated.spark.local`. */
+object Export {
+  /**
+   * Runs the plan of `frame`, whose tasks write their rows. Returns the `ExportedPartition`s in order, as JSON; null if
+   * the rows have a type that has no column. In either case, `close` frees the memory.
+   */
+  def write(frame: Frame[_], name: String): String = if (!Column.supports(frame.schema)) null else {
+    val (python, schema) = (Python.ofDriver(), frame.schema)
+    Sidecar.of(python).call("begin_export", "name" -> name)
+    SQLExecution.withNewExecutionId(frame.queryExecution, Some("to_arrow")) {
+      val plan = frame.queryExecution.executedPlan
+      plan.resetMetrics()
+      val rows = plan.execute()
+      val partitions = rows.sparkContext.runJob(rows, (rows: Iterator[InternalRow]) => write(rows, schema, python, name))
+      Sidecar.json.writeValueAsString(partitions.toSeq.flatten)
+    }
+  }
+
+  def close(name: String): Unit = Sidecar.of(Python.ofDriver()).call("end_export", "name" -> name)
+
+  /** In a task: writes its rows, if there are any. */
+  private def write(
+      rows: Iterator[InternalRow], schema: StructType, python: Python, name: String): Option[ExportedPartition] =
+    Option.when(rows.hasNext) {
+      val sidecar = Sidecar.of(python)
+      val path = sidecar.call("export_file", "name" -> name).asText
+      val channel = FileChannel.open(Paths.get(path), StandardOpenOption.WRITE)
+      val batch = new BatchBuilder(schema)
+      var size = 0L
+      def flush(): Unit = batch.take { (count, layout) =>
+        size += SegmentFile.write(channel, layout.message(count, size))
+      }
+      try {
+        rows.foreach { row =>
+          if (!batch.add(row)) {
+            flush()
+            batch.add(row)
+          }
+        }
+        flush()
+      } catch {
+        case error: Throwable =>
+          channel.truncate(0)
+          throw (error match {
+            case failed: IOException => Failure(s"there is no memory for the rows of a partition: $failed")
+            case _ => error
+          })
+      } finally {
+        channel.close()
+        batch.free()
+      }
+      sidecar.call("seal_export", "name" -> name, "path" -> path)
+      ExportedPartition(path, size)
+    }
+}
