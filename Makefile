@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 SCALE ?= 0.01
 
-.PHONY: demo flights test lint bench docs clean
+.PHONY: demo flights test lint bench docs wheel check-tag clean
 
 demo: .venv/demo.stamp
 	$(BIN)/python -m examples.tpch --scale $(SCALE) $(ARGS)
@@ -28,6 +28,16 @@ bench: .venv/dev.stamp .venv/bench.stamp
 docs: .venv/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build $(ARGS)
 	@echo "open build/site/index.html, or for the search: $(PYTHON) -m http.server --directory build/site"
+
+# Both distributions in build/dist, and a trial of the wheel in a fresh environment of each Python of this machine.
+wheel: .venv/release.stamp
+	rm -rf build/dist
+	$(BIN)/python -m build --outdir build/dist
+	$(BIN)/python tests/wheel.py build/dist/*.whl
+
+# A release is tagged with its version: make check-tag TAG=v1.2.3
+check-tag:
+	grep -qx '__version__ = "$(TAG:v%=%)"' src/dissociated/_version.py
 
 # Made once for a virtual environment, in 40 s of processor: each of the dozen Javas of a run then starts in 6 s less.
 .venv/spark.jsa: .venv/dev.stamp

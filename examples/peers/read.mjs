@@ -1,0 +1,63 @@
+// Read a stream over tcp:, and write it as an Arrow IPC stream. Node alone, which cannot receive descriptors.
+//
+//     node read.mjs "tcp://127.0.0.1:4711?want_data=..." TICKET > stream.arrows
+import { connect } from "node:net";
+import { writeSync } from "node:fs";
+
+const [uri, ticket] = process.argv.slice(2);
+const location = new URL(uri);
+const [headers, bodies] = [new Map(), new Map()];
+let [received, greeted, next, count] = [Buffer.alloc(0), false, 0, undefined];
+
+function frame(tag, payload) {
+  const head = Buffer.alloc(16);
+  head.writeUIntLE(payload.length, 0, 6);
+  head[7] = 2;
+  head.writeBigUInt64LE(tag, 8); // a tag exceeds the integers of a number, so it is a BigInt
+  return Buffer.concat([head, payload, Buffer.alloc(-payload.length & 7)]);
+}
+
+function write(...parts) {
+  const data = Buffer.concat(parts);
+  for (let at = 0; at < data.length; ) at += writeSync(1, data, at);
+}
+
+function take(kind, tag, payload) {
+  if (kind === 1 && payload[0] === 1) headers.set(payload.readUInt32LE(1), payload.subarray(5));
+  else if (kind === 1) count = payload.readUInt32LE(1);
+  else if (kind === 2 && tag >> 56n === 0n) bodies.set(Number(tag & 0xffffffffn), payload);
+  else if (kind === 5) {
+    const [n, u, t] = [0, 8, 16].map((at) => Number(payload.readBigUInt64LE(at)));
+    const untagged = 24 + 8 * n, tagged = untagged + ((n * u + 7) & ~7);
+    for (let i = 0; i < n; i++) {
+      take(1, 0n, payload.subarray(untagged + i * u, untagged + (i + 1) * u));
+      take(2, payload.readBigUInt64LE(24 + 8 * i), payload.subarray(tagged + i * t, tagged + (i + 1) * t));
+    }
+  } else throw new Error(kind === 4 ? payload.toString().split("\0")[0] : `a frame of kind ${kind}, tag ${tag}`);
+}
+
+const socket = connect(Number(location.port), location.hostname.replace(/[[\]]/g, ""));
+const preamble = Buffer.from("DISSOC\0\x01");
+socket.write(Buffer.concat([preamble, frame(BigInt(location.searchParams.get("want_data")), Buffer.from(ticket))]));
+for await (const chunk of socket) {
+  received = Buffer.concat([received, chunk]);
+  if (!greeted && received.length >= 8) {
+    if (!received.subarray(0, 8).equals(preamble)) throw new Error("this is another protocol");
+    [greeted, received] = [true, received.subarray(8)];
+  }
+  while (greeted && received.length >= 16) {
+    const length = received.readUIntLE(0, 6), end = 16 + length + (-length & 7);
+    if (received.length < end) break;
+    take(received[7], received.readBigUInt64LE(8), received.subarray(16, 16 + length));
+    received = received.subarray(end);
+  }
+  for (; headers.has(next) && (next === 0 || bodies.has(next)); next++) {
+    const header = headers.get(next), prefix = Buffer.alloc(8, 0xff), padding = Buffer.alloc(-header.length & 7);
+    prefix.writeUInt32LE(header.length + padding.length, 4);
+    write(prefix, header, padding, bodies.get(next) ?? Buffer.alloc(0));
+    headers.delete(next), bodies.delete(next);
+  }
+  if (next === count) break;
+}
+if (next !== count) throw new Error(`stream-whole: message ${next} is missing`);
+write(Buffer.from("ffffffff00000000", "hex"));

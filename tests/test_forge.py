@@ -1,0 +1,72 @@
+"""The files for a public forge: their steps are targets of the Makefile, and their versions are the package's."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import dissociated as dis
+from wheel import SUPPORTED, pythons
+
+ROOT = Path(__file__).parents[1]
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+TARGETS = {*re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_every_step_of_a_workflow_is_a_target(path: Path) -> None:
+    steps = re.findall(r"- run: (.*)", path.read_text())
+    assert steps
+    for step in steps:
+        target = re.match(r"make ([a-z-]+)", step)
+        assert target is not None, step
+        assert target[1] in TARGETS, step
+    assert "run: |" not in path.read_text()
+
+
+def test_the_hooks_run_what_lint_runs() -> None:
+    assert re.findall("entry: (.*)", (ROOT / ".pre-commit-config.yaml").read_text()) == ["make lint"]
+
+
+def test_the_same_pythons_are_tested_and_named() -> None:
+    minors = [*map(str, SUPPORTED)]
+    prefix = "Programming Language :: Python :: 3."
+    assert [one.removeprefix(prefix) for one in PROJECT["classifiers"] if one.startswith(prefix)] == minors
+    assert PROJECT["requires-python"] == f">=3.{minors[0]}"
+    ci = (ROOT / ".github/workflows/ci.yml").read_text()
+    (matrix,) = re.findall(r"python: \[(.*)\]", ci)
+    assert re.findall(r"3\.(\d+)", matrix) == minors
+    for path in WORKFLOWS:
+        for some in re.findall(r"python-version: \|\n((?: +3\.\d+\n)+)", path.read_text()):
+            assert sorted(re.findall(r"3\.(\d+)", some)) == minors
+
+
+def test_one_version_everywhere() -> None:
+    (cited,) = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert cited == dis.__version__
+    check = ["make", "--silent", "check-tag"]
+    assert subprocess.run([*check, f"TAG=v{dis.__version__}"], cwd=ROOT, check=False).returncode == 0
+    assert subprocess.run([*check, "TAG=v99.0.0"], cwd=ROOT, check=False).returncode != 0
+
+
+def test_the_wheel_is_tried_on_the_pythons_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pythons()[sys.version_info.minor] == sys.executable
+    fake = tmp_path / "python3.14"
+    fake.write_text("#!/bin/sh\necho Python 3.14.2\n")
+    old = tmp_path / "versions/3.10.1/bin/python3"
+    old.parent.mkdir(parents=True)
+    old.write_text("#!/bin/sh\necho Python 3.10.1\n")
+    for program in (fake, old):
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    assert pythons()[14] == str(fake)
+    assert 10 not in pythons()
