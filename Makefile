@@ -31,7 +31,7 @@ docs: .venv/docs.stamp
 
 # Made once for a virtual environment, in 40 s of processor: each of the dozen Javas of a run then starts in 6 s less.
 .venv/spark.jsa: .venv/dev.stamp
-	$(BIN)/python tests/spark/archive.py $@
+	cd tests && ../$(BIN)/python -m spark.archive ../$@
 
 .venv/%.stamp: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -1,7 +1,7 @@
 """Write an archive of the classes that Spark loads, so that later Java processes start faster.
 
-Usage: `python tests/spark/archive.py FILE`. Starting from the archive takes little more than half of the processor
-time. A Java of another version, or with other jars, ignores the file.
+Usage, in `tests/`: `python -m spark.archive FILE`. Starting from the archive takes little more than half of the
+processor time. A Java of another version, or with other jars, ignores the file.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 import dissociated as dis
 from dissociated.errors import JavaNotFound
 from dissociated.spark import publish, read, session
+from support.jvm import java_process
 
 #: Options for the Java processes of these tests. Without `-Xlog:disable`, messages about the archive go to standard
 #: output.
@@ -23,14 +24,14 @@ def write(file: str) -> None:
     """Run a small Spark job, then stop its Java process, which writes the archive."""
     os.environ["JDK_JAVA_OPTIONS"] = f"{OPTIONS} -XX:ArchiveClassesAtExit={file}"
     with dis.Server(["shm:"]) as server, session("archive", "local[2]", **{"spark.log.level": "OFF"}) as spark:
-        gateway = spark.sparkContext._gateway
-        assert gateway is not None
+        java = java_process(spark)
         publish(spark.range(1000).selectExpr("id", "id % 10 AS k"), "numbers", server.catalog_uri)
         rows = read(spark, "numbers", server.catalog_uri).mapInArrow(lambda batches: batches, "id long, k long")
         rows.groupBy("k").sum("id").orderBy("k").collect()
         rows.write.format("dissociated").option("catalog", server.catalog_uri).mode("overwrite").save("again")
-    gateway.proc.stdin.close()
-    gateway.proc.wait()
+    assert java.stdin is not None
+    java.stdin.close()
+    java.wait()
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from dissociated.spark import read
 from porter.double import ABORT, REGION, RUN, TAGGED, UNTAGGED, Server, Wire, buffers, encode, end, metadata, split
 from porter.test_porter import STREAMS, packed
 from support.helpers import PATIENCE, connections_left, descriptors, wait_until
+from support.jvm import jvm
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -92,8 +93,7 @@ def serving(catalog: Catalog, schema: pa.Schema, answer: Callable[[Wire], Any]) 
 
 def held(spark: SparkSession) -> int:
     """Return the bytes of native memory that streams and writers hold."""
-    jvm: Any = spark._jvm
-    return int(jvm.org.apache.spark.sql.dissociated.Memory.allocated())
+    return int(jvm(spark).org.apache.spark.sql.dissociated.Memory.allocated())
 
 
 def test_the_jvm_reads_by_itself_whatever_the_order_of_the_frames(spark: SparkSession, catalog: Catalog) -> None:
@@ -222,11 +222,13 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
 
 def read_all(spark: SparkSession, address: tuple[str, int], timeout: float = PATIENCE) -> None:
     """Read all messages of a stream with the classes of Spark's JVM."""
-    jvm: Any = spark._jvm
-    ours = jvm.org.apache.spark.sql.dissociated
+    classes = jvm(spark)
+    ours = classes.org.apache.spark.sql.dissociated
     told = {"host": address[0], "port": address[1], "timeout": timeout, "want_data": str(Server.WANT)}
     told |= {"identifier": base64.b64encode(TICKET).decode(), "max_metadata": 1 << 28, "max_body": 1 << 34}
-    messages = ours.Messages(ours.Server(jvm.com.fasterxml.jackson.databind.ObjectMapper().readTree(json.dumps(told))))
+    messages = ours.Messages(
+        ours.Server(classes.com.fasterxml.jackson.databind.ObjectMapper().readTree(json.dumps(told)))
+    )
     try:
         messages.request()
         while messages.receive().isDefined():

@@ -23,6 +23,7 @@ from pyspark.errors import PySparkException
 import dissociated as dis
 from dissociated.spark import read
 from support.helpers import connections_left, wait_until
+from support.jvm import executed_plan, jvm
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -46,7 +47,7 @@ def server() -> Iterator[dis.Server]:
 
 
 def plan(df: DataFrame) -> str:
-    return str(df._jdf.queryExecution().executedPlan().toString())
+    return str(executed_plan(df).toString())
 
 
 def test_a_query_reads_what_it_needs_and_a_count_or_a_limit_nearly_nothing(
@@ -244,9 +245,9 @@ def test_what_is_damaged_is_told_with_its_column_and_harms_nothing_else(
         assert len(read(spark, what, server.catalog_uri).select(others).collect()) == ROWS, what
 
 
-def sidecar(jvm: Any) -> int:
-    """Return the process ID of the sidecar of this JVM."""
-    of_jvm = f"\nPPid:\t{jvm.java.lang.ProcessHandle.current().pid()}\n"
+def sidecar(spark: SparkSession) -> int:
+    """Return the process ID of the sidecar of Spark's JVM."""
+    of_jvm = f"\nPPid:\t{jvm(spark).java.lang.ProcessHandle.current().pid()}\n"
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             of_sidecar = b"dissociated.spark.sidecar" in (process / "cmdline").read_bytes()
@@ -259,13 +260,12 @@ def test_a_task_fails_whose_sidecar_has_ended(spark: SparkSession, server: dis.S
     """The memory of a live stream that the sidecar held may be reused before Spark has read it."""
     batches = [pa.record_batch({"n": range(first, first + ROWS * 10)}) for first in (0, ROWS * 10)]
     server.publish("data", lambda: pa.RecordBatchReader.from_batches(batches[0].schema, iter(batches)))
-    plan: Any = read(spark, "data", server.catalog_uri, transport="shm")._jdf.queryExecution().executedPlan()
-    scan = plan.collectLeaves().head()
+    scan = executed_plan(read(spark, "data", server.catalog_uri, transport="shm")).collectLeaves().head()
     reader = scan.readerFactory().createColumnarReader(scan.inputPartitions().head())
     for batch in batches:
         assert reader.next()
         assert reader.get().column(0).getLong(0) == batch["n"][0].as_py()
-    os.kill(sidecar(spark._jvm), signal.SIGKILL)
+    os.kill(sidecar(spark), signal.SIGKILL)
     for end in reader.next, reader.close:  # at the end of all rows, or when a LIMIT stops early
         with pytest.raises(PySparkException, match="sidecar has ended"):
             end()

@@ -19,6 +19,7 @@ import dissociated as dis
 from dissociated.errors import SourceError
 from dissociated.spark import create_dataframe, to_arrow, to_pandas, to_polars
 from support.helpers import wait_until
+from support.jvm import jvm
 
 from .conftest import IN_JVM
 from .test_datasource import NATIVE
@@ -55,8 +56,7 @@ def memfds() -> set[int]:
 def collect_garbage(spark: SparkSession) -> None:
     """Collect what neither Python nor Java uses, in both."""
     gc.collect()
-    jvm: Any = spark._jvm
-    jvm.java.lang.System.gc()
+    jvm(spark).java.lang.System.gc()
 
 
 def test_to_arrow_is_that_of_spark(spark: SparkSession) -> None:

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -136,13 +135,15 @@ def test_a_repeated_commit_changes_nothing(catalog: str, run: Run) -> None:
 
 
 def test_a_commit_whose_answer_is_lost_has_succeeded(memory: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = LocalCatalog._commit_local
+    commit = LocalCatalog.commit
 
-    def lost(self: LocalCatalog, *arguments: Any) -> None:
-        original(self, *arguments)
-        raise CatalogError("nobody hears what this says")
+    def lost(catalog: LocalCatalog, requested: Commit) -> None:
+        is_repeated = catalog.committed(requested.key)
+        commit(catalog, requested)
+        if not is_repeated:
+            raise CatalogError("nobody hears what this says")
 
-    monkeypatch.setattr(LocalCatalog, "_commit_local", lost)
+    monkeypatch.setattr(LocalCatalog, "commit", lost)
     with Node(Store(memory / "store"), ["shm:"]) as node:
         for count in (1, 2):
             writer = writing(node.uri, "append")

@@ -20,7 +20,7 @@ from dissociated.transport.native import connection as connecting
 from dissociated.transport.native import listener as listening
 from dissociated.transport.native.connection import NativeConnection
 from dissociated.transport.native.listener import NativeListener
-from support.helpers import PATIENCE, Interruption, case, leaving_nothing, wait_until
+from support.helpers import PATIENCE, Interruption, case, leaving_nothing
 
 
 class Outgoing(NamedTuple):
@@ -36,6 +36,7 @@ class Quiet(NativeConnection):
         super().__init__("nobody", accepted)
         self.looks = 0
         self.released = 0  # number of calls
+        self.sleeping = threading.Event()  # set while a thread sleeps
 
     def _encode(self, message: Message) -> Outgoing:
         return Outgoing(sum(map(len, message.parts)))
@@ -47,7 +48,9 @@ class Quiet(NativeConnection):
         return True
 
     def _sleep(self, seconds: float) -> None:
+        self.sleeping.set()
         select.select([self._waker.descriptor], [], [], min(seconds, 0.01))
+        self.sleeping.clear()
 
     def _start(self, message: Any) -> None:
         self._track("request", message.size, message)
@@ -69,6 +72,7 @@ class Quiet(NativeConnection):
         return False
 
     def _release_medium(self) -> None:
+        assert not self.sleeping.is_set()
         self.released += 1
 
 
@@ -119,7 +123,11 @@ def test_a_medium_that_fails_is_given_back_all_the_same() -> None:
 
 
 class Slow(Quiet):
-    """A connection whose sends take several polls."""
+    """A connection of a server with a message under way, which takes several polls."""
+
+    def __init__(self) -> None:
+        super().__init__(accepted=True)
+        self._track("request", 1, b"b")
 
     def _complete(self, request: Any) -> bool | None:
         self.looks += 1
@@ -131,8 +139,7 @@ def test_ctrl_c_at_any_line_of_what_closing_waits_for_gives_everything_back() ->
         at, interrupted = 0, True
         while interrupted:
             with case((functions, at)), leaving_nothing():
-                connection = Slow(accepted=True)
-                connection._track("request", 1, b"b")
+                connection = Slow()
                 with suppress(KeyboardInterrupt), Interruption(module, *functions, at=at) as interruption:
                     connection.close()
                 interrupted = interruption.came
@@ -156,15 +163,21 @@ def ctrl_c_at_first(method: Callable[..., Any]) -> Callable[..., Any]:
     return interrupted
 
 
+class InterruptedWait(Quiet):
+    """A connection in which the first thread that waits for another gets a Ctrl-C."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock.wait = ctrl_c_at_first(self._lock.wait)  # type: ignore[method-assign]
+
+
 def test_ctrl_c_while_closing_waits_for_another_thread_gives_everything_back_after_it() -> None:
     with leaving_nothing(), ThreadPoolExecutor(1) as pool:
-        connection = Quiet()
+        connection = InterruptedWait()
         receiving = pool.submit(connection.receive, PATIENCE, lambda tag, length: bytearray(length))
-        wait_until(lambda: connection._asleep, "nobody sleeps")
-        connection._lock.wait = ctrl_c_at_first(connection._lock.wait)  # type: ignore[method-assign]
+        assert connection.sleeping.wait(PATIENCE)
         with pytest.raises(KeyboardInterrupt):
             connection.close()
-        assert not connection._asleep
         assert connection.released == 1
         with pytest.raises(ConnectionClosed):
             receiving.result(PATIENCE)
@@ -172,10 +185,9 @@ def test_ctrl_c_while_closing_waits_for_another_thread_gives_everything_back_aft
 
 def test_two_threads_that_close_give_back_once() -> None:
     with leaving_nothing(), ThreadPoolExecutor(1) as pool:
-        connection = Slow(accepted=True)
-        connection._track("request", 1, b"b")
+        connection = Slow()
         first = pool.submit(connection.close)
-        wait_until(lambda: connection._asleep, "nobody sleeps")
+        assert connection.sleeping.wait(PATIENCE)
         connection.close()
         first.result(PATIENCE)
         assert connection.released == 1
@@ -214,11 +226,13 @@ class QuietListener(NativeListener):
 
 
 class SleepyListener(QuietListener):
-    """A listener that sleeps until a thread waits for it."""
+    """A listener that sleeps until a thread waits for it, which gets a Ctrl-C."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.waited_for = threading.Event()
+        self.sleeping, self.waited_for = threading.Event(), threading.Event()
+        wait = ctrl_c_at_first(self._lock.wait)
+        self._lock.wait = lambda *timeout: self.waited_for.set() or wait(*timeout)  # type: ignore[method-assign,func-returns-value]
 
     def _progress(self) -> None:
         pass
@@ -227,29 +241,38 @@ class SleepyListener(QuietListener):
         return not self._closed
 
     def _sleep(self) -> None:
+        self.sleeping.set()
         assert self.waited_for.wait(PATIENCE)
+        self.sleeping.clear()
+
+    def _release(self) -> None:
+        assert not self.sleeping.is_set()
+        super()._release()
 
 
 def test_ctrl_c_while_a_listener_is_closed_gives_everything_back_after_whoever_accepts() -> None:
     with leaving_nothing(), ThreadPoolExecutor(1) as pool:
         listener = SleepyListener()
         accepting = pool.submit(listener.accept)
-        wait_until(lambda: listener._asleep, "nobody sleeps")
-        wait = ctrl_c_at_first(listener._lock.wait)
-        listener._lock.wait = lambda *timeout: listener.waited_for.set() or wait(*timeout)  # type: ignore[method-assign,func-returns-value]
+        assert listener.sleeping.wait(PATIENCE)
         with pytest.raises(KeyboardInterrupt):
             listener.close()
-        assert not listener._asleep
         assert listener.released == 1
         assert accepting.result(PATIENCE) is None
         listener.close()
         assert listener.released == 1
 
 
+class Interrupted(QuietListener):
+    """A listener whose thread gets a Ctrl-C while it turns clients away."""
+
+    def _turn_away(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
 def test_ctrl_c_while_clients_are_turned_away_gives_everything_back() -> None:
     with leaving_nothing():
-        listener = QuietListener()
-        listener._turn_away = ctrl_c_at_first(listener._turn_away)  # type: ignore[method-assign]
+        listener = Interrupted()
         with pytest.raises(KeyboardInterrupt):
             listener.close()
         assert listener.released == 1
