@@ -206,14 +206,15 @@ def test_a_put_that_is_published_says_so_although_its_answer_is_lost(
     place: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A writer that is told of a failure tries again, and would append the rows twice."""
-    for way in ("_commit_local", "_commit_distributed"):
-        original = getattr(LocalCatalog, way)
+    commit = LocalCatalog.commit
 
-        def lost(self: LocalCatalog, *arguments: Any, original: Any = original) -> None:
-            original(self, *arguments)
+    def lost(catalog: LocalCatalog, requested: dis.Commit) -> None:
+        is_repeated = catalog.committed(requested.key)
+        commit(catalog, requested)
+        if not is_repeated:
             raise CatalogError("nobody hears what this says")
 
-        monkeypatch.setattr(LocalCatalog, way, lost)
+    monkeypatch.setattr(LocalCatalog, "commit", lost)
     with dis.connect(place[0]) as client:
         for number, transport in enumerate(("shm", "grpc")):
             assert client.put("d", OLD, mode="append", transport=transport) == 3
@@ -230,13 +231,13 @@ from dissociated.catalog.local import LocalCatalog
 from dissociated.node.node import Node
 from dissociated.store.store import Store
 
-original = LocalCatalog._commit_local
+original = LocalCatalog.commit
 
 def commit(self, *arguments):
     original(self, *arguments)
     os._exit(1)
 
-LocalCatalog._commit_local = commit
+LocalCatalog.commit = commit
 with Node(Store(sys.argv[1])) as node:
     print(node.uri, flush=True)
     sys.stdin.read()
@@ -254,20 +255,20 @@ def test_where_nobody_knows_whether_a_put_is_published_the_error_says_so(tmp_pat
         assert client.describe("d").rows == 3
 
 
-#: A catalog that dies or hangs between a commit and its answer to the node that forwarded it.
+#: A catalog that is killed or stopped between a commit and its answer to the node that forwarded it.
 GONE_UPSTREAM = """
-import os, sys, time
+import os, signal, sys
 from contextlib import closing
 from dissociated.catalog.local import LocalCatalog
 from dissociated.catalog.service import CatalogService
 
-original = LocalCatalog._commit_distributed
+original = LocalCatalog.commit
 
 def commit(self, *arguments):
     original(self, *arguments)
-    os._exit(1) if sys.argv[1] == "gone" else time.sleep(1000)
+    os.kill(os.getpid(), signal.SIGKILL if sys.argv[1] == "gone" else signal.SIGSTOP)
 
-LocalCatalog._commit_distributed = commit
+LocalCatalog.commit = commit
 with closing(CatalogService("grpc://127.0.0.1:0")) as catalog:
     print(catalog.uri, flush=True)
     sys.stdin.read()
@@ -289,6 +290,7 @@ def test_a_put_through_a_node_is_not_said_to_be_refused_where_its_catalog_may_ha
         )
         with Node(Store(tmp_path / "store"), catalog=catalog) as node, dis.connect(node.uri) as client, unknown:
             client.put("d", OLD, transport=transport)
+        process.kill()
 
 
 @pytest.mark.parametrize("place", ["node"], indirect=True)

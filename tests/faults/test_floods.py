@@ -65,7 +65,12 @@ for one in sys.stdin:
     connection = transport(uri.scheme).connect(uri, 20)
     if ticket:
         connection.send([Message(uri.want_data, (bytes.fromhex(ticket),))], 20)
-    connection._has_room = lambda size: len(connection._under_way) < 100
+
+    class Greedy(type(connection)):
+        def _has_room(self, size):
+            return len(self._under_way) < 100
+
+    connection.__class__ = Greedy
     end = time.monotonic() + 1
     left = min(100_000, 400_000_000 // max(size, 1))
     try:

@@ -22,6 +22,8 @@ pytest.importorskip("grpc", reason="Spark Connect needs grpcio: pip install 'pys
 #: The second session takes the JVM of the first.
 SCRIPT = """
 import os, sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pyspark.sql.connect.dataframe import DataFrame
 from pyspark.sql.connect.session import SparkSession
 from dissociated.spark import publish, read, session
@@ -37,7 +39,9 @@ assert isinstance(df, DataFrame), "this is not Spark Connect"
 publish(df, "numbers", uri)
 there = read(spark, "numbers", uri, columns=["id"], filters=[("id", ">=", 990)], partitions=2)
 assert [row.id for row in there.collect()] == [*range(990, 1000)]
-assert "BatchScan dissociated" in there._explain_string() and "Python" not in there._explain_string()
+with redirect_stdout(StringIO()) as plan:
+    there.explain()
+assert "BatchScan dissociated" in plan.getvalue() and "Python" not in plan.getvalue()
 by_name = spark.read.format("dissociated").option("catalog", uri).schema("text string").load("numbers")
 assert by_name.limit(1).collect() == [("text 0",)]
 assert spark.conf.get("spark.sql.execution.arrow.maxBytesPerBatch") == "2147483647"

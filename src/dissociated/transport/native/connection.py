@@ -38,7 +38,7 @@ MAX_IN_FLIGHT = 1 << 26
 #: Limits of bytes that arrived and are kept until this side receives, from a client and from a server. Clients send
 #: little. Servers need the larger limit because UCX does not report that small messages were received: while a client
 #: fetches one body, its server may send the addresses of all that follow.
-_MAX_FROM_CLIENT, _MAX_FROM_SERVER = 1 << 20, 1 << 29
+MAX_FROM_CLIENT, MAX_FROM_SERVER = 1 << 20, 1 << 29
 #: Bytes of memory that each kept message takes in addition to its data.
 OVERHEAD = 256
 _ABORT_TIMEOUT = 1.0  # seconds to send the reason for an abort, and again for the peer to close
@@ -94,7 +94,7 @@ class NativeConnection(Connection, RemoteMemory):
         self._arrivals: deque[Incoming] = deque()
         self._arrived_bytes = 0
         self._deferred_bytes = 0  # bytes of messages that were announced and are not fetched yet
-        self._max_unread = _MAX_FROM_CLIENT if accepted else _MAX_FROM_SERVER
+        self._max_unread = MAX_FROM_CLIENT if accepted else MAX_FROM_SERVER
         self._closed = False  # whether the medium is released, or about to be
         self._released = False
         self._remote: RemoteAddressSpace | None = None
@@ -105,7 +105,7 @@ class NativeConnection(Connection, RemoteMemory):
 
     def limit_tagged(self, length: int) -> None:
         if self._accepted:
-            self._max_unread = _MAX_FROM_CLIENT + length
+            self._max_unread = MAX_FROM_CLIENT + length
 
     # Implemented by each medium
 
