@@ -187,11 +187,11 @@ def _late_regions(stream: _Stream) -> Sent:
 
 def _changed_list(stream: _Stream, at: int, by: int) -> Sent:
     """Return the stream with `by` added to a number of its first address list: 0 the total, 1 the count, then pairs."""
-    regions, (first, *rest) = stream.by_address()
+    regions, (first, *later_lists) = stream.by_address()
     content = bytes(first.parts[0])
     number = int.from_bytes(content[8 * at : 8 * at + 8], "little") + by
     changed = content[: 8 * at] + number.to_bytes(8, "little") + content[8 * at + 8 :]
-    return [*regions, *stream.with_bodies([_listed(1, changed), *rest])]
+    return [*regions, *stream.with_bodies([_listed(1, changed), *later_lists])]
 
 
 def _bad_seals(stream: _Stream) -> Sent:
@@ -379,16 +379,16 @@ class _Service:
         return variant
 
     def _send(self, variant: Variant) -> None:
-        for one in variant.sent(self._stream):
-            if isinstance(one, _Share):
-                self._share(one)
+        for item in variant.sent(self._stream):
+            if isinstance(item, _Share):
+                self._share(item)
                 continue
-            if one.tag is not None and one.tag >> 56 == BodyKind.ADDRESSES:
-                self._hold(bytes(one.parts[0]))
+            if item.tag is not None and item.tag >> 56 == BodyKind.ADDRESSES:
+                self._hold(bytes(item.parts[0]))
             if variant.trickled:
-                self._trickle(one)
+                self._trickle(item)
             else:
-                self._connection.send([one], self._timeout)
+                self._connection.send([item], self._timeout)
         if variant.abort is not None:
             self._connection.close(close_reason(variant.abort))
 
