@@ -73,10 +73,10 @@ def epochs(data: Data) -> dict[str, Epoch]:
 
 
 def _tensors(data: Data) -> Epoch:
-    from torch import from_numpy
+    from torch import tensor
     from torch.utils.data import DataLoader, TensorDataset
 
-    tensors = TensorDataset(from_numpy(data.matrix), from_numpy(data.label))
+    tensors = TensorDataset(tensor(data.matrix), tensor(data.label))
     return partial(_named, partial(DataLoader, tensors, batch_size=data.batch_size, shuffle=True))
 
 
