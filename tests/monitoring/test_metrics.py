@@ -73,6 +73,8 @@ def test_everything_is_told(serve: Serve) -> None:
         ("dissociated_dataset_sent_bytes_total", name): 48,
         ("dissociated_dataset_leases", name): 1,
         ("dissociated_dataset_streams_total", "live"): 0,
+        ("dissociated_dataset_missed_batches_total", "live"): 0,
+        ("dissociated_missed_batches_total", ""): 0,
     }
     assert {key: told[key] for key in expected} == expected
     assert ("dissociated_dataset_rows", "live") not in told  # the number of rows is unknown

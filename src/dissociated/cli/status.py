@@ -186,7 +186,7 @@ def _consumer_row(now: ConsumerStatus) -> tuple[str, ...]:
         str(now.connection),
         now.peer,
         now.dataset or "-",
-        now.state,
+        f"{now.state}, {text.count(now.missed)} missed" if now.missed else now.state,
         text.duration(now.seconds),
         text.count(now.messages),
         text.size(now.bytes),

@@ -144,16 +144,23 @@ class ConnectionStats:
             len(self.leases),
             kept_bytes or 0,
             self._rate.at(now, nbytes),
-            self._missed(),
+            self.missed_batches,
         )
 
     def _kept_bytes(self) -> int | None:
         count_kept = self.count_kept  # Read the attribute once, since the connection's thread may set it to None.
         return None if count_kept is None else count_kept()
 
-    def _missed(self) -> int:
+    @property
+    def missed_batches(self) -> int:
+        """The number of batches of a live stream that were dropped because the client did not keep up."""
         count_missed = self.count_missed  # see `_kept_bytes`
         return 0 if count_missed is None else count_missed()
+
+    def detach(self) -> None:
+        """Release the references to what was sent, and keep the number of missed batches."""
+        missed = self.missed_batches
+        self.count_missed, self.count_kept, self.outlives_server = (lambda: missed), None, None
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of a log record about this connection."""
@@ -161,36 +168,39 @@ class ConnectionStats:
         fields = {"connection": now.connection, "transport": now.transport, "peer": now.peer}
         if now.dataset is None:
             return fields
-        return fields | {
+        fields |= {
             "dataset": now.dataset,
             "seconds": round(now.seconds, 3),
             "messages": now.messages,
             "bytes": now.bytes,
         }
+        return fields | ({"missed": now.missed} if now.missed else {})
 
 
 class _Sums:
-    """Sums of streams, messages and bytes."""
+    """Sums of streams, messages, bytes and missed batches."""
 
     def __init__(self) -> None:
-        self.streams = self.messages = self.bytes = self.consumers = self.leases = 0
+        self.streams = self.messages = self.bytes = self.missed = self.consumers = self.leases = 0
 
     def add(self, stats: ConnectionStats) -> None:
         self.streams += 1
         self.messages += stats.messages
         self.bytes += stats.bytes
+        self.missed += stats.missed_batches
 
     def include(self, sums: _Sums) -> None:
         self.streams += sums.streams
         self.messages += sums.messages
         self.bytes += sums.bytes
+        self.missed += sums.missed
         self.consumers += sums.consumers
         self.leases += sums.leases
 
     def plus(self, open_stats: Iterable[ConnectionStats]) -> _Sums:
         """Return the sum of these and of open connections."""
         total = _Sums()
-        total.streams, total.messages, total.bytes = self.streams, self.messages, self.bytes
+        total.include(self)
         for stats in open_stats:
             total.add(stats)
             total.consumers += 1
@@ -319,6 +329,7 @@ class Activity:
                     self._flight,
                     **{outcome: self._outcomes[outcome] for outcome in OUTCOMES},
                     refused_puts=self._refused_puts,
+                    missed=everything.missed,
                 ),
                 tuple(ListenerStatus(uri, at[uri], self._accepted[uri], self._refused[uri]) for uri in listeners),
                 tuple(self._dataset(versions, requested) for versions in datasets.values()),
@@ -347,4 +358,5 @@ class Activity:
             total.bytes,
             total.leases,
             len(versions),
+            total.missed,
         )

@@ -29,6 +29,7 @@ FIELDS = (
     "seconds",
     "messages",
     "bytes",
+    "missed",
     "method",
     "identity",
     "suppressed",

@@ -95,6 +95,7 @@ class _Collector:
             ("streams", "streams", "Streams requested"),
             ("messages", "sent_messages", "Messages sent"),
             ("bytes", "sent_bytes", "Bytes of bodies sent, inline or by address"),
+            ("missed", "missed_batches", "Batches of live streams that were dropped for clients that did not keep up"),
             ("flight", "flight_streams", "Streams over Flight's DoGet, which no other metric counts"),
         ):
             yield family(CounterMetricFamily, name, text, [], ([], totals[field]))
@@ -125,6 +126,7 @@ class _Collector:
             (CounterMetricFamily, "streams", "streams", "Streams requested since publication"),
             (CounterMetricFamily, "messages", "sent_messages", "Messages sent since publication"),
             (CounterMetricFamily, "bytes", "sent_bytes", "Bytes of bodies sent since publication"),
+            (CounterMetricFamily, "missed", "missed_batches", "Batches that clients missed since publication"),
         ):
             values = [([dataset.name], getattr(dataset, field)) for dataset in now.datasets]
             yield family(kind, f"dataset_{name}", text, ["dataset"], *values)

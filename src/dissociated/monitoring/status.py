@@ -65,6 +65,7 @@ class DatasetStatus:
         bytes: The number of bytes of bodies sent, inline or by address.
         leases: The number of addresses that clients hold.
         versions: The number of versions that are served. The counts above include all of them.
+        missed: The number of batches of live streams that clients missed, in all versions that are served.
     """
 
     name: str
@@ -76,6 +77,7 @@ class DatasetStatus:
     bytes: int
     leases: int
     versions: int = 1
+    missed: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ class Totals:
         refused: The number of ended connections with this outcome.
         failed: The number of ended connections with this outcome.
         refused_puts: The number of puts, reservations of room and commits that ended with an error.
+        missed: The number of batches of live streams that clients missed.
     """
 
     streams: int
@@ -120,6 +123,7 @@ class Totals:
     refused: int
     failed: int
     refused_puts: int = 0
+    missed: int = 0
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ class Session:
                 self._connection.close(linger=math.inf)
                 disconnected = self._connection.close()
             # They refer to the session, and would keep it alive.
-            self._stats.count_kept = self._stats.count_missed = self._stats.outlives_server = None
+            self._stats.detach()
             if self._stats.dataset is not None and not self._stats.dataset.stored:
                 self._admission.watch_kept(sending.mapped)
             sending.close(disconnected)
