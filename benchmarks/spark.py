@@ -80,7 +80,7 @@ GOALS = [
 
 def run(scale: float, rounds: int) -> None:
     """Measure, and print the tables."""
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as scratch, _node() as catalog, _reader(catalog) as reader:
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as scratch, node() as catalog, _reader(catalog) as reader:
         directory = Path(scratch)
         spark = session(
             "benchmark",
@@ -349,7 +349,7 @@ def _growth(call: Callable[[], Any]) -> int:
 
 
 @contextmanager
-def _node() -> Iterator[str]:
+def node() -> Iterator[str]:
     """Run a node with an empty store in shared memory, and yield its URI. The store is deleted afterwards."""
     store = Path(tempfile.mkdtemp(prefix="benchmark-", dir="/dev/shm"))
     command = [sys.executable, "-m", "dissociated", "node", "--store", str(store / "store")]

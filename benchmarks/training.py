@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import dissociated as dis
+from benchmarks import training_spark
 from benchmarks.rounds import medians
 from benchmarks.training_peers import Data, epochs, parquet, permuted
 from dissociated.cli import text
@@ -47,6 +48,7 @@ def run(gigabytes: float, rounds: int) -> None:
             whole = {name: partial(_read, call) for name, call in calls.items()}
             for measured, title in ((whole, "an epoch"), (_first(calls), "the first batch")):
                 _compare(title, measured, rounds)
+    training_spark.run(rows, _BATCH, rounds)
 
 
 def _compare(title: str, calls: dict[str, Callable[[], Any]], rounds: int) -> None:
