@@ -152,7 +152,7 @@ class Variant(NamedTuple):
     """A way to send the stream. A `rule` is the one that it breaks."""
 
     summary: str
-    sent: Callable[[_Stream], Sent]
+    arrange: Callable[[_Stream], Sent]
     rule: str | None = None
     by_address: bool = False
     trickled: bool = False
@@ -379,7 +379,7 @@ class _Service:
         return variant
 
     def _send(self, variant: Variant) -> None:
-        for item in variant.sent(self._stream):
+        for item in variant.arrange(self._stream):
             if isinstance(item, _Share):
                 self._share(item)
                 continue
