@@ -152,7 +152,7 @@ class Variant(NamedTuple):
     """A way to send the stream. A `rule` is the one that it breaks."""
 
     summary: str
-    sent: Callable[[_Stream], Sent]
+    arrange: Callable[[_Stream], Sent]
     rule: str | None = None
     by_address: bool = False
     trickled: bool = False
@@ -379,7 +379,7 @@ class _Service:
         return variant
 
     def _send(self, variant: Variant) -> None:
-        for item in variant.sent(self._stream):
+        for item in variant.arrange(self._stream):
             if isinstance(item, _Share):
                 self._share(item)
                 continue
@@ -469,7 +469,7 @@ class _Checks:
         if packed is not None:
             yield self._run("packed bodies", lambda: self._packed(packed))
         if self._uri.parameters.get(SELECT_PARAMETER[0]) == SELECT_PARAMETER[1]:
-            yield self._run("two streams on one connection", self._kept)
+            yield self._run("two streams on one connection", self._two_streams)
         yield self._run("unknown ticket", self._unknown_ticket)
         yield self._run("refuses what breaks client-tags", lambda: self._refused(self._tag ^ 1 << 63, self._ticket))
         yield self._run("refuses what breaks client-frames", lambda: self._refused(None, self._ticket))
@@ -547,7 +547,7 @@ class _Checks:
             self._closes(connection)
         return f"{count} messages"
 
-    def _kept(self) -> str:
+    def _two_streams(self) -> str:
         with self._connect() as connection:
             for _ in range(2):
                 self._request(connection, self._tag | KEEP_CONNECTION, self._ticket)
