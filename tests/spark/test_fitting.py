@@ -100,7 +100,7 @@ def test_columns_go_by_their_names(catalog: str, client: dis.Client) -> None:
         fitting(catalog, "a bigint")
     made = fitting(catalog, "a bigint", merge=True).conform(pa.record_batch({"a": [2]}))
     assert made.to_pylist() == [{"a": 2, "b": None}]
-    with pytest.raises(SourceError, match=r"it has no column 'c', and its columns stay as they are"):
+    with pytest.raises(SourceError, match=r"the dataset has no column 'c', and its columns stay as they are"):
         fitting(catalog, "a bigint, b string, c int", merge=True)
     with pytest.raises(SourceError, match=r"more than one column 'a'.*rename it"):
         fitting(catalog, "a bigint, a string")

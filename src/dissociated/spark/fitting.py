@@ -119,10 +119,10 @@ def _differences(frame: pa.Schema, existing: pa.Schema, merge: bool) -> Iterator
     """Describe each difference that prevents appending the DataFrame, in words for the user."""
     for name in dict.fromkeys(existing.names):
         if existing.names.count(name) > 1:
-            yield f"it has more than one column {name!r}"
+            yield f"the dataset has more than one column {name!r}"
         elif name not in frame.names:
             if not existing.field(name).nullable:
-                yield f"there is no column {name!r}, which has no nulls there"
+                yield f"there is no column {name!r}, which the dataset does not allow to be null: add it"
             elif not merge:
                 yield f'there is no column {name!r}: add it, or let .option("mergeSchema", "true") fill it with nulls'
         elif difference := _difference(frame.field(name), existing.field(name), merge):
@@ -130,8 +130,8 @@ def _differences(frame: pa.Schema, existing: pa.Schema, merge: bool) -> Iterator
     for name in frame.names:
         if name not in existing.names:
             yield (
-                f"it has no column {name!r}, and its columns stay as they are: drop it, or write the dataset anew, "
-                "overwriting it with read(...).unionByName(df, allowMissingColumns=True)"
+                f"the dataset has no column {name!r}, and its columns stay as they are: drop it, or write the dataset "
+                "anew, overwriting it with read(...).unionByName(df, allowMissingColumns=True)"
             )
 
 

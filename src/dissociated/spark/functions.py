@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 MapFunction = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
 _NAME = "dissociated_map_in_arrow"  # by which Spark's JVM recognizes the function
-_COLUMN = "dissociated.conversation"
-_LEAST_SIZE = 1 << 24  # bytes of a memfd that are mapped, most of them unused
+_COLUMN = "dissociated.conversation"  # the only column of the row that tells the function how to reach its task
+_MIN_MAPPED_SIZE = 1 << 24  # bytes of a memfd that are mapped, most of them unused
 _GRACE = 5.0  # seconds that a function may run after its task has ended
 _MAX_REUSED = 64  # memfds of one partition; each takes two descriptors
 
@@ -125,9 +125,9 @@ class _MappedFunction:
         with ExitStack() as stack:
             memory = stack.enter_context(_InputMemory())
             spaces = [memory.space]
-            inputs = self._dataset(start, spaces) if "reader" in start else self._written(conversation, memory)
+            inputs = self._read_dataset(start, spaces) if "reader" in start else self._receive(conversation, memory)
             stack.enter_context(closing(inputs))
-            results = self._checked(self._results(inputs))
+            results = self._check(self._results(inputs))
             stream = SharedStream(results, spaces, self._output_schema.types, max_batches=1, static_only=True)
             stack.enter_context(closing(stream))
             while conversation.receive("next") is not None:
@@ -136,7 +136,7 @@ class _MappedFunction:
                 if answer["ended"]:
                     return
 
-    def _written(self, conversation: _Conversation, memory: _InputMemory) -> Generator[pa.RecordBatch, None, None]:
+    def _receive(self, conversation: _Conversation, memory: _InputMemory) -> Generator[pa.RecordBatch, None, None]:
         """Yield the batches that the task writes."""
         while True:
             memfd = memory.take()
@@ -146,7 +146,9 @@ class _MappedFunction:
                 return
             yield pa.ipc.read_record_batch(pa.ipc.read_message(memfd.read(written["size"])), self._input_schema)
 
-    def _dataset(self, start: Mapping[str, Any], spaces: list[AddressSpace]) -> Generator[pa.RecordBatch, None, None]:
+    def _read_dataset(
+        self, start: Mapping[str, Any], spaces: list[AddressSpace]
+    ) -> Generator[pa.RecordBatch, None, None]:
         """Yield the batches of a partition of a dataset, in the memory of its segments."""
         reader, partition = unpickled(start["reader"]), unpickled(start["partition"])
         with closing(reader.batches(partition, start["max_rows"], spaces)) as batches:
@@ -160,7 +162,7 @@ class _MappedFunction:
             raise SourceError(f"the function returns {type(results).__name__}, not an iterator of batches")
         return results
 
-    def _checked(self, results: Iterator[pa.RecordBatch]) -> Generator[pa.RecordBatch, None, None]:
+    def _check(self, results: Iterator[pa.RecordBatch]) -> Generator[pa.RecordBatch, None, None]:
         for batch in results:
             if not isinstance(batch, pa.RecordBatch):
                 raise SourceError(f"the function yields {type(batch).__name__}, not pyarrow.RecordBatch")
@@ -202,9 +204,9 @@ class _Conversation:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path)
         self._lines = self._socket.makefile("r", encoding="utf-8")
-        self._received: dict[str, Any] = {}
-        self._has_ended = False
-        self._lock = threading.Lock()
+        self._received: dict[str, Any] = {}  # messages for which no thread has asked yet, by each of their keys
+        self._has_ended = False  # whether the task needs no more
+        self._lock = threading.Lock()  # of receiving
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="dissociated-watcher", daemon=True)
 
@@ -332,7 +334,7 @@ class _ReusedMemfd(_Memfd):
 
     def read(self, size: int) -> pa.Buffer:
         if size > self._memory.size:
-            whole = max(_LEAST_SIZE, 1 << (size - 1).bit_length())
+            whole = max(_MIN_MAPPED_SIZE, 1 << (size - 1).bit_length())
             os.ftruncate(self._descriptor, whole)
             self._memory = map_read_only(self._descriptor, whole)
             self._space.add(Region(reserve_base(whole), self._memory, file=SharedFile(os.dup(self._descriptor))))

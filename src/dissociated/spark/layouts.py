@@ -18,6 +18,7 @@ from dissociated.memory.shared import create_memfd
 from dissociated.spark.columns import field_places, is_readable, spark_type
 
 _COLUMN_ALIGNMENT = 64
+_VALUES, _DICTIONARY = attrgetter("values"), attrgetter("dictionary")  # take a child from an array
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,15 @@ class ArrayLayout:
     `kind` says how the type differs from the Arrow type of Spark's type, such as "large" or "dictionary". `width` is
     the bytes of a fixed-size value or of a dictionary index, or the length of a fixed-size list; 0 for other types.
     `buffers` is the number of buffers, or None if it differs from array to array. `children` has for each child a
-    function that takes it from an array, and its layout. `read` are the indices of the children that Spark reads.
+    function that takes it from an array, and its layout. `used_children` has the indices of the children that Spark
+    reads.
     """
 
     kind: str
     width: int
     buffers: int | None
     children: Sequence[tuple[Callable[[pa.Array], pa.Array], ArrayLayout]] = ()
-    read: Sequence[int] = ()
+    used_children: Sequence[int] = ()
 
     @classmethod
     def of(cls, type_: pa.DataType, spark: pa.DataType) -> ArrayLayout:
@@ -47,7 +49,7 @@ class ArrayLayout:
         if types.is_null(type_):
             return cls("", 0, 0)
         if types.is_map(type_):
-            entries = cls.of(*(pa.struct([map_.key_field, map_.item_field]) for map_ in (type_, spark)))
+            entries = cls.of(_entry_type(type_), _entry_type(spark))
             return cls("", 0, 2, ((_VALUES, entries),), (0,))
         if types.is_struct(type_):
             return cls("", 0, 1, *_fields(type_, spark))
@@ -73,10 +75,11 @@ class ArrayLayout:
     def to_json(self) -> list[Any]:
         """Return lists and numbers: kind, width, number of buffers (-1 if it differs), children, children to read."""
         children = [child.to_json() for _, child in self.children]
-        return [self.kind, self.width, -1 if self.buffers is None else self.buffers, children, [*self.read]]
+        return [self.kind, self.width, -1 if self.buffers is None else self.buffers, children, [*self.used_children]]
 
 
-_VALUES, _DICTIONARY = map(attrgetter, ("values", "dictionary"))
+def _entry_type(map_type: pa.DataType) -> pa.DataType:
+    return pa.struct([map_type.key_field, map_type.item_field])
 
 
 def _fields(type_: pa.DataType, spark: pa.DataType) -> tuple[Any, Sequence[int]]:
@@ -115,24 +118,24 @@ class BufferLocator:
         """
         self._spaces = spaces
         self._static_only = static_only
-        self._new: list[str] = []
+        self._new: list[str] = []  # files of the regions that `new_regions` has not returned yet
         self._region_count = 0
         self._mapped: list[tuple[int, int, int]] = []  # begin, end and number of each region
         self._unmapped: set[int] = set()  # 4 KiB pages that no region contains
-        self._memfd = -1
-        self._memfd_region = 0
+        self._memfd = -1  # holds the copies; -1 until the first
+        self._memfd_region = 0  # number of the memfd among the regions
         self._memfd_size = 0
         self._copies: dict[tuple[int, int], tuple[int, int]] = {}  # by addresses: slices of a batch share buffers
         #: Bytes of the memfd in use.
         self.copied = 0
 
-    def of(self, array: pa.Array, layout: ArrayLayout) -> Any:
+    def describe(self, array: pa.Array, layout: ArrayLayout) -> Any:
         """Return the description of an array and of its children, as the sidecar sends it."""
         buffers: list[int] = []
         for buffer in array.buffers()[: layout.buffers]:
             buffers += (-1, 0, 0) if buffer is None or not buffer.size else (*self._locate(buffer), buffer.size)
-        children = (layout.children[number] for number in layout.read)
-        below = [self.of(child(array), child_layout) for child, child_layout in children]
+        children = (layout.children[number] for number in layout.used_children)
+        below = [self.describe(child(array), child_layout) for child, child_layout in children]
         return [len(array), array.offset, array.null_count, buffers, below, layout.kind, layout.width]
 
     def new_regions(self) -> list[str]:

@@ -57,11 +57,11 @@ class Slice(NamedTuple):
     skip: int
     rows: int
 
-    def of(self, request: ReadRequest) -> ReadRequest:
+    def narrow(self, request: ReadRequest) -> ReadRequest:
         """Return `request` for the rows of this slice."""
-        return replace(self.batches_of(request), rows=range(self.skip, self.skip + self.rows))
+        return replace(self.narrow_to_batches(request), rows=range(self.skip, self.skip + self.rows))
 
-    def batches_of(self, request: ReadRequest) -> ReadRequest:
+    def narrow_to_batches(self, request: ReadRequest) -> ReadRequest:
         """Return `request` for all rows of the batches of this slice."""
         return replace(request, batches=(self.first, self.stop))
 
@@ -142,7 +142,7 @@ class DatasetReader(DataSourceReader):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """In a task: yield the rows of one partition. Closing the iterator early releases its resources."""
-        assert isinstance(partition, EndpointPartition), "Spark gives what partitions has made"
+        assert isinstance(partition, EndpointPartition), "Spark passes the partitions of this reader"
         return self.batches(partition, _MAX_ROWS)
 
     def batches(
@@ -174,7 +174,7 @@ class DatasetReader(DataSourceReader):
                 reader, batch_filter = self._open(client, partition, spaces)
         with closing(reader), self._refusals():
             for batch in portions(reader, max_rows):
-                filtered = batch_filter.of(batch, in_place)
+                filtered = batch_filter.apply(batch, in_place)
                 if filtered.num_rows or spaces is not None:
                     yield filtered
 
@@ -194,7 +194,7 @@ class DatasetReader(DataSourceReader):
                 routes = client.endpoints.routes(lookup.info, endpoint, read_request)
             except NodeUnreachable:
                 return None  # `batches` waits for the node
-            return _direct_request(plan_part(read_request, lookup.info.schema, endpoint, routes))
+            return _request_for_jvm(plan_part(read_request, lookup.info.schema, endpoint, routes))
 
     def decoded(
         self, schema: bytes, header: bytes, body: Buffer, max_body: int, max_rows: int
@@ -249,7 +249,7 @@ class DatasetReader(DataSourceReader):
         """Look up the partition's endpoint in the catalog, and return the request for its rows."""
         lookup = self._lookup
         planned = PlannedVersion(partition.version, partition.lineage_id)
-        if lookup is None or lookup.planned != planned or not planned.version or time.monotonic() > lookup.until:
+        if lookup is None or lookup.planned != planned or not planned.version or time.monotonic() > lookup.valid_until:
             info = self.request.catalog.retry(lambda: self._describe(client, planned))
             batch_filter = _BatchFilter(self.request, self.schema, info.schema)
             conditions = exact_filters(self.conditions, info.schema)
@@ -258,7 +258,7 @@ class DatasetReader(DataSourceReader):
         endpoint = partition.endpoint or lookup.info.endpoints[partition.number]
         read_request = replace(client.defaults, transport=self.request.transport, columns=lookup.batch_filter.requested)
         if partition.slice is not None:
-            read_request = partition.slice.of(read_request)
+            read_request = partition.slice.narrow(read_request)
         elif endpoint.rows is None and _supports_selection(endpoint):
             # Request by number: a stream that is read once refuses this. A second attempt would get only its rest.
             read_request = replace(read_request, batches=_ALL_BATCHES)
@@ -278,16 +278,16 @@ class DatasetReader(DataSourceReader):
         If no row of a batch passes, then no row of a slice of the batch does. If the server does not answer, return
         True.
         """
-        assert cut is not None, "what is not whole is a slice"
-        passing = replace(
-            cut.batches_of(client.defaults.without_columns()),
+        assert cut is not None, "only a slice consists of parts of batches"
+        by_statistics = replace(
+            cut.narrow_to_batches(client.defaults.without_columns()),
             transport=self.request.transport,
             filter=lookup.conditions,
             filtering=Filtering.BY_STATISTICS,
         )
         with (
             suppress(DissociatedError),  # a server without statistics, or one that is gone: reading raises later
-            closing(self.request.open(client, lookup.info, endpoint, passing)) as reader,
+            closing(self.request.open(client, lookup.info, endpoint, by_statistics)) as reader,
         ):
             return any(batch.num_rows for batch in reader)
         return True
@@ -315,19 +315,17 @@ class DatasetReader(DataSourceReader):
         Returns:
             Each slice, and whether it consists of whole batches; None for the whole endpoint, if it cannot be cut.
         """
-        whole: list[tuple[Slice | None, bool]] = [(None, True)]
+        uncut: list[tuple[Slice | None, bool]] = [(None, True)]
         # A published reader can be read only once, and its number of rows is unknown.
-        if not info.rows or parts <= 1:
-            return whole
-        if not _supports_selection(endpoint):
-            return whole
+        if not info.rows or parts <= 1 or not _supports_selection(endpoint):
+            return uncut
         # Batches without columns move only their metadata.
         transport = "grpc" if self.request.transport == "grpc" else None
         counting = replace(client.defaults.without_columns(), transport=transport)
         with closing(self.request.open(client, info, endpoint, counting)) as reader:
             sizes = [batch.num_rows for batch in reader]
         cuts = slices(sizes, max(1, round(parts * sum(sizes) / info.rows)), whole=bool(self.conditions))
-        return [(cut, sum(sizes[cut.first : cut.stop]) == cut.rows) for cut in cuts] or whole
+        return [(cut, sum(sizes[cut.first : cut.stop]) == cut.rows) for cut in cuts] or uncut
 
 
 def slices(sizes: Sequence[int], count: int, whole: bool = False) -> list[Slice]:
@@ -343,11 +341,11 @@ def slices(sizes: Sequence[int], count: int, whole: bool = False) -> list[Slice]
     rows = ends[-1]
     distance = rows // count if whole else rows // (4 * count)
     cuts = {0, rows, *(_near(ends, rows * number // count, distance) for number in range(1, count))}
-    cut = []
+    cut_slices = []
     for begin, end in pairwise(sorted(cuts)):
         first, stop = _batch_of(ends, begin), _batch_of(ends, end - 1) + 1
-        cut.append(Slice(first, stop, begin - ends[first], end - begin))
-    return cut
+        cut_slices.append(Slice(first, stop, begin - ends[first], end - begin))
+    return cut_slices
 
 
 def _near(ends: Sequence[int], row: int, distance: int) -> int:
@@ -377,7 +375,7 @@ class _Lookup(NamedTuple):
     info: DatasetInfo
     batch_filter: _BatchFilter
     conditions: Sequence[Any]
-    until: float
+    valid_until: float  # by time.monotonic
     passing: dict[tuple[int, Slice | None], bool]  # by endpoint and slice: whether any row may pass the conditions
 
 
@@ -403,7 +401,7 @@ class _BatchFilter:
         #: The names of the columns to request; None for all columns.
         self.requested = None if {*names} == {*source.names} else names
 
-    def of(self, batch: pa.RecordBatch, in_place: bool) -> pa.RecordBatch:
+    def apply(self, batch: pa.RecordBatch, in_place: bool) -> pa.RecordBatch:
         """Return the wanted columns of the rows that pass the filters."""
         if self._filters is None:
             return self._columns.select(batch) if in_place else self._columns.convert(batch)
@@ -421,7 +419,7 @@ def portions(batches: Iterable[pa.RecordBatch], max_rows: int = _MAX_ROWS) -> It
             yield batch.slice(at, max_rows)
 
 
-def _direct_request(part: PartPlan) -> dict[str, Any] | None:
+def _request_for_jvm(part: PartPlan) -> dict[str, Any] | None:
     """Return the request that Spark's JVM sends by itself, and its limits.
 
     The rows may include some that do not pass the filter of the request.

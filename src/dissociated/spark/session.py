@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 
-_launching = threading.Lock()  # the process has one environment, which starting a JVM changes
+_launch_lock = threading.Lock()  # the process has one environment, which starting a JVM changes
 
 
 @contextmanager
-def _packages() -> Iterator[None]:
+def _needs_pyspark() -> Iterator[None]:
     """Turn an ImportError into PySparkNotFound, which names the extra to install."""
     try:
         yield
@@ -41,7 +41,7 @@ def _packages() -> Iterator[None]:
         ) from None
 
 
-@_packages()
+@_needs_pyspark()
 def session(
     app_name: str = "dissociated", master: str = "local[*]", *, remote: str | None = None, **conf: str | int | bool
 ) -> SparkSession:
@@ -75,14 +75,14 @@ def session(
     remote = remote or os.environ.get("SPARK_REMOTE")
     builder = SparkSession.builder.appName(app_name)
     builder = builder.master(master) if remote is None else builder.remote(remote)
-    started = master if remote is None else remote
-    starts = not started.startswith("sc://") and not SparkSession.getActiveSession()
-    settings = {**_settings(started), **conf}
-    if starts and (jar_path := _jar()):
+    target = master if remote is None else remote
+    starts_jvm = not target.startswith("sc://") and not SparkSession.getActiveSession()
+    settings = {**_settings(target), **conf}
+    if starts_jvm and (jar_path := _jar()):
         settings["spark.jars"] = ",".join(filter(None, (str(settings.get("spark.jars", "")), str(jar_path))))
     for key, value in settings.items():
         builder = builder.config(key, value)
-    with _launching, _environment(_launch_variables(started)) if starts else nullcontext():
+    with _launch_lock, _environment(_launch_variables(target)) if starts_jvm else nullcontext():
         running = builder.getOrCreate()
     jvm: Any = getattr(running, "_jvm", None)
     # Spark finds data sources in Python by the active session of the thread, which only the first thread has.

@@ -88,9 +88,9 @@ class Sidecar:
     """The calls of the JVM, by name in `calls`, and the state of their streams and readers."""
 
     def __init__(self) -> None:
-        self._streams: dict[int, SharedStream] = {}
+        self._streams: dict[int, SharedStream] = {}  # by number
         self._readers: dict[str, DatasetReader] = {}  # by pickled text; they remember their dataset for the next task
-        self._opened = 0
+        self._stream_count = 0  # the number of the last stream
         self._exports: dict[str, dict[str, int]] = {}  # by name: the descriptors of the files, by path
         self._lock = threading.Lock()
         self.calls: Mapping[str, Callable[..., Any]] = {
@@ -149,7 +149,7 @@ class Sidecar:
                 return {"server": request}
         spaces: list[AddressSpace] = []
         batches = dataset_reader.batches(planned, _MAX_BATCH_ROWS, spaces, in_place=True)
-        return self._opened_stream(SharedStream(batches, spaces, dataset_reader.arrow_schema.types))
+        return self._add_stream(SharedStream(batches, spaces, dataset_reader.arrow_schema.types))
 
     def decode(self, reader: str, schema: str, header: str, body: str, max_body: int) -> Any:
         dataset_reader = self._reader(reader)
@@ -157,13 +157,13 @@ class Sidecar:
             content = memoryview(file.read_buffer())
         messages = base64.b64decode(schema), base64.b64decode(header)
         batches = dataset_reader.decoded(*messages, content, max_body, _MAX_BATCH_ROWS)
-        return self._opened_stream(SharedStream(batches, [], dataset_reader.arrow_schema.types))
+        return self._add_stream(SharedStream(batches, [], dataset_reader.arrow_schema.types))
 
-    def _opened_stream(self, stream: SharedStream) -> Any:
+    def _add_stream(self, stream: SharedStream) -> Any:
         with self._lock:
-            self._opened += 1
-            self._streams[self._opened] = stream
-            return {"stream": self._opened}
+            self._stream_count += 1
+            self._streams[self._stream_count] = stream
+            return {"stream": self._stream_count}
 
     def layout(self, reader: str, schema: str) -> Any:
         stream_schema = read_schema(base64.b64decode(schema), RemoteProtocolError)
@@ -292,9 +292,7 @@ def drop_table(options: Mapping[str, str], name: str) -> bool:
         return True
 
 
-_TABLE_CALLS: Sequence[Callable[..., Any]] = (
-    *(tables, table_exists, load_table, create_table, merged_tags, drop_table),
-)
+_TABLE_CALLS: Sequence[Callable[..., Any]] = (tables, table_exists, load_table, create_table, merged_tags, drop_table)
 
 
 def main() -> None:

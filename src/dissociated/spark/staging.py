@@ -22,7 +22,7 @@ from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.pickled import pickled, unpickled
 from dissociated.spark.target import WriteTarget
 from dissociated.spark.types import arrow_schema
-from dissociated.spark.writer import DatasetWriter, Written
+from dissociated.spark.writer import DatasetWriter, Written, is_committed
 from dissociated.store.segment import SharedSegmentWriter
 
 #: Names of discarded segments to remember. A killed task's `discard` may overtake its `stage`, by seconds at most.
@@ -44,17 +44,16 @@ class Writes:
     """
 
     def __init__(self) -> None:
-        self._segments: dict[str, _StagedSegment] = {}
+        self._segments: dict[str, _StagedSegment] = {}  # that are being written, by name
         self._unwanted: dict[str, None] = {}  # discarded before they existed, the oldest first
         self._lock = threading.Lock()
-        calls: Sequence[Callable[..., Any]] = (
-            *(write, commit, abort, self.stage, self.reserve, self.finish, self.discard),
-        )
-        self.calls = {call.__name__: call for call in calls}
+        calls: Sequence[Any] = (write, commit, abort, self.stage, self.reserve, self.finish, self.discard)
+        #: The functions, which the JVM calls by name.
+        self.calls: Mapping[str, Callable[..., Any]] = {call.__name__: call for call in calls}
 
     def stage(self, writer: str, segment: str, key: str | None) -> Any:
         plan = unpickled(writer)
-        if key is not None and _is_committed(plan.target.catalog, key):
+        if key is not None and is_committed(plan.target.catalog, key):
             return None
         staged = _StagedSegment(plan.target.catalog, segment, plan.fitting.schema)
         try:
@@ -138,18 +137,10 @@ def abort(writer: str, key: str | None, written: Sequence[Mapping[str, Any]]) ->
 
 
 def _messages(key: str | None, written: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
-    """Return the arguments of a writer's `commit` and `abort`; a `key` means a streaming writer."""
+    """Return the arguments of a writer's `commit` and `abort`. A writer of a streaming query has a `key`."""
     messages = [Written(**segment) for segment in written]
     if key is None:
         return (messages,)
     from dissociated.spark.streaming import TaskCommit
 
     return [TaskCommit(key, message) for message in messages], 0
-
-
-def _is_committed(catalog: CatalogConfig, key: str) -> bool:
-    def ask() -> bool:
-        with catalog.connect() as client:
-            return client.committed(key)
-
-    return catalog.retry(ask)

@@ -46,7 +46,7 @@ class SharedStream:
         self._locator = BufferLocator(spaces, static_only)
         self._held_batches: list[pa.RecordBatch] = []
         self._layouts: list[ArrayLayout] = []
-        self._next_count = 1  # batches in the next answer: starts small for queries with a limit
+        self._next_count = 1  # the most batches in the next answer: starts small for queries with a limit
         self._lock = threading.Lock()  # a killed task closes the stream while `next` still waits
         self._closed = False
 
@@ -56,30 +56,30 @@ class SharedStream:
             with self._lock:
                 return self._next()
         finally:
-            if self._closed:
+            if self._closed:  # by another thread, which has left the rest to this one
                 self.close()
 
     def _next(self) -> Any:
         del self._held_batches[:-1]
         self._locator.forget()
-        answer: list[Any] = []
-        while not self._closed and len(answer) < self._next_count and not self._locator.copied:
+        descriptions: list[Any] = []
+        while not self._closed and len(descriptions) < self._next_count and not self._locator.copied:
             batch = next(self._batches, None)
             if batch is None:
                 break
             if batch.num_rows:
-                if not answer:
+                if not descriptions:
                     self._held_batches.clear()
                 self._held_batches.append(batch)
-                answer += [self._place(portion) for portion in _cut_to_map(batch)]
+                descriptions += [self._describe(portion) for portion in _cut_to_map(batch)]
         # A server that reuses memory may need it back before it can send the next batch.
         live = any(space.live for space in self._spaces)
         self._next_count = 1 if live else min(2 * self._next_count, self._max_batches)
-        return {"regions": self._locator.new_regions(), "batches": answer, "ended": not answer}
+        return {"regions": self._locator.new_regions(), "batches": descriptions, "ended": not descriptions}
 
-    def _place(self, batch: pa.RecordBatch) -> Any:
+    def _describe(self, batch: pa.RecordBatch) -> Any:
         self._layouts = self._layouts or [*map(ArrayLayout.of, batch.schema.types, self._types)]
-        return {"rows": batch.num_rows, "columns": [*map(self._locator.of, batch.columns, self._layouts)]}
+        return {"rows": batch.num_rows, "columns": [*map(self._locator.describe, batch.columns, self._layouts)]}
 
     def close(self) -> None:
         """Release the batches and their memory.

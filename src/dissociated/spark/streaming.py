@@ -33,7 +33,7 @@ from dissociated.spark.fitting import Fitting
 from dissociated.spark.reader import portions
 from dissociated.spark.request import Request
 from dissociated.spark.target import WriteTarget
-from dissociated.spark.writer import Written, commit, write_segment
+from dissociated.spark.writer import Written, commit, is_committed, write_segment
 
 try:
     from pyspark.sql.streaming.datasource import (
@@ -51,7 +51,7 @@ _QUERY = "sql.streaming.queryId"
 _BATCH = "streaming.sql.batchId"
 
 _ROWS_PER_PARTITION = 1 << 20
-_NOT_OF_STREAMS = ("filters", "version")  # a stream would not return the rows that these options request
+_BATCH_ONLY_OPTIONS = ("filters", "version")  # a stream would not return the rows that these options request
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,11 @@ class DatasetStreamWriter(DataSourceStreamArrowWriter):
     def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskCommit:
         """In a task: write its partition into a segment, unless the whole batch has been committed before."""
         key = _key()
-        if self.catalog.retry(lambda: self._is_committed(key)):
+        if is_committed(self.catalog, key):
             return TaskCommit(key, None)
         # An earlier run of the batch, by a killed driver, may have left segments of tasks with the same numbers.
         run = secrets.token_hex(4)
         return TaskCommit(key, write_segment(self.catalog, f"{key}-{run}", self.fitting, iterator))
-
-    def _is_committed(self, key: str) -> bool:
-        with self.catalog.connect() as client:
-            return client.committed(key)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batch: int) -> None:
         """On the driver: publish the batch once and whole, and remove the remains of all its runs."""
@@ -98,9 +94,9 @@ class DatasetStreamWriter(DataSourceStreamArrowWriter):
         written = [message.written for message in messages if isinstance(message, TaskCommit) and message.written]
         with self.catalog.connect() as client:
             flights = {node["id"]: node["flight"] for node in client.nodes()}
-        for id in {segment.node for segment in written if segment.node in flights}:
-            with self.catalog.connect(flights[id]) as node:
-                node.discard([segment.segment for segment in written if segment.segment and segment.node == id])
+        for node_id in {segment.node for segment in written if segment.node in flights}:
+            with self.catalog.connect(flights[node_id]) as node:
+                node.discard([segment.segment for segment in written if segment.segment and segment.node == node_id])
 
 
 def _key() -> str:
@@ -135,7 +131,7 @@ class StreamOptions:
         Raises:
             OptionError: An option is invalid, or only supported by batch reads.
         """
-        if refused := [name for name in _NOT_OF_STREAMS if options.get(name) is not None]:
+        if refused := [name for name in _BATCH_ONLY_OPTIONS if options.get(name) is not None]:
             raise OptionError(
                 f"a stream does not support the option {', '.join(refused)}: it reads the rows that are appended to "
                 "a dataset, of any version; filter them with .where(...)"
@@ -206,16 +202,16 @@ class DatasetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         info = self._describe()
         if info is None and not start["rows"]:
             return start
-        there = self._check_lineage(info, start["began"], start["rows"])
-        last = there if self._target is None else min(there, self._target)
-        more = max(0, last - start["rows"])
+        total = self._check_lineage(info, start["began"], start["rows"])
+        last = total if self._target is None else min(total, self._target)
+        new = max(0, last - start["rows"])
         match limit:
             case ReadMaxRows():
-                more = min(more, limit.max_rows)
+                new = min(new, limit.max_rows)
             case ReadMaxBytes():
                 assert info is not None
-                more = min(more, max(1, limit.max_bytes * there // max(1, info.nbytes or 0)))
-        return {**_offset(info), "rows": start["rows"] + more} if more else start
+                new = min(new, max(1, limit.max_bytes * total // max(1, info.nbytes or 0)))
+        return {**_offset(info), "rows": start["rows"] + new} if new else start
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         first, last, step = start["rows"], end["rows"], self.options.rows_per_partition
@@ -288,5 +284,8 @@ class DatasetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 
 def _offset(info: DatasetInfo | None) -> dict[str, Any]:
-    """Return the offset after all rows of a dataset: its lineage and number of rows. None means no dataset yet."""
+    """Return the offset after all rows of a dataset: its lineage and number of rows. None means no dataset yet.
+
+    Spark keeps offsets in checkpoints, so the keys stay: "began" is the `lineage_id`.
+    """
     return {"began": "", "rows": 0} if info is None else {"began": info.lineage_id, "rows": info.rows or 0}

@@ -11,9 +11,9 @@ from dissociated.errors import OptionError
 from dissociated.spark.catalog import WAIT, CatalogConfig, required
 from dissociated.store.commit import Commit
 
-_NAMES_OF_OPTIONS = ("catalog", "mergeSchema", "path", "tags", "token_file", "tls_roots", "ttl", "wait")
-_SPARKS_OWN = ("checkpointlocation", "queryname")
-_KNOWN_OPTIONS = {*(name.lower() for name in _NAMES_OF_OPTIONS), *_SPARKS_OWN}
+_OPTIONS = ("catalog", "mergeSchema", "path", "tags", "token_file", "tls_roots", "ttl", "wait")
+_SPARK_OPTIONS = ("checkpointlocation", "queryname")
+_KNOWN_OPTIONS = {*(name.lower() for name in _OPTIONS), *_SPARK_OPTIONS}
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class WriteTarget:
         values = {name.lower(): value for name, value in options.items()}
         for name in values:
             if name not in _KNOWN_OPTIONS:
-                raise OptionError(f"there is no option {name!r} for writing; there are {', '.join(_NAMES_OF_OPTIONS)}")
+                raise OptionError(f"there is no option {name!r} for writing; there are {', '.join(_OPTIONS)}")
         catalog = CatalogConfig.parse(values)
         name = required(values, "path", f"the dataset goes: {advice}")
         commit = Commit(name, mode=mode, tags=parse_tags(values.get("tags", "")), ttl=_seconds(values.get("ttl")))

@@ -112,6 +112,16 @@ def abort(catalog: CatalogConfig, key: str) -> None:
     catalog.retry(once)
 
 
+def is_committed(catalog: CatalogConfig, key: str) -> bool:
+    """In a task: return whether the commit with that `key` took effect."""
+
+    def once() -> bool:
+        with catalog.connect() as client:
+            return client.committed(key)
+
+    return catalog.retry(once)
+
+
 class DatasetWriter(DataSourceArrowWriter):
     """A writer of one DataFrame as one dataset, whose methods Spark calls, or `publish` in this module.
 
