@@ -14,7 +14,8 @@ flights: .venv/demo.stamp
 
 # Where an environment forbids bytecode, each of the many interpreters that tests start would compile the library anew.
 test: export PYTHONDONTWRITEBYTECODE =
-test: lint .venv/spark.jsa
+test: .venv/dev.stamp
+	$(MAKE) --jobs 2 --output-sync lint .venv/spark.jsa # a core for each: without its cache, mypy takes as long
 	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: .venv/dev.stamp

@@ -12,14 +12,14 @@ from dissociated.errors import DeviceNotFound
 PARTS = {
     "transfer": "shm, tcp, Flight and a bare socket.",
     "ipc": "readers, writers, decoder and index, and pyarrow.ipc.",
-    "live": "a stream through shared memory of a limited size, and small and large batches beside ZeroMQ and Flight.",
+    "live": "a stream through shared memory of a limited size, and batches beside ZeroMQ, Flight and iceoryx2.",
     "fabric": "fabric, by messages and by reading memory, tcp, Flight and fi_pingpong, fi_rma_bw.",
     "device": "onto a GPU from shm, tcp and Flight, beside pinned memory, and opening by handle what is there.",
     "handles": "DuckDB and Polars over a handle, its Table and Parquet; small datasets, and first batches.",
     "scaling": "opening, by how many batches, columns, bytes, datasets, consumers and versions there are.",
     "many": "commits, by how many datasets a node has already.",
     "spark": "publishing from Spark and reading into it, beside mapInArrow, toArrow, toPandas, Parquet and Flight.",
-    "training": "an epoch of shuffled batches, beside Parquet, arrays in memory and PyTorch's DataLoader.",
+    "training": "an epoch of shuffled batches, beside Parquet, arrays in memory and other loaders.",
     "ucx": "ucx with both error modes, tcp, Flight and ucx_perftest.",
 }
 

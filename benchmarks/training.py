@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def run(gigabytes: float, rounds: int) -> None:
     training_spark.run(rows, _BATCH, rounds)
 
 
-def _compare(title: str, calls: dict[str, Callable[[], Any]], rounds: int) -> None:
+def _compare(title: str, calls: Mapping[str, Callable[[], Any]], rounds: int) -> None:
     """Print the median time of each call, and the ratios of its time and its processor time to those of the base."""
     processor: dict[str, list[float]] = {name: [] for name in calls}
 

@@ -55,7 +55,15 @@ def try_wheel(program: str, wheel: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([program, "-m", "venv", folder], check=True)
         binaries = Path(folder) / "bin"
-        install = [binaries / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel]
+        install = [
+            str(binaries / "python"),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            str(wheel),
+        ]
         subprocess.run(install, check=True)
         subprocess.run([binaries / "python", "-W", "error", "-c", SMOKE], check=True, cwd=folder, timeout=120)
         subprocess.run([binaries / "dissociated", "--version"], check=True, cwd=folder, timeout=60)

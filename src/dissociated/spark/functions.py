@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import socket
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -46,6 +48,7 @@ MapFunction = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 _NAME = "dissociated_map_in_arrow"  # by which Spark's JVM recognizes the function
 _COLUMN = "dissociated.conversation"
 _LEAST_SIZE = 1 << 24  # bytes of a memfd that are mapped, most of them unused
+_GRACE = 5.0  # seconds that a function may run after its task has ended
 _MAX_REUSED = 64  # memfds of one partition; each takes two descriptors
 
 
@@ -190,6 +193,9 @@ class _Conversation:
     """The connection to the task whose function runs in this worker: lines of JSON, in both directions.
 
     Several threads may receive, since a function may ask for its batches in a thread of its own.
+
+    If the task ends while the function runs, nobody needs the function any more, and Spark itself ends only workers
+    that write to it. So a worker whose function does not return within `_GRACE` kills itself.
     """
 
     def __init__(self, path: str) -> None:
@@ -199,6 +205,16 @@ class _Conversation:
         self._received: dict[str, Any] = {}
         self._has_ended = False
         self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="dissociated-watcher", daemon=True)
+
+    def _watch(self) -> None:
+        """Kill this process if the function runs on for long after the task has closed the connection."""
+        hang_up = select.poll()
+        hang_up.register(self._socket, select.POLLRDHUP)
+        hang_up.poll()
+        if not self._closed.wait(_GRACE):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def send(self, message: Mapping[str, Any]) -> None:
         try:
@@ -222,11 +238,16 @@ class _Conversation:
             return self._received.pop(kind, None)
 
     def __enter__(self) -> Self:
+        self._watcher.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._closed.set()
+        with suppress(OSError):  # the task has closed it
+            self._socket.shutdown(socket.SHUT_RDWR)  # this wakes the watcher
+        self._watcher.join()
         self._lines.close()
         self._socket.close()
 

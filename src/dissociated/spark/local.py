@@ -139,10 +139,10 @@ def _table(data: Any) -> pa.Table:
 
 
 def _is_local(spark: SparkSession) -> bool:
-    """Return whether Spark's tasks run on this host."""
+    """Return whether Spark's tasks run in the JVM of the driver."""
     from pyspark.sql.utils import is_remote
 
-    return not is_remote() and str(spark.sparkContext.master).startswith("local")
+    return not is_remote() and str(spark.sparkContext.master).partition("[")[0] == "local"
 
 
 @once

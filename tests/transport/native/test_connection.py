@@ -308,7 +308,7 @@ def test_a_listener_that_cannot_turn_clients_away_gives_everything_back() -> Non
 
 def test_ctrl_c_at_any_line_of_waiting_is_no_other_error_and_keeps_nobody_from_closing() -> None:
     def receive(connection: Connection, listener: Listener) -> None:
-        connection.receive(0.02, lambda tag, length: bytearray(length))
+        connection.receive(0.5, lambda tag, length: bytearray(length))
 
     def accept(connection: Connection, listener: Listener) -> None:
         listener.accept()
