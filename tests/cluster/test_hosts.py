@@ -147,11 +147,11 @@ def test_a_reader_whose_host_is_gone_is_noticed_and_one_that_only_pauses_is_kept
             assert answer(started) == "reached\n"
             return started
 
-        # Both readers of a vanish: one that has read everything, and one that would read on later. The latter starts
-        # last, since the kernel asks a reader that pauses at growing intervals whether it is there.
+        # Both readers of a vanish: one that has read everything, and one that would read on later. That one has paused
+        # for a while, in which the kernel asks ever more seldom whether it is there.
+        reader("a")
         pausing = reader("c")
         assert int(answer(reader("a"), "\n")) == 64 << 17
-        reader("a")
         assert peers() == {cluster.addresses["a"], cluster.addresses["c"]}
         cluster.cut("a")
         wait_until(lambda: peers() == {cluster.addresses["c"]}, "the readers are noticed to be gone", 45)

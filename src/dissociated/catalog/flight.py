@@ -95,7 +95,9 @@ def flight_errors(log: LimitedLog, context: Any) -> Iterator[None]:
         of_libarrow = isinstance(error, OSError) and error.errno is None
         if of_libarrow or isinstance(error, pa.ArrowException):  # The client sent invalid data, or has disconnected.
             raise flight.FlightServerError(str(error)) from None
-        log.write(logging.ERROR, "call failed, internal error", event="complaint", peer=context.peer(), exc_info=True)
+        log.write(
+            logging.ERROR, "call failed, internal error", event="internal error", peer=context.peer(), exc_info=True
+        )
         raise flight.FlightServerError("the catalog failed: see its log") from None
 
 

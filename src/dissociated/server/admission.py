@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dissociated.base.buffers import MAX_METADATA
 from dissociated.errors import ConnectionClosed, ServerFull, SourceError
 from dissociated.monitoring.activity import Activity
 from dissociated.monitoring.kept_memory import Mappable
@@ -15,7 +14,7 @@ from dissociated.transport.base import Connection
 
 #: Seconds that every new connection has for its request before it may be interrupted to make room for another. This is
 #: enough, even on a busy machine, for a client that sends its request at once.
-_LEAST_TIME = 1.0
+_MIN_REQUEST_TIME = 1.0
 #: Default limit of the live memory that consumers hold after they were cut off, as a multiple of `live_limit`.
 _KEPT_SHARE = 4
 
@@ -29,58 +28,64 @@ class Limits:
     lease_timeout: float
     live_limit: int
     kept_limit: int | None
-    inline_limit: int | None = None
-    max_metadata: int = MAX_METADATA
-    max_connections: int = 1024
-    max_asking: int = 128
-    idle_timeout: float = 10.0
-    max_idle: int = 128
+    inline_limit: int | None
+    max_metadata: int
+    max_connections: int
+    max_asking: int
+    idle_timeout: float
+    max_idle: int
 
 
 class Admission:
-    """The count of connections, with and without a request, and the limits that it is held to. Thread-safe."""
+    """The connections of a server by their state, and the limits on the number of connections in each. Thread-safe.
+
+    A connection is accepted (`begin`), is served when its request has arrived (`begin_stream`), may then wait for
+    another request (`begin_idle`), and ends (`end`).
+    """
 
     def __init__(self, limits: Limits, activity: Activity) -> None:
         self._limits = limits
         self._activity = activity
-        self._lock = threading.Condition()
-        self._served: set[Connection] = set()  # the connections whose request has arrived
-        # The other connections, oldest first, each with the time at which it was accepted.
+        self._changed = threading.Condition()  # notified when a connection leaves `_asking`
+        #: The connections that have sent no request yet, oldest first, each with the time at which it was accepted.
         self._asking: dict[Connection, float] = {}
+        self._served: set[Connection] = set()  # the connections whose request has arrived
         self._idle: dict[Connection, None] = {}  # the connections that wait for another request, oldest first
-        self._max_idle = limits.max_idle
+        self._max_idle = limits.max_idle  # 0 once the server refuses requests
 
     def make_room(self) -> None:
         """Wait for a free place if `max_asking` connections have sent no request yet.
 
-        If no place becomes free, interrupt the oldest of these connections, but only once it has had `_LEAST_TIME`.
-        Without that minimum, clients that reconnect at once whenever they are closed would take all places.
+        If no place becomes free, interrupt the oldest of these connections once it has had `_MIN_REQUEST_TIME`. Without
+        that minimum, clients that reconnect at once whenever they are closed would take all places.
         """
-        slowest = None
-        with self._lock:
-            while len(self._asking) >= self._limits.max_asking and slowest is None:
+        removed = None
+        with self._changed:
+            while len(self._asking) >= self._limits.max_asking and removed is None:
                 oldest, since = next(iter(self._asking.items()))
-                remaining = since + _LEAST_TIME - time.monotonic()
+                remaining = since + _MIN_REQUEST_TIME - time.monotonic()
                 if remaining > 0:
-                    self._lock.wait(remaining)
+                    self._changed.wait(remaining)
                 else:
                     del self._asking[oldest]
-                    slowest = oldest
-        if slowest is not None:
-            slowest.interrupt()
+                    removed = oldest
+        if removed is not None:
+            removed.interrupt()
 
     def begin(self, connection: Connection) -> None:
         """Count a connection that was accepted and has sent no request yet."""
-        with self._lock:
+        with self._changed:
             self._asking[connection] = time.monotonic()
 
-    def idle(self, connection: Connection) -> bool:
-        """Count a connection that waits for another request. Beyond `max_idle`, interrupt the oldest of them.
+    def begin_idle(self, connection: Connection) -> bool:
+        """Count a connection whose stream has ended and that waits for another request.
+
+        If more than `max_idle` connections would wait, interrupt the one that has waited longest.
 
         Returns:
-            Whether it may wait.
+            False if the connection must be closed instead.
         """
-        with self._lock:
+        with self._changed:
             if not self._max_idle:
                 return False
             self._served.discard(connection)
@@ -92,27 +97,27 @@ class Admission:
             oldest.interrupt()
         return True
 
-    def end_idle(self) -> None:
-        """Interrupt the connections that wait for another request, and let no other wait."""
-        with self._lock:
+    def interrupt_idle(self) -> None:
+        """Interrupt the connections that wait for another request, and let no other connection wait from now on."""
+        with self._changed:
             self._max_idle = 0
             idle = [*self._idle]
             self._idle.clear()
         for connection in idle:
             connection.interrupt()
 
-    def requested(self, connection: Connection) -> None:
-        """Record that the request of `connection` has arrived.
+    def begin_stream(self, connection: Connection) -> None:
+        """Count a connection whose request has arrived.
 
         Raises:
             ConnectionClosed: if the connection was interrupted meanwhile because it was too slow.
             ServerFull: if more than `max_connections` connections would be served.
         """
-        with self._lock:
+        with self._changed:
             if connection not in self._asking and connection not in self._idle:
                 raise ConnectionClosed("the client sent no request before its place was needed for others")
             self._idle.pop(connection, None)
-            self._leave(connection)
+            self._remove_asking(connection)
             connection.request_deadline = None
             self._served.add(connection)
             if len(self._served) > self._limits.max_connections:
@@ -120,15 +125,15 @@ class Admission:
 
     def end(self, connection: Connection) -> None:
         """Stop counting `connection`, which has ended."""
-        with self._lock:
+        with self._changed:
             self._served.discard(connection)
             self._idle.pop(connection, None)
-            self._leave(connection)
+            self._remove_asking(connection)
 
-    def _leave(self, connection: Connection) -> None:
-        """Remove `connection` from those without a request, and wake a thread that waits for a place."""
+    def _remove_asking(self, connection: Connection) -> None:
+        """Remove `connection` from `_asking` if it is there, and wake a thread that waits for its place."""
         if self._asking.pop(connection, None) is not None:
-            self._lock.notify()
+            self._changed.notify()
 
     def watch_kept(self, segments: Iterable[Mappable]) -> None:
         """Watch `segments`, which a client that is gone or was cut off may still have mapped."""
@@ -144,20 +149,20 @@ class Admission:
             SourceError: if consumers that were cut off still hold as much memory as the limit allows.
         """
         if self._limits.kept_limit is not None:
-            self.admit_mapped(name)
+            self.admit_static(name)
         else:
-            self._admit_mapped(name, self._activity.kept_live_bytes, _KEPT_SHARE * self._limits.live_limit)
+            self._check_kept(name, self._activity.kept_live_bytes, _KEPT_SHARE * self._limits.live_limit)
 
-    def admit_mapped(self, name: str) -> None:
+    def admit_static(self, name: str) -> None:
         """Check that a client may read the static dataset `name` over shared memory.
 
         Raises:
             SourceError: if `kept_limit` is set, and consumers that were cut off still hold that much memory.
         """
         if self._limits.kept_limit is not None:
-            self._admit_mapped(name, self._activity.kept_bytes, self._limits.kept_limit)
+            self._check_kept(name, self._activity.kept_bytes, self._limits.kept_limit)
 
-    def _admit_mapped(self, name: str, kept_bytes: int, limit: int) -> None:
+    def _check_kept(self, name: str, kept_bytes: int, limit: int) -> None:
         if kept_bytes and kept_bytes >= limit:  # a limit of 0 refuses new readers only while some memory is held
             raise SourceError(
                 f"{name!r} accepts no new reader over shared memory: readers that were cut off still hold "

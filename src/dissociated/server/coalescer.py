@@ -18,8 +18,8 @@ from dissociated.datasets.live_message import MAX_SEND_BYTES, MAX_SEND_MESSAGES,
 
 #: Seconds between two sends of small messages in a burst.
 COALESCE_INTERVAL = 0.001
-#: Number of small messages that may follow one another without a pause before the next ones wait.
-FREE_MESSAGES = 3
+#: A message that follows at least this many others without a pause belongs to a burst, and may wait.
+MIN_BURST = 3
 #: Seconds without a message that end a burst.
 _BURST_GAP = 0.0001
 
@@ -36,14 +36,15 @@ class Coalescer:
         self._send = send
         self._waiting: list[LiveMessage] = []
         self._count = self._nbytes = 0  # number and bytes of the waiting messages
-        self._due = 0.0  # the time, by time.monotonic, at which waiting messages are sent
-        self._last = 0.0  # the time at which the last message was added, or the last send ended
-        self._burst = 0  # number of messages that followed one another without a pause
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        # Times are by time.monotonic.
+        self._due = 0.0  # the time at which waiting messages are sent
+        self._last_activity = 0.0  # the time at which the last message was added, or the last send ended
+        self._burst = 0  # number of messages that the last one followed without a pause
+        self._changed = threading.Condition()  # held during a send; notified to wake the idle thread
+        self._thread: threading.Thread | None = None  # sends messages that are due; started by the first that waits
         self._idle = False  # whether the thread waits to be notified of a message
         self._closed = False
-        self._error: BaseException | None = None
+        self._error: BaseException | None = None  # of `send` in the thread, until a caller has got it
 
     def add(self, message: SplitMessage) -> None:
         """Send a message, alone or together with its neighbours. The message must be small and have a body."""
@@ -53,9 +54,9 @@ class Coalescer:
             self._count += 1
             self._nbytes += len(message.header) + message.parsed.body_length
             now = time.monotonic()
-            self._burst = self._burst + 1 if now - self._last < _BURST_GAP else 0
-            self._last = now
-            is_due = self._burst < FREE_MESSAGES or now >= self._due
+            self._burst = self._burst + 1 if now - self._last_activity < _BURST_GAP else 0
+            self._last_activity = now
+            is_due = self._burst < MIN_BURST or now >= self._due
             if is_due or self._count >= MAX_SEND_MESSAGES or self._nbytes >= MAX_SEND_BYTES:
                 self._flush()
             elif self._thread is None:
@@ -77,8 +78,8 @@ class Coalescer:
             raise error
         if waiting:
             self._send(waiting)
-            self._last = time.monotonic()
-            self._due = self._last + COALESCE_INTERVAL
+            self._last_activity = time.monotonic()
+            self._due = self._last_activity + COALESCE_INTERVAL
 
     def _flush_when_due(self) -> None:
         with self._changed:

@@ -65,6 +65,7 @@ class Connections:
     """The connections that `listeners` accept, whose clients request datasets of `registry`. Thread-safe.
 
     This object owns the listeners. To end it, call `refuse`, `stop_listening`, `interrupt` and `join`, in this order.
+    `listeners` may still grow until `accept` is called.
     """
 
     def __init__(self, listeners: Sequence[Listener], registry: Registry, limits: Limits, activity: Activity) -> None:
@@ -74,19 +75,14 @@ class Connections:
         self._activity = activity
         self._admission = Admission(limits, activity)
         self._peers_log = LimitedLog(_log)
-        self._lock = threading.Lock()
-        self._threads: dict[Connection, threading.Thread] = {}
-        self._acceptors: list[threading.Thread] = []
-        self._refusing = threading.Event()
+        self._lock = threading.Lock()  # of `_threads` and of setting `_refusing`
+        self._threads: dict[Connection, threading.Thread] = {}  # the serving thread of each open connection
+        self._acceptors: list[threading.Thread] = []  # the thread of each listener
+        self._refusing = threading.Event()  # set once new connections are refused
 
     def __len__(self) -> int:
         with self._lock:
             return len(self._threads)
-
-    def threads(self) -> list[threading.Thread]:
-        """Return the serving threads, one for each open connection."""
-        with self._lock:
-            return [*self._threads.values()]
 
     def accept(self) -> None:
         """Start to accept connections at every listener, each in a thread of its own."""
@@ -99,7 +95,7 @@ class Connections:
         """Refuse new connections from now on: their clients receive the reason and are disconnected."""
         with self._lock:
             self._refusing.set()
-        self._admission.end_idle()
+        self._admission.interrupt_idle()
 
     def stop_listening(self) -> None:
         """Close the listeners, so that no client can connect any more."""
@@ -115,7 +111,11 @@ class Connections:
 
     def join(self, timeout: float) -> None:
         """Wait up to `timeout` seconds for all threads to end. Call it after `stop_listening`."""
-        self._join([*self.threads(), *self._acceptors], timeout)
+        end = time.monotonic() + timeout
+        with self._lock:
+            threads = [*self._threads.values(), *self._acceptors]
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
         self._peers_log.close()
 
     def drain(self, timeout: float, on_waiting: Callable[[Sequence[ConsumerStatus]], None]) -> bool:
@@ -147,18 +147,13 @@ class Connections:
             self._refusing.wait(min(_DRAIN_INTERVAL, end - now))
         return True
 
-    def _join(self, threads: Sequence[threading.Thread], timeout: float) -> None:
-        end = time.monotonic() + timeout
-        for thread in threads:
-            thread.join(max(0.0, end - time.monotonic()))
-
     def _accept(self, listener: Listener) -> None:
         has_warned = False
         while True:
             try:
                 connection = listener.accept()
-            # The process is probably out of descriptors. Some will be closed soon, and the client waits meanwhile.
             except TransportError as error:
+                # The process is probably out of descriptors. Some will be closed soon, and the client waits meanwhile.
                 if not has_warned:
                     _log.warning("accept failed, will retry: listener=%s error=%s", listener.uri, error)
                 has_warned = True
@@ -193,13 +188,13 @@ class Connections:
 
     def _serve(self, connection: Connection, stats: ConnectionStats) -> None:
         """Serve one stream after another, as long as the client requests them."""
-        listener, arrived = stats.listener, None
+        request = None  # the first is received by the session, after the handshake
         try:
-            while self._serve_stream(connection, stats, arrived):
-                arrived = self._next_request(connection)
-                if arrived is None:
+            while self._serve_stream(connection, stats, request):
+                request = self._next_request(connection)
+                if request is None:
                     return
-                stats = self._activity.begin(listener, connection.peer)
+                stats = self._activity.begin(stats.listener, connection.peer)
         finally:
             connection.close()
             self._admission.end(connection)
@@ -207,37 +202,46 @@ class Connections:
                 self._threads.pop(connection, None)
 
     def _next_request(self, connection: Connection) -> Incoming | Run | None:
-        """Return the next message of a client whose stream has ended; None if the client is gone, or sends none."""
-        if not self._admission.idle(connection):
+        """Return the next message of a client whose stream has ended; None if the client is gone or may not wait."""
+        if not self._admission.begin_idle(connection):
             return None
         timeout = self._limits.idle_timeout
         connection.request_deadline = time.monotonic() + timeout
         connection.limit_tagged(0)
         try:
-            arrived = receive(connection, timeout)
-            while isinstance(arrived, Incoming) and frees_nothing(arrived):
-                arrived = receive(connection, timeout)
+            message = receive(connection, timeout)
+            while isinstance(message, Incoming) and frees_nothing(message):
+                message = receive(connection, timeout)
         except DissociatedError:
             return None
-        if arrived is not None and self._refusing.is_set():
+        if message is not None and self._refusing.is_set():
             connection.close(close_reason(ServerFull(_REFUSAL)))
             return None
-        return arrived
+        return message
 
-    def _serve_stream(self, connection: Connection, stats: ConnectionStats, arrived: Incoming | Run | None) -> bool:
-        """Serve one stream, whose request may have `arrived`. Return whether another may follow."""
-        outcome, why, referenced, follows = "failed", "", False, False
+    def _serve_stream(self, connection: Connection, stats: ConnectionStats, request: Incoming | Run | None) -> bool:
+        """Serve one stream, and log its end. Close the connection unless another stream may follow.
+
+        Args:
+            connection: the connection.
+            stats: the statistics of the stream.
+            request: the client's request if it was received already; None for a new connection.
+
+        Returns:
+            Whether another stream may follow.
+        """
+        outcome, why, has_reference, is_reusable = "failed", "", False, False
         try:
-            with ExitStack() as ending:
-                ending.enter_context(connection)
-                if arrived is None:
+            with ExitStack() as closing_connection:
+                closing_connection.enter_context(connection)
+                if request is None:
                     timeout = self._limits.handshake_timeout
                     connection.request_deadline = time.monotonic() + timeout
                     connection.handshake(timeout)
-                session = Session(self._registry, self._limits, self._admission, connection, stats, arrived)
-                follows = session.run()
-                if follows:
-                    ending.pop_all()
+                session = Session(self._registry, self._limits, self._admission, connection, stats, request)
+                is_reusable = session.run()
+                if is_reusable:
+                    closing_connection.pop_all()
             outcome, why = (
                 ("done", "stream complete") if stats.all_sent else ("gone", "client disconnected before the end")
             )
@@ -253,27 +257,27 @@ class Connections:
         except LocalProtocolError:
             why = self._log_failure(stats)
         except DissociatedError as error:
-            why, referenced = log_message(error), error.reference is not None
+            why, has_reference = log_message(error), error.reference is not None
         except Exception:
             why = self._log_failure(stats)
         finally:
             fields, peer = stats.fields() | {"outcome": outcome}, stats.peer
             level = logging.WARNING if outcome == "failed" else logging.INFO
-            if outcome == "done" or referenced:  # the client was told a reference, which must lead to this line
+            if outcome == "done" or has_reference:  # the client was told a reference, which must lead to this line
                 _log.log(level, "stream ended: peer=%r reason=%s", peer, why, extra=fields)
             else:
                 self._peers_log.write(
                     level, "stream ended: peer=%r reason=%s", peer, why, event=outcome, peer=peer, fields=fields
                 )
             self._activity.end(stats, outcome)
-        return follows
+        return is_reusable
 
     def _log_failure(self, stats: ConnectionStats) -> str:
         self._peers_log.write(
             logging.ERROR,
             "stream failed, internal error: peer=%r",
             stats.peer,
-            event="complaint",
+            event="internal error",
             peer=stats.peer,
             fields=stats.fields(),
             exc_info=True,

@@ -31,7 +31,7 @@ class MessageGroup(NamedTuple):
     #: The sequence number of the first message.
     first: int
     #: The number of messages.
-    messages: int
+    message_count: int
     #: The addresses that the messages lease to the client.
     addresses: Sequence[int]
     #: The number of (address, length) pairs in the bodies, pairs of empty buffers included.
@@ -48,8 +48,8 @@ def encode_groups(
     first: int,
     connection: Connection,
     streams: Streams,
-    segment: int | None,
-    growing: bool,
+    segment_number: int | None,
+    is_growing: bool,
     inline_limit: int,
 ) -> Iterable[MessageGroup]:
     """Encode consecutive messages of `dataset` for `connection`.
@@ -60,20 +60,20 @@ def encode_groups(
         first: the sequence number of the first message.
         connection: the connection that the messages are encoded for.
         streams: the streams that travel over this connection.
-        segment: the number of the segment that the bodies lie in, among the segments that are sent; bodies then travel
-            by address. None if all bodies travel inline.
-        growing: whether the segment is still being written. Groups are then small, so that each can be sent as soon as
-            its bodies are written, and are not kept.
+        segment_number: the number of the segment that the bodies lie in, among the segments that are sent; bodies then
+            travel by address. None if all bodies travel inline.
+        is_growing: whether the segment is still being written. Groups are then small, so that each can be sent as soon
+            as its bodies are written, and are not kept.
         inline_limit: bodies of up to this many bytes travel inline even if they lie in a segment.
 
     Returns:
         The encoded groups, in order.
     """
-    group_bytes = STEP if growing else _UNLIMITED
-    encoded = _encode(messages, first, connection, streams, segment is not None, group_bytes, inline_limit)
-    if growing or first + len(messages) > _MAX_CACHED_MESSAGES:
+    group_bytes = STEP if is_growing else _UNLIMITED
+    encoded = _encode(messages, first, connection, streams, segment_number is not None, group_bytes, inline_limit)
+    if is_growing or first + len(messages) > _MAX_CACHED_MESSAGES:
         return encoded
-    key = connection.encoding, streams, segment, inline_limit
+    key = connection.encoding, streams, segment_number, inline_limit
     return dataset.encoded(key, lambda: [*encoded])
 
 
@@ -82,45 +82,45 @@ def _encode(
     first: int,
     connection: Connection,
     streams: Streams,
-    mapped: bool,
+    by_address: bool,
     group_bytes: int,
     inline_limit: int,
 ) -> Iterator[MessageGroup]:
     sender = Sender.before_request(streams, first)
-    at = 0
-    while at < len(messages):
-        first = sender.sequence
+    sends_bodies = bool(streams & Streams.BODIES)
+    start = 0
+    while start < len(messages):
+        group_first = sender.sequence
         outgoing: list[Message] = []
         leased: list[int] = []
         pairs = 0
-        group = _group(messages, at, group_bytes)
-        at += len(group)
+        group = _group(messages, start, group_bytes)
+        start += len(group)
         for message in group:
             body = None
-            if mapped and message.extents is not None and message.parsed.body_length > inline_limit:
+            if by_address and message.extents is not None and message.parsed.body_length > inline_limit:
                 body = Body(BodyKind.ADDRESSES, (encode_addresses(message.extents),))
                 leased += (address for address, length in message.extents if length)
                 pairs += len(message.extents)
             elif message.packed is not None:
                 body = Body(BodyKind.PACKED, message.packed)
             outgoing += sender.send(message.header, body)
-        bodies = bool(streams & Streams.BODIES)
-        nbytes = sum(message.parsed.body_length for message in group) if bodies else 0
+        nbytes = sum(message.parsed.body_length for message in group) if sends_bodies else 0
         ends = (address + length for message in group for address, length in message.extents or ())
-        end = max(ends, default=0) if mapped else 0
-        addresses, pairs = (leased, pairs) if bodies else ((), 0)
-        yield MessageGroup(connection.prepare(outgoing), first, len(group), addresses, pairs, nbytes, end)
+        end = max(ends, default=0) if by_address else 0
+        addresses, pairs = (leased, pairs) if sends_bodies else ((), 0)
+        yield MessageGroup(connection.prepare(outgoing), group_first, len(group), addresses, pairs, nbytes, end)
 
 
-def _group(messages: Sequence[StaticMessage], first: int, most: int) -> Sequence[StaticMessage]:
-    """Return the messages from index `first` on until their bodies have `most` bytes, or the group is full."""
-    stop, nbytes = first, 0
+def _group(messages: Sequence[StaticMessage], start: int, max_bytes: int) -> Sequence[StaticMessage]:
+    """Return the messages from index `start` on until their bodies have `max_bytes` bytes, or the group is full."""
+    stop, nbytes = start, 0
     # A group ends at the end of a segment, so that its bodies lie in one piece of memory.
     while (
-        stop < min(len(messages), first + _GROUP_SIZE)
-        and nbytes < most
-        and messages[stop].segment == messages[first].segment
+        stop < min(len(messages), start + _GROUP_SIZE)
+        and nbytes < max_bytes
+        and messages[stop].segment == messages[start].segment
     ):
         nbytes += messages[stop].parsed.body_length
         stop += 1
-    return messages[first:stop]
+    return messages[start:stop]

@@ -16,24 +16,26 @@ from dissociated.transport.base import Listener
 from dissociated.transport.registry import transport
 from dissociated.uri import ANY_INTERFACE, DEVICE, PACKED, Uri
 
-_ONE_STREAM_EACH = (Streams.METADATA, Streams.BODIES)
-
 
 class Endpoints:
-    """The locations of `listeners`. A listener on all interfaces is located by the host name `advertise`."""
+    """The locations of `listeners`. A listener on all interfaces has the host name `default_host` in its locations.
 
-    def __init__(self, listeners: Sequence[Listener], advertise: str, chooses_rows: bool = True) -> None:
+    `listeners` may still grow: each method uses those that are in it when it is called.
+    """
+
+    def __init__(self, listeners: Sequence[Listener], default_host: str, chooses_rows: bool) -> None:
         self._listeners = listeners
+        # The capabilities of the server, which all locations have as parameters.
         self._parameters = dict((SELECT_PARAMETER, FILTER_PARAMETER) if chooses_rows else (SELECT_PARAMETER,))
-        self._advertise = advertise
-        self._advertised: dict[Listener, Uri] = {}
+        self._default_host = default_host
+        self._advertised: dict[Listener, Uri] = {}  # the hosts and ports that replace those of listeners
 
     def advertise(self, listener: Listener, advertised: Uri) -> None:
         """Announce a listener by the host and the port of `advertised`, as far as it has them."""
         self._advertised[listener] = advertised
 
     @property
-    def by_address(self) -> bool:
+    def exposes_memory(self) -> bool:
         """Whether a listener lets clients map this process's memory or fetch from it."""
         return any(
             listener.exposes_memory or transport(listener.uri.scheme).shares_memory for listener in self._listeners
@@ -59,15 +61,12 @@ class Endpoints:
         """
         segment = dataset.device_segment
         on_device = [] if segment is None or not segment.span.key else self._device_locations(segment)
-        ways = [
-            (listener, packed)
+        on_host = [
+            str(self._location(listener, dataset, Streams.BOTH, packed))
             for listener in self._listeners
-            for packed in (False, True)[: 1 + listener.exposes_memory]
+            for packed in ((False, True) if listener.exposes_memory else (False,))
         ]
-        return [
-            *on_device,
-            *(str(self._location(listener, dataset, Streams.BOTH, packed)) for listener, packed in ways),
-        ]
+        return [*on_device, *on_host]
 
     def _device_locations(self, segment: DeviceSegment) -> list[str]:
         """Return the locations at which clients on this host can request addresses in `segment`."""
@@ -97,12 +96,11 @@ class Endpoints:
         """
         if not dataset.splits_streams:
             return []
-        places = [listener for listener in self._listeners if listener.uri.parameters.get("err_mode") == "none"]
-        return [
-            str(self._location(listener, dataset, streams, True))
-            for listener in places[:1]
-            for streams in _ONE_STREAM_EACH
-        ]
+        for listener in self._listeners:
+            if listener.uri.parameters.get("err_mode") == "none":
+                both = (Streams.METADATA, Streams.BODIES)
+                return [str(self._location(listener, dataset, streams, packed=True)) for streams in both]
+        return []
 
     def _location(self, listener: Listener, dataset: Dataset | None, streams: Streams, packed: bool) -> Uri:
         uri = listener.uri
@@ -116,7 +114,7 @@ class Endpoints:
         regions = () if memory is None else memory.regions()
         located = Uri(
             uri.scheme,
-            host=self._advertise if advertised.host in ANY_INTERFACE else advertised.host,
+            host=self._default_host if advertised.host in ANY_INTERFACE else advertised.host,
             port=advertised.port or uri.port,
             path=uri.path,
             want_data=want_tag(streams, packed),

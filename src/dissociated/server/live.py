@@ -21,7 +21,7 @@ from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message, Run
 from dissociated.protocol.sender import Body
 from dissociated.protocol.tags import BodyKind
-from dissociated.server.coalescer import COALESCE_INTERVAL, FREE_MESSAGES, Coalescer
+from dissociated.server.coalescer import COALESCE_INTERVAL, MIN_BURST, Coalescer
 from dissociated.server.sending import ClientRequest, Sending
 
 _MAX_WAIT = 3600.0  # seconds; this long only because new messages and frees wake the thread that waits
@@ -54,15 +54,16 @@ class _LiveSending(Sending):
             The total length of the bodies, in bytes.
         """
         messages: list[Message | Run] = []
-        for header, group in groupby(items, _run_key):
-            grouped = [*group]
+        for header, neighbours in groupby(items, _run_key):
+            grouped = [*neighbours]
             bodies = [part for item in grouped for part in item.bodies] if header is not None else []
             if header is not None and self._connection.takes_runs and len(bodies) >= self._connection.min_run:
                 self._check(header)
                 messages.append(self._sender.send_alike(header, bodies))
                 continue
-            for item in [message for several in grouped for message in several.each()]:
-                messages += self._encode_message(item.header, body(item))
+            for item in grouped:
+                for message in item.each():
+                    messages += self._encode_message(message.header, body(message))
         nbytes = sum([item.nbytes for item in items])
         with self._stats.sending(self._connection, nbytes):
             self._connection.send(self._connection.prepare(messages), self._limits.stall_timeout)
@@ -222,8 +223,8 @@ class BroadcastSending(_LiveSending):
                 self._connection.wait(_MAX_WAIT)
                 continue
             count, nbytes = self._send_items(consumer, items)
-            # Several messages came during the last send. More will come, and together they cost less.
-            interval = live.linger or (COALESCE_INTERVAL if count > FREE_MESSAGES else 0.0)
+            # If several messages came during the last send, more will probably come, and together they cost less.
+            interval = live.linger or (COALESCE_INTERVAL if count > MIN_BURST else 0.0)
             is_small = count < MAX_SEND_MESSAGES and nbytes <= SMALL_BODY
             pause_until = time.monotonic() + interval if interval and is_small else 0.0
 

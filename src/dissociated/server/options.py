@@ -46,8 +46,8 @@ class ServerOptions:
     Limits:
 
     - `max_connections`: largest number of clients that have sent their request.
-    - `max_asking`: largest number of clients that have not. Further clients wait; after a second, the oldest client
-      without a request is disconnected to make room.
+    - `max_asking`: largest number of clients that have sent no request yet. Further clients wait; after a second, the
+      oldest client without a request is disconnected to make room.
     - `max_idle`: largest number of clients that have read a stream and may request another on the same connection.
       Beyond it, the client that has been idle for longest is disconnected. With 0, a connection carries one stream.
     - `live_limit`: largest number of bytes of a live stream in shared memory, for each client, or for all clients
@@ -116,23 +116,23 @@ class ServerOptions:
 
     @property
     def limits(self) -> Limits:
-        """Return the limits on clients. Raise OptionError if one is invalid."""
+        """The limits on clients. Raises OptionError if an option is invalid."""
         if self.max_asking < 1:
             raise OptionError(f"max_asking is {self.max_asking!r}; it must be 1 or more")
         if self.max_idle < 0:
             raise OptionError(f"max_idle is {self.max_idle!r}; it must be 0 or more")
         return Limits(
-            check_timeout(self.handshake_timeout),
-            check_timeout(self.stall_timeout),
-            check_timeout(self.lease_timeout),
-            self.live_limit,
-            self.kept_limit,
-            self.inline_limit,
-            self.max_metadata,
-            self.max_connections,
-            self.max_asking,
-            check_timeout(self.idle_timeout),
-            self.max_idle,
+            handshake_timeout=check_timeout(self.handshake_timeout),
+            stall_timeout=check_timeout(self.stall_timeout),
+            lease_timeout=check_timeout(self.lease_timeout),
+            idle_timeout=check_timeout(self.idle_timeout),
+            live_limit=self.live_limit,
+            kept_limit=self.kept_limit,
+            inline_limit=self.inline_limit,
+            max_metadata=self.max_metadata,
+            max_connections=self.max_connections,
+            max_asking=self.max_asking,
+            max_idle=self.max_idle,
         )
 
     def security(self) -> Security:
@@ -146,17 +146,17 @@ class ServerOptions:
         )
 
 
-def takes(options: Callable[P, T]) -> Callable[[Callable[[Any, T], None]], Callable[Concatenate[Any, P], None]]:
-    """Decorate an `__init__` that takes one `options` object, so that callers give it the fields as arguments."""
+def takes_fields(options: Callable[P, T]) -> Callable[[Callable[[Any, T], None]], Callable[Concatenate[Any, P], None]]:
+    """Decorate an `__init__` that takes one `options` object, so that callers pass its fields as arguments."""
 
     def decorate(init: Callable[[Any, T], None]) -> Callable[Concatenate[Any, P], None]:
         @wraps(init)
-        def taking(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        def init_from_fields(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
             init(self, options(*args, **kwargs))
 
         signature, fields = inspect.signature(init), inspect.signature(options).parameters
-        first, *_ = signature.parameters.values()
-        taking.__signature__ = signature.replace(parameters=[first, *fields.values()])  # type: ignore[attr-defined]
-        return taking
+        self_parameter, *_ = signature.parameters.values()
+        init_from_fields.__signature__ = signature.replace(parameters=[self_parameter, *fields.values()])  # type: ignore[attr-defined]
+        return init_from_fields
 
     return decorate

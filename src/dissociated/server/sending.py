@@ -35,7 +35,7 @@ _abandoned: list[DeviceSegment] = []
 
 @dataclass(frozen=True)
 class ClientRequest:
-    """A client's request for a stream, with the connection to answer it on."""
+    """A client's request for a stream, and the objects that answering it needs."""
 
     connection: Connection
     sender: Sender
@@ -47,7 +47,7 @@ class ClientRequest:
     #: Whether bodies must be sent inline, even if they could be shared.
     packed: bool
     #: Whether the client accepts addresses on a device.
-    on_device: bool = False
+    on_device: bool
 
 
 class Sending(ABC):
@@ -94,7 +94,7 @@ class Sending(ABC):
 
     @property
     def joined(self) -> bool:
-        """Whether the client shares the stream with other clients, which wait for it."""
+        """Whether the client has joined a stream that other clients share, which wait for it."""
         return False
 
     @property
@@ -192,7 +192,7 @@ class StaticSending(Sending):
         super().__init__(client)
         self._dataset = dataset
         self._admission = client.admission
-        self._shared: list[SharedSegment] = []
+        self._shared: list[SharedSegment] = []  # the segments that the client can map
 
     @property
     def mapped(self) -> Sequence[SharedSegment]:
@@ -204,25 +204,28 @@ class StaticSending(Sending):
             self._send_messages(self._dataset.packed())
             return
         if connection.shares_memory:
-            self._admission.admit_mapped(self._dataset.name)
+            self._admission.admit_static(self._dataset.name)
         for number, (segment, messages) in enumerate(self._dataset.mapped()):
-            region, growing = segment.region, segment.backing is Backing.LIVE
+            region = segment.region
             if connection.shares_memory:
                 self._shared.append(segment)
                 connection.memory.share(segment.descriptor, region.base, region.size, segment.backing)
             else:
                 connection.memory.retain(region)
-            self._send_messages(messages, number, segment if growing else None)
+            self._send_messages(messages, number, segment if segment.backing is Backing.LIVE else None)
 
     def _send_messages(
-        self, messages: Sequence[StaticMessage], number: int | None = None, growing: SharedSegment | None = None
+        self,
+        messages: Sequence[StaticMessage],
+        segment_number: int | None = None,
+        growing_segment: SharedSegment | None = None,
     ) -> None:
         """Send messages, each only after its body was written.
 
         Args:
             messages: the messages to send.
-            number: the number of the segment that the bodies lie in; None to send the bodies inline.
-            growing: that segment if it is still being written; otherwise None.
+            segment_number: the number of the segment that the bodies lie in; None to send the bodies inline.
+            growing_segment: that segment if it is still being written; otherwise None.
         """
         connection, inline_limit = self._connection, self._limits.inline_limit or 0
         for group in encode_groups(
@@ -231,17 +234,17 @@ class StaticSending(Sending):
             self._sender.sequence,
             connection,
             self._streams,
-            number,
-            growing is not None,
-            inline_limit,
+            segment_number,
+            is_growing=growing_segment is not None,
+            inline_limit=inline_limit,
         ):
-            if growing is not None:
-                growing.wait(group.end)
+            if growing_segment is not None:
+                growing_segment.wait(group.end)
             self._hold(group.addresses, group.pairs)  # before sending, since part of an aborted group may have arrived
             with self._stats.sending(connection, group.nbytes):
                 connection.send(group.encoded, self._limits.stall_timeout)
-            self._sender.record_sent(group.first, group.messages)
-            self._stats.messages += group.messages
+            self._sender.record_sent(group.first, group.message_count)
+            self._stats.messages += group.message_count
             self._take_frees()
 
 

@@ -32,7 +32,7 @@ from dissociated.protocol.events import Streams
 from dissociated.protocol.request import SELECTION_MAGIC
 from dissociated.server.connections import Connections, open_listener
 from dissociated.server.endpoints import Endpoints
-from dissociated.server.options import ServerOptions, takes
+from dissociated.server.options import ServerOptions, takes_fields
 from dissociated.store.commit import Commit, check_name
 from dissociated.store.segment import MemfdSink, Segment, SegmentWriter
 from dissociated.transport.base import Listener
@@ -70,17 +70,18 @@ class Server(ProcessBound):
         ```
     """
 
-    @takes(ServerOptions)
+    @takes_fields(ServerOptions)
     def __init__(self, options: ServerOptions) -> None:
+        #: The limits on clients.
         self.limits = options.limits
-        guarded = options.security()
         #: The access rules of the server.
-        self.security = guarded
+        self.security = options.security()
         #: The datasets that are served.
-        self.registry = Registry(guarded.tickets, options.choose_rows)
+        self.registry = Registry(self.security.tickets, options.choose_rows)
         #: The counters of the server, which the catalog updates, too.
         self.activity = Activity()
         self._changing = threading.Lock()  # held while a name is published, replaced or dropped
+        # `_connections` and `endpoints` share this list, which is filled below.
         self._listeners: list[Listener] = []
         self._connections = Connections(self._listeners, self.registry, self.limits, self.activity)
         #: The URIs at which datasets can be requested.
@@ -88,12 +89,12 @@ class Server(ProcessBound):
         self._catalog: CatalogService | None = None
         self._metrics: HttpService | None = None
         self._dashboard: Dashboard | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of `_closed`
         self._closed = False
         try:
             for text in options.listen:
                 uri, advertised = Uri.parse(text).split_advertised()
-                listener = open_listener(uri, guarded.certificate, options.allow_rma)
+                listener = open_listener(uri, self.security.certificate, options.allow_rma)
                 self._listeners.append(listener)
                 if advertised.host:
                     self.endpoints.advertise(listener, advertised)
@@ -106,7 +107,7 @@ class Server(ProcessBound):
                     self.holdings(StageBackend()),
                     retain=options.retain,
                     advertise=options.advertise,
-                    security=guarded,
+                    security=self.security,
                 )
             if options.metrics is not None:
                 from dissociated.monitoring.metrics import metrics_service
@@ -115,7 +116,7 @@ class Server(ProcessBound):
             if options.http is not None:
                 from dissociated.monitoring.dashboard import Dashboard
 
-                self._dashboard = Dashboard(options.http, self.status, self.activity, guarded)
+                self._dashboard = Dashboard(options.http, self.status, self.activity, self.security)
         except BaseException:
             self.close()
             raise
@@ -198,7 +199,7 @@ class Server(ProcessBound):
             ```
         """
         self.check_process()
-        Commit(name, ttl=ttl)
+        Commit(name, ttl=ttl)  # raises for an invalid name or time to live
         if ttl is not None and self._catalog is None:
             raise OptionError("ttl needs a catalog, which this server does not have: create the server with one")
         dataset = (
@@ -209,14 +210,14 @@ class Server(ProcessBound):
         if ticket is not None:
             if ticket.startswith(SELECTION_MAGIC):
                 raise DissociatedError(
-                    f"a ticket may not begin with {SELECTION_MAGIC!r}: by that, selections of columns are told"
+                    f"a ticket may not begin with {SELECTION_MAGIC!r}, which marks selections of columns: give another"
                 )
             dataset.ticket = ticket
-        if wait and self.endpoints.by_address:
+        if wait and self.endpoints.exposes_memory:
             dataset.prepare_sharing(wait=True)
         with self._changing:
             self._publish(dataset, ttl)
-        if self.endpoints.by_address:
+        if self.endpoints.exposes_memory:
             dataset.prepare_sharing(wait=False)
 
     def writer(self, name: str, schema: pa.Schema, options: WriteOptions | None = None) -> SegmentWriter:
@@ -418,20 +419,23 @@ class Server(ProcessBound):
             return "<Server, closed>"
         names = self.names()
         published = "nothing published" if not names else f"{count(len(names))} published"
-        return f"<Server of {published}, {', '.join(self._places)}>"
+        return f"<Server of {published}, {', '.join(self._addresses)}>"
 
     def _repr_html_(self) -> str:
-        served = [self.registry.find_name(name) for name in self.names()]
+        if self._closed:
+            return html("Server, closed", [])
+        datasets = [self.registry.find_name(name) for name in self.names()]
         rows = [
             [dataset.name, count(dataset.rows), size(dataset.nbytes), count(dataset.readers)]
-            for dataset in served
-            if dataset
+            for dataset in datasets
+            if dataset is not None  # dropped meanwhile
         ]
-        listed = html_table(["name", "rows", "size", "readers"], rows, right=(1, 2, 3)) if rows else "nothing published"
-        return html("Server, closed", []) if self._closed else html("Server", self._places, listed)
+        table = html_table(["name", "rows", "size", "readers"], rows, right=(1, 2, 3)) if rows else "nothing published"
+        return html("Server", self._addresses, table)
 
     @property
-    def _places(self) -> list[str]:
+    def _addresses(self) -> list[str]:
+        """The addresses of the catalog and of the listeners, in words."""
         catalog = [] if self._catalog is None else [f"catalog at {self.catalog_uri}"]
         return [*catalog, *(f"listening at {uri.partition('?')[0]}" for uri in self.endpoints.listener_uris())]
 
@@ -473,9 +477,9 @@ class Server(ProcessBound):
                 return
             self._closed = True
         self._connections.refuse()
-        for page in (self._metrics, self._dashboard):
-            if page is not None:
-                page.close()
+        for service in (self._metrics, self._dashboard):
+            if service is not None:
+                service.close()
         if self._catalog is not None:
             self._catalog.close()
         self._connections.stop_listening()

@@ -34,7 +34,7 @@ from dissociated.transport.base import Connection
 
 _log = logging.getLogger(__name__)
 
-_NO_TIMEOUT = 1e6  # seconds
+_NO_TIMEOUT = 1e6  # seconds; the wait ends when the client has freed everything or is gone
 
 
 class Session:
@@ -47,10 +47,10 @@ class Session:
         admission: Admission,
         connection: Connection,
         stats: ConnectionStats,
-        arrived: Incoming | Run | None = None,
+        first_message: Incoming | Run | None,
     ) -> None:
-        """Prepare the serving of a client, whose request may have `arrived` already."""
-        self._arrived = arrived
+        """Prepare the serving of a client. `first_message` is its request if that was received already."""
+        self._first_message = first_message
         self._registry = registry
         self._limits = limits
         self._admission = admission
@@ -70,7 +70,7 @@ class Session:
             DissociatedError: if another error ends the session. The client was told the reason.
         """
         try:
-            request = self._request()
+            request = self._receive_request()
             if request is None:
                 return False
             ticket, selection = parse_identifier(request.identifier)
@@ -80,30 +80,31 @@ class Session:
                 published.check_unchanged()
                 # Opened only inside `reading`, since a dataset that has a reader is not evicted.
                 dataset = self._select(granted.open(), selection)
-                self._sending = _sending(self._client(request), dataset)
-                self._serve_request(self._sending, published)
+                self._sending = _make_sending(self._client_request(request), dataset)
+                self._send_stream(self._sending, published)
                 if self._sender.state is State.ENDING:
                     self._sender.drained()
-                    self._wait_taken()
+                    self._wait_received()
                 is_done = self._sender.state is State.DONE and not self._sending.holds_live
                 return is_done and wants_connection_kept(request.tag) and self._connection.is_reusable
         except ConnectionClosed:
             raise  # the client is gone, so it is told no reason
         except DissociatedError as error:
-            self._close(close_reason(error))
+            self._close_with(close_reason(error))
             raise
         except Exception:
-            self._close("the server failed, and its log has the reason")
+            self._close_with("the server failed, and its log has the reason")
             raise
         finally:
-            self._end()
+            self._release()
 
-    def _request(self) -> StreamRequested | None:
-        arrived = self._arrived or receive(self._connection, self._limits.handshake_timeout)
-        if arrived is None:
+    def _receive_request(self) -> StreamRequested | None:
+        """Return the client's request, or None if the client has disconnected without one."""
+        message = self._first_message or receive(self._connection, self._limits.handshake_timeout)
+        if message is None:
             return None
-        self._admission.requested(self._connection)
-        event = self._sender.receive(arrived)
+        self._admission.begin_stream(self._connection)
+        event = self._sender.receive(message)
         assert isinstance(event, StreamRequested)  # the protocol's state table allows no other event first
         return event
 
@@ -122,7 +123,7 @@ class Session:
             self._connection.send(self._sender.send(schema, None), self._limits.stall_timeout)
             raise
 
-    def _client(self, request: StreamRequested) -> ClientRequest:
+    def _client_request(self, request: StreamRequested) -> ClientRequest:
         return ClientRequest(
             self._connection,
             self._sender,
@@ -130,11 +131,11 @@ class Session:
             self._admission,
             self._stats,
             request.streams,
-            wants_packed(request.tag),
-            wants_device(request.tag),
+            packed=wants_packed(request.tag),
+            on_device=wants_device(request.tag),
         )
 
-    def _serve_request(self, sending: Sending, published: Dataset) -> None:
+    def _send_stream(self, sending: Sending, published: Dataset) -> None:
         """Send the stream, and wait until the client has freed everything."""
         self._stats.count_kept = lambda: sending.kept_bytes
         self._stats.count_missed = lambda: sending.missed
@@ -157,7 +158,7 @@ class Session:
             self._sender.fail()
         sending.drain(self._limits.lease_timeout)
 
-    def _wait_taken(self) -> None:
+    def _wait_received(self) -> None:
         """Wait until the client has received everything, if closing the connection would discard the rest.
 
         Raises:
@@ -168,7 +169,7 @@ class Session:
             if not self._connection.close():
                 raise ConnectionClosed("the client disconnected before it had received everything")
 
-    def _close(self, reason: str) -> None:
+    def _close_with(self, reason: str) -> None:
         """End the stream with `reason`, and wait for frees of live memory until the client holds none or is gone."""
         sending = self._sending
         if sending is None or not sending.holds_live:
@@ -177,26 +178,26 @@ class Session:
         _log.info("client cut off, holds memory: peer=%s reason=%r", self._connection.peer, reason_text(reason))
         sending.cut_off()
         self._connection.close(reason, linger=math.inf)
-        with suppress(DissociatedError):  # after an error of the protocol, `_end` still waits for the disconnection
+        with suppress(DissociatedError):  # after an error of the protocol, `_release` still waits for the disconnection
             self._sender.fail()
             sending.drain(_NO_TIMEOUT)
 
-    def _end(self) -> None:
+    def _release(self) -> None:
         """Release everything that is held for this client. Live memory that it may still map is not reused."""
         sending = self._sending
         if sending is not None:
+            # Memory that is not live is never reused. So it does not matter whether a client that holds none is gone.
             disconnected = True
             if sending.holds_live:
                 self._connection.close(linger=math.inf)
                 disconnected = self._connection.close()
-            # They refer to the session, and would keep it alive.
-            self._stats.detach()
+            self._stats.detach()  # the functions of `_send_stream` in it would keep the session alive
             if self._stats.dataset is not None and not self._stats.dataset.stored:
                 self._admission.watch_kept(sending.mapped)
             sending.close(disconnected)
 
 
-def _sending(client: ClientRequest, dataset: Dataset) -> Sending:
+def _make_sending(client: ClientRequest, dataset: Dataset) -> Sending:
     """Return the `Sending` that fits the kind of `dataset`."""
     if client.on_device and dataset.device_segment is not None:
         from dissociated.datasets.device import DeviceDataset  # imported on first use, since few servers need it

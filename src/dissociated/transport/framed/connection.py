@@ -11,8 +11,8 @@ import struct
 import termios
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from dissociated.base.buffers import Buffer
@@ -49,6 +49,8 @@ _MAX_SILENCE = 15.0  # seconds without an acknowledgement
 #: Three fields of the kernel's `struct tcp_info`: the number of unanswered probes, the number of unacknowledged
 #: segments, and the milliseconds since the last acknowledgement.
 _tcp_info = struct.Struct("=3xB4x16xI28xI")
+_TCP_RTO_MAX_MS = 44  # an option of Linux 6.15, for which the module `socket` has no name
+_PROBE_INTERVAL = 4000  # milliseconds
 _MAX_PROBES = 3  # unanswered probes after which a peer that takes nothing counts as gone
 _ABORT_TIMEOUT = 1.0  # seconds; the peer may not be reading any more
 _MAX_ARRIVED = 1 << 20  # bytes of messages that arrived while this side sent, and are kept for `receive`
@@ -278,13 +280,17 @@ class SocketConnection(Connection):
         takes_in = select.POLLIN if self._accepted and not self._peer_stopped else 0
         poll.register(self._socket, select.POLLOUT | takes_in)
         waited = 0.0
-        while not (events := poll.poll(min(timeout - waited, _CHECK_INTERVAL) * 1000)):
-            waited += _CHECK_INTERVAL
-            if waited >= timeout:
-                raise DeadlineExceeded(f"{self.peer} took nothing for {timeout:g} s")
-            if waited >= _MAX_SILENCE:
-                self._check_acknowledged()
-            self._socket.send(b"", _SEND_FLAGS)  # raises if a Unix peer has stopped receiving, which poll does not show
+        with ExitStack() as while_waiting:
+            while not (events := poll.poll(min(timeout - waited, _CHECK_INTERVAL) * 1000)):
+                if not waited:
+                    while_waiting.enter_context(self._frequent_probes())
+                waited += _CHECK_INTERVAL
+                if waited >= timeout:
+                    raise DeadlineExceeded(f"{self.peer} took nothing for {timeout:g} s")
+                if waited >= _MAX_SILENCE:
+                    self._check_acknowledged()
+                # Raises if a Unix peer has stopped receiving, which poll does not show.
+                self._socket.send(b"", _SEND_FLAGS)
         event = events[0][1]
         if event & select.POLLIN and not event & select.POLLOUT:
             frame = self._reader.read(timeout, self._keep)
@@ -295,6 +301,25 @@ class SocketConnection(Connection):
             self._arrived_bytes += _OVERHEAD + len(frame.payload)
             if self._arrived_bytes > _MAX_ARRIVED + self._max_tagged:
                 raise RemoteProtocolError(f"{self.peer} sends data, but receives none", rule="credit")
+
+    @contextmanager
+    def _frequent_probes(self) -> Iterator[None]:
+        """Have the kernel probe a peer that takes nothing every few seconds, instead of after up to two minutes.
+
+        The interval of the kernel is restored at the end: with a short one, it would soon give up on a closed socket
+        whose data the peer has not read yet. Linux before 6.15 has no such option.
+        """
+        tcp, before = socket.IPPROTO_TCP, None
+        if self._socket.family != socket.AF_UNIX:
+            with suppress(OSError):
+                before = self._socket.getsockopt(tcp, _TCP_RTO_MAX_MS)
+                self._socket.setsockopt(tcp, _TCP_RTO_MAX_MS, _PROBE_INTERVAL)
+        try:
+            yield
+        finally:
+            if before is not None:
+                with suppress(OSError):  # the socket may have been closed meanwhile
+                    self._socket.setsockopt(tcp, _TCP_RTO_MAX_MS, before)
 
     def _check_acknowledged(self) -> None:
         """Raise ConnectionClosed if data is on its way, and the peer's host has been silent for `_MAX_SILENCE`.
