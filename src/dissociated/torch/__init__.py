@@ -80,7 +80,7 @@ def _check_names(options: Iterable[str]) -> None:
     names = {*_SAMPLING, *inspect.signature(DataLoader).parameters} - {"dataset"}
     for name in options:
         if name not in names:
-            (*similar,) = get_close_matches(name, names, 1)
+            similar = get_close_matches(name, names, 1)
             remedy = f": did you mean {similar[0]!r}?" if similar else f"; there are {', '.join(sorted(names))}"
             raise OptionError(f"there is no option {name!r}{remedy}")
 

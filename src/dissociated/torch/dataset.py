@@ -25,7 +25,7 @@ from dissociated.training.plan import Progress, Shard, turns
 from dissociated.training.sampling import Sampling
 
 #: Options of a DataLoader that would change the order of the batches.
-_NOT_OURS = ("batch_sampler", "in_order", "sampler")
+_REFUSED_OPTIONS = ("batch_sampler", "in_order", "sampler")
 _MAX_LAYOUTS = 20  # numbers of ranks and workers with which one epoch can be read before it is resumed
 
 
@@ -55,8 +55,9 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
     dataset: DatasetHandle = field(kw_only=False, repr=False)
 
     def __post_init__(self) -> None:
-        #: `_launched` of the process that has pickled this copy, for workers. The check of the options reads it.
-        self._sender: tuple[tuple[int, int], int] | None = None
+        # In a worker: the result of `_launched` in the process that has pickled this copy. Set first, because
+        # `__post_init__` of `Sampling` reads `part`.
+        self._launched_in_parent: tuple[tuple[int, int], int] | None = None
         super().__post_init__()
         self._for_loader = False  # whether a `Loader` reads this, which Accelerate leaves as it is
         self._examples = Examples(self.dataset, self, Access.COPIED if self.writable else Access.PRIVATE)
@@ -64,8 +65,8 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
         # of earlier layouts.
         self._begin: tuple[int, ...] = (0, 0)
         # `_begin` in shared memory after its length, for persistent workers, which are not pickled for each epoch.
-        self._begin_again = torch.zeros(3 + 3 * _MAX_LAYOUTS, dtype=torch.int64).share_memory_()
-        self._read_in: int | None = None  # id of the process in which this copy has read an epoch
+        self._shared_begin = torch.zeros(3 + 3 * _MAX_LAYOUTS, dtype=torch.int64).share_memory_()
+        self._read_by: int | None = None  # id of the process in which this copy has read an epoch
         self._state: Mapping[str, Any] | None = None  # a loaded state that was not used yet
         self._position: Position | None = None
 
@@ -79,13 +80,13 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
 
     def _launched(self) -> tuple[tuple[int, int], int]:
         """Return the place of the process that trains, and the number of its processes of Accelerate."""
-        if self._sender is not None and get_worker_info() is not None:
-            return self._sender
+        if self._launched_in_parent is not None and get_worker_info() is not None:
+            return self._launched_in_parent
         return find_place(), processes_of_accelerate()
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker that is no fork does not know the ranks that torch.distributed has assigned, nor Accelerate.
-        return {**self.__dict__, "_sender": self._launched(), "_position": None}
+        return {**self.__dict__, "_launched_in_parent": self._launched(), "_position": None}
 
     def for_loader(self) -> Self:
         """Mark this dataset as read by a `Loader`, and return it."""
@@ -110,7 +111,7 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
             raise OptionError(f"an epoch can be resumed with {_MAX_LAYOUTS} other numbers of ranks or workers at most")
         self._begin = epoch, step, *chain.from_iterable(before)
         begin = torch.tensor([len(self._begin), *self._begin])
-        self._begin_again[: len(begin)] = begin
+        self._shared_begin[: len(begin)] = begin
         if self._state is not None and self._state.get("epoch") != epoch:
             self._state = None
 
@@ -126,10 +127,10 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
         # A new worker has `_begin` in its copy of this object. A persistent worker reads the shared tensor, which is
         # set before the DataLoader tells its workers to begin the next epoch.
         begin = self._begin
-        if worker and self._read_in == os.getpid():
-            length, *again = self._begin_again.tolist()
-            begin = tuple(again[:length])
-        self._read_in = os.getpid()
+        if worker and self._read_by == os.getpid():
+            length, *values = self._shared_begin.tolist()
+            begin = tuple(values[:length])
+        self._read_by = os.getpid()
         self._position = position = self.position(count)
         if self._state is not None:
             position.load_state_dict(self._state)
@@ -142,7 +143,7 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
                 )
             return self._tensors(position, self.shard(number, count, position))
         epoch, step, *numbers = begin
-        position.start(epoch, [Progress(*numbers[at : at + 3]) for at in range(0, len(numbers), 3)])
+        position.move_to(epoch, [Progress(*numbers[at : at + 3]) for at in range(0, len(numbers), 3)])
         # The DataLoader always asks its first worker first. So the shard whose turn it is moves to the first worker.
         lengths = [len(self.shard(worker_id, count, position)) for worker_id in range(count)]
         number, position.step = turns(lengths, step)[number]
@@ -189,13 +190,15 @@ class Loader:
     """
 
     def __init__(self, dataset: IterableDataset, *, num_workers: int = 0, **options: Any) -> None:
-        for name in _NOT_OURS:
+        for name in _REFUSED_OPTIONS:
             if name in options:
-                raise OptionError(f"{name} is not for this loader: it knows which rows come when")
+                raise OptionError(
+                    f"{name} is not for this loader, which sets the order of the rows itself: leave it out"
+                )
         self.dataset = dataset.for_loader()
         self._workers = max(1, num_workers)
         self._position = dataset.position(self._workers)
-        options.setdefault("collate_fn", _as_it_is)
+        options.setdefault("collate_fn", _identity)
         self._batches = DataLoader(dataset, batch_size=None, num_workers=num_workers, **options)
 
     def __len__(self) -> int:
@@ -206,7 +209,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         position = self._position
-        first, epoch = position.begin(), position.epoch
+        first, epoch = position.begin_reading(), position.epoch
         self.dataset.begin_at(epoch, first, position.before)
         for step, batch in enumerate(self._batches, first + 1):
             position.step = step
@@ -249,5 +252,5 @@ def _tensor(column: Any) -> Any:
     return torch.from_numpy(column) if isinstance(column, np.ndarray) else column
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch

@@ -1,4 +1,4 @@
-"""The access to the arrays of batches: read-only, mapped privately, or copied."""
+"""Kinds of access to the arrays of batches: read-only, in a private mapping, or copied."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Access(Enum):
 
 
 class Lender:
-    """The conversion of the arrays of one epoch to the requested access.
+    """A converter of the arrays of one epoch to arrays with the requested access.
 
     No two arrays that can be written to share a byte. `find` returns the region of shared memory that contains an
     address of this process, or None.
@@ -36,8 +36,9 @@ class Lender:
     def __init__(self, access: Access, find: Callable[[int], Region | None]) -> None:
         self._access = access
         self._find = find
-        self._region: Region | None = None
+        self._region: Region | None = None  # the region of the last array
         self._mapping: PrivateMapping | None = None  # a private mapping of `_region`
+        # For DLPack: consumers may ignore that an array is read-only. See `SharedArray`.
         self._exporter = Lender(Access.PRIVATE, find) if access is Access.READ_ONLY else None
 
     def lend(self, array: Array) -> Array:
@@ -91,7 +92,7 @@ class SharedArray(np.ndarray[Any, np.dtype[Any]]):
     writes changes only what it sees itself. Writing to the server's memory would end the process.
     """
 
-    lender: Lender | None = None
+    lender: Lender | None = None  # makes the private mappings for DLPack; None if no epoch has lent this array
 
     def __array_finalize__(self, source: object) -> None:
         self.lender = getattr(source, "lender", None)

@@ -47,14 +47,14 @@ class Examples:
             sampling.mask,
         )
         self._is_mapped = self._blocks.mapped(()) is not None
-        self._gatherer: Gatherer | None = None
-        self._plan: Plan | None = None
+        self._gatherer: Gatherer | None = None  # made on first use, in each process
+        self._plan: Plan | None = None  # of the order of the last use
         if sampling.weights is not None:
             name = sampling.weights if isinstance(sampling.weights, str) else next(iter(sampling.weights))
             if name not in dataset.schema.names:
                 raise ColumnNotFound(f"weights= has {name!r}; the columns are {', '.join(dataset.schema.names)}")
         if sampling.order(self._is_mapped) is Order.GLOBAL:
-            assert self.plan  # raises the errors of the weights at once
+            self._plan = self.plan  # raises the errors of the weights now
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_gatherer": None}
@@ -94,22 +94,23 @@ class Examples:
             if numbers.null_count:
                 missing = values.filter(numbers.is_null())[0].as_py()
                 raise OptionError(f"weights= has no weight for the value {missing!r} of column {weights!r}")
-            each = np.array([*classes.values()], np.float64)[numbers.to_numpy()]
+            row_weights = np.array([*classes.values()], np.float64)[numbers.to_numpy()]
         elif values.null_count:
             raise OptionError(f"column {weights!r} has nulls, which are no weights")
         else:
-            each = values.to_numpy().astype(np.float64)
+            row_weights = values.to_numpy().astype(np.float64)
         passing = self._blocks.passing()
-        each = each if passing is None else each[passing]
-        sums = np.cumsum(each)
-        if each.size and not (np.isfinite(sums[-1]) and each.min() >= 0 and sums[-1] > 0):
+        row_weights = row_weights if passing is None else row_weights[passing]
+        sums = np.cumsum(row_weights)
+        if row_weights.size and not (np.isfinite(sums[-1]) and row_weights.min() >= 0 and sums[-1] > 0):
             raise OptionError(f"the weights of {weights!r} must be 0 or more, with some above 0, and finite")
         return sums
 
     def read(self, shard: Shard, first: int = 0) -> Iterator[dict[str, Column]]:
         """Yield the batches of a shard, from number `first` on. A batch maps column names to arrays."""
         lender = Lender(self._access, self._blocks.find_region)
-        for batch in self._gather(shard, first) if shard.plan.order is Order.GLOBAL else self._read(shard, first):
+        read_batches = self._read_rows if shard.plan.order is Order.GLOBAL else self._read_blocks
+        for batch in read_batches(shard, first):
             finished = ((name, self._columns.finish(name, column)) for name, column in batch.items())
             yield {name: lender.lend_column(column) for name, column in finished}
 
@@ -126,7 +127,7 @@ class Examples:
         """The distinct values of the columns in `codes`."""
         return self._columns.codes
 
-    def _gather(self, shard: Shard, first: int) -> Iterator[dict[str, Column]]:
+    def _read_rows(self, shard: Shard, first: int) -> Iterator[Mapping[str, Column]]:
         """Yield batches of single rows, which are copied from mapped memory."""
         if self._gatherer is None:
             batches = self._blocks.mapped(self._blocks.schema.names)
@@ -141,8 +142,8 @@ class Examples:
             rows = np.concatenate([shard.order.rows(span) for span in shard.batch(step)])
             yield self._gatherer.take(rows if passing is None else passing[rows])
 
-    def _read(self, shard: Shard, first: int) -> Iterator[Mapping[str, Column]]:
-        """Yield the batches before access is applied. Writable arrays have memory of their own."""
+    def _read_blocks(self, shard: Shard, first: int) -> Iterator[Mapping[str, Column]]:
+        """Yield batches of consecutive rows of blocks or windows. Writable arrays have memory of their own."""
         window = shard.plan.window
         loaded: tuple[int, list[pa.RecordBatch]] | None = None  # number and batches of the block that was read last
         opened: tuple[int, dict[str, Column], Any] | None = None  # number, columns and row order of the current window
@@ -204,12 +205,12 @@ class Position:
         self.epoch = 0
         self._layout = layout
         self._progress: list[Progress] = []  # of this epoch, in each layout that has read a part of it
-        self._resumed = False
+        self._resumed = False  # whether a state was loaded, and reading has not begun since
 
     @property
     def step(self) -> int:
         """The number of batches that each rank has received in the current layout."""
-        return self._current()[1]
+        return self._split_progress()[1]
 
     @step.setter
     def step(self, step: int) -> None:
@@ -218,9 +219,10 @@ class Position:
     @property
     def before(self) -> list[Progress]:
         """The progress of this epoch in earlier layouts."""
-        return self._current()[0]
+        return self._split_progress()[0]
 
-    def _current(self) -> tuple[list[Progress], int]:
+    def _split_progress(self) -> tuple[list[Progress], int]:
+        """Return the progress in earlier layouts, and the step in the current layout."""
         *before, last = self._progress or [Progress(*self._layout(), 0)]
         if last[:2] == self._layout():
             return before, last.step
@@ -233,12 +235,12 @@ class Position:
         if not (self._resumed and epoch == self.epoch):
             self.epoch, self._progress, self._resumed = epoch, [], False
 
-    def start(self, epoch: int, before: Sequence[Progress]) -> None:
-        """Start to read the rest of an epoch, after the progress of earlier layouts."""
+    def move_to(self, epoch: int, before: Sequence[Progress]) -> None:
+        """Move to the rest of an epoch, after the progress of earlier layouts."""
         self.epoch, self._progress = epoch, [*before]
 
-    def begin(self) -> int:
-        """Begin to read the epoch. Return the number of the first batch to read."""
+    def begin_reading(self) -> int:
+        """Begin to read the epoch, at the loaded state or at its start. Return the number of the first batch."""
         if not self._resumed:
             self._progress = []
         self._resumed = False
@@ -253,7 +255,7 @@ class Position:
         """Continue from a saved position. Raise OptionError if the state is invalid or refers to other rows."""
         for name, expected in self.state_dict().items():
             if name not in state:
-                raise OptionError(f"the state is not one of such batches: {name!r} is missing")
+                raise OptionError(f"{name!r} is missing in the state: give a result of state_dict()")
             if name not in ("epoch", "progress") and state[name] != expected:
                 raise OptionError(
                     f"the state has {name} {state[name]!r}, and these batches have {name} {expected!r}: they would not "
@@ -302,7 +304,7 @@ class Batches(Sampling):
 
     def __iter__(self) -> Iterator[dict[str, Column]]:
         position = self._position
-        first, epoch = position.begin(), position.epoch
+        first, epoch = position.begin_reading(), position.epoch
         for step, batch in enumerate(self._examples.deliver(self._shard(), first), first + 1):
             position.step = step
             yield batch
@@ -358,10 +360,9 @@ def _copy_ahead(
     first = next(batches, None)
     if first is None:
         return
-    head = _record_batch(first, device)
-    record_batches = chain([head], (_record_batch(batch, device) for batch in batches))
-    # A generator of batches and their metadata, which these have not.
-    reader = BatchReader(head.schema, ((batch, None) for batch in record_batches))
+    head = _pinned_batch(first, device)
+    record_batches = chain([head], (_pinned_batch(batch, device) for batch in batches))
+    reader = BatchReader(head.schema, ((batch, None) for batch in record_batches))  # None: no metadata of batches
     with closing(to_device(reader, device)) as copied:
         waiting = deque[dict[str, DeviceColumn]]()
         for batch in copied:
@@ -372,11 +373,11 @@ def _copy_ahead(
             yield waiting.popleft()
 
 
-def _record_batch(batch: Mapping[str, Column], device: Device) -> pa.RecordBatch:
-    return pa.record_batch({name: _pinned(name, column, device) for name, column in batch.items()})
+def _pinned_batch(batch: Mapping[str, Column], device: Device) -> pa.RecordBatch:
+    return pa.record_batch({name: _pinned_array(name, column, device) for name, column in batch.items()})
 
 
-def _pinned(name: str, column: Column, device: Device) -> pa.Array:
+def _pinned_array(name: str, column: Column, device: Device) -> pa.Array:
     """Copy a column into pinned memory. If the ring is full, the copy is in other memory."""
     if not isinstance(column, np.ndarray):
         raise WrongKind(f"column {name!r} has no array of numbers to be copied to {device.name}: leave it out")

@@ -18,7 +18,7 @@ from dissociated.training.columns import row_width
 from dissociated.training.permutation import Positions
 
 _BLOCK_BYTES = 1 << 20  # bytes of a block up to which small record batches are combined
-_BLOCKS = 256  # number of blocks below which record batches are not combined
+_MIN_BLOCKS = 256  # number of blocks that remain, about, after record batches were combined
 
 
 class _Block(NamedTuple):
@@ -71,10 +71,11 @@ class Blocks:
         #: The positions in each record batch of the rows that pass the filter, by part.
         self._passing: list[list[Positions]] = []
         for part in range(len(dataset.info.endpoints)):
-            self._survey(part)
-        together = min(_BLOCK_BYTES // row_width(self.schema), sum(map(sum, self._lengths)) // _BLOCKS)
+            self._count_rows(part)
+        together = min(_BLOCK_BYTES // row_width(self.schema), sum(map(sum, self._lengths)) // _MIN_BLOCKS)
+        max_rows = max(size, together)
         self._blocks = [
-            block for part, each in enumerate(self._lengths) for block in _blocks(part, each, max(size, together))
+            block for part, lengths in enumerate(self._lengths) for block in _combine(part, lengths, max_rows)
         ]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -117,14 +118,14 @@ class Blocks:
         type_ = self.schema.field(name).type
         distinct = pa.array([], type_.value_type if pa.types.is_dictionary(type_) else type_)
         for part in range(len(self._lengths)):
-            for batch in self._map(part) or self._column(part, name):
+            for batch in self._map(part) or self._fetch_column(part, name):
                 column = batch.column(name)
                 values = column.dictionary if pa.types.is_dictionary(type_) else column.unique()
                 new = values.filter(pc.invert(pc.is_in(values, distinct))).drop_null()
                 distinct = pa.concat_arrays([distinct, new.unique()]) if len(new) else distinct
         return distinct
 
-    def _column(self, part: int, name: str) -> pa.RecordBatchReader:
+    def _fetch_column(self, part: int, name: str) -> pa.RecordBatchReader:
         column: pa.RecordBatchReader = self.dataset.read_part(part, lambda defaults: replace(defaults, columns=[name]))
         return column
 
@@ -134,8 +135,8 @@ class Blocks:
             return None
         lengths = [length for part in self._lengths for length in part]
         firsts = np.cumsum([0, *lengths]).tolist()
-        each = [positions for part in self._passing for positions in part]
-        numbers = (positions + first for positions, first in zip(each, firsts, strict=False))
+        passing = [positions for part in self._passing for positions in part]
+        numbers = (positions + first for positions, first in zip(passing, firsts, strict=False))
         return np.concatenate([np.empty(0, np.int64), *numbers])
 
     def read(self, number: int) -> list[pa.RecordBatch]:
@@ -178,7 +179,7 @@ class Blocks:
             return None
         return self._regions[place]
 
-    def _survey(self, part: int) -> None:
+    def _count_rows(self, part: int) -> None:
         """Count the rows of each record batch of a part, and find those that pass the filter."""
         names = [] if self._filter is None else [self.dataset.schema.names[at] for at in self._filter.columns]
         mapped = self._map(part)
@@ -208,10 +209,11 @@ def slice_pieces(batches: Sequence[pa.RecordBatch], start: int, stop: int) -> It
         start, stop = start - batch.num_rows, stop - batch.num_rows
 
 
-def _blocks(part: int, lengths: Sequence[int], size: int) -> list[_Block]:
+def _combine(part: int, lengths: Sequence[int], max_rows: int) -> list[_Block]:
+    """Combine the record batches of a part into blocks of up to `max_rows` rows. A longer batch is a block alone."""
     blocks: list[_Block] = []
     for number, rows in enumerate(lengths):
-        if blocks and blocks[-1].rows + rows <= size:
+        if blocks and blocks[-1].rows + rows <= max_rows:
             blocks[-1] = blocks[-1]._replace(stop=number + 1, rows=blocks[-1].rows + rows)
         else:
             blocks.append(_Block(part, number, number + 1, rows))

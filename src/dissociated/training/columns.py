@@ -1,4 +1,4 @@
-"""Conversion of Arrow columns into NumPy arrays, without a copy if possible, and the access to these arrays."""
+"""Conversion of Arrow columns into NumPy arrays, without a copy if possible."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Array: TypeAlias = "npt.NDArray[Any]"
 #: A column of a batch: an Array, or a pyarrow.Array for a column in `as_arrow`.
 Column: TypeAlias = Any
 
-_INT64_DIGITS = 18  # number of digits of every decimal that fits into 64 bits
+_INT64_DIGITS = 18  # the most digits with which every decimal fits into 64 bits
+_UNKNOWN_WIDTH = 32  # assumed bytes of a string or nested value
 
 
 class Lists(NamedTuple):
@@ -28,7 +29,7 @@ class Lists(NamedTuple):
 
 
 class ArrayColumns:
-    """The conversion of the columns of one schema.
+    """A converter of record batches with one schema into arrays by name.
 
     Args:
         schema: the schema.
@@ -178,10 +179,10 @@ class ArrayColumns:
         if not types.is_dictionary(array.type):
             codes: Array = pc.index_in(array, values).fill_null(-1).to_numpy().astype(np.int32, copy=False)
             return codes
-        # A null among the indices, or in the dictionary, is the last code here.
-        new_codes = [*pc.index_in(array.dictionary, values).fill_null(-1).to_pylist(), -1]
-        places = array.indices.cast(pa.int64()).fill_null(len(new_codes) - 1).to_numpy()
-        encoded: Array = np.array(new_codes, np.int32)[places]
+        # The code of each index of the dictionary, and at the end that of null, to which null indices are mapped.
+        code_of_index = [*pc.index_in(array.dictionary, values).fill_null(-1).to_pylist(), -1]
+        indices = array.indices.cast(pa.int64()).fill_null(len(code_of_index) - 1).to_numpy()
+        encoded: Array = np.array(code_of_index, np.int32)[indices]
         return encoded
 
     def finish(self, name: str, column: Column) -> Column:
@@ -208,7 +209,7 @@ def valid(array: pa.Array) -> Array:
 
 
 def take(columns: Mapping[str, Column], rows: Array) -> dict[str, Column]:
-    """Return copies of the rows at these positions."""
+    """Return copies of the rows of a batch that have these positions."""
     return {
         name: column.take(pa.array(rows)) if isinstance(column, pa.Array) else column[rows]
         for name, column in columns.items()
@@ -251,7 +252,7 @@ def view(array: pa.Array) -> Array:
     if types.is_boolean(type_):
         return view(array.cast(pa.uint8())).view(np.bool_)
     kind = _kind(type_)
-    assert kind is not None, "the schema was looked at"  # ArrayColumns has checked the types
+    assert kind is not None, "ArrayColumns has checked the types"
     if not len(array):
         return np.empty(0, kind)
     buffer = array.buffers()[1]
@@ -305,6 +306,3 @@ def _width(type_: pa.DataType) -> int:
         return -(-int(type_.bit_width) // 8)
     except ValueError:
         return _UNKNOWN_WIDTH
-
-
-_UNKNOWN_WIDTH = 32  # assumed bytes of a string or nested value

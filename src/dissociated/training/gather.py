@@ -26,7 +26,7 @@ class Gatherer:
 
     def __init__(self, batches: Sequence[pa.RecordBatch], columns: ArrayColumns) -> None:
         batches = [batch for batch in batches if batch.num_rows]
-        self._batches = batches  # keeps the memory
+        self._batches = batches  # keeps the memory that `_sources` read without a reference to it
         self._columns = columns
         self._ends = np.cumsum([batch.num_rows for batch in batches], dtype=np.int64)
         self._firsts = self._ends - np.array([batch.num_rows for batch in batches], np.int64)
@@ -56,11 +56,13 @@ class Gatherer:
         """Return the source of a matrix: columns of one type together, and each other column alone."""
         columns = self._columns.matrices[name]
         sources = [self._source(column, [batch.column(column) for batch in self._batches]) for column in columns]
-        together = [at for at, source in enumerate(sources) if isinstance(source, _Items) and source.joins(sources[0])]
+        together = [
+            at for at, source in enumerate(sources) if isinstance(source, _Items) and source.can_join(sources[0])
+        ]
         return _Matrix(self._columns.matrix_type(name), sources, together)
 
     def take(self, rows: Positions) -> dict[str, Column]:
-        """Return copies of these rows. Their numbers must be those of rows."""
+        """Return copies of the rows with these numbers. Raise IndexError if a number is not that of a row."""
         if rows.size and not 0 <= rows.min() <= rows.max() < self._ends[-1]:
             raise IndexError("there are no such rows")
         batch = np.searchsorted(self._ends, rows, side="right")
@@ -85,10 +87,12 @@ class _Items:
         self._arrays = arrays
         first = arrays[0]
         self._shape, size = first.shape[1:], first.itemsize
-        self._items = np.arange(first[0].size) if self._shape else None
-        self._stride = first.strides[0] // size
+        # If a row has several items: their offsets from its first item.
+        self._offsets = np.arange(first[0].size) if self._shape else None
+        self._stride = first.strides[0] // size  # items from one row to the next
         #: The addresses of the first items; None if the items were copied, because they are not aligned.
         self._addresses: Positions | None = np.array([_address(array) for array in arrays], np.int64)
+        #: The addresses at which the arrays end.
         self._stops = [_address(array) + len(array) * array.strides[0] for array in arrays]
         regular = all(array[0].flags.c_contiguous and array.strides[0] == first.strides[0] for array in arrays)
         if not regular or first.strides[0] % size or (self._addresses % size).any():
@@ -98,13 +102,13 @@ class _Items:
             return
         self._all, self._starts = _cover(self._addresses, max(self._stops), first.dtype)
 
-    def joins(self, items: object) -> bool:
-        """Return whether these items can be joined with others."""
+    def can_join(self, items: object) -> bool:
+        """Return whether one operation can read these items and `items`. See `join`."""
         return (
             isinstance(items, _Items)
             and self._addresses is not None
             and items._addresses is not None
-            and self._items is None
+            and self._offsets is None
             and (self._all.dtype, self._stride) == (items._all.dtype, items._stride)
         )
 
@@ -120,9 +124,9 @@ class _Items:
     def take(self, batch: Positions, within: Positions) -> Array:
         at = self._starts[batch]
         at += within * self._stride if self._stride != 1 else within
-        if self._items is None:
+        if self._offsets is None:
             return self._all.take(at)
-        return self._all.take(at[:, None] + self._items).reshape(len(at), *self._shape)
+        return self._all.take(at[:, None] + self._offsets).reshape(len(at), *self._shape)
 
     def take_columns(self, batch: Positions, within: Positions) -> Array:
         """Return a row of items for each of several columns that were joined."""
@@ -150,7 +154,7 @@ class _Bits:
     def __init__(self, bits: Sequence[tuple[pa.Buffer, int]]) -> None:
         lowest = min((buffer.address for buffer, _ in bits), default=0)
         stop = max((buffer.address + buffer.size for buffer, _ in bits), default=0)
-        self._buffers = bits
+        self._buffers = bits  # keeps the memory that `_all` covers
         self._all = np.frombuffer(pa.foreign_buffer(lowest, stop - lowest), np.uint8)
         self._starts = np.array([8 * (buffer.address - lowest) + offset for buffer, offset in bits], np.int64)
 
@@ -168,7 +172,7 @@ class _Bits:
 
 
 class _Filled:
-    """Values of which those that are null are replaced."""
+    """Values whose nulls are replaced by `fill`."""
 
     def __init__(self, values: Any, validity: _Bits, fill: Any) -> None:
         self._values, self._validity, self._fill = values, validity, fill

@@ -45,10 +45,12 @@ def find_place() -> Place:
     return Place(int(rank), int(world_size))
 
 
-def is_alone(world_size: int) -> bool:
-    """Return whether `world_size` processes are known to be on this host, because the whole job is."""
-    everywhere, here = os.environ.get(_WORLD_SIZE, ""), os.environ.get(_LOCAL_WORLD_SIZE)
-    return world_size == 1 or (here == everywhere and everywhere.isdecimal() and int(everywhere) >= world_size)
+def is_on_one_host(world_size: int) -> bool:
+    """Return whether `world_size` processes are known to be on this host, because the launcher started all here."""
+    on_all_hosts, on_this_host = os.environ.get(_WORLD_SIZE, ""), os.environ.get(_LOCAL_WORLD_SIZE)
+    if world_size == 1:
+        return True
+    return on_this_host == on_all_hosts and on_all_hosts.isdecimal() and int(on_all_hosts) >= world_size
 
 
 def processes_of_accelerate() -> int:
@@ -61,7 +63,8 @@ def processes_of_accelerate() -> int:
 def check_accelerate(world_size: int, processes: int) -> None:
     """Raise OptionError if Accelerate would divide batches among `processes` that were already divided.
 
-    A dataset is not told by whose DataLoader it is read. So this is also raised for a DataLoader that was not prepared.
+    A dataset cannot know whether Accelerate has prepared the DataLoader that reads it. So this is also raised for a
+    DataLoader that was not prepared.
     """
     if world_size > 1 and processes > 1:
         raise OptionError(
@@ -75,23 +78,23 @@ def check_accelerate(world_size: int, processes: int) -> None:
 def end_with_parent() -> None:
     """End this process as soon as the process that has started it ends, in whatever way.
 
-    PyTorch's workers compare the id of their parent now and then. Under `forkserver` this is the id of the server of
-    forks, and a worker that waits elsewhere does not compare. The end of the parent is seen here at once, by a
-    descriptor of the process. A pipe shows the end of a parent that was gone before that.
+    PyTorch's own workers compare the id of their parent now and then. This is not enough: under `forkserver` it is the
+    id of the server of forks, and a worker that is blocked does not compare. Here, a thread waits for a descriptor of
+    the parent, and for the pipe from it, which also shows the end of a parent that ended before the thread started.
     """
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:
         return
-    signs: list[int] = [parent.sentinel]
+    sentinels: list[int] = [parent.sentinel]
     try:
-        signs.append(os.pidfd_open(parent.pid))
+        sentinels.append(os.pidfd_open(parent.pid))
     except ProcessLookupError:
         os._exit(1)
     except OSError:  # no descriptor is free, or the kernel has no such call
         pass
 
     def watch() -> None:
-        wait(signs)
+        wait(sentinels)
         os._exit(1)
 
     threading.Thread(target=watch, name="dissociated-parent", daemon=True).start()

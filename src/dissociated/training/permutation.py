@@ -1,4 +1,4 @@
-"""Permutations that follow from seeds, in every release of NumPy: stored ones, and one that is computed."""
+"""Permutations that follow from seeds alone, in every release of NumPy: stored, or computed part by part."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Permutation:
         bits = max(1, (length - 1).bit_length())
         self._mask, self._shift = np.uint64((1 << bits) - 1), np.uint64((bits + 1) // 2)
         keys = np.random.PCG64(np.random.SeedSequence(seeds)).random_raw(2 * _ROUNDS)
-        # Upper bits of the keys are better than lower ones where the mask leaves few.
+        # The upper bits of the keys are used, which are more random than the lower bits.
         self._factors = (keys[:_ROUNDS] >> np.uint64(64 - bits)) | np.uint64(1)
         self._terms = keys[_ROUNDS:] >> np.uint64(64 - bits)
 

@@ -19,6 +19,8 @@ import numpy.typing as npt
 from dissociated.training.permutation import Permutation, Positions, shuffled
 
 _CHUNK = 1 << 16  # positions whose rows are computed at once
+# The last seed of each use of random numbers in an epoch, so that the uses are independent. Saved states need the same.
+_BLOCK_ORDER, _WINDOW_ORDER, _ROW_ORDER, _WEIGHT_OFFSET = 1, 2, 3, 4
 
 
 class Piece(NamedTuple):
@@ -117,7 +119,7 @@ class EpochOrder:
         blocks = len(self.plan.rows)
         if self.plan.order is Order.STORED:
             return np.arange(blocks)
-        return shuffled(blocks, self.plan.seed, self.epoch, 1)
+        return shuffled(blocks, self.plan.seed, self.epoch, _BLOCK_ORDER)
 
     @cached_property
     def _ends(self) -> Positions:
@@ -126,25 +128,25 @@ class EpochOrder:
 
     @cached_property
     def _permutation(self) -> Permutation:
-        return Permutation(self.plan.total, self.plan.seed, self.epoch, 3)
+        return Permutation(self.plan.total, self.plan.seed, self.epoch, _ROW_ORDER)
 
     def pieces(self, span: Span) -> Iterator[Piece]:
         """Yield the pieces of blocks at these positions, before the rows of windows are shuffled."""
         at, stop = span
-        place = int(np.searchsorted(self._ends, at, side="right"))
+        number = int(np.searchsorted(self._ends, at, side="right"))  # in the order of the epoch
         while at < stop:
-            block = int(self._blocks[place])
-            begin = int(self._ends[place] - self.plan.rows[block])
-            end = min(stop, int(self._ends[place]))
+            block = int(self._blocks[number])
+            begin = int(self._ends[number] - self.plan.rows[block])
+            end = min(stop, int(self._ends[number]))
             if at < end:
                 yield Piece(block, at - begin, end - begin)
-            at, place = end, place + 1
+            at, number = end, number + 1
 
     def window(self, number: int) -> tuple[Span, Positions]:
         """Return the positions of a window, and the shuffled order of its rows, as positions within the window."""
         size = self.plan.window
         span = Span(number * size, min((number + 1) * size, self.plan.total))
-        return span, shuffled(span.stop - span.start, self.plan.seed, self.epoch, 2, 0, number)
+        return span, shuffled(span.stop - span.start, self.plan.seed, self.epoch, _WINDOW_ORDER, 0, number)
 
     def rows(self, span: Span) -> Positions:
         """Return the numbers of the rows at these positions of a `GLOBAL` order."""
@@ -152,18 +154,19 @@ class EpochOrder:
         for number in range(span.start // _CHUNK, -(-span.stop // _CHUNK)):
             first = number * _CHUNK
             if self._chunk[0] != number:
-                self._chunk = number, self._compute(Span(first, min(first + _CHUNK, self.plan.total)))
+                self._chunk = number, self._compute_rows(Span(first, min(first + _CHUNK, self.plan.total)))
             chunks.append(self._chunk[1][max(0, span.start - first) : span.stop - first])
         return np.concatenate(chunks)
 
-    def _compute(self, span: Span) -> Positions:
+    def _compute_rows(self, span: Span) -> Positions:
         places = self._permutation.at(span.start, span.stop)
         weights = self.plan.weights
         if weights is None:
             return places
         # Each place has an equal share of the sum of the weights. So the number of times that a row comes differs by
         # less than one from its share of the epoch. The offset gives the same chance to all rows.
-        offset = np.random.PCG64(np.random.SeedSequence((self.plan.seed, self.epoch, 4))).random_raw() / 2**64
+        seeds = np.random.SeedSequence((self.plan.seed, self.epoch, _WEIGHT_OFFSET))
+        offset = np.random.PCG64(seeds).random_raw() / 2**64
         points = (places + offset) * (weights[-1] / self.plan.total)
         last = np.searchsorted(weights, weights[-1])  # the last row with a weight; rounding must not lead past it
         rows: Positions = np.minimum(np.searchsorted(weights, points, side="right"), last).astype(np.int64, copy=False)
@@ -182,10 +185,12 @@ class Shard:
 
     @cached_property
     def _total(self) -> int:
+        """The number of rows of all shards."""
         return sum(stop - start for start, stop in self.spans)
 
     @property
     def _first(self) -> int:
+        """The position in the spans, taken together, of the shard's first row."""
         return self.number * self._total // self.count
 
     @property
@@ -194,16 +199,16 @@ class Shard:
         return (self.number + 1) * self._total // self.count - self._first
 
     @property
-    def _full(self) -> int:
-        """The number of batches that the rows fill, the last of which may be incomplete."""
+    def _unsplit(self) -> int:
+        """The number of batches before the last is split. The last may be incomplete."""
         return -(-self.rows // self.plan.batch_size)
 
     @property
-    def _halved(self) -> bool:
+    def _splits_last(self) -> bool:
         """Whether the last batch is split in two, since shards with one more row have one more batch."""
-        most = -(-self._total // self.count)
-        one_more = -(-most // self.plan.batch_size) > self._full
-        return one_more and self.rows > 0 and self.plan.batch_size > 1
+        max_rows = -(-self._total // self.count)
+        has_fewer = self._unsplit < -(-max_rows // self.plan.batch_size)
+        return has_fewer and self.rows > 0 and self.plan.batch_size > 1
 
     def __len__(self) -> int:
         """Return the number of batches of the shard, which is the same for all shards.
@@ -213,15 +218,15 @@ class Shard:
         """
         if self.plan.drop_last:
             return self._total // self.count // self.plan.batch_size
-        return self._full + self._halved
+        return self._unsplit + self._splits_last
 
     def extent(self, step: int) -> tuple[int, int]:
         """Return the range of the shard's rows in batch number `step`, as its start and its exclusive end."""
         size = self.plan.batch_size
-        if not self.plan.drop_last and self._halved and step >= self._full - 1:
-            begin, end = (self._full - 1) * size, self.rows
+        if not self.plan.drop_last and self._splits_last and step >= self._unsplit - 1:
+            begin, end = (self._unsplit - 1) * size, self.rows
             middle = (begin + end + 1) // 2
-            return (begin, middle) if step == self._full - 1 else (middle, end)
+            return (begin, middle) if step == self._unsplit - 1 else (middle, end)
         return step * size, min((step + 1) * size, self.rows)
 
     def batch(self, step: int) -> list[Span]:

@@ -9,7 +9,7 @@ from typing import Any
 from dissociated.errors import OptionError
 from dissociated.training.blocks import Blocks
 from dissociated.training.columns import row_width
-from dissociated.training.launch import is_alone
+from dissociated.training.launch import is_on_one_host
 from dissociated.training.plan import Order
 
 _WINDOW_ROWS = 1 << 16  # the least number of rows of a window by default
@@ -140,14 +140,14 @@ class Sampling:
             return Order.STORED
         if self.shuffle == "window" or self.buffer_size is not None:
             return Order.BLOCKS if self.buffer_size == 0 else Order.WINDOW
-        return Order.GLOBAL if mapped and is_alone(self.part[1]) else Order.WINDOW
+        return Order.GLOBAL if mapped and is_on_one_host(self.part[1]) else Order.WINDOW
 
     def window(self, blocks: Blocks) -> int:
         """Return the number of rows that are shuffled together in a `WINDOW` order."""
         if self.buffer_size is not None:
             return max(1, self.buffer_size)
-        most = _WINDOW_BYTES // row_width(blocks.schema)
-        return max(1, min(max(_WINDOW_ROWS, _WINDOW_BLOCKS * blocks.longest), most))
+        max_rows = _WINDOW_BYTES // row_width(blocks.schema)
+        return max(1, min(max(_WINDOW_ROWS, _WINDOW_BLOCKS * blocks.longest), max_rows))
 
 
 def name_list(option: str, names: Sequence[str]) -> Sequence[str]:
