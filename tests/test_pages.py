@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
+from dissociated.control.catalog_uri import CATALOG_VARIABLE
 from dissociated.node import launch
 from dissociated.node.node import Node
 from dissociated.store.store import Store
@@ -72,8 +73,11 @@ def a_reader_of_the_guide(table: pa.Table) -> dict[str, Any]:
         "generate": lambda: iter(table.to_batches()),
         "ticks": iter(table.to_batches()),
         "tensor": pa.Tensor.from_numpy(np.eye(3)),
-        "step": lambda *tensors: None,
     }
+
+
+def a_reader_who_trains(table: pa.Table) -> dict[str, Any]:
+    return {"table": table, "step": lambda *tensors: None}
 
 
 def a_reader_of_arrow_ipc(table: pa.Table) -> dict[str, Any]:
@@ -93,6 +97,7 @@ GIVEN: dict[str, Callable[[pa.Table], dict[str, Any]]] = {
     "access": an_operator,
     "guide": a_reader_of_the_guide,
     "ipc": a_reader_of_arrow_ipc,
+    "training": a_reader_who_trains,
 }
 
 
@@ -110,7 +115,8 @@ def test_the_code_on_a_page_runs(
     if requirement := {"ucx": "ucx", "fabric": "libfabric"}.get(page.stem):
         need(requirement)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "default_store", lambda: tmp_path / "default")
+    monkeypatch.setenv(launch.STORE_VARIABLE, str(tmp_path / "default"))
+    monkeypatch.delenv(CATALOG_VARIABLE, raising=False)
     table = flights.slice(0, 20_000)
     for name in ("flights.parquet", "more.parquet"):
         pq.write_table(table, name)
