@@ -1,23 +1,21 @@
 """Spark's daemon of Python workers with all common modules imported, so that its forks start at once.
 
 Spark's own daemon imports nothing, so that each worker of each query takes half a second. Other tests that start a
-Spark use this daemon too, except for the clusters. Spark plans by daemons that no setting names: see sitecustomize.py.
+Spark use this daemon too, except for the clusters.
 """
 
 import gc
 from contextlib import suppress
 from importlib import import_module
 
-#: What data sources need when Spark plans or streams.
-PLANNING = (
+import pyspark.daemon
+
+for name in (
     "dissociated.spark.datasource",
+    "dissociated.spark.functions",
     "dissociated.spark.reader",
     "dissociated.spark.streaming",
     "dissociated.spark.writer",
-)
-ALL = (
-    *PLANNING,
-    "dissociated.spark.functions",
     "pyspark.sql.streaming.python_streaming_source_runner",
     "pyspark.sql.worker.commit_data_source_write",
     "pyspark.sql.worker.create_data_source",
@@ -27,20 +25,11 @@ ALL = (
     "pyspark.sql.worker.python_streaming_sink_runner",
     "pyspark.sql.worker.write_into_data_source",
     "pyspark.worker",
-)
-
-
-def load(*names: str) -> None:
-    """Import modules for all forks."""
-    for name in names:
-        with suppress(ImportError):  # Spark 4.1 lacks some
-            import_module(name)
-    gc.collect()
-    gc.freeze()  # Workers collect garbage after each task, and none of these objects is garbage.
-
+):
+    with suppress(ImportError):  # Spark 4.1 lacks some
+        import_module(name)
+gc.collect()
+gc.freeze()  # Workers collect garbage after each task, and none of these objects is garbage.
 
 if __name__ == "__main__":
-    import pyspark.daemon
-
-    load(*ALL)
     pyspark.daemon.manager()
