@@ -1,9 +1,9 @@
 """Containers of Kubernetes manifests, run without Kubernetes: namespaces of Linux, with the users and mounts they name.
 
 A container gets a root file system of its own, which is read-only if the manifest says so. Programs of this machine and
-this environment's Python are in it. It gets the process, mount and IPC namespaces of a pod, and the user, the group, the
-capabilities and the environment of its manifest. All pods share one network, in which the ports are free and the names
-of the services lead to the loopback interface. All of this needs root.
+this environment's Python are in it. It gets the process, mount and IPC namespaces of a pod, and the user, group,
+capabilities and variables of its manifest. All pods share one network, in which the ports are free and the names of
+the services lead to the loopback interface. All of this needs root.
 """
 
 from __future__ import annotations
