@@ -197,11 +197,11 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield Cluster(tmp_path, Path(memory), network)
 
 
-def written(table: pa.Table) -> bytes:
+def encoded(table: pa.Table) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
-    return sink.getvalue().to_pybytes()
+    return bytes(sink.getvalue())
 
 
 def probe(cluster: Cluster, kind: str) -> None:
@@ -246,10 +246,10 @@ def test_pods_of_a_host_share_memory(cluster: Cluster) -> None:
         probe(cluster, "StatefulSet")
         probe(cluster, "DaemonSet")
         client = cluster.containers("Job")["client"]
-        refused = client.run("dissociated", "put", "-", "flights", given=written(TABLE), check=False)
+        refused = client.run("dissociated", "put", "-", "flights", given=encoded(TABLE), check=False)
         assert refused.returncode != 0, "its token may read only"
         client.run(
-            "env", f"DISSOCIATED_TOKEN={cluster.token}", "dissociated", "put", "-", "flights", given=written(TABLE)
+            "env", f"DISSOCIATED_TOKEN={cluster.token}", "dissociated", "put", "-", "flights", given=encoded(TABLE)
         )
         assert pa.ipc.open_stream(client.run().stdout).read_all() == TABLE
         pytest.importorskip("prometheus_client")
@@ -283,6 +283,6 @@ def test_settings_of_spark_exist() -> None:
     with ZipFile(library) as jar:
         known = b"".join(jar.read(f"org/apache/spark/deploy/k8s/{name}.class") for name in ("Config$", "Constants$"))
     page = (ROOT / "docs" / "kubernetes.md").read_text()
-    settings = set(re.findall(r"spark\.kubernetes\.[A-Za-z.]+[A-Za-z]", page))
+    settings = set(re.findall(r"--conf \$kube(\.[A-Za-z.]+)=", page))
     assert settings
-    assert [setting for setting in settings if setting.encode() not in known] == []
+    assert [setting for setting in settings if f"spark.kubernetes{setting}".encode() not in known] == []

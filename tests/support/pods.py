@@ -32,7 +32,7 @@ _HOSTS = "127.0.0.1 localhost catalog.dissociated.svc 127-0-0-1.nodes.dissociate
 _FIELDS = {"spec.nodeName": "worker-1", "status.podIP": "127.0.0.1"}
 _PROBE = """
 import ssl, sys, urllib.request
-context = ssl._create_unverified_context()  # as the kubelet, which does not verify certificates
+context = ssl._create_unverified_context()  # The kubelet does not verify certificates.
 print(urllib.request.urlopen(sys.argv[1], timeout=30, context=context).read().decode(), end="")
 """
 
@@ -100,7 +100,7 @@ class Container:
 
     Args:
         pod: The pod's `spec`.
-        container: One of its containers.
+        container: A container of that pod.
         volumes: The directory of each volume of the pod.
         secrets: The directory of each Secret, for variables.
         network: The network of all pods.
