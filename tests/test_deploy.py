@@ -10,11 +10,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import urllib.request
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import dissociated as dis
 from support.processes import Start, free_port
@@ -111,19 +114,36 @@ def test_the_image_can_be_built(tmp_path: Path) -> None:
             if (ROOT / name).is_dir():
                 shutil.copytree(ROOT / name, target, ignore=shutil.ignore_patterns("__pycache__"))
             else:
-                target.mkdir(exist_ok=True)
+                target.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / name, target)
     assert (source / "src" / "dissociated").is_dir()
-    steps = [step for step in re.findall(r"^RUN (.*)$", text, re.M) if "/opt/" in step]
+    # The hashes are for the image's Python, so the packages that we need are not installed here: see the next test.
+    pinned = "-r /source/deploy/requirements.txt"
+    steps = [step for step in re.findall(r"^RUN (.*)$", text, re.M) if "/opt/" in step and not step.endswith(pinned)]
     # Take pip and our dependencies from this environment, and compile nothing, because that saves minutes.
     environment = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib"), "PIP_NO_COMPILE": "1"}
-    for step in steps:
+
+    def run(step: str) -> None:
         here = step.replace("/opt/", f"{tmp_path}/opt/").replace("/source", str(source))
         here = here.replace("-m venv", "-m venv --without-pip").replace("/bin/pip ", "/bin/python -m pip ")
         here = re.sub(r"^python ", f"{sys.executable} ", here)
         subprocess.run(here, shell=True, check=True, env=environment, timeout=300, capture_output=True)
+
+    for step in steps:
+        run(step)
     [package] = (tmp_path / "opt/dissociated/lib").glob("python3.*/site-packages/dissociated")
     assert (package / "monitoring/page/index.html").is_file()
+    # The wheel has the same bytes when it is built again from files with other times.
+    [wheel] = (tmp_path / "opt/wheels").glob("*.whl")
+    first = wheel.read_bytes()
+    for file in source.rglob("*"):
+        os.utime(file, (1, 1_000_000_000))
+    [again] = [step for step in steps if "pip wheel" in step]
+    run(again)
+    assert wheel.read_bytes() == first
+    # Bytecode names the hash of its source (PEP 552), not its time, which differs from build to build.
+    [bytecode] = (package / "__pycache__").glob("errors.*.pyc")
+    assert int.from_bytes(bytecode.read_bytes()[4:8], "little") == 1
     told = subprocess.run(
         [tmp_path / "opt/dissociated/bin/dissociated", "--version"],
         env=environment,
@@ -133,3 +153,24 @@ def test_the_image_can_be_built(tmp_path: Path) -> None:
         check=True,
     )
     assert told.stdout == f"dissociated {dis.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "extra"), [("requirements.txt", "metrics"), ("build-requirements.txt", None)], ids=["image", "build"]
+)
+def test_all_packages_of_the_image_are_pinned(file: str, extra: str | None) -> None:
+    """Every package that the project needs has an allowed version in the file, with hashes. pip refuses any other."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    needed = project["build-system"]["requires"]
+    if extra is not None:
+        needed = project["project"]["dependencies"] + project["project"]["optional-dependencies"][extra]
+    pins = {}
+    for line in (DEPLOY / file).read_text().replace("\\\n", " ").splitlines():
+        if not line.startswith("#"):
+            pin, *hashes = line.split()
+            assert hashes
+            assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", one) for one in hashes)
+            name, version = pin.split("==")
+            pins[canonicalize_name(name)] = version
+    for requirement in map(Requirement, needed):
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)])

@@ -20,6 +20,7 @@ from dissociated.errors import JavaNotFound, TransportError
 from dissociated.transport.native.fabric.libfabric import ofi
 from dissociated.transport.native.ucx import worker
 from dissociated.transport.native.ucx.libucp import ucp
+from support import pods
 from support.injection import sqlite_calls_can_fail
 
 #: Arrow's golden files: the directory `data` of apache/arrow-testing.
@@ -122,6 +123,7 @@ _MISSING: dict[str, Callable[[], str | None]] = {
     "root": _root,
     "tmpfs": _tmpfs,
     "namespaces": cache(cluster.hosts.missing),
+    "pods": cache(pods.missing),
     "SQLite's calls": _sqlite_calls,
     "golden files": _golden_files,
     "browser": _browser,
