@@ -256,7 +256,12 @@ class DatasetReader(DataSourceReader):
             lookup = _Lookup(planned, info, batch_filter, conditions, time.monotonic() + _LOOKUP_TTL, {})
             self._lookup = lookup
         endpoint = partition.endpoint or lookup.info.endpoints[partition.number]
-        read_request = replace(client.defaults, transport=self.request.transport, columns=lookup.batch_filter.requested)
+        read_request = replace(
+            client.defaults,
+            transport=self.request.transport,
+            columns=lookup.batch_filter.requested,
+            traceparent=self.request.traceparent,
+        )
         if partition.slice is not None:
             read_request = partition.slice.narrow(read_request)
         elif endpoint.rows is None and _supports_selection(endpoint):
@@ -441,7 +446,7 @@ def _request_for_jvm(part: PartPlan) -> dict[str, Any] | None:
         "host": uri.host,
         "port": uri.port,
         "want_data": str(uri.require_want_data()),
-        "identifier": base64.b64encode(step.identifier).decode(),
+        "identifier": base64.b64encode(part.identifier(step)).decode(),
         "timeout": request.timeout,
         "max_metadata": request.max_metadata,
         "max_body": request.max_body,
