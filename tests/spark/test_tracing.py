@@ -27,9 +27,10 @@ def test_the_streams_of_tasks_belong_to_the_span_of_the_driver(java: str) -> Non
     with traced_server() as server:
         spans = {span.id: span for span in traced_run(DRIVER, server.catalog_uri)}
         streams = [span for span in server.end() if span.name == "dissociated.stream"]
-    ways = {(spans[span.parent].name, span.attributes["dissociated.transport"]) for span in streams if span.parent}
-    assert ways == {(f"{scheme} {in_jvm}", scheme) for scheme in ("shm", "tcp") for in_jvm in ("true", "false")}
     assert all(span.parent and span.trace == spans[span.parent].trace for span in streams)
+    ways = {(spans[span.parent].name, span.attributes["dissociated.transport"]) for span in streams if span.parent}
+    # Planning counts the rows of batches by the nearest transport, which may be another than that of the tasks.
+    assert ways >= {(f"{scheme} {in_jvm}", scheme) for scheme in ("shm", "tcp") for in_jvm in ("true", "false")}
 
 
 @pytest.mark.parametrize("value", ["", "garbage", f"00-{'0' * 32}-{'1' * 16}-01\n"])
