@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -96,6 +97,18 @@ def test_a_narrow_terminal_shows_whole_columns(tmp_path: Path) -> None:
     assert row.split()[1:] == ["2", "16", "B", "0", "…"]
     assert any(line.split()[:1] == ["DATASET"] and line.split()[-1] == "LEASES" for line in wide)
     assert "0 done, 0 gone, 0 refused, 0 failed; over Flight 0" in " ".join(" ".join(narrow).split())
+
+
+def test_long_names_and_tags_are_whole_in_a_notebook() -> None:
+    column, name, tag = "column_" * 10, "a/dataset/with/a/name/" * 5, "value " * 20
+    wide = pa.table({column: [1]})
+    with dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
+        client.put(name, wide, tags={"tag": tag})
+        displays: dict[str, Any] = {"handle": client[name], "list": client.list(), "client": client}
+        shown = {kind: displayed._repr_html_() for kind, displayed in displays.items()}
+    assert all(name in text and "…" not in text for text in shown.values())
+    assert column in shown["handle"]
+    assert f"tag={tag}".strip() in shown["handle"]
 
 
 def test_long_types_are_whole_in_a_notebook_and_in_the_schema() -> None:

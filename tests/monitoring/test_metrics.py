@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from cli.shell import run
 from dissociated.errors import OptionError, TransportError
 from dissociated.node.node import Node
 from dissociated.store.store import Store
-from support.helpers import PATIENCE, Serve, connections_left
+from support.helpers import PATIENCE, Serve, connections_left, open_live
 
 parser = pytest.importorskip("prometheus_client.parser", reason="the extra `metrics` is not installed")
 
 TABLE = pa.table({"n": [1, 2, 3]})
+MB = 1 << 20
 
 
 def scrape(uri: str) -> dict[tuple[str, str], float]:
@@ -136,6 +142,37 @@ def test_those_who_come_again_and_again_close_nobody_who_has_just_come(
 def test_what_is_no_place(where: str) -> None:
     with pytest.raises((OptionError, dis.errors.UriError)):
         dis.Server([], catalog=None, metrics=where)
+
+
+@pytest.mark.usefixtures("forks")
+def test_missed_batches_are_told(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="dissociated")
+    exhausted, goes_on = threading.Event(), threading.Event()
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        yield from (pa.record_batch({"n": np.full(MB // 8, number)}) for number in range(100))
+        exhausted.set()
+        goes_on.wait(PATIENCE)
+
+    server = serve("shm:", catalog="grpc://127.0.0.1:0", metrics="127.0.0.1:0", live_limit=8 * MB)
+    source = pa.RecordBatchReader.from_batches(pa.schema([("n", pa.int64())]), batches())
+    server.publish("live", source, live=dis.Live(policy="drop_oldest", stall_timeout=3600))
+    reader = open_live(server, "shm")
+    assert exhausted.wait(PATIENCE), "the source waits for the consumer"
+    missing = [consumer.missed for consumer in server.status().consumers]
+    told, shown = scrape(server.metrics_uri), run("status", server.catalog_uri)
+    goes_on.set()
+    missed = 100 - len([*reader])
+    del reader
+    assert connections_left(server) == 0
+    assert missed > 0
+    assert missing == [missed]
+    for samples in (told, scrape(server.metrics_uri)):
+        assert samples["dissociated_missed_batches_total", ""] == missed
+        assert samples["dissociated_dataset_missed_batches_total", "live"] == missed
+    assert f", {missed} missed" in shown
+    ended: list[Any] = [record for record in caplog.records if record.getMessage().startswith("stream ended")]
+    assert [record.missed for record in ended] == [missed]
 
 
 def test_a_port_in_use_is_named(serve: Serve) -> None:

@@ -65,6 +65,23 @@ def test_what_was_sent_is_counted(serve: Serve, trusted: Certificates, scheme: s
     assert (of_data.consumers, of_data.leases, now.leases) == (0, 0, 0)
 
 
+def test_a_notebook_shows_datasets_and_consumers(serve: Serve) -> None:
+    server = serve("shm:")
+    server.publish("<data>", TABLE)
+    uri, ticket = server.locations("<data>")[0], server.ticket("<data>")
+    with dis.open_stream(uri, ticket) as reader:
+        reader.read_next_batch()
+        wait_until(lambda: server.status().totals.bytes == BYTES, "the batches are sent")
+        status: Any = server.status()
+        shown = status._repr_html_()
+    assert "&lt;data&gt;" in shown
+    assert "<data>" not in shown
+    assert "3,000" in shown
+    assert status.consumers[0].peer in shown
+    idle: Any = serve("shm:").status()
+    assert "<table>" not in idle._repr_html_()
+
+
 def test_bodies_are_counted_where_they_are_sent(serve: Serve) -> None:
     metadata, bodies = serve("tcp:"), serve("tcp:")
     for server in (metadata, bodies):

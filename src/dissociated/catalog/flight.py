@@ -12,10 +12,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from dissociated.base import strict_json
+from dissociated.base import strict_json, tracing
 from dissociated.base.limited_log import LimitedLog
 from dissociated.catalog.base import Catalog
-from dissociated.catalog.guard import require_action
+from dissociated.catalog.guard import CALL_NAMES, require_action
 from dissociated.codec.split import batches
 from dissociated.control.descriptors import first_field, parse_put
 from dissociated.control.flight_streams import checked, generate_get
@@ -36,6 +36,7 @@ from dissociated.store.commit import Commit
 _NOT_CANCELLABLE = b"\x08\x03"  # CancelFlightInfoResult { status: CANCEL_STATUS_NOT_CANCELLABLE }
 
 _MESSAGE_LIMIT = "message limit"
+_TRACING = "tracing"
 
 _Body = dict[str, Any]
 
@@ -129,6 +130,24 @@ class _MessageLimit(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # py
         return None if unlimited else flight.ServerMiddleware()
 
 
+class _Tracing(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow has no type hints
+    """Middleware that traces calls, if this process does."""
+
+    def start_call(self, info: Any, headers: dict[str, list[str]]) -> _TracedCall | None:
+        contexts = headers.get(tracing.TRACEPARENT, ())
+        parent = contexts[0] if len(contexts) == 1 else None
+        span = tracing.begin(f"dissociated.catalog/{CALL_NAMES.get(info.method, '')}", parent, server=True)
+        return None if span is None else _TracedCall(span)
+
+
+class _TracedCall(flight.ServerMiddleware):  # type: ignore[misc]  # pyarrow has no type hints
+    def __init__(self, span: tracing.Span) -> None:
+        self.span = span
+
+    def call_completed(self, exception: BaseException | None) -> None:
+        self.span.end(None if exception is None else type(exception).__name__)
+
+
 class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type hints
     """A Flight server that listens at `uri`, and answers calls once its catalog is set. Earlier calls wait.
 
@@ -140,7 +159,7 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
         self._log = LimitedLog(_log)
         self._actions: dict[str, tuple[Callable[[_Body], Any], str]] = {}
         self._binary: dict[str, tuple[Callable[[bytes], bytes], str]] = {}
-        middleware = {**protection.pop("middleware", {}), _MESSAGE_LIMIT: _MessageLimit()}
+        middleware = {**protection.pop("middleware", {}), _MESSAGE_LIMIT: _MessageLimit(), _TRACING: _Tracing()}
         super().__init__(uri, middleware=middleware, **protection)
 
     def set_catalog(self, catalog: Catalog) -> None:
@@ -203,6 +222,8 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
 
     def do_action(self, context: Any, action: flight.Action) -> list[bytes]:
         content = action.body.to_pybytes()
+        if (call := context.get_middleware(_TRACING)) is not None:
+            call.span.set(action=action.type)
         with flight_errors(self._log, context):
             self._catalog_future.result()  # Wait for the catalog, which defines the actions.
             if action.type in self._binary or action.type in self._actions:

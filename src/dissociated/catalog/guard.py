@@ -19,7 +19,8 @@ _log = logging.getLogger(__name__)
 _MIDDLEWARE = "guard"
 _HEADER = "authorization"
 _AUTH_SCHEME = "bearer"
-_CALL_NAMES = {method: method.name.title().replace("_", "") for method in flight.FlightMethod}  # names in Flight.proto
+#: The name of each call in Flight.proto.
+CALL_NAMES = {method: method.name.title().replace("_", "") for method in flight.FlightMethod}
 
 
 def server_options(uri: str, security: Security) -> dict[str, Any]:
@@ -52,7 +53,7 @@ class Guard(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow ha
     def start_call(self, info: Any, headers: dict[str, list[str]]) -> Caller:
         """Admit the call, or raise. Neither tokens nor values derived from them are logged."""
         caller = self._identify(info, headers)
-        call = _CALL_NAMES.get(info.method, "")
+        call = CALL_NAMES.get(info.method, "")
         caller.require(call, CALLS.get(call, Role.PEER))
         return caller
 

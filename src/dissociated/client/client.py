@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from dissociated.base import tracing
 from dissociated.base.buffers import MAX_BODY
 from dissociated.client.asynchronous import asynchronous
 from dissociated.client.calls import CatalogClient
@@ -391,7 +392,11 @@ class Client(CatalogClient):
         if transport not in (None, "shm", "grpc"):
             raise OptionError(f'transport is "shm" or "grpc" for a put, not {transport!r}')
         commit = Commit(name, key=secrets.token_hex(16), mode=mode, tags=tags or {}, ttl=ttl)
-        return Put(commit, make_dataset(name, source, schema=schema), progress).publish(self, transport)
+        with tracing.traced("dissociated.put", dataset=name, transport=transport) as span:
+            rows = Put(commit, make_dataset(name, source, schema=schema), progress).publish(self, transport)
+            if span is not None:
+                span.set(rows=rows)
+            return rows
 
     def __enter__(self) -> Client:
         return self

@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -14,6 +14,7 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import pyarrow as pa
 
+from dissociated.base import tracing
 from dissociated.base.exit import StreamThread
 from dissociated.client.ahead import AheadReader, Pairs
 from dissociated.client.parts import OpenFlight, open_part, open_part_on_device, open_part_tensors
@@ -63,18 +64,20 @@ class EndpointReader:
         """Read the rows of all endpoints, in order, that `request` selects. `describe` looks the dataset up."""
 
         def open_parts(info: DatasetInfo) -> pa.RecordBatchReader:
-            planned = plan(request, info, lambda endpoint: self._all_routes(info, endpoint, request))
+            planned = plan(traced, info, lambda endpoint: self._all_routes(info, endpoint, traced))
             return self._chain(info, planned, _open_all(planned, self._open_counted))
 
-        return _retry_if_replaced(describe, open_parts)
+        with _traced(request) as traced:
+            return _retry_if_replaced(describe, open_parts)
 
     def open_all(self, describe: Describe, request: ReadRequest) -> Sequence[pa.RecordBatchReader]:
         """Open all endpoints, each with a reader of its own. `describe` looks the dataset up."""
 
         def open_parts(info: DatasetInfo) -> list[pa.RecordBatchReader]:
-            return [self.open(info, endpoint, request) for endpoint in info.endpoints]
+            return [self._open_endpoint(info, endpoint, traced) for endpoint in info.endpoints]
 
-        return _retry_if_replaced(describe, open_parts)
+        with _traced(request) as traced:
+            return _retry_if_replaced(describe, open_parts)
 
     def read_on_device(self, describe: Describe, request: ReadRequest) -> DeviceReader:
         """Read a dataset onto the device of `request`: in place if it lies there, else received or copied there.
@@ -85,11 +88,12 @@ class EndpointReader:
         assert device is not None, "the caller has chosen a device"
 
         def open_parts(info: DatasetInfo) -> list[DeviceReader]:
-            planned = plan(request, info, lambda endpoint: self.routes(info, endpoint, request, device))
+            planned = plan(traced, info, lambda endpoint: self.routes(info, endpoint, traced, device))
             return _open_all(planned, lambda part: open_part_on_device(part, device, self._open_flight))
 
         if not request.chooses_rows and request.rows is None:
-            readers = _retry_if_replaced(describe, open_parts)
+            with _traced(request) as traced:
+                readers = _retry_if_replaced(describe, open_parts)
             if readers:
                 return chain_on_device(device, readers)
         return to_device(self.read(describe, request), device)
@@ -98,15 +102,21 @@ class EndpointReader:
         """Read the tensors of a dataset."""
 
         def open_parts(info: DatasetInfo) -> list[TensorReader]:
-            planned = plan(request, info, lambda endpoint: self.routes(info, endpoint, request))
+            planned = plan(traced, info, lambda endpoint: self.routes(info, endpoint, traced))
             if any(step.route.is_flight for part in planned.parts for step in part.steps):
                 raise WrongKind(f"{info.name!r} can be read by Flight alone, which has no messages for tensors")
             return _open_all(planned, open_part_tensors)
 
-        return chain.from_iterable(_retry_if_replaced(describe, open_parts))
+        with _traced(request) as traced:
+            return chain.from_iterable(_retry_if_replaced(describe, open_parts))
 
     def open(self, info: DatasetInfo, endpoint: Endpoint, request: ReadRequest) -> pa.RecordBatchReader:
         """Read the part of one endpoint that `request` selects. Errors are those of `Client.read_endpoint`."""
+        with _traced(request) as traced:
+            _annotate(info)
+            return self._open_endpoint(info, endpoint, traced)
+
+    def _open_endpoint(self, info: DatasetInfo, endpoint: Endpoint, request: ReadRequest) -> pa.RecordBatchReader:
         return self._open(plan_part(request, info.schema, endpoint, self._all_routes(info, endpoint, request)))
 
     def routes(
@@ -192,10 +202,23 @@ class EndpointReader:
         return replace(uri, parameters={**parameters, **self._trust.get(uri.scheme, {})})
 
 
+@contextmanager
+def _traced(request: ReadRequest) -> Iterator[ReadRequest]:
+    """Trace the opening of streams. Yield the request of the block, which has the context of the span."""
+    parent = request.traceparent
+    with tracing.traced("dissociated.read", parent, transport=request.transport) as span:
+        yield request if span is None else replace(request, traceparent=span.traceparent)
+
+
+def _annotate(info: DatasetInfo) -> None:
+    tracing.annotate(dataset=info.name, version=info.version or None)
+
+
 def _retry_if_replaced(describe: Describe, open_parts: Callable[[DatasetInfo], T]) -> T:
     """Look the dataset up and open its parts. Retry if the dataset is replaced meanwhile."""
     info = describe()
     for _ in range(_MAX_RETRIES):
+        _annotate(info)
         try:
             return open_parts(info)
         except (RemoteError, DatasetNotFound):  # raised by a transport, or by Flight

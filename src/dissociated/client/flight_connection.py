@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.flight as flight
 
+from dissociated.base import tracing
 from dissociated.base.access import check_token
 from dissociated.base.fork import ProcessBound, leak, use_grpc
 from dissociated.client.request import ReadRequest
@@ -90,7 +91,7 @@ class CatalogConnection(ProcessBound):
 
     def call_options(self) -> Any:
         """Return the options of a call that must be answered within the timeout."""
-        return flight.FlightCallOptions(timeout=self.timeout)
+        return flight.FlightCallOptions(timeout=self.timeout, headers=tracing.headers(tracing.current_traceparent()))
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -235,7 +236,10 @@ def read_flight(calls: CatalogConnection, ticket: bytes, request: ReadRequest) -
         raise OptionError(
             "Flight allocates in libarrow's default pool: with memory_pool, take another transport than grpc"
         )
-    call_options = flight.FlightCallOptions(read_options=replace(options, included_fields=()).to_pyarrow())
+    call_options = flight.FlightCallOptions(
+        read_options=replace(options, included_fields=()).to_pyarrow(),
+        headers=tracing.headers(request.traceparent or tracing.current_traceparent()),
+    )
     reader = calls.call(lambda client: client.do_get(flight.Ticket(ticket), call_options))
     with calls.errors():
         schema = check_field_names(reader.schema)

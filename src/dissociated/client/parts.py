@@ -77,7 +77,7 @@ def open_part_tensors(part: PartPlan) -> TensorReader:
     """Open the tensors of a part by the first route that works."""
 
     def open_tensors(step: Step) -> TensorReader:
-        return request_stream(step.route.uris, step.identifier, part.request, step.connect_timeout).tensors()
+        return request_stream(step.route.uris, part.identifier(step), part.request, step.connect_timeout).tensors()
 
     return _first(part, open_tensors)
 
@@ -146,7 +146,7 @@ def _open_over_flight(part: PartPlan, open_flight: OpenFlight | None, step: Step
 
 def _request(part: PartPlan, step: Step) -> tuple[ClientStream, list[int] | None]:
     """Request the stream of a step. Return it, and the positions of the columns to decode; None for all."""
-    stream = request_stream(step.route.uris, step.identifier, part.request, step.connect_timeout)
+    stream = request_stream(step.route.uris, part.identifier(step), part.request, step.connect_timeout)
     with _closed_on_error(stream):
         if stream.is_tensors:
             raise WrongKind("this stream holds tensors: read it with open_tensors, or by name with read_tensors")

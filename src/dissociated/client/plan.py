@@ -17,7 +17,14 @@ from dissociated.client.request import Filtering, ReadRequest
 from dissociated.codec.columns import filter_batches, select_fields, slice_batches, slice_rows
 from dissociated.control.locations import DatasetInfo, Endpoint
 from dissociated.errors import CatalogError, RemoteProtocolError
-from dissociated.protocol.request import FILTER_PARAMETER, SELECT_PARAMETER, RowSelection, Selection
+from dissociated.protocol.request import (
+    FILTER_PARAMETER,
+    SELECT_PARAMETER,
+    TRACE_PARAMETER,
+    RowSelection,
+    Selection,
+    with_traceparent,
+)
 from dissociated.transport.registry import transport
 from dissociated.uri import DEVICE, Uri
 
@@ -35,12 +42,14 @@ class Capabilities:
     Attributes:
         selects: Whether it selects columns and batches.
         filters: Whether it also selects rows.
+        traces: Whether it also takes the trace context of a request.
         shares_memory: Whether bodies are mapped or fetched. A batch that is not needed then costs nearly nothing.
     """
 
     selects: bool = False
     filters: bool = False
     shares_memory: bool = False
+    traces: bool = False
 
     @classmethod
     def of(cls, uris: Sequence[Uri]) -> Capabilities:
@@ -50,6 +59,7 @@ class Capabilities:
             selects,
             selects and all(uri.parameters.get(FILTER_PARAMETER[0]) == FILTER_PARAMETER[1] for uri in uris),
             any(transport(uri.scheme).shares_memory or uri.remote_handle is not None for uri in uris),
+            selects and all(uri.parameters.get(TRACE_PARAMETER[0]) == TRACE_PARAMETER[1] for uri in uris),
         )
 
 
@@ -193,6 +203,13 @@ class PartPlan:
     steps: tuple[Step, ...]
     in_place: tuple[Step, ...] = ()
     bound_filter: BoundFilter | None = None
+
+    def identifier(self, step: Step) -> bytes:
+        """Return the identifier of a step, with the trace context of the request if the server takes it."""
+        traceparent = self.request.traceparent
+        if traceparent is None or not step.route.server.traces:
+            return step.identifier
+        return with_traceparent(step.identifier, traceparent)
 
     def without_filter(self, step: Step) -> Step:
         """Return the step that replaces `step` after its server has refused to select rows. The client filters."""

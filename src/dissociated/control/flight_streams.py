@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.flight as flight
 
-from dissociated.base import strict_json
+from dissociated.base import strict_json, tracing
 from dissociated.codec.split import BatchAndMetadata
 from dissociated.codec.validation import Validator
 from dissociated.errors import CatalogError, DissociatedError
@@ -47,7 +48,8 @@ def upload(client: Any, descriptor: Any, schema: pa.Schema, pairs: Iterable[Batc
         FlightError: The server refused the stream, or failed.
         CatalogError: The answer is missing or invalid.
     """
-    writer, metadata_reader = client.do_put(descriptor, schema)
+    options = flight.FlightCallOptions(headers=tracing.headers(tracing.current_traceparent()))
+    writer, metadata_reader = client.do_put(descriptor, schema, options)
     try:
         _send(pairs, writer, Validator(schema))
         answer = metadata_reader.read()

@@ -19,6 +19,7 @@ from dissociated.transport import registry
 from dissociated.uri import DEVICE, Uri
 
 _HTML_WIDTH = 4096  # the same in a notebook, which wraps long types
+_NAME_WIDTH = 24  # the maximum number of characters of a name in text
 _WIDTH = 60  # the maximum number of characters in a line of a description
 _MAX_LINES = 40  # the maximum number of lines in a table
 
@@ -159,12 +160,12 @@ class DatasetInfo:
         )
 
     def __repr__(self) -> str:
-        head, rows = self._columns(_WIDTH)
+        head, rows = self._columns(_NAME_WIDTH, _WIDTH - _NAME_WIDTH - 2)
         cut = ["(types that end in … are whole in .schema)"] if any(row[-1].endswith("…") for row in rows) else []
         return "\n".join(
             [
-                f"{shorten(self.name, 24)}{self._version_text}",
-                *self._summary,
+                f"{shorten(self.name, _NAME_WIDTH)}{self._version_text}",
+                *self._summary(_WIDTH),
                 "",
                 plain_table(head, rows),
                 *self._omitted,
@@ -175,8 +176,8 @@ class DatasetInfo:
     def _repr_html_(self) -> str:
         return html(
             self.name,
-            [f"{self._version_text.strip(', ')}", *self._summary],
-            html_table(*self._columns(_HTML_WIDTH)),
+            [f"{self._version_text.strip(', ')}", *self._summary(_HTML_WIDTH)],
+            html_table(*self._columns(_HTML_WIDTH, _HTML_WIDTH)),
             *self._omitted,
         )
 
@@ -201,18 +202,18 @@ class DatasetInfo:
             return ""
         return f", version {self.version} of {datetime.fromtimestamp(self.created, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
-    @property
-    def _summary(self) -> list[str]:
+    def _summary(self, width: int) -> list[str]:
+        """Return lines of text, in which tags have at most `width` characters."""
         parts = "" if len(self.endpoints) == 1 else f" in {count(len(self.endpoints))} parts"
         lines = [f"{self.size}{parts}, over {', '.join(self.schemes) or 'no transport now'}"]
         if self.expires is not None:
             lines.append(f"until {datetime.fromtimestamp(self.expires, UTC):%Y-%m-%d %H:%M:%S} UTC")
         if self.tags:
-            lines.append("tags: " + shorten(", ".join(f"{key}={value}" for key, value in self.tags.items()), _WIDTH))
+            lines.append("tags: " + shorten(", ".join(f"{key}={value}" for key, value in self.tags.items()), width))
         return lines
 
-    def _columns(self, width: int) -> tuple[list[str], list[list[str]]]:
-        """Return the head and the rows of a table of the columns, in which a row has at most `width` characters."""
+    def _columns(self, name_width: int, type_width: int) -> tuple[list[str], list[list[str]]]:
+        """Return the head and the rows of a table of the columns. Names and types have at most these widths."""
         tensors = self.tensors
         if tensors is not None:
             shapes = [
@@ -222,7 +223,10 @@ class DatasetInfo:
             return ["type", "shape", "format"], shapes
         fields = (self.schema.field(index) for index in range(min(len(self.schema), _MAX_LINES)))
         return ["column", "type"], [
-            [shorten(column.name, 24), shorten(f"{column.type}{'' if column.nullable else ' not null'}", width - 26)]
+            [
+                shorten(column.name, name_width),
+                shorten(f"{column.type}{'' if column.nullable else ' not null'}", type_width),
+            ]
             for column in fields
         ]
 
@@ -245,16 +249,18 @@ class DatasetList(list[DatasetInfo]):
     _RIGHT = (1, 2, 3, 4)
 
     def __repr__(self) -> str:
-        return "\n".join([plain_table(self._HEAD, self._rows, self._RIGHT), *self._omitted]) if self else "no datasets"
+        table = plain_table(self._HEAD, self._rows(_NAME_WIDTH), self._RIGHT)
+        return "\n".join([table, *self._omitted]) if self else "no datasets"
 
     def _repr_html_(self) -> str:
-        return html_table(self._HEAD, self._rows, self._RIGHT) + "".join(self._omitted) if self else "no datasets"
+        table = html_table(self._HEAD, self._rows(_HTML_WIDTH), self._RIGHT)
+        return table + "".join(self._omitted) if self else "no datasets"
 
-    @property
-    def _rows(self) -> list[list[str]]:
+    def _rows(self, width: int) -> list[list[str]]:
+        """Return the rows of the table, in which a name has at most `width` characters."""
         return [
             [
-                shorten(info.name, 24),
+                shorten(info.name, width),
                 count(info.rows),
                 size(info.nbytes),
                 count(len(info.schema)),

@@ -8,6 +8,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from types import NoneType
 from typing import Any, TypeVar
 
+from dissociated.base.display import count, duration, html, html_table, plural, size
 from dissociated.errors import FormatError
 
 T = TypeVar("T")
@@ -254,6 +255,30 @@ class ServerStatus:
     unreadable_parts: int = 0
     unreadable_datasets: tuple[str, ...] = ()
     problem: str = ""
+
+    def _repr_html_(self) -> str:
+        """Return the datasets, consumers and totals as HTML for a notebook."""
+        totals = self.totals
+        lines = [
+            f"{self.state} on {self.host}, process {self.pid}, for {duration(self.seconds)}",
+            f"{size(totals.bytes)} in {plural(totals.streams, 'stream')}, {count(totals.flight)} over Flight",
+            f"ended: {totals.done} done, {totals.gone} gone, {totals.refused} refused, {totals.failed} failed",
+            *([] if self.catalog is None else [f"catalog at {self.catalog}"]),
+            *([self.problem] if self.problem else []),
+        ]
+        datasets = [
+            [dataset.name, count(dataset.rows), size(dataset.size), count(dataset.consumers), size(dataset.bytes)]
+            for dataset in self.datasets
+        ]
+        consumers = [
+            [consumer.peer, consumer.dataset or "", consumer.state, duration(consumer.seconds), size(consumer.bytes)]
+            for consumer in self.consumers
+        ]
+        tables = [
+            (["dataset", "rows", "size", "consumers", "sent"], datasets, (1, 2, 3, 4)),
+            (["peer", "dataset", "state", "for", "sent"], consumers, (3, 4)),
+        ]
+        return html(f"dissociated {self.version}", lines, *(html_table(*table) for table in tables if table[1]))
 
     def plain(self) -> dict[str, Any]:
         """Return the status as dicts, lists, strings and numbers, for JSON."""

@@ -16,6 +16,8 @@ may leave out batches without a matching row, and sends the others whole. A serv
 refuses with `FilterRefused`.
 
 If a selected column or field does not exist, the server answers with the whole schema, and then gives the reason.
+
+Servers whose URI has `trace=1` also accept {"traceparent": W3C trace context}, alone or with a selection.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dissociated.base import strict_json
+from dissociated.base.tracing import TRACEPARENT, is_traceparent
 from dissociated.errors import ColumnNotFound, OptionError, RemoteProtocolError
 
 #: Bit of a `want_data` value that asks the server to wait for another request on the connection. Servers that announce
@@ -40,6 +43,8 @@ SELECTION_MAGIC = b"DISSCOL\x01"
 SELECT_PARAMETER = ("select", "1")
 #: URI parameter of servers that support selections of rows, too.
 FILTER_PARAMETER = ("filter", "1")
+#: URI parameter of servers that support trace contexts in identifiers, too.
+TRACE_PARAMETER = ("trace", "1")
 #: Largest size of an identifier, in bytes.
 MAX_IDENTIFIER = 1 << 16
 
@@ -132,7 +137,7 @@ class Selection:
             parameters["batches"] = [min(number, _MAX_NUMBER) for number in self.batches]
         if self.rows is not None:
             parameters["rows"] = self.rows.plain()
-        encoded = SELECTION_MAGIC + _length.pack(len(ticket)) + ticket + json.dumps(parameters).encode()
+        encoded = _join(ticket, parameters)
         return encoded if len(encoded) <= MAX_IDENTIFIER else ticket
 
 
@@ -147,21 +152,53 @@ def parse_identifier(identifier: bytes) -> tuple[bytes, Selection | None]:
     """
     if not identifier.startswith(SELECTION_MAGIC):
         return identifier, None
+    ticket, parameters = _split(identifier)
+    is_traced = TRACEPARENT in parameters
+    parameters.pop(TRACEPARENT, None)
+    if is_traced and not parameters:
+        return ticket, None
     try:
-        ticket_at = len(SELECTION_MAGIC) + _length.size
-        ticket_end = ticket_at + _length.unpack_from(identifier, len(SELECTION_MAGIC))[0]
-        parameters = strict_json.loads(identifier[ticket_end:])
-        if not isinstance(parameters, dict):
-            raise _unreadable()
         rows = RowSelection.parse(parameters.pop("rows")) if "rows" in parameters else None
-    except (struct.error, ValueError):
+    except ValueError:
         raise _unreadable() from None
     if not all(_readable(kind, items) for kind, items in parameters.items()):
         raise _unreadable()
     if not (parameters or rows) or parameters.keys() >= {"columns", "fields"}:
         raise _unreadable()
     selection = Selection(**{kind: tuple(items) for kind, items in parameters.items()}, rows=rows)
-    return identifier[ticket_at:ticket_end], selection
+    return ticket, selection
+
+
+def with_traceparent(identifier: bytes, traceparent: str) -> bytes:
+    """Return `identifier` with the trace context of its sender; unchanged if it would exceed MAX_IDENTIFIER."""
+    ticket, parameters = _split(identifier) if identifier.startswith(SELECTION_MAGIC) else (identifier, {})
+    traced = _join(ticket, {**parameters, TRACEPARENT: traceparent})
+    return traced if len(traced) <= MAX_IDENTIFIER else identifier
+
+
+def traceparent_of(identifier: bytes) -> str | None:
+    """Return the trace context in an identifier that `parse_identifier` accepts; None if it has no valid one."""
+    if not identifier.startswith(SELECTION_MAGIC):
+        return None
+    value = _split(identifier)[1].get(TRACEPARENT)
+    return value if is_traceparent(value) else None
+
+
+def _join(ticket: bytes, parameters: dict[str, Any]) -> bytes:
+    return SELECTION_MAGIC + _length.pack(len(ticket)) + ticket + json.dumps(parameters).encode()
+
+
+def _split(identifier: bytes) -> tuple[bytes, dict[str, Any]]:
+    """Return the ticket and the parameters of an identifier with a selection."""
+    ticket_at = len(SELECTION_MAGIC) + _length.size
+    try:
+        ticket_end = ticket_at + _length.unpack_from(identifier, len(SELECTION_MAGIC))[0]
+        parameters = strict_json.loads(identifier[ticket_end:])
+    except (struct.error, ValueError):
+        raise _unreadable() from None
+    if not isinstance(parameters, dict):
+        raise _unreadable()
+    return identifier[ticket_at:ticket_end], parameters
 
 
 def _readable(kind: str, items: Any) -> bool:

@@ -270,6 +270,7 @@ class Connections:
                     level, "stream ended: peer=%r reason=%s", peer, why, event=outcome, peer=peer, fields=fields
                 )
             self._activity.end(stats, outcome)
+            _end_span(stats, outcome)
         return is_reusable
 
     def _log_failure(self, stats: ConnectionStats) -> str:
@@ -283,3 +284,14 @@ class Connections:
             exc_info=True,
         )
         return "internal error"
+
+
+def _end_span(stats: ConnectionStats, outcome: str) -> None:
+    span, dataset = stats.span, stats.dataset
+    if span is None:
+        return
+    # Only the catalog knows versions, so the client's span has the number.
+    if dataset is not None:
+        span.set(dataset=dataset.name)
+    span.set(connection=stats.connection, messages=stats.messages, bytes=stats.bytes, outcome=outcome)
+    span.end(outcome if outcome in ("failed", "refused") else None)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
+from dissociated.base import tracing
 from dissociated.datasets.base import Dataset
 from dissociated.errors import DatasetNotFound, SourceError
 from dissociated.memory.device.segment import DeviceSegment
 from dissociated.memory.remote import with_spans
 from dissociated.protocol.events import Streams
-from dissociated.protocol.request import FILTER_PARAMETER, SELECT_PARAMETER
+from dissociated.protocol.request import FILTER_PARAMETER, SELECT_PARAMETER, TRACE_PARAMETER
 from dissociated.server.requests import FREE_DATA, want_tag
 from dissociated.transport.base import Listener
 from dissociated.transport.registry import transport
@@ -25,14 +26,18 @@ class Endpoints:
 
     def __init__(self, listeners: Sequence[Listener], default_host: str, chooses_rows: bool) -> None:
         self._listeners = listeners
-        # The capabilities of the server, which all locations have as parameters.
-        self._parameters = dict((SELECT_PARAMETER, FILTER_PARAMETER) if chooses_rows else (SELECT_PARAMETER,))
+        self._selections = dict((SELECT_PARAMETER, FILTER_PARAMETER) if chooses_rows else (SELECT_PARAMETER,))
         self._default_host = default_host
         self._advertised: dict[Listener, Uri] = {}  # the hosts and ports that replace those of listeners
 
     def advertise(self, listener: Listener, advertised: Uri) -> None:
         """Announce a listener by the host and the port of `advertised`, as far as it has them."""
         self._advertised[listener] = advertised
+
+    @property
+    def _parameters(self) -> dict[str, str]:
+        """The capabilities of the server, which all locations have as parameters."""
+        return {**self._selections, **dict([TRACE_PARAMETER] if tracing.is_active() else [])}
 
     @property
     def exposes_memory(self) -> bool:

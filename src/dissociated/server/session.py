@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 
+from dissociated.base import tracing
 from dissociated.codec.split import Splitter
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.broadcast import BroadcastDataset
@@ -23,7 +24,7 @@ from dissociated.monitoring.activity import ConnectionStats
 from dissociated.protocol.close_reason import close_reason, reason_text
 from dissociated.protocol.events import StreamRequested
 from dissociated.protocol.message import Incoming, Run
-from dissociated.protocol.request import Selection, parse_identifier
+from dissociated.protocol.request import Selection, parse_identifier, traceparent_of
 from dissociated.protocol.sender import Sender
 from dissociated.protocol.states import State
 from dissociated.server.admission import Admission, Limits
@@ -74,19 +75,8 @@ class Session:
             if request is None:
                 return False
             ticket, selection = parse_identifier(request.identifier)
-            published, granted = self._registry.resolve_ticket(ticket)
-            self._stats.dataset = published
-            with published.reading():
-                published.check_unchanged()
-                # Opened only inside `reading`, since a dataset that has a reader is not evicted.
-                dataset = self._select(granted.open(), selection)
-                self._sending = _make_sending(self._client_request(request), dataset)
-                self._send_stream(self._sending, published)
-                if self._sender.state is State.ENDING:
-                    self._sender.drained()
-                    self._wait_received()
-                is_done = self._sender.state is State.DONE and not self._sending.holds_live
-                return is_done and wants_connection_kept(request.tag) and self._connection.is_reusable
+            with self._traced(request.identifier):
+                return self._answer(request, ticket, selection)
         except ConnectionClosed:
             raise  # the client is gone, so it is told no reason
         except DissociatedError as error:
@@ -97,6 +87,32 @@ class Session:
             raise
         finally:
             self._release()
+
+    def _traced(self, identifier: bytes) -> AbstractContextManager[None]:
+        """Begin the span of the stream, which is the parent of spans that the source of the dataset begins."""
+        if not tracing.is_active():
+            return nullcontext()
+        parent, transport = traceparent_of(identifier), self._stats.transport
+        self._stats.span = span = tracing.begin("dissociated.stream", parent, server=True, transport=transport)
+        return nullcontext() if span is None else span.current()
+
+    def _answer(self, request: StreamRequested, ticket: bytes, selection: Selection | None) -> bool:
+        """Serve the stream that the client requested. Return whether the connection may carry another."""
+        published, granted = self._registry.resolve_ticket(ticket)
+        self._stats.dataset = published
+        with published.reading():
+            published.check_unchanged()
+            # Opened only inside `reading`, since a dataset that has a reader is not evicted.
+            dataset = self._select(granted.open(), selection)
+            if self._stats.span is not None:
+                self._stats.span.set(rows=dataset.rows)
+            self._sending = _make_sending(self._client_request(request), dataset)
+            self._send_stream(self._sending, published)
+            if self._sender.state is State.ENDING:
+                self._sender.drained()
+                self._wait_received()
+            is_done = self._sender.state is State.DONE and not self._sending.holds_live
+            return is_done and wants_connection_kept(request.tag) and self._connection.is_reusable
 
     def _receive_request(self) -> StreamRequested | None:
         """Return the client's request, or None if the client has disconnected without one."""

@@ -256,7 +256,9 @@ class DatasetReader(DataSourceReader):
             lookup = _Lookup(planned, info, batch_filter, conditions, time.monotonic() + _LOOKUP_TTL, {})
             self._lookup = lookup
         endpoint = partition.endpoint or lookup.info.endpoints[partition.number]
-        read_request = replace(client.defaults, transport=self.request.transport, columns=lookup.batch_filter.requested)
+        read_request = replace(
+            self._defaults(client), transport=self.request.transport, columns=lookup.batch_filter.requested
+        )
         if partition.slice is not None:
             read_request = partition.slice.narrow(read_request)
         elif endpoint.rows is None and _supports_selection(endpoint):
@@ -272,6 +274,9 @@ class DatasetReader(DataSourceReader):
                 read_request = replace(read_request, rows=None, batches=(0, 0))
         return lookup, endpoint, read_request
 
+    def _defaults(self, client: Client) -> ReadRequest:
+        return replace(client.defaults, traceparent=self.request.traceparent)
+
     def _may_pass(self, client: Client, lookup: _Lookup, endpoint: Endpoint, cut: Slice | None) -> bool:
         """Return whether the batches of a slice may have rows that pass the conditions, by the server's statistics.
 
@@ -280,7 +285,7 @@ class DatasetReader(DataSourceReader):
         """
         assert cut is not None, "only a slice consists of parts of batches"
         by_statistics = replace(
-            cut.narrow_to_batches(client.defaults.without_columns()),
+            cut.narrow_to_batches(self._defaults(client).without_columns()),
             transport=self.request.transport,
             filter=lookup.conditions,
             filtering=Filtering.BY_STATISTICS,
@@ -321,7 +326,7 @@ class DatasetReader(DataSourceReader):
             return uncut
         # Batches without columns move only their metadata.
         transport = "grpc" if self.request.transport == "grpc" else None
-        counting = replace(client.defaults.without_columns(), transport=transport)
+        counting = replace(self._defaults(client).without_columns(), transport=transport)
         with closing(self.request.open(client, info, endpoint, counting)) as reader:
             sizes = [batch.num_rows for batch in reader]
         cuts = slices(sizes, max(1, round(parts * sum(sizes) / info.rows)), whole=bool(self.conditions))
@@ -441,7 +446,7 @@ def _request_for_jvm(part: PartPlan) -> dict[str, Any] | None:
         "host": uri.host,
         "port": uri.port,
         "want_data": str(uri.require_want_data()),
-        "identifier": base64.b64encode(step.identifier).decode(),
+        "identifier": base64.b64encode(part.identifier(step)).decode(),
         "timeout": request.timeout,
         "max_metadata": request.max_metadata,
         "max_body": request.max_body,

@@ -11,6 +11,7 @@ import pyarrow as pa
 from pyspark.sql.types import StructType
 
 from dissociated.base.host import host_name
+from dissociated.base.tracing import TRACEPARENT, is_traceparent
 from dissociated.client.client import Client
 from dissociated.client.request import ReadRequest
 from dissociated.codec.filter.conditions import Conditions
@@ -33,7 +34,7 @@ from dissociated.spark.filters import parse_filters
 _ANSWER_TIMEOUT = 5.0  # seconds in which a node answers a look at it
 _OPTIONS = (
     *("path", "catalog", "token_file", "tls_roots", "wait"),
-    *("columns", "filters", "version", "transport", "partitions", "nanoseconds"),
+    *("columns", "filters", "version", "transport", "partitions", "nanoseconds", TRACEPARENT),
     *("startingOffsets", "maxRowsPerTrigger", "maxBytesPerTrigger", "rowsPerPartition"),
 )
 
@@ -57,6 +58,7 @@ class Request:
     partitions: int | None = None
     nanoseconds: str = "refuse"
     filters: Conditions | None = None
+    traceparent: str | None = None
 
     @classmethod
     def parse(cls, options: Any) -> Request:
@@ -84,6 +86,7 @@ class Request:
             partitions=_number(options, "partitions", 1),
             nanoseconds=options.get("nanoseconds", "refuse"),
             filters=None if options.get("filters") is None else parse_filters(options["filters"]),
+            traceparent=_traceparent(options.get(TRACEPARENT)),
         )
 
     def schema(self) -> StructType:
@@ -193,6 +196,12 @@ def _columns(text: str | None) -> tuple[str, ...] | None:
     if not names or not all(isinstance(name, str) and name for name in names):
         raise OptionError(f"the option columns is names, separated by commas, or a JSON list of them, not {text!r}")
     return tuple(names)
+
+
+def _traceparent(text: str | None) -> str | None:
+    if text is not None and not is_traceparent(text):
+        raise OptionError(f"the option {TRACEPARENT} is a trace context of W3C, 00-TRACE-SPAN-FLAGS, not {text!r}")
+    return text
 
 
 def _number(options: Any, key: str, least: int) -> int | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dissociated.base.host import machine_memory
+from dissociated.base.tracing import TRACEPARENT, current_traceparent
 from dissociated.control.catalog_uri import CATALOG_VARIABLE
 from dissociated.errors import JarNotMade, PySparkNotFound
 from dissociated.spark.catalog import WAIT, CatalogConfig
@@ -173,7 +174,8 @@ def read(
             conditions, of which one list must be true. They are applied before Spark gets the rows, with the result
             that Spark itself would have.
         options: Options of the data source: `version`, `transport`, `partitions`, `nanoseconds`, `token_file`,
-            `tls_roots`, `wait`.
+            `tls_roots`, `wait`, `traceparent`. If the calling thread has a current span of OpenTelemetry, the reads of
+            Spark's tasks belong to it.
 
     Raises:
         CatalogError: Neither the arguments, the settings nor the environment name the catalog.
@@ -191,6 +193,8 @@ def read(
         reader = reader.option("columns", json.dumps([*columns]))
     if filters is not None:
         reader = reader.option("filters", json.dumps([*filters], default=str))  # dates, instants and decimals as text
+    if (traceparent := current_traceparent()) is not None:
+        reader = reader.option(TRACEPARENT, traceparent)
     return reader.load(name)
 
 

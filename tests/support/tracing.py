@@ -1,0 +1,86 @@
+"""Processes that trace with the SDK of OpenTelemetry, each with a provider of its own, and the spans that they made."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from support.helpers import Child, rest_of
+
+_BEFORE = """
+import json, sys
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+exporter = InMemorySpanExporter()
+provider = TracerProvider()
+provider.add_span_processor(SimpleSpanProcessor(exporter))
+trace.set_tracer_provider(provider)
+import pyarrow as pa
+import dissociated as dis
+"""
+_AFTER = """
+for span in exporter.get_finished_spans():
+    parent = None if span.parent is None else format(span.parent.span_id, "016x")
+    ids = format(span.context.trace_id, "032x"), format(span.context.span_id, "016x"), parent
+    print(json.dumps([*ids, span.name, dict(span.attributes), span.status.status_code.name]))
+"""
+_SERVER = """
+with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server:
+    server.publish("data", pa.table({"n": range(100)}), ticket=b"data")
+    print(json.dumps([server.catalog_uri, server.locations("data")[1]]), flush=True)
+    sys.stdin.read()
+"""
+
+
+class RecordedSpan(NamedTuple):
+    """A finished span."""
+
+    trace: str
+    id: str
+    parent: str | None
+    name: str
+    attributes: dict[str, Any]
+    status: str
+
+
+class TracedServer:
+    """A server of the dataset `data`, with the ticket b"data" and 100 rows, in a process that traces."""
+
+    def __init__(self, process: Child) -> None:
+        self._process = process
+        assert process.stdout is not None
+        #: The catalog, and a location over tcp.
+        self.catalog_uri, self.location = json.loads(process.stdout.readline())
+
+    def end(self) -> list[RecordedSpan]:
+        """End the process, and return all its spans."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        return _spans(rest_of(self._process))
+
+
+@contextmanager
+def traced_server() -> Iterator[TracedServer]:
+    with _start(_SERVER) as process:
+        yield TracedServer(process)
+
+
+def traced_run(script: str, *arguments: str) -> list[RecordedSpan]:
+    """Run a script in a process that traces, and return its spans."""
+    with _start(script, *arguments) as process:
+        return _spans(rest_of(process))
+
+
+def _start(script: str, *arguments: str) -> Child:
+    command = [sys.executable, "-c", _BEFORE + script + _AFTER, *arguments]
+    return Child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _spans(output: str) -> list[RecordedSpan]:
+    return [RecordedSpan(*json.loads(line)) for line in output.splitlines()]
