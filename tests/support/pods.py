@@ -12,10 +12,12 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -183,7 +185,9 @@ class Running:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._process.kill()
+        # `unshare --kill-child` does not help: the kernel forgets that request when the container changes its user.
+        with suppress(FileNotFoundError, ProcessLookupError):
+            self._signal(signal.SIGKILL)
         self._process.communicate(timeout=PATIENCE)
 
     def wait_until_it_serves(self) -> None:
@@ -196,10 +200,14 @@ class Running:
 
     def terminate(self) -> int:
         """Send SIGTERM to the container's first process, and return its exit status."""
-        [first] = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
-        os.kill(int(first), 15)
+        self._signal(signal.SIGTERM)
         self._process.communicate(timeout=2 * PATIENCE)
         return self._process.returncode
+
+    def _signal(self, number: int) -> None:
+        """Signal the first process of the container. The others end with it."""
+        for first in Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split():
+            os.kill(int(first), number)
 
 
 def _bind(source: str, target: str, read_only: bool) -> list[str]:
