@@ -20,6 +20,7 @@ from support.pages import Example, Reader, examples
 EXAMPLES = [*examples()]
 #: Functions and classes that users call first, by module.
 REQUIRED = [
+    "adapters/dask.read_dissociated",
     "client/calls.CatalogClient.abort",
     "client/calls.CatalogClient.commit",
     "client/calls.CatalogClient.committed",
