@@ -21,6 +21,8 @@ EXAMPLES = [*examples()]
 #: Functions and classes that users call first, by module.
 REQUIRED = [
     "adapters/dask.read_dissociated",
+    "adapters/huggingface.to_dataset",
+    "adapters/huggingface.to_iterable_dataset",
     "client/calls.CatalogClient.abort",
     "client/calls.CatalogClient.commit",
     "client/calls.CatalogClient.committed",

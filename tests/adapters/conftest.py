@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pyarrow as pa
@@ -44,6 +45,7 @@ def server(parts: list[pa.Table]) -> Iterator[dis.Server]:
             for part in parts:
                 client.put("rows", part, mode="append")
         yield server
+        gc.collect()  # Plans of these libraries are circular.
         wait_until(lambda: connections_left(server) == 0, "all have left")
         assert server.status().leases == 0
 

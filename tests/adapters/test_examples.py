@@ -14,6 +14,11 @@ EXAMPLES = ROOT / "examples" / "bridges"
 #: Each example with the module that it needs, and the lines that it prints.
 PRINTED = {
     "with_dask": ("dask.dataframe", ["True 1000", "{'MIA': 61.5, 'ORD': 92.0}"]),
+    "with_huggingface": (
+        "datasets",
+        ["True {'text': 'sentence 1', 'label': 1}", "500", "1000 {'text': 'sentence 999', 'label': 1}"],
+    ),
+    "with_ibis": ("ibis", ["[{'dest': 'MIA', 'mean': 61.5}, {'dest': 'ORD', 'mean': 92.0}]"]),
 }
 PATIENCE = 110.0  # seconds; only failing tests wait this long
 

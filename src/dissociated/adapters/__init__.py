@@ -12,6 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from dissociated.client.dataset import DatasetHandle
 from dissociated.errors import OptionError
 
 
@@ -29,3 +30,10 @@ def imported(module: str, extra: str) -> Any:
         return import_module(module)
     except ModuleNotFoundError as error:
         raise OptionError(f"{error.name} is not installed: pip install 'dissociated[{extra}]'") from None
+
+
+def identity(dataset: DatasetHandle) -> tuple[Any, ...]:
+    """Return the values that identify a version. Libraries derive names of tasks and results from them."""
+    info = dataset.info
+    tickets = [endpoint.ticket for endpoint in info.endpoints]
+    return dataset.catalog_uri, info.name, info.version, info.lineage_id, info.created, tickets

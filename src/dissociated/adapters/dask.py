@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from dissociated.adapters import imported
+from dissociated.adapters import identity, imported
 from dissociated.client.dataset import DatasetHandle
 from dissociated.client.partitions import PARTITION_BYTES, Partition, partitions, selected_schema
 
@@ -50,7 +50,7 @@ def read_dissociated(
     """
     dataframe = imported("dask.dataframe", "dask")
     # Dask would look for the files of a dataset of pyarrow, which a handle is, too.
-    imported("dask.base", "dask").normalize_token.register(DatasetHandle, _identity)
+    imported("dask.base", "dask").normalize_token.register(DatasetHandle, identity)
     planned = partitions(dataset, columns, filter, partition_bytes)
     schema = selected_schema(dataset.schema, columns)
     empty = _frame(schema.empty_table())
@@ -58,13 +58,6 @@ def read_dissociated(
         return dataframe.from_pandas(empty, npartitions=1)
     # Dask replaces `columns` by those that its plan needs.
     return dataframe.from_map(_read, planned, columns=schema.names, filter=filter, meta=empty, label="dissociated")
-
-
-def _identity(dataset: DatasetHandle) -> Any:
-    """Return the values that identify a version, from which Dask makes the names of its tasks."""
-    info = dataset.info
-    tickets = [endpoint.ticket for endpoint in info.endpoints]
-    return dataset.catalog_uri, info.name, info.version, info.lineage_id, info.created, tickets
 
 
 def _read(partition: Partition, columns: Sequence[str], filter: Any) -> pd.DataFrame:
