@@ -23,6 +23,7 @@ REQUIRED = [
     "adapters/dask.read_dissociated",
     "adapters/huggingface.to_dataset",
     "adapters/huggingface.to_iterable_dataset",
+    "adapters/ray.read_dissociated",
     "client/calls.CatalogClient.abort",
     "client/calls.CatalogClient.commit",
     "client/calls.CatalogClient.committed",

@@ -19,8 +19,9 @@ PRINTED = {
         ["True {'text': 'sentence 1', 'label': 1}", "500", "1000 {'text': 'sentence 999', 'label': 1}"],
     ),
     "with_ibis": ("ibis", ["[{'dest': 'MIA', 'mean': 61.5}, {'dest': 'ORD', 'mean': 92.0}]"]),
+    "with_ray": ("ray.data", ["1000 [{'delay': 92.0}]"]),
 }
-PATIENCE = 110.0  # seconds; only failing tests wait this long
+PATIENCE = 280.0  # seconds; only failing tests wait this long
 
 
 def test_each_is_short_and_shown_in_order() -> None:
@@ -31,6 +32,7 @@ def test_each_is_short_and_shown_in_order() -> None:
     assert re.findall(r"examples/bridges/(\w+)\.py", page) == [*PRINTED]
 
 
+@pytest.mark.timeout(300)  # Ray starts a cluster
 @pytest.mark.parametrize("name", PRINTED)
 def test_each_prints_what_it_found(name: str) -> None:
     module, lines = PRINTED[name]
