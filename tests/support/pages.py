@@ -119,6 +119,8 @@ def _needs(page: Path) -> str:
     match page.parent.name:
         case "torch":
             return "needs torch"
+        case "adapters" if page.stem == "ray":
+            return "not run: it would start a cluster of Ray; tests/adapters has one"
         case "adapters":
             return f"needs {'datasets' if page.stem == 'huggingface' else page.stem}"
     return ""
