@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 SCALE ?= 0.01
 
-.PHONY: demo flights test lint bench docs wheel check-tag clean
+.PHONY: demo flights test lint bridges bench docs wheel check-tag clean
 
 demo: .venv/demo.stamp
 	$(BIN)/python -m examples.tpch --scale $(SCALE) $(ARGS)
@@ -22,6 +22,10 @@ lint: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The libraries that datasets are bridged to are large, so the environment of `make test` is without them.
+bridges: .venv/dev.stamp .venv/bridges.stamp
+	$(BIN)/python -m pytest tests/adapters tests/test_docstrings.py -k adapters $(ARGS)
 
 bench: .venv/dev.stamp .venv/bench.stamp
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -15,7 +15,20 @@ import dissociated
 ROOT = Path(dissociated.__file__).parent
 #: Rooms from the top down. Errors and URIs are at the bottom, in no room. The public names are above all rooms.
 FLOORS = (
-    *("cli", "spark", "torch", "training", "node", "server", "catalog", "client", "control", "monitoring", "datasets"),
+    *(
+        "cli",
+        "spark",
+        "torch",
+        "adapters",
+        "training",
+        "node",
+        "server",
+        "catalog",
+        "client",
+        "control",
+        "monitoring",
+        "datasets",
+    ),
     *("ipc", "store", "codec", "transport", "protocol", "memory", "format", "base"),
 )
 TOP = ("dissociated", "dissociated.__main__")

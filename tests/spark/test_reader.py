@@ -17,12 +17,13 @@ from pyspark.errors import PySparkException
 import dissociated as dis
 from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
+from dissociated.client.partitions import slices
 from dissociated.errors import DissociatedError, OptionError, SourceError
 from dissociated.node.node import Node
 from dissociated.spark import publish, read
 from dissociated.spark.columns import spark_schema
 from dissociated.spark.layouts import stream_layout
-from dissociated.spark.reader import DatasetReader, slices
+from dissociated.spark.reader import DatasetReader
 from dissociated.spark.request import Request
 from dissociated.spark.types import arrow_schema
 from dissociated.store.commit import StagedSegment

@@ -103,7 +103,7 @@ def examples() -> Iterator[Example]:
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 owner = f"{within}{node.name}"
                 for found in _EXAMPLE.finditer(ast.get_docstring(node) or ""):
-                    needs = "needs torch" if page.parent.name == "torch" else ""
+                    needs = _needs(page)
                     line = node.body[0].lineno + found.string.count("\n", 0, found.start(1))
                     yield Example(owner, Block(page, line, "python", dedent(found[1]), needs))
                 yield from walk(page, node.body, f"{owner}.")
@@ -112,6 +112,18 @@ def examples() -> Iterator[Example]:
         source = page.read_text()
         if _EXAMPLE.search(source):  # parsing all modules takes seconds
             yield from walk(page, ast.parse(source).body, "")
+
+
+def _needs(page: Path) -> str:
+    """Return the comment about the module that the examples of a file of the library need, which its room implies."""
+    match page.parent.name:
+        case "torch":
+            return "needs torch"
+        case "adapters" if page.stem == "ray":
+            return "not run: it would start a cluster of Ray; tests/adapters has one"
+        case "adapters":
+            return f"needs {'datasets' if page.stem == 'huggingface' else page.stem}"
+    return ""
 
 
 class Reader:

@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import base64
 import math
-import sys
 import time
-from bisect import bisect_left
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -27,10 +24,11 @@ from pyspark.sql.types import StructType
 
 from dissociated.base.buffers import Buffer
 from dissociated.client.client import Client
-from dissociated.client.plan import Capabilities, PartPlan, plan_part
+from dissociated.client.partitions import ALL_BATCHES, PARTITION_BYTES, Slice, slices, supports_selection
+from dissociated.client.plan import PartPlan, plan_part
 from dissociated.client.request import Filtering, ReadRequest
 from dissociated.codec.join import Messages, join
-from dissociated.control.locations import DatasetInfo, Endpoint, locations
+from dissociated.control.locations import DatasetInfo, Endpoint
 from dissociated.errors import DatasetNotFound, DissociatedError, NodeUnreachable, ReadOnce, SourceError
 from dissociated.memory.region import AddressSpace
 from dissociated.spark.columns import Columns, spark_schema
@@ -38,32 +36,9 @@ from dissociated.spark.filters import exact_filters
 from dissociated.spark.request import PlannedVersion, Request
 from dissociated.spark.types import arrow_schema
 
-#: Bytes of one partition, unless the option `partitions` sets the number of partitions.
-SLICE_BYTES = 64 << 20
 _MIN_SLICE_BYTES = 4 << 20  # of a slice for a task that would have none otherwise
 _LOOKUP_TTL = 10.0  # seconds
 _MAX_ROWS = 10_000  # of a batch for Spark's Python, which is slower with larger batches
-_ALL_BATCHES = 0, sys.maxsize
-
-
-class Slice(NamedTuple):
-    """Consecutive rows of one endpoint.
-
-    The slice lies in the batches from `first` up to `stop`, exclusive. It begins after `skip` rows and has `rows` rows.
-    """
-
-    first: int
-    stop: int
-    skip: int
-    rows: int
-
-    def narrow(self, request: ReadRequest) -> ReadRequest:
-        """Return `request` for the rows of this slice."""
-        return replace(self.narrow_to_batches(request), rows=range(self.skip, self.skip + self.rows))
-
-    def narrow_to_batches(self, request: ReadRequest) -> ReadRequest:
-        """Return `request` for all rows of the batches of this slice."""
-        return replace(request, batches=(self.first, self.stop))
 
 
 @dataclass(frozen=True)
@@ -103,7 +78,11 @@ class DatasetReader(DataSourceReader):
         return arrow_schema(self.schema)
 
     def partitions(
-        self, planned: PlannedVersion | None = None, slice_bytes: int = SLICE_BYTES, share: float = 1.0, tasks: int = 1
+        self,
+        planned: PlannedVersion | None = None,
+        slice_bytes: int = PARTITION_BYTES,
+        share: float = 1.0,
+        tasks: int = 1,
     ) -> Sequence[EndpointPartition]:
         """Return the partitions: the endpoints, cut into slices if their batches can be requested by number.
 
@@ -261,9 +240,9 @@ class DatasetReader(DataSourceReader):
         )
         if partition.slice is not None:
             read_request = partition.slice.narrow(read_request)
-        elif endpoint.rows is None and _supports_selection(endpoint):
+        elif endpoint.rows is None and supports_selection(endpoint):
             # Request by number: a stream that is read once refuses this. A second attempt would get only its rest.
-            read_request = replace(read_request, batches=_ALL_BATCHES)
+            read_request = replace(read_request, batches=ALL_BATCHES)
         if lookup.conditions and partition.whole:
             read_request = replace(read_request, rows=None, filter=lookup.conditions, filtering=Filtering.AT_SERVER)
         elif lookup.conditions:
@@ -322,7 +301,7 @@ class DatasetReader(DataSourceReader):
         """
         uncut: list[tuple[Slice | None, bool]] = [(None, True)]
         # A published reader can be read only once, and its number of rows is unknown.
-        if not info.rows or parts <= 1 or not _supports_selection(endpoint):
+        if not info.rows or parts <= 1 or not supports_selection(endpoint):
             return uncut
         # Batches without columns move only their metadata.
         transport = "grpc" if self.request.transport == "grpc" else None
@@ -331,43 +310,6 @@ class DatasetReader(DataSourceReader):
             sizes = [batch.num_rows for batch in reader]
         cuts = slices(sizes, max(1, round(parts * sum(sizes) / info.rows)), whole=bool(self.conditions))
         return [(cut, sum(sizes[cut.first : cut.stop]) == cut.rows) for cut in cuts] or uncut
-
-
-def slices(sizes: Sequence[int], count: int, whole: bool = False) -> list[Slice]:
-    """Cut batches of these `sizes` into at most `count` slices of about equal length, in order and without gaps.
-
-    Args:
-        sizes: The number of rows of each batch.
-        count: The largest number of slices.
-        whole: Whether to cut between two batches unless a batch is as large as two slices. Whole batches can be skipped
-            by their statistics. By default a cut moves to the end of a batch only if that is near.
-    """
-    ends = [0, *accumulate(sizes)]
-    rows = ends[-1]
-    distance = rows // count if whole else rows // (4 * count)
-    cuts = {0, rows, *(_near(ends, rows * number // count, distance) for number in range(1, count))}
-    cut_slices = []
-    for begin, end in pairwise(sorted(cuts)):
-        first, stop = _batch_of(ends, begin), _batch_of(ends, end - 1) + 1
-        cut_slices.append(Slice(first, stop, begin - ends[first], end - begin))
-    return cut_slices
-
-
-def _near(ends: Sequence[int], row: int, distance: int) -> int:
-    """Return the end of a batch that is nearest to `row`, or `row` itself if none is within `distance` rows."""
-    place = bisect_left(ends, row)
-    nearest = min(ends[max(0, place - 1) : place + 1], key=lambda end: abs(end - row))
-    return nearest if abs(nearest - row) <= distance else row
-
-
-def _batch_of(ends: Sequence[int], row: int) -> int:
-    return bisect_left(ends, row + 1) - 1
-
-
-def _supports_selection(endpoint: Endpoint) -> bool:
-    """Return whether all locations of the endpoint support requests by batch number."""
-    routes = locations(endpoint)
-    return bool(routes) and all(Capabilities.of(route).selects for route in routes)
 
 
 class _Lookup(NamedTuple):

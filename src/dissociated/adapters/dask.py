@@ -1,0 +1,72 @@
+"""Datasets as DataFrames of Dask. Needs `pip install 'dissociated[dask]'`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from dissociated.adapters import identity, imported
+from dissociated.client.dataset import DatasetHandle
+from dissociated.client.partitions import PARTITION_BYTES, Partition, partitions, selected_schema
+
+if TYPE_CHECKING:
+    import dask.dataframe as dd
+    import pandas as pd
+
+
+def read_dissociated(
+    dataset: DatasetHandle,
+    *,
+    columns: Sequence[str] | None = None,
+    filter: Any = None,
+    partition_bytes: int = PARTITION_BYTES,
+) -> dd.DataFrame:
+    """Return a DataFrame of Dask over a version of a dataset. Each task reads its partition by itself.
+
+    Dask pushes the selection of columns down to the server, but not its own filters: give `filter`. Columns have the
+    types of Arrow (`pandas.ArrowDtype`), so partitions with and without nulls have the same type. Tasks contain the
+    token of the dataset's client.
+
+    Args:
+        dataset: The version.
+        columns: The columns to read, in this order; None for all.
+        filter: See `Client.read`.
+        partition_bytes: The approximate size of a partition of all columns, before the filter.
+
+    Raises:
+        OptionError: Dask is not installed, or the filter is invalid.
+        ColumnNotFound: A column does not exist.
+        WrongKind: The dataset holds tensors.
+
+    Example:
+        ```python
+        from dissociated.adapters.dask import read_dissociated
+
+        flights = read_dissociated(client["flights"], filter=("distance", ">", 1000))
+        means = flights.groupby("dest")["distance"].mean().compute()
+        ```
+    """
+    dataframe = imported("dask.dataframe", "dask")
+    # Dask would look for the files of a dataset of pyarrow, which a handle is, too.
+    imported("dask.base", "dask").normalize_token.register(DatasetHandle, identity)
+    planned = partitions(dataset, columns, filter, partition_bytes)
+    schema = selected_schema(dataset.schema, columns)
+    empty = _frame(schema.empty_table())
+    if not planned:
+        return dataframe.from_pandas(empty, npartitions=1)
+    # Dask replaces `columns` by those that its plan needs.
+    return dataframe.from_map(_read, planned, columns=schema.names, filter=filter, meta=empty, label="dissociated")
+
+
+def _read(partition: Partition, columns: Sequence[str], filter: Any) -> pd.DataFrame:
+    """In a task: read a partition."""
+    schema = selected_schema(partition.dataset.schema, columns)
+    return _frame(pa.Table.from_batches(partition.read(columns, filter), schema))
+
+
+def _frame(table: pa.Table) -> pd.DataFrame:
+    import pandas as pd
+
+    return table.to_pandas(types_mapper=pd.ArrowDtype)

@@ -1,0 +1,213 @@
+"""Partitions of a dataset, which several processes read at once, each by itself.
+
+Planning asks for the number of rows of each batch, and cuts each endpoint into slices of its batches. Spark and the
+adapters plan so.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from dissociated.client.dataset import DatasetHandle
+from dissociated.client.plan import Capabilities
+from dissociated.client.request import ReadRequest
+from dissociated.codec.filter.row_filter import RowFilter
+from dissociated.control.locations import Endpoint, locations
+from dissociated.errors import ColumnNotFound, OptionError, WrongKind
+
+#: Bytes of a partition of all columns.
+PARTITION_BYTES = 64 << 20
+#: The batches of a request for a whole endpoint by number, which a stream that can be read only once refuses.
+ALL_BATCHES = 0, sys.maxsize
+
+
+class Slice(NamedTuple):
+    """Consecutive rows of one endpoint.
+
+    The slice lies in the batches from `first` up to `stop`, exclusive. It begins after `skip` rows and has `rows` rows.
+    """
+
+    first: int
+    stop: int
+    skip: int
+    rows: int
+
+    def narrow(self, request: ReadRequest) -> ReadRequest:
+        """Return `request` for the rows of this slice."""
+        return replace(self.narrow_to_batches(request), rows=range(self.skip, self.skip + self.rows))
+
+    def narrow_to_batches(self, request: ReadRequest) -> ReadRequest:
+        """Return `request` for all rows of the batches of this slice."""
+        return replace(request, batches=(self.first, self.stop))
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The rows of one endpoint of a dataset, or a slice of them.
+
+    A partition can be pickled, and is read in any process that reaches the dataset. The pickle contains the token of
+    the client of the dataset.
+
+    Attributes:
+        dataset: The version of the dataset.
+        number: The index of the endpoint.
+        slice: The slice of the endpoint; None for all of its rows.
+        whole: Whether the partition consists of whole batches.
+        rows: The number of rows; None if it is unknown.
+        nbytes: The approximate size of all columns, in bytes; None if it is unknown.
+    """
+
+    dataset: DatasetHandle
+    number: int
+    slice: Slice | None
+    whole: bool
+    rows: int | None
+    nbytes: int | None
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The hosts that hold the rows; empty if they are unknown."""
+        return self.dataset.info.endpoints[self.number].hosts
+
+    def read(self, columns: Sequence[str] | None = None, filter: Any = None) -> Iterator[pa.RecordBatch]:
+        """Yield the rows in batches. Closing the iterator ends the read.
+
+        Args:
+            columns: The columns to read, in this order; None for all.
+            filter: See `Client.read`.
+
+        Raises:
+            ReadOnce: The dataset is a stream that can be read only once, so a repeated task would miss rows.
+            DissociatedError: Further errors of `Client.read`.
+        """
+        with closing(self.dataset.read_part(self.number, self._request(columns, filter))) as reader:
+            for batch in reader:
+                yield batch if columns is None else batch.select([*columns])
+
+    def _request(self, columns: Sequence[str] | None, filter: Any) -> Any:
+        def request(defaults: ReadRequest) -> ReadRequest:
+            chosen = replace(defaults, columns=columns, filter=filter)
+            if self.slice is not None:
+                # A server applies a filter to whole batches only.
+                return self.slice.narrow_to_batches(chosen) if self.whole else self.slice.narrow(chosen)
+            unknown = self.rows is None and supports_selection(self.dataset.info.endpoints[self.number])
+            return replace(chosen, batches=ALL_BATCHES) if unknown else chosen
+
+        return request
+
+
+def partitions(
+    dataset: DatasetHandle,
+    columns: Sequence[str] | None = None,
+    filter: Any = None,
+    partition_bytes: int = PARTITION_BYTES,
+) -> list[Partition]:
+    """Divide a version of a dataset into partitions, which together have each row once and in order.
+
+    Args:
+        dataset: The version.
+        columns: The columns that will be read, to be checked; None for all.
+        filter: The filter that will be applied, to be checked.
+        partition_bytes: The approximate size of a partition of all columns.
+
+    Returns:
+        The partitions. A dataset without endpoints has none.
+
+    Raises:
+        ColumnNotFound: A column does not exist.
+        OptionError: The filter is invalid, or `partition_bytes` is not positive.
+        WrongKind: The dataset holds tensors.
+    """
+    info = dataset.info
+    if not isinstance(partition_bytes, int) or partition_bytes < 1:
+        raise OptionError(f"partition_bytes is a number of bytes from 1 on, not {partition_bytes!r}")
+    if info.tensors is not None:
+        raise WrongKind(f"{info.name!r} holds tensors, which have no rows: read it with Client.read_tensors")
+    selected_schema(info.schema, columns)
+    if filter is not None:
+        RowFilter.bind(filter, info.schema)
+    count = math.ceil((info.nbytes or 0) / partition_bytes)
+    row_bytes = None if info.nbytes is None or not info.rows else info.nbytes / info.rows
+    planned = []
+    for number, endpoint in enumerate(info.endpoints):
+        for cut, whole in _cuts(dataset, number, count):
+            rows = endpoint.rows if cut is None else cut.rows
+            nbytes = None if row_bytes is None or rows is None else round(row_bytes * rows)
+            planned.append(Partition(dataset, number, cut, whole, rows, nbytes))
+    return planned
+
+
+def selected_schema(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
+    """Return the schema of these columns, in this order; of all columns if `columns` is None.
+
+    Raises:
+        ColumnNotFound: A column does not exist.
+        OptionError: `columns` is a string.
+    """
+    if columns is None:
+        return schema
+    if isinstance(columns, str):
+        raise OptionError(f"columns is a list of names: [{columns!r}]")
+    for name in columns:
+        if name not in schema.names:
+            raise ColumnNotFound(f"there is no column {name!r}; there are {', '.join(map(repr, schema.names))}")
+    return pa.schema([schema.field(name) for name in columns], schema.metadata)
+
+
+def _cuts(dataset: DatasetHandle, number: int, count: int) -> list[tuple[Slice | None, bool]]:
+    """Cut an endpoint into slices, of which the dataset has about `count`. Return whether each has whole batches."""
+    info = dataset.info
+    if not info.rows or count <= 1 or not supports_selection(info.endpoints[number]):
+        return [(None, True)]
+    # Batches without columns move only their metadata.
+    with closing(dataset.read_part(number, ReadRequest.without_columns)) as reader:
+        sizes = [batch.num_rows for batch in reader]
+    share = max(1, round(count * sum(sizes) / info.rows))
+    # Between whole batches, so that no batch is sent twice.
+    return [(cut, sum(sizes[cut.first : cut.stop]) == cut.rows) for cut in slices(sizes, share, whole=True)]
+
+
+def slices(sizes: Sequence[int], count: int, whole: bool = False) -> list[Slice]:
+    """Cut batches of these `sizes` into at most `count` slices of about equal length, in order and without gaps.
+
+    Args:
+        sizes: The number of rows of each batch.
+        count: The largest number of slices.
+        whole: Whether to cut between two batches unless a batch is as large as two slices. Whole batches can be skipped
+            by their statistics. By default a cut moves to the end of a batch only if that is near.
+    """
+    ends = [0, *accumulate(sizes)]
+    rows = ends[-1]
+    distance = rows // count if whole else rows // (4 * count)
+    cuts = {0, rows, *(_near(ends, rows * number // count, distance) for number in range(1, count))}
+    cut = []
+    for begin, end in pairwise(sorted(cuts)):
+        first, stop = _batch_of(ends, begin), _batch_of(ends, end - 1) + 1
+        cut.append(Slice(first, stop, begin - ends[first], end - begin))
+    return cut
+
+
+def _near(ends: Sequence[int], row: int, distance: int) -> int:
+    """Return the end of a batch that is nearest to `row`, or `row` itself if none is within `distance` rows."""
+    place = bisect_left(ends, row)
+    nearest = min(ends[max(0, place - 1) : place + 1], key=lambda end: abs(end - row))
+    return nearest if abs(nearest - row) <= distance else row
+
+
+def _batch_of(ends: Sequence[int], row: int) -> int:
+    return bisect_left(ends, row + 1) - 1
+
+
+def supports_selection(endpoint: Endpoint) -> bool:
+    """Return whether all locations of the endpoint support requests by batch number."""
+    routes = locations(endpoint)
+    return bool(routes) and all(Capabilities.of(route).selects for route in routes)

@@ -1,0 +1,81 @@
+"""DataFrames of Dask: each row once, and only the wanted columns and rows move, straight to the workers."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+
+import dissociated as dis
+from dissociated.adapters.dask import read_dissociated
+from support.helpers import wait_until
+
+dask = pytest.importorskip("dask", reason="Dask is not installed: make bridges")
+pd = pytest.importorskip("pandas")
+
+MIB = 1 << 20
+
+
+def collected(frame: Any, scheduler: str = "sync") -> pa.Table:
+    return pa.Table.from_pandas(frame.compute(scheduler=scheduler), preserve_index=False).replace_schema_metadata()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+def test_each_row_comes_once_and_in_order(client: dis.Client, table: pa.Table, transport: str) -> None:
+    frame = read_dissociated(client.dataset("rows", transport=transport), partition_bytes=MIB)
+    assert frame.npartitions > 3
+    assert collected(frame).equals(table)
+    assert len(frame) == table.num_rows
+
+
+def test_only_wanted_columns_and_rows_move(server: dis.Server, client: dis.Client, table: pa.Table) -> None:
+    rows = client.dataset("rows", transport="tcp")
+    before = server.status().totals.bytes
+    frame = read_dissociated(rows, partition_bytes=MIB)
+    assert frame.npartitions > 3
+    assert server.status().totals.bytes == before  # Planning reads no bodies.
+    assert frame["n"].sum().compute(scheduler="sync") == pc.sum(table["n"]).as_py()
+    before += 8 * table.num_rows
+    wait_until(lambda: server.status().totals.bytes == before, "the bodies of one column were sent")
+    few = read_dissociated(rows, columns=["wide", "n"], filter=pc.field("n") >= 59_990, partition_bytes=MIB)
+    assert collected(few).equals(table.select(["wide", "n"]).slice(59_990))
+    wait_until(lambda: 1_000 < server.status().totals.bytes - before < 10_000, "the bodies of ten rows were sent")
+
+
+def test_workers_read_by_themselves(server: dis.Server, client: dis.Client, table: pa.Table) -> None:
+    frame = read_dissociated(client.dataset("rows", transport="tcp"), partition_bytes=2 * MIB)
+    assert len(pickle.dumps(frame.optimize())) < 100_000  # of 7 MB
+    seen = frame.map_partitions(
+        lambda rows: pd.DataFrame({"pid": [os.getpid()], "sum": [int(rows["n"].sum())], "rows": [len(rows)]}),
+        meta={"pid": "int64", "sum": "int64", "rows": "int64"},
+    ).compute(scheduler="processes", num_workers=2)
+    assert os.getpid() not in {*seen["pid"]}
+    assert seen["rows"].sum() == table.num_rows
+    assert seen["sum"].sum() == pc.sum(table["n"]).as_py()
+
+
+def test_partitions_with_and_without_nulls_have_one_type(client: dis.Client, table: pa.Table) -> None:
+    frame = read_dissociated(client["rows"], columns=["third"], partition_bytes=MIB)
+    assert frame.npartitions > 3
+    assert {str(part.compute(scheduler="sync").dtypes["third"]) for part in frame.partitions} == {"int32[pyarrow]"}
+    assert frame["third"].isna().sum().compute(scheduler="sync") == table["third"].null_count
+
+
+def test_an_empty_dataset_has_its_columns(client: dis.Client, table: pa.Table) -> None:
+    client.put("none", table.slice(0, 0))
+    assert collected(read_dissociated(client["none"])).equals(table.slice(0, 0))
+
+
+def test_wrong_arguments_are_refused_before_any_task(client: dis.Client) -> None:
+    with pytest.raises(dis.errors.ColumnNotFound, match="no column 'm'; there are 'n'"):
+        read_dissociated(client["rows"], columns=["m"])
+    with pytest.raises(dis.errors.OptionError, match="columns is a list"):
+        read_dissociated(client["rows"], columns="n")
+    with pytest.raises(dis.errors.ColumnNotFound):
+        read_dissociated(client["rows"], filter=("m", ">", 5))
+    with pytest.raises(dis.errors.OptionError, match="partition_bytes"):
+        read_dissociated(client["rows"], partition_bytes=0)

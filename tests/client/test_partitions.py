@@ -1,0 +1,63 @@
+"""Partitions: together they have each row once, and each is read in a process of its own."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+from dissociated.client.partitions import Partition, partitions
+
+TABLE = pa.table({"n": range(10_000), "half": [n / 2 for n in range(10_000)]})
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[dis.Server]:
+    with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server:
+        server.publish("even", pa.Table.from_batches(TABLE.to_batches(max_chunksize=1_000)))
+        server.publish("one batch", TABLE)
+        yield server
+
+
+def numbers(planned: list[Partition], **selection: object) -> list[int]:
+    return [n for part in planned for batch in part.read(**selection) for n in batch["n"].to_pylist()]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["even", "one batch"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+@pytest.mark.parametrize("partition_bytes", [2_000, 30_000, 1 << 30])
+def test_each_row_once(client: dis.Client, name: str, transport: str, partition_bytes: int) -> None:
+    dataset = client.dataset(name, transport=transport)
+    planned = partitions(dataset, partition_bytes=partition_bytes)
+    assert sum(part.rows or 0 for part in planned) == 10_000
+    assert numbers(planned) == [*range(10_000)]
+    assert numbers(planned, filter=("n", ">", 9_990)) == [*range(9_991, 10_000)]
+    assert numbers(planned, columns=["half", "n"], filter=("half", "<", 2)) == [0, 1, 2, 3]
+
+
+def test_a_partition_is_read_in_another_process(client: dis.Client) -> None:
+    planned = partitions(client["even"], partition_bytes=60_000)
+    code = "import pickle, sys; print(sum(b.num_rows for b in pickle.load(sys.stdin.buffer).read()))"
+    done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(planned[1]), stdout=subprocess.PIPE)
+    assert int(done.stdout) == planned[1].rows
+    assert len(planned) > 1
+
+
+def test_a_stream_that_can_be_read_once_is_refused(server: dis.Server, client: dis.Client) -> None:
+    server.publish("once", TABLE.to_reader(), live=dis.Live())
+    (whole,) = partitions(client["once"])
+    with pytest.raises(dis.errors.ReadOnce):
+        numbers([whole])
+
+
+def test_tensors_have_no_partitions(server: dis.Server, client: dis.Client) -> None:
+    import numpy as np
+
+    server.publish("weights", pa.Tensor.from_numpy(np.eye(3)))
+    with pytest.raises(dis.errors.WrongKind, match="read_tensors"):
+        partitions(client["weights"])
