@@ -137,7 +137,7 @@ def test_a_stream_that_is_not_read_to_its_end_ends_its_connection(
     del reader
     clients_end()
     read(client, "b", transport)
-    assert threads.isdisjoint(serving(server))
+    wait_until(lambda: threads.isdisjoint(serving(server)), "the end of the first connection")
 
 
 def test_memory_that_is_kept_keeps_its_connection(server: dis.Server, client: dis.Client) -> None:
