@@ -3,7 +3,7 @@
 import dissociated as dis
 from dissociated.spark import session
 
-spark = session("local[2]")
+spark = session(master="local[2]")
 df = spark.range(1000).selectExpr("id", "id % 3 AS remainder")
 df.write.format("dissociated").mode("overwrite").save("numbers")  # or .option("catalog", uri)
 

@@ -22,7 +22,8 @@ from dissociated.client.plan import Capabilities
 from dissociated.client.request import ReadRequest
 from dissociated.codec.filter.row_filter import RowFilter
 from dissociated.control.locations import Endpoint, locations
-from dissociated.errors import ColumnNotFound, OptionError, WrongKind
+from dissociated.errors import OptionError, WrongKind
+from dissociated.protocol.request import Selection
 
 #: Bytes of a partition of all columns.
 PARTITION_BYTES = 64 << 20
@@ -157,9 +158,7 @@ def selected_schema(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Sche
         return schema
     if isinstance(columns, str):
         raise OptionError(f"columns is a list of names: [{columns!r}]")
-    for name in columns:
-        if name not in schema.names:
-            raise ColumnNotFound(f"there is no column {name!r}; there are {', '.join(map(repr, schema.names))}")
+    Selection(tuple(columns)).indices(schema.names)  # raises an error if a column does not exist
     return pa.schema([schema.field(name) for name in columns], schema.metadata)
 
 
