@@ -73,6 +73,15 @@ def test_a_limit_needs_no_parts_ahead(server: dis.Server, client: dis.Client) ->
     assert server.status().totals.done < 2
 
 
+def test_a_reader_that_is_closed_before_its_first_batch_ends_the_parts(server: dis.Server, client: dis.Client) -> None:
+    reader = DatasetHandle(client, in_parts(client, server, [LARGE, LARGE]), "tcp").to_reader()
+    wait_until(lambda: len(server.status().consumers) == 2, "the streams of both parts")
+    reader.close()
+    wait_until(lambda: not server.status().consumers, "the end of the streams")
+    with pytest.raises(StoreError):
+        reader.read_next_batch()
+
+
 @pytest.mark.parametrize("end", ["close", "drop"])
 def test_a_reader_that_ends_early_ends_the_parts(server: dis.Server, client: dis.Client, end: str) -> None:
     with pytest.MonkeyPatch.context() as patch:

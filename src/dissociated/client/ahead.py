@@ -40,6 +40,11 @@ class AheadReader(BatchReader):
             part.inbox.lift()
         return super().read_all()
 
+    def close(self) -> None:
+        """Stop reading, and close the parts."""
+        super().close()
+        self._parts = []  # if no batch was requested, nothing else gives the parts back
+
 
 class _Part(ProcessBound):
     """A part. After `receive_ahead`, a thread receives it. Without that, `batches` reads it directly."""
