@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import pyarrow as pa
@@ -13,7 +15,21 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import RemoteError, RemoteProtocolError
-from faults.peer import TAGGED, UNTAGGED, RawConnection, connect, frame, free, free_of, want, want_of
+from faults.peer import (
+    FREE,
+    PREAMBLE,
+    TAGGED,
+    UNTAGGED,
+    WANT,
+    RawConnection,
+    connect,
+    frame,
+    free,
+    free_of,
+    metadata,
+    want,
+    want_of,
+)
 from support.helpers import PATIENCE, location
 from support.processes import Fork
 
@@ -156,3 +172,26 @@ def test_a_wrong_server_fails_the_checks_by_rule(name: str, rule: str) -> None:
         output = run("conformance", "check", uri, "--ticket", name, status=1)
         assert f"FAIL  whole stream: breaks {rule}: " in output
         assert len(reports()) == 8
+
+
+def test_a_server_that_answers_what_it_must_refuse_fails_the_checks() -> None:
+    """It sends the same message to everybody, and ends the connection without an error."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            with suppress(OSError):  # the listener is shut down
+                while True:
+                    with closing(listener.accept()[0]) as client:
+                        client.recv(1 << 16)
+                        client.sendall(PREAMBLE + metadata(0, bytes(8)))
+                        client.shutdown(socket.SHUT_WR)
+                        client.recv(1 << 16)
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        uri = f"tcp://127.0.0.1:{listener.getsockname()[1]}?want_data={WANT}&free_data={FREE}"
+        output = run("conformance", "check", uri, "--ticket", "t", status=1)
+        listener.shutdown(socket.SHUT_RDWR)
+        answering.join(PATIENCE)
+    for rule in ("client-tags", "client-frames"):
+        assert re.search(f"FAIL  refuses what breaks {rule}: .*answered a request that it must refuse", output)

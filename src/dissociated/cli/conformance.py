@@ -37,7 +37,7 @@ from dissociated.protocol.events import AddressesFreed, StreamRequested, Streams
 from dissociated.protocol.message import Message
 from dissociated.protocol.metadata import encode_end_of_stream
 from dissociated.protocol.receiver import Receiver
-from dissociated.protocol.request import KEEP_CONNECTION, SELECT_PARAMETER
+from dissociated.protocol.request import KEEP_CONNECTION, SELECT_PARAMETER, announces
 from dissociated.protocol.sender import Body, Sender, Tags
 from dissociated.protocol.tags import BodyKind, body_tag
 from dissociated.transport.base import Connection, Listener
@@ -55,6 +55,7 @@ _CHECK = """\
 Play a client for somebody's server. URI is a location of a stream, with want_data. Print a line for each check. The
 status is 1 if one of them fails."""
 
+_NO_REASON = "the server ended the connection without a reason"
 #: The tags exceed 2**53, so that a client which takes them for floating-point numbers fails.
 _WANT, _FREE = 0x4449_5353_0000_1003, 0x4449_5353_0000_1100
 _TAGS = Tags({_WANT: Streams.BOTH, _WANT | 4: Streams.BOTH}, _FREE)
@@ -468,7 +469,7 @@ class _Checks:
         packed = self._uri.with_packed_bodies()
         if packed is not None:
             yield self._run("packed bodies", lambda: self._packed(packed))
-        if self._uri.parameters.get(SELECT_PARAMETER[0]) == SELECT_PARAMETER[1]:
+        if announces(self._uri, SELECT_PARAMETER):
             yield self._run("two streams on one connection", self._two_streams)
         yield self._run("unknown ticket", self._unknown_ticket)
         yield self._run("refuses what breaks client-tags", lambda: self._refused(self._tag ^ 1 << 63, self._ticket))
@@ -570,7 +571,13 @@ class _Checks:
     def _refused(self, tag: int | None, content: bytes) -> str:
         with self._connect() as connection:
             connection.send([Message(tag, (content,))], self._timeout)
-            return self._abort(connection)
+            with suppress(ConnectionClosed):
+                try:
+                    if connection.receive(self._timeout, _bounded) is not None:
+                        raise RemoteProtocolError("the server answered a request that it must refuse")
+                except RemoteError as error:
+                    return f"ABORT: {error}"
+        return _NO_REASON
 
     def _stray_free(self) -> str:
         with self._connect() as connection:
@@ -599,7 +606,7 @@ class _Checks:
             return f"ABORT: {error}"
         except ConnectionClosed:
             pass
-        return "the server ended the connection without a reason"
+        return _NO_REASON
 
 
 def _run_check(arguments: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ from dissociated.errors import (
 from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message
 from dissociated.protocol.metadata import PREFIX_SIZE
-from dissociated.protocol.request import KEEP_CONNECTION, SELECT_PARAMETER
+from dissociated.protocol.request import KEEP_CONNECTION, SELECT_PARAMETER, announces
 from dissociated.protocol.sender import Tags
 from dissociated.transport.base import Connection
 from dissociated.transport.registry import transport
@@ -57,12 +57,14 @@ def request_stream(
     """
     while True:
         idle = _idle_for(uris, request)
+        tags = [uri.require_want_data() | (0 if idle is None else KEEP_CONNECTION) for uri in uris]
         try:
             if idle is not None and (connection := idle.take(uris[0])) is not None:
                 # The server may have closed it meanwhile: then connect anew.
                 with suppress(ConnectionClosed, RemoteProtocolError):
-                    return ClientStream(_open_session(uris, [connection], identifier, request))
-            return ClientStream(_open_session(uris, _connect_all(uris, request, connect_timeout), identifier, request))
+                    return ClientStream(_open_session(uris, tags, [connection], identifier, request, idle))
+            opened = _connect_all(uris, tags, request, connect_timeout)
+            return ClientStream(_open_session(uris, tags, opened, identifier, request, idle))
         except UnsafeMemory:
             packed = uris[-1].with_packed_bodies()
             if packed is None:
@@ -74,18 +76,13 @@ def _idle_for(uris: Sequence[Uri], request: ReadRequest) -> IdleConnections | No
     """Return the place of connections that can carry several streams: one connection, to memory of this process."""
     if len(uris) > 1 or request.device is not None or not transport(uris[0].scheme).carries_streams:
         return None
-    name, value = SELECT_PARAMETER
-    return request.idle if uris[0].parameters.get(name) == value else None
+    return request.idle if announces(uris[0], SELECT_PARAMETER) else None
 
 
-def _tags(uris: Sequence[Uri], request: ReadRequest) -> list[int]:
-    """Return the `want_data` value of each request."""
-    keep = 0 if _idle_for(uris, request) is None else KEEP_CONNECTION
-    return [uri.require_want_data() | keep for uri in uris]
-
-
-def _connect_all(uris: Sequence[Uri], request: ReadRequest, connect_timeout: float | None) -> list[Connection]:
-    _tags(uris, request)  # raises UriError before anything is connected
+def _connect_all(
+    uris: Sequence[Uri], tags: Sequence[int], request: ReadRequest, connect_timeout: float | None
+) -> list[Connection]:
+    """Connect to all URIs. `tags` are the tags of the requests."""
     if any(DEVICE in uri.parameters for uri in uris):
         if request.device is None or request.device.identity != uris[-1].parameters.get(DEVICE):
             raise UriError("the URI is for readers on the device of the dataset: use another location")
@@ -99,15 +96,23 @@ def _connect_all(uris: Sequence[Uri], request: ReadRequest, connect_timeout: flo
         connections.pop_all()  # the caller owns them now
     return [
         traced(connection, Tags({tag: streams}, uris[-1].free_data))
-        for connection, tag, streams in zip(opened, _tags(uris, request), _STREAMS[len(uris)], strict=True)
+        for connection, tag, streams in zip(opened, tags, _STREAMS[len(uris)], strict=True)
     ]
 
 
 def _open_session(
-    uris: Sequence[Uri], opened: Sequence[Connection], identifier: bytes, request: ReadRequest
+    uris: Sequence[Uri],
+    tags: Sequence[int],
+    opened: Sequence[Connection],
+    identifier: bytes,
+    request: ReadRequest,
+    idle: IdleConnections | None,
 ) -> ClientSession:
-    """Request the stream on these connections, which are closed if that fails."""
-    tags, timeout = _tags(uris, request), request.timeout
+    """Request the stream on these connections, which are closed if that fails.
+
+    If `idle` is given, it gets the connection when the stream is over.
+    """
+    timeout = request.timeout
     with ExitStack() as connections:
         for connection in opened:
             connections.enter_context(connection)
@@ -121,7 +126,6 @@ def _open_session(
             except ConnectionClosed:
                 connection.receive(timeout, _refuse_body)  # raises RemoteError if the server has sent a reason
                 raise
-        idle = _idle_for(uris, request)
         keep = None if idle is None else partial(idle.put, uris[0])
         session = ClientSession(opened, uris[-1].free_data, request, keep)
         connections.pop_all()  # the session owns them now

@@ -23,6 +23,7 @@ from dissociated.protocol.request import (
     TRACE_PARAMETER,
     RowSelection,
     Selection,
+    announces,
     with_traceparent,
 )
 from dissociated.transport.registry import transport
@@ -54,12 +55,12 @@ class Capabilities:
     @classmethod
     def of(cls, uris: Sequence[Uri]) -> Capabilities:
         """Return the capabilities that a server announces in the parameters of its URIs."""
-        selects = all(uri.parameters.get(SELECT_PARAMETER[0]) == SELECT_PARAMETER[1] for uri in uris)
+        selects = all(announces(uri, SELECT_PARAMETER) for uri in uris)
         return cls(
             selects,
-            selects and all(uri.parameters.get(FILTER_PARAMETER[0]) == FILTER_PARAMETER[1] for uri in uris),
+            selects and all(announces(uri, FILTER_PARAMETER) for uri in uris),
             any(transport(uri.scheme).shares_memory or uri.remote_handle is not None for uri in uris),
-            selects and all(uri.parameters.get(TRACE_PARAMETER[0]) == TRACE_PARAMETER[1] for uri in uris),
+            selects and all(announces(uri, TRACE_PARAMETER) for uri in uris),
         )
 
 

@@ -32,6 +32,7 @@ from typing import Any
 from dissociated.base import strict_json
 from dissociated.base.tracing import TRACEPARENT, is_traceparent
 from dissociated.errors import ColumnNotFound, OptionError, RemoteProtocolError
+from dissociated.uri import Uri
 
 #: Bit of a `want_data` value that asks the server to wait for another request on the connection. Servers that announce
 #: `SELECT_PARAMETER` know it. Other clients often read until the server closes the connection.
@@ -52,6 +53,12 @@ MAX_IDENTIFIER = 1 << 16
 _MAX_NUMBER = (1 << 63) - 1
 
 _length = struct.Struct("<I")
+
+
+def announces(uri: Uri, parameter: tuple[str, str]) -> bool:
+    """Return whether a server announces one of the parameters above in its URI."""
+    name, value = parameter
+    return uri.parameters.get(name) == value
 
 
 @dataclass(frozen=True)
