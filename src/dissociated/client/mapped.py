@@ -96,8 +96,9 @@ class MappedVersion:
                 return reader
             return filter_batches(reader, None, range(len(selected)), request.limit)
         rows = RowFilter.bind(request.filter, self.schema)
-        passing, whole = self._prune(rows)
-        if request.filtering is not Filtering.EXACT or (request.limit is None and whole.issuperset(passing)):
+        uses_whole = request.filtering is Filtering.EXACT and request.limit is None
+        passing, whole = self._prune(rows, uses_whole)
+        if request.filtering is not Filtering.EXACT or (uses_whole and whole.issuperset(passing)):
             return self._reader(passing, selected)
         needed = sorted({*selected, *rows.columns})
         is_scanned = request.limit is None and selected and self._is_table and not self._is_small
@@ -176,15 +177,20 @@ class MappedVersion:
 
     def passing_numbers(self, filter_: Any) -> Sequence[int]:
         """Return the numbers of the batches that may have rows that pass. Errors are those of `RowFilter.bind`."""
-        return self._prune(RowFilter.bind(filter_, self.schema))[0]
+        return self._prune(RowFilter.bind(filter_, self.schema), False)[0]
 
-    def _prune(self, rows: RowFilter) -> tuple[Sequence[int], frozenset[int]]:
-        """Return the numbers of the batches that may have rows that pass, and of the batches in which all rows pass."""
+    def _prune(self, rows: RowFilter, uses_whole: bool) -> tuple[Sequence[int], frozenset[int]]:
+        """Return the numbers of the batches that may have rows that pass, and of the batches in which all rows pass.
+
+        The latter are left out without `uses_whole`.
+        """
         tree = None if self._is_small else filter_tree(rows, self.schema)
         if tree is None:
             return self._numbers, frozenset()
         statistics = self._statistics_of(rows.columns)
         passing = [*compress(self._numbers, passing_batches(tree, statistics, rows.columns))]
+        if not uses_whole:
+            return passing, frozenset()
         return passing, frozenset(compress(self._numbers, whole_batches(tree, statistics, rows.columns)))
 
     def _statistics_of(self, columns: Sequence[int]) -> Statistics:

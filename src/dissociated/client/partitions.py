@@ -13,17 +13,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
-from dissociated.client.dataset import DatasetHandle
-from dissociated.client.plan import Capabilities
+from dissociated.client.plan import Capabilities, row_filter
 from dissociated.client.request import ReadRequest
-from dissociated.codec.filter.row_filter import RowFilter
 from dissociated.control.locations import Endpoint, locations
 from dissociated.errors import OptionError, WrongKind
 from dissociated.protocol.request import Selection
+
+if TYPE_CHECKING:
+    from dissociated.client.dataset import DatasetHandle  # imports pyarrow.dataset, which Spark's workers do not need
 
 #: Bytes of a partition of all columns.
 PARTITION_BYTES = 64 << 20
@@ -135,7 +136,7 @@ def partitions(
         raise WrongKind(f"{info.name!r} holds tensors, which have no rows: read it with Client.read_tensors")
     selected_schema(info.schema, columns)
     if filter is not None:
-        RowFilter.bind(filter, info.schema)
+        row_filter(filter, info.schema)
     count = math.ceil((info.nbytes or 0) / partition_bytes)
     row_bytes = None if info.nbytes is None or not info.rows else info.nbytes / info.rows
     planned = []
