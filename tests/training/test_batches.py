@@ -93,6 +93,20 @@ def test_a_run_goes_on_where_another_was_interrupted(client: dis.Client) -> None
             second.load_state_dict({**state, **wrong})
 
 
+def test_a_state_of_other_rows_is_refused_though_the_filters_have_one_text(client: dis.Client) -> None:
+    """The text of an expression leaves out the middle of a long set."""
+
+    def made(values: list[int]) -> Batches:
+        return Batches(client.dataset("data"), columns=["n"], batch_size=5, filter=pc.field("n").isin(values))
+
+    values = [*range(100)]
+    state = json.loads(json.dumps(made(values).state_dict()))
+    made(values).load_state_dict(state)
+    others = [*range(50), 100, *range(51, 100)]
+    with pytest.raises(OptionError, match=r"the state has filter .* would not be the same rows"):
+        made(others).load_state_dict(state)
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_an_epoch_is_finished_by_another_number_of_ranks(client: dis.Client, transport: str) -> None:
     def ranks(count: int) -> list[Batches]:

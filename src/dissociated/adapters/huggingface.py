@@ -11,6 +11,7 @@ import pyarrow as pa
 from dissociated.adapters import identity, imported
 from dissociated.client.dataset import DatasetHandle
 from dissociated.client.partitions import PARTITION_BYTES, Partition, partitions, selected_schema
+from dissociated.codec.filter.row_filter import filter_identity
 
 if TYPE_CHECKING:
     import datasets
@@ -83,7 +84,8 @@ def to_dataset(dataset: DatasetHandle, *, columns: Sequence[str] | None = None, 
     library = imported("datasets", "huggingface")
     table = dataset.to_table(columns, filter=filter)
     # Without a fingerprint, `datasets` would pickle the whole table to compute its own.
-    selection = repr((identity(dataset), columns, str(filter)))
+    condition = None if filter is None else filter_identity(filter, dataset.schema)
+    selection = repr((identity(dataset), columns, condition))
     return library.Dataset(table, fingerprint=hashlib.sha256(selection.encode()).hexdigest())
 
 

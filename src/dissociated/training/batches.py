@@ -17,6 +17,7 @@ from dissociated.client.dataset import DatasetHandle
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.device import to_device
 from dissociated.codec.dlpack import DeviceColumn
+from dissociated.codec.filter.row_filter import filter_identity
 from dissociated.errors import ColumnNotFound, OptionError, WrongKind
 from dissociated.memory.device.base import Device
 from dissociated.memory.device.registry import open_device
@@ -46,6 +47,7 @@ class Examples:
             sampling.fill,
             sampling.mask,
         )
+        self._filter = None if sampling.filter is None else filter_identity(sampling.filter, dataset.schema)
         self._is_mapped = self._blocks.mapped(()) is not None
         self._gatherer: Gatherer | None = None  # made on first use, in each process
         self._plan: Plan | None = None  # of the order of the last use
@@ -182,7 +184,7 @@ class Examples:
             "dataset": info.name,
             "version": info.version,
             "lineage_id": info.lineage_id,
-            "filter": None if self._sampling.filter is None else str(self._sampling.filter),
+            "filter": self._filter,
             "weights": None if self._sampling.weights is None else str(self._sampling.weights),
             "batch_size": plan.batch_size,
             "shuffle": plan.order.value,

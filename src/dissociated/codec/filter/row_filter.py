@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -84,6 +86,16 @@ def expression_text(expression: pc.Expression) -> str:
         return str(expression)
     except UnicodeDecodeError:
         return ""
+
+
+def filter_identity(filter_: Filter, schema: pa.Schema) -> str:
+    """Return a text that only equal filters of this schema have. Errors are those of `RowFilter.bind`.
+
+    The text of an expression alone is no identity: it leaves out values of a long set.
+    """
+    expression = RowFilter.bind(filter_, schema).expression
+    digest = hashlib.blake2b(pickle.dumps(expression, protocol=5), digest_size=16).hexdigest()
+    return f"{expression_text(expression)} ({digest})"
 
 
 def _compute(expression: pc.Expression, table: pa.Table) -> pa.ChunkedArray:
