@@ -72,6 +72,16 @@ def test_to_arrow_is_that_of_spark(spark: SparkSession) -> None:
     assert to_arrow(df.select()).num_rows == 120
 
 
+def test_to_arrow_has_the_large_types_that_a_setting_asks_for(spark: SparkSession) -> None:
+    df = spark.range(3).selectExpr("CAST(id AS STRING) AS s")
+    assert to_arrow(df).schema.types == [pa.string()]
+    spark.conf.set("spark.sql.execution.arrow.useLargeVarTypes", True)
+    try:
+        assert to_arrow(df) == pa.table({"s": pa.array(["0", "1", "2"], pa.large_string())}, df.toArrow().schema)
+    finally:
+        spark.conf.unset("spark.sql.execution.arrow.useLargeVarTypes")
+
+
 def test_to_arrow_takes_rows_in_the_order_of_a_sorted_dataframe(spark: SparkSession) -> None:
     assert to_arrow(spark.range(0, 10_000).orderBy("id", ascending=False))["id"].to_pylist() == [*range(9_999, -1, -1)]
 

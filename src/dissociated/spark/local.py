@@ -39,7 +39,8 @@ def to_arrow(df: DataFrame) -> pa.Table:
     JVM does not have.
     """
     spark = df.sparkSession
-    if not _is_local(spark) or not has_jvm_source(spark):
+    has_large_types = spark.conf.get("spark.sql.execution.arrow.useLargeVarTypes", "false") == "true"
+    if not _is_local(spark) or not has_jvm_source(spark) or has_large_types:
         return df.toArrow()
     try:
         schema = function_schema(df.schema, TIMEZONE)
@@ -47,11 +48,10 @@ def to_arrow(df: DataFrame) -> pa.Table:
         return df.toArrow()  # Spark itself knows whether it takes these types
     jvm: Any = spark._jvm
     export, name = jvm.org.apache.spark.sql.dissociated.Export, secrets.token_hex(8)
+    if not export.supports(df._jdf):
+        return df.toArrow()
     try:
-        partitions = export.write(df._jdf, name)
-        if partitions is None:
-            return df.toArrow()
-        files = [_map(**partition) for partition in json.loads(partitions)]
+        files = [_map(**partition) for partition in json.loads(export.write(df._jdf, name))]
     finally:
         export.close(name)
     return pa.Table.from_batches([batch for file in files for batch in _read_batches(file, schema)], schema)

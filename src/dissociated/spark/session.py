@@ -235,11 +235,14 @@ def _jar() -> Path | None:
 
 
 def has_jvm_source(spark: SparkSession) -> bool:
-    """Return whether Spark has the data source for its JVM, and the settings do not turn it off."""
+    """Return whether Spark has the data source for its JVM, of its own release, and the settings do not turn it off."""
     assert spark._jvm is not None, "it is no Spark Connect"
     loader = spark._jvm.java.lang.Thread.currentThread().getContextClassLoader()
     present = loader.getResource("org/apache/spark/sql/dissociated/Source.class") is not None
-    return present and spark.conf.get("spark.dissociated.jvm", "true") == "true"
+    if not present or spark.conf.get("spark.dissociated.jvm", "true") != "true":
+        return False
+    source: Any = spark._jvm.org.apache.spark.sql.dissociated.Source
+    return bool(source.fits())
 
 
 def _heap() -> int:

@@ -35,11 +35,14 @@ case class ExportedPartition(path: String, size: Long)
 
 /** The rows of DataFrames in memfds of the sidecar, from which the driver's Python maps them: see `dissociated.spark.local`. */
 object Export {
+  /** Whether all types of `frame` have columns. */
+  def supports(frame: Frame[_]): Boolean = Column.supports(frame.schema)
+
   /**
-   * Runs the plan of `frame`, whose tasks write their rows. Returns the `ExportedPartition`s in order, as JSON; null if
-   * the rows have a type that has no column. In either case, `close` frees the memory.
+   * Runs the plan of `frame`, whose tasks write their rows. Returns the `ExportedPartition`s in order, as JSON. `close`
+   * frees the memory.
    */
-  def write(frame: Frame[_], name: String): String = if (!Column.supports(frame.schema)) null else {
+  def write(frame: Frame[_], name: String): String = {
     val (python, schema) = (Python.ofDriver(), frame.schema)
     Sidecar.of(python).call("begin_export", "name" -> name)
     SQLExecution.withNewExecutionId(frame.queryExecution, Some("to_arrow")) {
@@ -75,7 +78,7 @@ object Export {
         flush()
       } catch {
         case error: Throwable =>
-          channel.truncate(0)
+          Try(channel.truncate(0)) // an interrupt has closed the channel
           throw (error match {
             case failed: IOException => Failure(s"there is no memory for the rows of a partition: $failed")
             case _ => error
