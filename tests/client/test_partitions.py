@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.client.partitions import Partition, partitions
+from dissociated.client.partitions import Partition, partitions, selected_schema
 
 TABLE = pa.table({"n": range(10_000), "half": [n / 2 for n in range(10_000)]})
 
@@ -38,6 +38,14 @@ def test_each_row_once(client: dis.Client, name: str, transport: str, partition_
     assert numbers(planned) == [*range(10_000)]
     assert numbers(planned, filter=("n", ">", 9_990)) == [*range(9_991, 10_000)]
     assert numbers(planned, columns=["half", "n"], filter=("half", "<", 2)) == [0, 1, 2, 3]
+
+
+def test_a_name_that_columns_share_selects_all_of_them(server: dis.Server, client: dis.Client) -> None:
+    twice = pa.Table.from_arrays([pa.array([n, n + 1]) for n in range(3)], ["n", "m", "n"])
+    server.publish("twice", twice)
+    (part,) = partitions(client["twice"], columns=["n"])
+    assert pa.Table.from_batches(part.read(["n"])) == twice.select([0, 2])
+    assert selected_schema(twice.schema, ["n"]) == twice.select([0, 2]).schema
 
 
 def test_a_partition_is_read_in_another_process(client: dis.Client) -> None:

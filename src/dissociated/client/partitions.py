@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from dissociated.client.plan import Capabilities, row_filter
 from dissociated.client.request import ReadRequest
+from dissociated.codec.columns import positions, select_fields
 from dissociated.control.locations import Endpoint, locations
 from dissociated.errors import OptionError, WrongKind
 from dissociated.protocol.request import Selection
@@ -93,7 +94,7 @@ class Partition:
         """
         with closing(self.dataset.read_part(self.number, self._request(columns, filter))) as reader:
             for batch in reader:
-                yield batch if columns is None else batch.select([*columns])
+                yield batch.select(positions(batch.schema, columns))
 
     def _request(self, columns: Sequence[str] | None, filter: Any) -> Any:
         def request(defaults: ReadRequest) -> ReadRequest:
@@ -151,6 +152,8 @@ def partitions(
 def selected_schema(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
     """Return the schema of these columns, in this order; of all columns if `columns` is None.
 
+    A name that several columns share selects all of them.
+
     Raises:
         ColumnNotFound: A column does not exist.
         OptionError: `columns` is a string.
@@ -160,7 +163,7 @@ def selected_schema(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Sche
     if isinstance(columns, str):
         raise OptionError(f"columns is a list of names: [{columns!r}]")
     Selection(tuple(columns)).indices(schema.names)  # raises an error if a column does not exist
-    return pa.schema([schema.field(name) for name in columns], schema.metadata)
+    return select_fields(schema, positions(schema, columns))
 
 
 def _cuts(dataset: DatasetHandle, number: int, count: int) -> list[tuple[Slice | None, bool]]:

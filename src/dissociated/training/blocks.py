@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from dissociated.client.dataset import DatasetHandle
+from dissociated.client.partitions import selected_schema
 from dissociated.client.plan import row_filter
 from dissociated.errors import ColumnNotFound, SourceError, WrongKind
 from dissociated.memory.region import Region
@@ -56,11 +57,8 @@ class Blocks:
     ) -> None:
         if dataset.info.tensors is not None:
             raise WrongKind(f"{dataset.name!r} holds tensors: read it with client.read_tensors")
-        for name in columns or ():
-            if name not in dataset.schema.names:
-                raise ColumnNotFound(f"there is no column {name!r}; there are {', '.join(dataset.schema.names)}")
         self.dataset = dataset
-        self.schema = dataset.scanner(columns).projected_schema
+        self.schema = selected_schema(dataset.schema, columns)
         self._keep_files = keep_files
         self._mapped: dict[int, list[pa.RecordBatch] | None] = {}  # batches by part; None if it cannot be mapped
         self._regions: list[Region] = []  # all mapped regions, sorted by their address in this process
