@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import sys
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +21,7 @@ import pyarrow as pa
 from dissociated.client.plan import Capabilities, row_filter
 from dissociated.client.request import ReadRequest
 from dissociated.codec.columns import positions, select_fields
-from dissociated.control.locations import Endpoint, locations
+from dissociated.control.locations import DatasetInfo, Endpoint, locations
 from dissociated.errors import OptionError, WrongKind
 from dissociated.protocol.request import Selection
 
@@ -142,7 +143,9 @@ def partitions(
     row_bytes = None if info.nbytes is None or not info.rows else info.nbytes / info.rows
     planned = []
     for number, endpoint in enumerate(info.endpoints):
-        for cut, whole in _cuts(dataset, number, count):
+        counting = partial(dataset.read_part, number, ReadRequest.without_columns)
+        # Between whole batches, so that no batch is sent twice.
+        for cut, whole in cut_endpoint(info, endpoint, count, counting, whole=True):
             rows = endpoint.rows if cut is None else cut.rows
             nbytes = None if row_bytes is None or rows is None else round(row_bytes * rows)
             planned.append(Partition(dataset, number, cut, whole, rows, nbytes))
@@ -166,17 +169,32 @@ def selected_schema(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Sche
     return select_fields(schema, positions(schema, columns))
 
 
-def _cuts(dataset: DatasetHandle, number: int, count: int) -> list[tuple[Slice | None, bool]]:
-    """Cut an endpoint into slices, of which the dataset has about `count`. Return whether each has whole batches."""
-    info = dataset.info
-    if not info.rows or count <= 1 or not supports_selection(info.endpoints[number]):
-        return [(None, True)]
-    # Batches without columns move only their metadata.
-    with closing(dataset.read_part(number, ReadRequest.without_columns)) as reader:
+def cut_endpoint(
+    info: DatasetInfo, endpoint: Endpoint, count: int, open_counting: Callable[[], pa.RecordBatchReader], whole: bool
+) -> list[tuple[Slice | None, bool]]:
+    """Cut an endpoint into slices, of which the dataset has about `count`.
+
+    Args:
+        info: The version.
+        endpoint: One of its endpoints.
+        count: The approximate number of slices of the whole dataset.
+        open_counting: Opens the batches of the endpoint without columns, of which only metadata moves.
+        whole: See `slices`.
+
+    Returns:
+        Each slice, and whether it consists of whole batches; None for the whole endpoint, if it cannot or need not be
+        cut.
+    """
+    uncut: list[tuple[Slice | None, bool]] = [(None, True)]
+    # A published reader can be read only once, and its number of rows is unknown.
+    if not info.rows or count <= 1 or not supports_selection(endpoint):
+        return uncut
+    if endpoint.rows and round(count * endpoint.rows / info.rows) <= 1:
+        return uncut
+    with closing(open_counting()) as reader:
         sizes = [batch.num_rows for batch in reader]
-    share = max(1, round(count * sum(sizes) / info.rows))
-    # Between whole batches, so that no batch is sent twice.
-    return [(cut, sum(sizes[cut.first : cut.stop]) == cut.rows) for cut in slices(sizes, share, whole=True)]
+    cuts = slices(sizes, max(1, round(count * sum(sizes) / info.rows)), whole)
+    return [(cut, sum(sizes[cut.first : cut.stop]) == cut.rows) for cut in cuts] or uncut
 
 
 def slices(sizes: Sequence[int], count: int, whole: bool = False) -> list[Slice]:

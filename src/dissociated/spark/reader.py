@@ -15,7 +15,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -24,7 +24,7 @@ from pyspark.sql.types import StructType
 
 from dissociated.base.buffers import Buffer
 from dissociated.client.client import Client
-from dissociated.client.partitions import ALL_BATCHES, PARTITION_BYTES, Slice, slices, supports_selection
+from dissociated.client.partitions import ALL_BATCHES, PARTITION_BYTES, Slice, cut_endpoint, supports_selection
 from dissociated.client.plan import PartPlan, plan_part
 from dissociated.client.request import Filtering, ReadRequest
 from dissociated.codec.join import Messages, join
@@ -294,22 +294,11 @@ class DatasetReader(DataSourceReader):
     def _slices(
         self, client: Client, info: DatasetInfo, endpoint: Endpoint, parts: int
     ) -> Sequence[tuple[Slice | None, bool]]:
-        """Cut an endpoint into slices, of which the dataset has about `parts`.
-
-        Returns:
-            Each slice, and whether it consists of whole batches; None for the whole endpoint, if it cannot be cut.
-        """
-        uncut: list[tuple[Slice | None, bool]] = [(None, True)]
-        # A published reader can be read only once, and its number of rows is unknown.
-        if not info.rows or parts <= 1 or not supports_selection(endpoint):
-            return uncut
-        # Batches without columns move only their metadata.
+        """Cut an endpoint into slices, of which the dataset has about `parts`. See `cut_endpoint`."""
         transport = "grpc" if self.request.transport == "grpc" else None
         counting = replace(self._defaults(client).without_columns(), transport=transport)
-        with closing(self.request.open(client, info, endpoint, counting)) as reader:
-            sizes = [batch.num_rows for batch in reader]
-        cuts = slices(sizes, max(1, round(parts * sum(sizes) / info.rows)), whole=bool(self.conditions))
-        return [(cut, sum(sizes[cut.first : cut.stop]) == cut.rows) for cut in cuts] or uncut
+        open_counting = partial(self.request.open, client, info, endpoint, counting)
+        return cut_endpoint(info, endpoint, parts, open_counting, whole=bool(self.conditions))
 
 
 class _Lookup(NamedTuple):
