@@ -155,6 +155,9 @@ class MappedReader(PeerReader):
                 self._complete()
             if self._elsewhere is None:
                 return read()
+            with suppress(StopIteration):  # batches of the beginning that were not read yet
+                return read()
+            self._at_end = False
             try:
                 item: T = getattr(self._elsewhere, name)()
             except StopIteration:
