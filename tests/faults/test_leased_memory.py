@@ -5,7 +5,6 @@ The tests compute checksums of the published data. Consumers in their own proces
 
 from __future__ import annotations
 
-import gc
 import json
 import mmap
 import signal
@@ -214,12 +213,7 @@ def pause(good: Good, child: Child) -> None:
 
 def is_over(good: Good) -> None:
     wait_until(good.alone, "the connection is over")
-
-    def is_given_back() -> bool:
-        gc.collect()  # a traceback may refer to itself, and keep the frames of a connection that was refused
-        return not shared_bytes("live")
-
-    wait_until(is_given_back, "all memory has gone back")
+    wait_until(lambda: not shared_bytes("live"), "all memory has gone back")
 
 
 def each_time(good: Good, child: Child, sent: list[pa.RecordBatch]) -> Iterator[None]:

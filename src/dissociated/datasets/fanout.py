@@ -247,6 +247,7 @@ class Fanout:
         if consumer in self._consumers:
             self._consumers.remove(consumer)
         self.forget(consumer)
+        self._last_receivers = []  # they refer to this object
         self.free(consumer, set(consumer.addresses))
         if not self._consumers:
             self._memory.trim()
@@ -349,6 +350,8 @@ class Fanout:
             leased = region.lease(at, length, extents, len(self._active_consumers))
             queued = len(message.header) + QUEUED_OVERHEAD
             self._hand_out(message, LiveMessage(message.header, message.parsed, (body,), queued, region, leased))
+            if not self._consumers:  # the last one left during the write, and `leave` could not trim this region
+                self._memory.trim()
             return True
 
     def _follows(self, message: SplitMessage) -> bool:
