@@ -18,6 +18,7 @@ import dissociated as dis
 from dissociated.client import idle
 from dissociated.client.dataset import DatasetHandle
 from dissociated.control.locations import DatasetInfo
+from memory.maps import shared_bytes
 from support.certificates import certificates
 from support.helpers import clients_end, connections_left, serving, wait_until
 
@@ -119,6 +120,7 @@ def test_reads_follow_each_other_on_one_connection(server: dis.Server, client: d
         read(client, name, transport)
     assert serving(server) == threads
     wait_until(lambda: server.status().totals.done == 6, "the end of six streams")
+    assert sum(listener.accepted for listener in server.status().listeners) == 1
     client.close()
     assert connections_left(server) == 0
 
@@ -152,6 +154,20 @@ def test_memory_that_is_kept_keeps_its_connection(server: dis.Server, client: di
     del kept
     wait_until(lambda: not server.status().consumers, "the end of the leases")
     assert first <= serving(server)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_a_dataset_that_is_dropped_is_freed_though_connections_idle(
+    server: dis.Server, client: dis.Client, transport: str
+) -> None:
+    server.publish("d", TABLES["a"], wait=True)
+    assert client.read("d", transport=transport).read_all().equals(TABLES["a"])
+    clients_end()
+    read(client, "b", transport)
+    assert shared_bytes("d")
+    server.drop("d")
+    wait_until(lambda: not shared_bytes("d"), "the memory of the dataset is freed")
+    assert serving(server)
 
 
 def test_a_read_by_handle_takes_one_round_trip(server: dis.Server, client: dis.Client) -> None:

@@ -131,7 +131,7 @@ class ConnectionStats:
 
     def status(self) -> ConsumerStatus:
         """Return the present state of the connection."""
-        kept_bytes, now, nbytes = self._kept_bytes(), time.monotonic(), self.bytes
+        kept_bytes, now, nbytes = self.kept_bytes(), time.monotonic(), self.bytes
         state = "asking" if self.dataset is None else "holding" if self.all_sent else "reading"
         if kept_bytes is not None:
             state = "cut off"
@@ -150,14 +150,15 @@ class ConnectionStats:
             self.missed_batches,
         )
 
-    def _kept_bytes(self) -> int | None:
+    def kept_bytes(self) -> int | None:
+        """Return the number of bytes of a live stream that a client holds after being cut off; None if it was not."""
         count_kept = self.count_kept  # Read the attribute once, since the connection's thread may set it to None.
         return None if count_kept is None else count_kept()
 
     @property
     def missed_batches(self) -> int:
         """The number of batches of a live stream that were dropped because the client did not keep up."""
-        count_missed = self.count_missed  # see `_kept_bytes`
+        count_missed = self.count_missed  # see `kept_bytes`
         return 0 if count_missed is None else count_missed()
 
     def detach(self) -> None:
@@ -234,11 +235,16 @@ class Activity:
         self._flight = 0
         self._refused_puts = 0
 
+    def accept(self, listener: str, peer: str) -> ConnectionStats:
+        """Register a connection that `listener` accepted, and its first stream. See `begin`."""
+        with self._lock:
+            self._accepted[listener] += 1
+        return self.begin(listener, peer)
+
     def begin(self, listener: str, peer: str) -> ConnectionStats:
-        """Register a connection that `listener` accepted. It counts as open until `end`."""
+        """Register a stream of a connection that `listener` accepted. It counts as open until `end`."""
         with self._lock:
             stats = ConnectionStats(next(self._numbers), listener, peer)
-            self._accepted[listener] += 1
             self._open[stats.connection] = stats
         return stats
 
@@ -275,7 +281,7 @@ class Activity:
         """The number of bytes of live streams that clients still hold after being cut off."""
         with self._lock:
             statistics = list(self._open.values())
-        return sum(stats.status().kept for stats in statistics)
+        return sum(stats.kept_bytes() or 0 for stats in statistics)
 
     def bytes_sent(self) -> int:
         """Return the number of bytes of bodies sent. Unlike `status`, this does not examine datasets."""

@@ -75,7 +75,10 @@ class Coalescer:
         waiting, self._waiting, self._count, self._nbytes = self._waiting, [], 0, 0
         error, self._error = self._error, None
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # or it would refer to itself through this frame, and keep what was being sent
         if waiting:
             self._send(waiting)
             self._last_activity = time.monotonic()

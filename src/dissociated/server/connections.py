@@ -171,7 +171,7 @@ class Connections:
         with self._lock:
             if self._refusing.is_set():
                 return False
-            stats = self._activity.begin(str(listener.uri), connection.peer)
+            stats = self._activity.accept(str(listener.uri), connection.peer)
             connection = traced(connection, TAGS, stats.connection)
             name = f"serve {listener.uri} {stats.connection}"
             thread = threading.Thread(target=self._serve, args=(connection, stats), name=name, daemon=True)
@@ -271,6 +271,7 @@ class Connections:
                 )
             self._activity.end(stats, outcome)
             _end_span(stats, outcome)
+            stats.dataset = None  # the thread refers to the statistics until the connection ends
         return is_reusable
 
     def _log_failure(self, stats: ConnectionStats) -> str:
