@@ -453,6 +453,7 @@ def test_options_of_columns_that_contradict_are_refused(server: dis.Server, clie
         ({"columns": "n"}, OptionError, "columns is a list of names"),
         ({"features": "n"}, OptionError, "features is a list of names"),
         ({"codes": "s"}, OptionError, "codes is a list of names"),
+        ({"features": {"x": "n"}}, OptionError, r"features\['x'\] is a list of names: \['n'\]"),
         ({"columns": ["n"], "features": ["no"]}, ColumnNotFound, "no"),
         ({"columns": ["n"], "fill": {"no": 1}}, ColumnNotFound, "there is no column 'no' for fill"),
         ({"columns": ["n"], "codes": ["no"]}, ColumnNotFound, "no"),

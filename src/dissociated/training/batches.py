@@ -26,7 +26,7 @@ from dissociated.training.blocks import Blocks, slice_pieces
 from dissociated.training.columns import Array, ArrayColumns, Column, join, take
 from dissociated.training.gather import Gatherer
 from dissociated.training.plan import Order, Plan, Progress, Shard, Span
-from dissociated.training.sampling import Sampling, is_count, name_list
+from dissociated.training.sampling import Sampling, is_count
 
 
 class Examples:
@@ -43,7 +43,7 @@ class Examples:
             self._blocks.schema,
             sampling.as_arrow,
             sampling.matrices,
-            {name: self._blocks.distinct(name) for name in name_list("codes", sampling.codes)},
+            {name: self._blocks.distinct(name) for name in sampling.codes},
             sampling.fill,
             sampling.mask,
         )

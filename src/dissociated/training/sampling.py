@@ -82,14 +82,19 @@ class Sampling:
             raise OptionError(f"shuffle is True, False, 'global' or 'window', not {self.shuffle!r}")
         if self.shuffle == "global" and self.buffer_size is not None:
             raise OptionError("buffer_size is for shuffle='window': a global shuffle has no buffer")
-        if isinstance(self.columns, str):
-            raise OptionError(f"columns is a list of names: [{self.columns!r}]")
+        matrices = {f"features[{name!r}]": names for name, names in self.matrices.items()}
+        for option, names in {
+            "columns": self.columns,
+            "features": self.features,
+            "codes": self.codes,
+            **matrices,
+        }.items():
+            if isinstance(names, str):
+                raise OptionError(f"{option} is a list of names: [{names!r}]")
         if isinstance(self.weights, Mapping) and len(self.weights) != 1:
             raise OptionError(f"weights has the values of one column, not of {len(self.weights)}")
         if self.weights is not None and (self.buffer_size is not None or self.shuffle == "window"):
             raise OptionError("weights= needs a global shuffle: leave out buffer_size= and shuffle='window'")
-        if isinstance(self.features, str):
-            raise OptionError(f"features is a list of names: [{self.features!r}]")
         if not is_count(self.prefetch):
             raise OptionError(f"prefetch is a number of batches, 0 or more, not {self.prefetch!r}")
         if not is_count(self.seed):
@@ -113,7 +118,7 @@ class Sampling:
         if self.columns is None:
             return None
         packed = [name for columns in self.matrices.values() for name in columns]
-        return [*dict.fromkeys([*self.columns, *packed, *name_list("codes", self.codes)])]
+        return [*dict.fromkeys([*self.columns, *packed, *self.codes])]
 
     @property
     def matrices(self) -> dict[str, Sequence[str]]:
@@ -148,13 +153,6 @@ class Sampling:
             return max(1, self.buffer_size)
         max_rows = _WINDOW_BYTES // row_width(blocks.schema)
         return max(1, min(max(_WINDOW_ROWS, _WINDOW_BLOCKS * blocks.longest), max_rows))
-
-
-def name_list(option: str, names: Sequence[str]) -> Sequence[str]:
-    """Return the names of an option. Raise OptionError if it is one string."""
-    if isinstance(names, str):
-        raise OptionError(f"{option} is a list of names: [{names!r}]")
-    return names
 
 
 def is_count(number: object) -> bool:
