@@ -394,6 +394,16 @@ def test_a_dataset_of_parts_on_several_nodes_is_one(cluster: tuple[CatalogServic
             ours.commit(commit_of("d", [StagedSegment("s", "z")], TABLE.schema, mode="append"))
 
 
+def test_a_version_stays_equal_to_itself_after_heartbeats(cluster: tuple[CatalogService, list[Node]]) -> None:
+    catalog, (a, _) = cluster
+    with dis.connect(catalog.uri) as client:
+        client.commit(commit_of("d", [write(a, "1", 1)], TABLE.schema))
+        before = client.describe("d")
+        wait_until(lambda: client.describe("d").endpoints[0].seen > before.endpoints[0].seen, "another heartbeat")
+        assert client.describe("d") == before
+        assert client.list() == [before]
+
+
 def test_locations_are_ordered_for_who_asks(cluster: tuple[CatalogService, list[Node]]) -> None:
     catalog, (a, _) = cluster
     with flight.FlightClient(catalog.uri) as plain, dis.connect(catalog.uri) as ours:

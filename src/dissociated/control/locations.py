@@ -56,7 +56,7 @@ class Endpoint:
     locations: tuple[str, ...]
     hosts: tuple[str, ...] = ()
     rows: int | None = None
-    seen: float = 0.0
+    seen: float = field(default=0.0, compare=False)  # differs between two looks at the same version
 
     @classmethod
     def parse(cls, endpoint: Any) -> Self:
