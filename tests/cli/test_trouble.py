@@ -126,7 +126,7 @@ def test_long_types_are_whole_in_a_notebook_and_in_the_schema() -> None:
 def test_ls_fits_into_a_narrow_terminal_and_describe_shows_whole_types() -> None:
     wide = pa.struct({f"field_{number}": pa.list_(pa.int64()) for number in range(20)})
     with dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
-        client.put("d", pa.table({"wide": pa.array([None], wide)}), ttl=3600, tags={"a long tag": "a long value"})
+        client.put("d", pa.table({"wide": pa.array([None], wide)}), ttl=3595, tags={"a long tag": "a long value"})
         command = [sys.executable, "-m", "dissociated"]
         around = {**os.environ, "TERM": "dumb"}
         for arguments in (["ls"], ["ls", "--long"]):
