@@ -21,7 +21,7 @@ from dissociated.errors import DatasetNotFound, DissociatedError
 
 if TYPE_CHECKING:
     from dissociated.client.client import Client
-    from dissociated.client.open import (
+    from dissociated.client.uri_stream import (
         open_stream,
         open_stream_async,
         open_stream_on_device,
@@ -47,11 +47,11 @@ else:
         "ServerOptions": "server.options",
         "WriteOptions": "codec.options",
         "connect": "node.connect",
-        "open_stream": "client.open",
-        "open_stream_async": "client.open",
-        "open_stream_on_device": "client.open",
-        "open_stream_on_device_async": "client.open",
-        "open_tensors": "client.open",
+        "open_stream": "client.uri_stream",
+        "open_stream_async": "client.uri_stream",
+        "open_stream_on_device": "client.uri_stream",
+        "open_stream_on_device_async": "client.uri_stream",
+        "open_tensors": "client.uri_stream",
     }
 
     def __getattr__(name: str) -> Any:

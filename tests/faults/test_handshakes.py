@@ -69,14 +69,16 @@ def trickling(uri: Uri, count: int) -> Iterator[Sequence[bool]]:
 @pytest.mark.parametrize("scheme", ["shm", "tcp", "tls"])
 def test_one_who_asks_gets_in_however_many_dawdle(serve: Serve, certified: Certificates, scheme: str) -> None:
     options = certified.options if scheme == "tls" else {}
-    good = serve(f"{scheme}:", max_connections=4, max_asking=8, handshake_timeout=60, **options)
+    good = serve(f"{scheme}:", max_connections=4, max_pending=8, handshake_timeout=60, **options)
     uri = good.server.locations("good")[0]
     roots = f"&roots={certified.roots}" if scheme == "tls" else ""
     with trickling(Uri.parse(uri), 12):
         wait_until(lambda: good.server.connections >= 8, "they are there")
         for _ in range(3):
             dis.open_stream(uri + roots, good.server.ticket("good"), timeout=PATIENCE).read_all()
-            wait_until(lambda: {one.state for one in good.server.status().consumers} <= {"asking"}, "its place is free")
+            wait_until(
+                lambda: {one.state for one in good.server.status().consumers} <= {"pending"}, "its place is free"
+            )
         assert good.server.connections <= 4 + 2 * 8  # Disconnected clients take a moment to close.
     wait_until(good.alone, "all have gone")
 
@@ -91,7 +93,7 @@ def test_the_whole_handshake_has_one_deadline(serve: Serve, certified: Certifica
 
 
 def test_places_for_who_asks_and_for_who_reads_are_counted_apart(serve: Serve) -> None:
-    good = serve("tcp:", max_connections=2, max_asking=3)
+    good = serve("tcp:", max_connections=2, max_pending=3)
     uri, ticket = good.server.locations("good")[0], good.server.ticket("good")
     good.server.publish("endless", endless)
     wanted = good.server.ticket("endless")

@@ -168,11 +168,13 @@ def waiting(good: Good, count: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("medium", media(MEDIA))
 def test_one_who_asks_gets_in_however_many_are_only_connected(serve: Serve, medium: str) -> None:
-    good = serve(MEDIA[medium], max_connections=4, max_asking=8, handshake_timeout=60)
+    good = serve(MEDIA[medium], max_connections=4, max_pending=8, handshake_timeout=60)
     with waiting(good, 12):
         wait_until(lambda: good.server.connections >= 8, "they are there")
         for _ in range(3):
             dis.open_stream(good.server.locations("good")[0], good.server.ticket("good"), timeout=PATIENCE).read_all()
-            wait_until(lambda: {one.state for one in good.server.status().consumers} <= {"asking"}, "its place is free")
+            wait_until(
+                lambda: {one.state for one in good.server.status().consumers} <= {"pending"}, "its place is free"
+            )
             assert good.server.connections <= 4 + 2 * 8  # Disconnected clients take a moment to close.
     wait_until(good.alone, "all have gone")

@@ -120,7 +120,7 @@ def test_a_consumer_that_has_not_asked_yet_is_seen(serve: Serve) -> None:
     with transport("inproc").connect(Uri.parse(server.locations("data")[0]), PATIENCE):
         while not (consumers := server.status().consumers):  # the server's thread may start late
             pass
-    assert [(one.state, one.dataset, one.messages) for one in consumers] == [("asking", None, 0)]
+    assert [(one.state, one.dataset, one.messages) for one in consumers] == [("pending", None, 0)]
 
 
 def test_how_connections_end_is_counted(serve: Serve) -> None:

@@ -82,8 +82,8 @@ def test_options_are_one_value_which_shows_no_secret() -> None:
         assert dis.open_stream(uri, server.ticket("numbers")).read_all() == TABLE  # both servers share the secret
     with pytest.raises(TypeError, match="catlog"):
         dis.Server(catlog=None)  # type: ignore[call-arg]
-    with pytest.raises(OptionError, match="max_asking is 0; it must be 1 or more"):
-        dis.Server(["tcp:"], catalog=None, max_asking=0)
+    with pytest.raises(OptionError, match="max_pending is 0; it must be 1 or more"):
+        dis.Server(["tcp:"], catalog=None, max_pending=0)
 
 
 def test_names_are_sorted(serve: Serve) -> None:

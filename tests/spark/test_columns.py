@@ -11,7 +11,7 @@ import pytest
 from pyspark.sql.types import StructType
 
 from dissociated.errors import ColumnNotFound, OptionError, SourceError
-from dissociated.spark.columns import Columns, spark_schema
+from dissociated.spark.columns import ColumnConverter, spark_schema
 from support.arrow_cases import ARRAYS, batches
 
 #: Spark's name of each type in DDL, or None if Spark has no such type.
@@ -118,7 +118,7 @@ def test_every_type_keeps_its_values(name: str) -> None:
     for batch in batches(ARRAYS[name]):
         schema = spark_schema(batch.schema)
         assert {field.dataType.simpleString() for field in schema} == {NAMES[name]}
-        taken = Columns(batch.schema, schema, "truncate").convert(batch)
+        taken = ColumnConverter(batch.schema, schema, "truncate").convert(batch)
         taken.validate(full=True)
         for here, there in zip(batch.columns, taken.columns, strict=True):
             if name == "timestamp[s]":
@@ -137,7 +137,7 @@ def test_a_type_that_spark_lacks_names_its_column(name: str) -> None:
 @pytest.mark.parametrize("name", FINER)
 def test_nanoseconds_are_refused_unless_they_are_to_be_cut_off(name: str) -> None:
     batch = pa.record_batch([ARRAYS[name][0]], ["fine"])
-    columns = Columns(batch.schema, spark_schema(batch.schema))
+    columns = ColumnConverter(batch.schema, spark_schema(batch.schema))
     with pytest.raises(SourceError, match=r"column 'fine' of the type .*lose data.*\.option\('nanoseconds', 'truncat"):
         columns.convert(batch)
     whole = pa.record_batch([pa.array([5_000, None], batch["fine"].type)], ["fine"])
@@ -147,8 +147,8 @@ def test_nanoseconds_are_refused_unless_they_are_to_be_cut_off(name: str) -> Non
 def test_nanoseconds_are_refused_within_lists_too() -> None:
     batch = pa.record_batch({"fine": pa.array([[1000], [1001]], pa.list_(pa.time64("ns")))})
     with pytest.raises(SourceError, match=r"column 'fine' .*lose data"):
-        Columns(batch.schema, spark_schema(batch.schema)).convert(batch)
-    taken = Columns(batch.schema, spark_schema(batch.schema), "truncate").convert(batch)
+        ColumnConverter(batch.schema, spark_schema(batch.schema)).convert(batch)
+    taken = ColumnConverter(batch.schema, spark_schema(batch.schema), "truncate").convert(batch)
     assert taken["fine"].flatten().cast(pa.int64()).to_pylist() == [1000, 1000]
 
 
@@ -157,7 +157,7 @@ def test_nanoseconds_are_cut_off_in_the_hour_that_clocks_show_twice() -> None:
     half_past_two = 1_603_585_800_000_000_000
     instants = [half_past_two + 1, half_past_two + 3_600_000_000_001, None]
     batch = pa.record_batch({"at": pa.array(instants, pa.timestamp("ns", "Europe/Berlin"))})
-    taken = Columns(batch.schema, spark_schema(batch.schema), "truncate").convert(batch)
+    taken = ColumnConverter(batch.schema, spark_schema(batch.schema), "truncate").convert(batch)
     assert taken["at"].cast(pa.int64()).to_pylist() == [
         half_past_two // 1000,
         half_past_two // 1000 + 3_600_000_000,
@@ -167,14 +167,14 @@ def test_nanoseconds_are_cut_off_in_the_hour_that_clocks_show_twice() -> None:
 
 def test_instants_before_1970_are_cut_off_downwards() -> None:
     batch = pa.record_batch({"at": pa.array([-1, -1000, -1001], pa.timestamp("ns"))})
-    taken = Columns(batch.schema, spark_schema(batch.schema), "truncate").convert(batch)
+    taken = ColumnConverter(batch.schema, spark_schema(batch.schema), "truncate").convert(batch)
     assert taken["at"].cast(pa.int64()).to_pylist() == [-1, -1, -2]
 
 
 def test_a_value_that_overflows_names_its_column() -> None:
     batch = pa.record_batch({"at": pa.array([2**62], pa.timestamp("s"))})
     with pytest.raises(SourceError, match=r"column 'at' of the type timestamp\[s\] has a value that Spark cannot hold"):
-        Columns(batch.schema, spark_schema(batch.schema)).convert(batch)
+        ColumnConverter(batch.schema, spark_schema(batch.schema)).convert(batch)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_decimals_of_any_scale(type_: pa.DataType, ddl: str, value: Decimal) -> 
     batch = pa.record_batch([written.view(type_)], ["d"])
     schema = spark_schema(batch.schema)
     assert schema.simpleString() == f"struct<d:{ddl}>"
-    assert Columns(batch.schema, schema).convert(batch)["d"].to_pylist() == [value, None]
+    assert ColumnConverter(batch.schema, schema).convert(batch)["d"].to_pylist() == [value, None]
 
 
 def test_types_of_spark_are_not_copied() -> None:
@@ -202,7 +202,7 @@ def test_types_of_spark_are_not_copied() -> None:
             "at": pa.array([1, 2, 3], pa.timestamp("us", "Asia/Tokyo")),
         }
     )
-    taken = Columns(batch.schema, spark_schema(batch.schema)).convert(batch)
+    taken = ColumnConverter(batch.schema, spark_schema(batch.schema)).convert(batch)
     for name in batch.schema.names:
         here, there = ([one and one.address for one in array.buffers()] for array in (batch[name], taken[name]))
         assert here == there
@@ -212,7 +212,7 @@ def test_lists_and_maps_of_slices_with_nulls_in_between() -> None:
     lists = pa.array([[1], None, [2, None, 3], [], [4]], pa.large_list(pa.uint8()))
     maps = pa.array([[(1, 2)], None, [(3, None), (4, 5)], [], [(6, 7)]], pa.map_(pa.uint8(), pa.uint8()))
     batch = pa.record_batch({"l": lists, "m": maps, "s": pa.StructArray.from_arrays([lists, maps], ["l", "m"])})
-    columns = Columns(batch.schema, spark_schema(batch.schema))
+    columns = ColumnConverter(batch.schema, spark_schema(batch.schema))
     for at in range(6):
         some = batch.slice(at, 3)
         taken = columns.convert(some)
@@ -248,11 +248,11 @@ def test_nulls_of_what_has_none_by_its_schema_name_their_column() -> None:
     forbidden, sound = with_nulls()
     for name in forbidden.schema.names:
         one = forbidden.select([name])
-        columns = Columns(one.schema, spark_schema(one.schema))
+        columns = ColumnConverter(one.schema, spark_schema(one.schema))
         with pytest.raises(SourceError, match=f"column '{name}' has nulls, and its schema says that it has none"):
             columns.convert(one)
         assert columns.convert(one.slice(0, 1)).num_rows == 1
-    columns = Columns(sound.schema, spark_schema(sound.schema))
+    columns = ColumnConverter(sound.schema, spark_schema(sound.schema))
     for some in (sound, sound.slice(1), sound.slice(0, 2)):
         assert columns.convert(some).to_pylist() == some.to_pylist()
 
@@ -261,7 +261,7 @@ def test_nulls_of_what_has_none_by_its_schema_name_their_column() -> None:
 def test_columns_come_in_the_order_in_which_they_are_wanted() -> None:
     batch = pa.record_batch({"a": [1], "b": ["x"], "c": [2.0]})
     wanted: Any = StructType.fromDDL("c double, a bigint")
-    taken = Columns(batch.schema, wanted).convert(batch)
+    taken = ColumnConverter(batch.schema, wanted).convert(batch)
     assert taken.to_pydict() == {"c": [2.0], "a": [1]}
     assert taken.schema.names == ["c", "a"]
 
@@ -280,7 +280,7 @@ def test_another_type_than_there_is_names_its_column(ddl: str, message: str) -> 
     schema = pa.schema({"n": pa.int64(), "items": pa.list_(pa.int64()), "at": pa.timestamp("us", "UTC")})
     wanted: Any = StructType.fromDDL(ddl)
     with pytest.raises(SourceError, match=re.escape(message)):
-        Columns(schema, wanted)
+        ColumnConverter(schema, wanted)
 
 
 @pytest.mark.usefixtures("spark")  # which parses DDL
@@ -294,7 +294,7 @@ def test_what_never_is_null_may_be_read_as_if_it_could_be() -> None:
     batch = pa.record_batch([pa.array([1], pa.int32()), pa.array([[2]], schema.field("l").type)], schema=schema)
     assert spark_schema(schema).fields[0].nullable is False
     wanted: Any = StructType.fromDDL("n int, l array<int>")
-    taken = Columns(schema, wanted).convert(batch)
+    taken = ColumnConverter(schema, wanted).convert(batch)
     assert taken.to_pylist() == [{"n": 1, "l": [2]}]
     assert taken.schema.field("l").type.value_field.nullable
 
@@ -312,4 +312,4 @@ def test_columns_that_are_not_there_or_there_twice_are_named() -> None:
 
 def test_only_two_things_can_become_of_nanoseconds() -> None:
     with pytest.raises(OptionError, match="refuse or truncate, not 'round'"):
-        Columns(pa.schema([]), StructType([]), "round")
+        ColumnConverter(pa.schema([]), StructType([]), "round")

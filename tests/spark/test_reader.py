@@ -24,7 +24,7 @@ from dissociated.spark import publish, read
 from dissociated.spark.columns import spark_schema
 from dissociated.spark.layouts import stream_layout
 from dissociated.spark.reader import DatasetReader
-from dissociated.spark.request import Request
+from dissociated.spark.request import DatasetRequest
 from dissociated.spark.types import arrow_schema
 from dissociated.store.commit import StagedSegment
 from dissociated.store.store import Store
@@ -334,7 +334,7 @@ def test_a_second_attempt_never_gets_the_rest_of_what_is_read_once(spark: SparkS
 
         def attempt(name: str, transport: str = transport) -> Generator[pa.RecordBatch, None, None]:
             """Read as a Python task does, and as the sidecar does for a task in the JVM."""
-            request = Request.parse({"catalog": server.catalog_uri, "path": name, "transport": transport})
+            request = DatasetRequest.parse({"catalog": server.catalog_uri, "path": name, "transport": transport})
             dataset = DatasetReader(request, request.schema())
             (partition,) = dataset.partitions()
             return dataset.batches(partition, EACH)
@@ -392,7 +392,7 @@ def test_wrong_options_are_told(spark: SparkSession, options: dict[str, str], me
 )
 def test_options_that_make_no_sense_are_told(options: dict[str, str], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        Request.parse({"catalog": "grpc://127.0.0.1:1", "path": "x", **options})
+        DatasetRequest.parse({"catalog": "grpc://127.0.0.1:1", "path": "x", **options})
 
 
 def test_a_dataset_or_a_transport_that_is_not_there_is_told(spark: SparkSession, server: dis.Server) -> None:

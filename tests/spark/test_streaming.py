@@ -17,7 +17,7 @@ import dissociated as dis
 from dissociated.errors import CatalogError, OptionError
 from dissociated.node.node import Node
 from dissociated.spark.catalog import CatalogConfig
-from dissociated.spark.request import Request
+from dissociated.spark.request import DatasetRequest
 from dissociated.spark.streaming import DatasetStreamReader, RowsPartition, StreamOptions
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
@@ -235,7 +235,7 @@ def reader(node: Node) -> Iterator[DatasetStreamReader]:
 
 
 def reading(node: Node, **options: str) -> DatasetStreamReader:
-    return DatasetStreamReader(Request(CatalogConfig(node.uri), "in"), SCHEMA, StreamOptions.parse(options))
+    return DatasetStreamReader(DatasetRequest(CatalogConfig(node.uri), "in"), SCHEMA, StreamOptions.parse(options))
 
 
 def leases(node: Node) -> int:
@@ -351,7 +351,7 @@ def test_what_is_gone_is_told_to_the_driver_and_to_tasks(node: Node, reader: Dat
 
 def test_a_live_source_is_refused(server: dis.Server) -> None:
     server.publish("in", lambda: pa.table({"id": [1]}).to_reader())
-    reader = DatasetStreamReader(Request(CatalogConfig(server.catalog_uri), "in"), SCHEMA, StreamOptions(ALL))
+    reader = DatasetStreamReader(DatasetRequest(CatalogConfig(server.catalog_uri), "in"), SCHEMA, StreamOptions(ALL))
     with pytest.raises(CatalogError, match="not a live source"):
         reader.latestOffset(reader.initialOffset(), ALL)
     reader.stop()

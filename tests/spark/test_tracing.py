@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dissociated.errors import OptionError
-from dissociated.spark.request import Request
+from dissociated.spark.request import DatasetRequest
 from support.tracing import traced_run, traced_server
 
 pytest.importorskip("opentelemetry.sdk", reason="the SDK of OpenTelemetry is not installed")
@@ -36,4 +36,4 @@ def test_the_streams_of_tasks_belong_to_the_span_of_the_driver(java: str) -> Non
 @pytest.mark.parametrize("value", ["", "garbage", f"00-{'0' * 32}-{'1' * 16}-01\n"])
 def test_an_invalid_trace_context_is_refused_at_planning(value: str) -> None:
     with pytest.raises(OptionError, match="the option traceparent is a trace context"):
-        Request.parse({"catalog": "grpc://127.0.0.1:1", "path": "data", "traceparent": value})
+        DatasetRequest.parse({"catalog": "grpc://127.0.0.1:1", "path": "data", "traceparent": value})

@@ -24,7 +24,7 @@ from dissociated.node.launch import running
 from dissociated.node.node import Node
 from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.reader import DatasetReader
-from dissociated.spark.request import Request
+from dissociated.spark.request import DatasetRequest
 from dissociated.spark.target import WriteTarget
 from dissociated.spark.writer import DatasetWriter, Written
 from dissociated.store.commit import Commit
@@ -268,7 +268,7 @@ def test_a_node_that_was_killed_is_started_again_with_what_it_had(outer: str, ru
     more = writing(outer, "append")
     more.commit([run(more, 3)])
     assert numbers(outer, "shm") == [1, 2, 3]
-    request = Request.parse({"catalog": outer, "path": "x"})
+    request = DatasetRequest.parse({"catalog": outer, "path": "x"})
     reader = DatasetReader(request, request.schema())
     kill_node(store)
     batches = [batch for partition in reader.partitions() for batch in reader.read(partition)]

@@ -30,7 +30,7 @@ _LOADED = (
     "dissociated.catalog.flight",
     "dissociated.client.client",
     "dissociated.cli.serving",
-    "dissociated.client.open",
+    "dissociated.client.uri_stream",
     "dissociated.ipc",
     "dissociated.node.node",
     "dissociated.server",

@@ -11,7 +11,7 @@ from typing import TypeAlias, TypeVar
 
 import pyarrow as pa
 
-from dissociated.client.connect import request_stream
+from dissociated.client.connection import request_stream
 from dissociated.client.plan import PartPlan, Step
 from dissociated.client.request import ReadRequest
 from dissociated.client.stream import ClientStream, TensorReader

@@ -132,7 +132,7 @@ class ConnectionStats:
     def status(self) -> ConsumerStatus:
         """Return the present state of the connection."""
         kept_bytes, now, nbytes = self.kept_bytes(), time.monotonic(), self.bytes
-        state = "asking" if self.dataset is None else "holding" if self.all_sent else "reading"
+        state = "pending" if self.dataset is None else "holding" if self.all_sent else "reading"
         if kept_bytes is not None:
             state = "cut off"
         return ConsumerStatus(

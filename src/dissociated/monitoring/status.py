@@ -27,7 +27,7 @@ class ConsumerStatus:
         connection: The number of the connection.
         transport: The scheme of its transport.
         peer: A description of the client.
-        state: `asking`, `reading`, `holding` or `cut off`.
+        state: `pending`, `reading`, `holding` or `cut off`.
         dataset: The name of the requested dataset; None before the request.
         seconds: The time since the connection was accepted.
         messages: The number of messages sent.

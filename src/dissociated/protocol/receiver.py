@@ -15,7 +15,7 @@ from dissociated.protocol.delivery import Delivered, Delivery
 from dissociated.protocol.message import Incoming, Run
 from dissociated.protocol.metadata import MetadataKind, parse_metadata
 from dissociated.protocol.run import recognise
-from dissociated.protocol.states import Machine, Role, State, Step
+from dissociated.protocol.states import Machine, Side, State, Step
 from dissociated.protocol.tags import SEQUENCE_MASK, BodyKind, parse_body_tag, unwrap
 
 #: Most bytes of bodies, and of metadata, that may wait for a message that they have overtaken.
@@ -46,7 +46,7 @@ class Receiver:
         max_waiting_bytes: int = MAX_WAITING_BYTES,
         max_waiting_metadata: int = MAX_WAITING_METADATA,
     ) -> None:
-        self._machine = Machine(Role.RECEIVER)
+        self._machine = Machine(Side.RECEIVER)
         self._max_metadata = max_metadata
         self._max_waiting_bytes = max_waiting_bytes
         self._max_waiting_metadata = max_waiting_metadata

@@ -13,7 +13,7 @@ from dissociated.protocol.events import AddressesFreed, StreamRequested, Streams
 from dissociated.protocol.message import Incoming, Message, Run
 from dissociated.protocol.metadata import encode_end_of_stream, encode_prefix
 from dissociated.protocol.run import encode
-from dissociated.protocol.states import Machine, Role, State, Step
+from dissociated.protocol.states import Machine, Side, State, Step
 from dissociated.protocol.tags import BodyKind, body_tag
 
 
@@ -55,7 +55,7 @@ class Sender:
 
     def __init__(self, tags: Tags) -> None:
         self._tags = tags
-        self._machine = Machine(Role.SENDER)
+        self._machine = Machine(Side.SENDER)
         #: The streams that the client has requested; both before its request.
         self.streams = Streams.BOTH
         #: The number of the next message, not truncated to 32 bits.

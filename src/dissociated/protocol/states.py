@@ -49,7 +49,7 @@ class Step(Enum):
     FAIL = "failure"
 
 
-class Role(Enum):
+class Side(Enum):
     """The sides of a stream."""
 
     SENDER = "sender"
@@ -58,15 +58,15 @@ class Role(Enum):
 
 _RUNNING = {Step.METADATA: State.STREAMING, Step.BODY: State.STREAMING, Step.FREE: State.STREAMING}
 
-TRANSITIONS: dict[Role, dict[State, dict[Step, State]]] = {
-    Role.SENDER: {
+TRANSITIONS: dict[Side, dict[State, dict[Step, State]]] = {
+    Side.SENDER: {
         State.IDLE: {Step.WANT: State.STREAMING, Step.FAIL: State.FAILED},
         State.STREAMING: {**_RUNNING, Step.END: State.ENDING, Step.FAIL: State.FAILED},
         State.ENDING: {Step.FREE: State.ENDING, Step.DRAINED: State.DONE, Step.FAIL: State.FAILED},
         State.DONE: {},
         State.FAILED: {Step.FREE: State.FAILED, Step.FAIL: State.FAILED},
     },
-    Role.RECEIVER: {
+    Side.RECEIVER: {
         State.IDLE: {Step.WANT: State.STREAMING, Step.FAIL: State.FAILED},
         State.STREAMING: {**_RUNNING, Step.END: State.ENDING, Step.FAIL: State.FAILED},
         State.ENDING: {
@@ -96,17 +96,17 @@ _RULES = {
 class Machine:
     """The state of one side of a stream."""
 
-    def __init__(self, role: Role) -> None:
-        self.role = role
+    def __init__(self, side: Side) -> None:
+        self.side = side
         self.state = State.IDLE
-        self._table = TRANSITIONS[role]
+        self._table = TRANSITIONS[side]
 
     def move(self, step: Step, error_type: type[ProtocolError]) -> None:
         """Take `step`, or raise `error_type` and keep the state."""
         following = self._table[self.state].get(step)
         if following is None:
             raise error_type(
-                f"{step.value} is not allowed while the {self.role.value} of this stream is {self.state.value}",
+                f"{step.value} is not allowed while the {self.side.value} of this stream is {self.state.value}",
                 rule=_RULES.get(step),
             )
         self.state = following

@@ -31,7 +31,7 @@ class Limits:
     inline_limit: int | None
     max_metadata: int
     max_connections: int
-    max_asking: int
+    max_pending: int
     idle_timeout: float
     max_idle: int
 
@@ -46,28 +46,28 @@ class Admission:
     def __init__(self, limits: Limits, activity: Activity) -> None:
         self._limits = limits
         self._activity = activity
-        self._changed = threading.Condition()  # notified when a connection leaves `_asking`
+        self._changed = threading.Condition()  # notified when a connection leaves `_pending`
         #: The connections that have sent no request yet, oldest first, each with the time at which it was accepted.
-        self._asking: dict[Connection, float] = {}
+        self._pending: dict[Connection, float] = {}
         self._served: set[Connection] = set()  # the connections whose request has arrived
         self._idle: dict[Connection, None] = {}  # the connections that wait for another request, oldest first
         self._max_idle = limits.max_idle  # 0 once the server refuses requests
 
     def make_room(self) -> None:
-        """Wait for a free place if `max_asking` connections have sent no request yet.
+        """Wait for a free place if `max_pending` connections have sent no request yet.
 
         If no place becomes free, interrupt the oldest of these connections once it has had `_MIN_REQUEST_TIME`. Without
         that minimum, clients that reconnect at once whenever they are closed would take all places.
         """
         removed = None
         with self._changed:
-            while len(self._asking) >= self._limits.max_asking and removed is None:
-                oldest, since = next(iter(self._asking.items()))
+            while len(self._pending) >= self._limits.max_pending and removed is None:
+                oldest, since = next(iter(self._pending.items()))
                 remaining = since + _MIN_REQUEST_TIME - time.monotonic()
                 if remaining > 0:
                     self._changed.wait(remaining)
                 else:
-                    del self._asking[oldest]
+                    del self._pending[oldest]
                     removed = oldest
         if removed is not None:
             removed.interrupt()
@@ -75,7 +75,7 @@ class Admission:
     def begin(self, connection: Connection) -> None:
         """Count a connection that was accepted and has sent no request yet."""
         with self._changed:
-            self._asking[connection] = time.monotonic()
+            self._pending[connection] = time.monotonic()
 
     def begin_idle(self, connection: Connection) -> bool:
         """Count a connection whose stream has ended and that waits for another request.
@@ -114,10 +114,10 @@ class Admission:
             ServerFull: if more than `max_connections` connections would be served.
         """
         with self._changed:
-            if connection not in self._asking and connection not in self._idle:
+            if connection not in self._pending and connection not in self._idle:
                 raise ConnectionClosed("the client sent no request before its place was needed for others")
             self._idle.pop(connection, None)
-            self._remove_asking(connection)
+            self._remove_pending(connection)
             connection.request_deadline = None
             self._served.add(connection)
             if len(self._served) > self._limits.max_connections:
@@ -128,11 +128,11 @@ class Admission:
         with self._changed:
             self._served.discard(connection)
             self._idle.pop(connection, None)
-            self._remove_asking(connection)
+            self._remove_pending(connection)
 
-    def _remove_asking(self, connection: Connection) -> None:
-        """Remove `connection` from `_asking` if it is there, and wake a thread that waits for its place."""
-        if self._asking.pop(connection, None) is not None:
+    def _remove_pending(self, connection: Connection) -> None:
+        """Remove `connection` from `_pending` if it is there, and wake a thread that waits for its place."""
+        if self._pending.pop(connection, None) is not None:
             self._changed.notify()
 
     def watch_kept(self, segments: Iterable[Mappable]) -> None:

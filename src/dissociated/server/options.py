@@ -46,7 +46,7 @@ class ServerOptions:
     Limits:
 
     - `max_connections`: largest number of clients that have sent their request.
-    - `max_asking`: largest number of clients that have sent no request yet. Further clients wait; after a second, the
+    - `max_pending`: largest number of clients that have sent no request yet. Further clients wait; after a second, the
       oldest client without a request is disconnected to make room.
     - `max_idle`: largest number of clients that have read a stream and may request another on the same connection.
       Beyond it, the client that has been idle for longest is disconnected. With 0, a connection carries one stream.
@@ -101,7 +101,7 @@ class ServerOptions:
     inline_limit: int | None = None
     max_metadata: int = MAX_METADATA
     max_connections: int = 1024
-    max_asking: int = 128
+    max_pending: int = 128
     max_idle: int = 128
     advertise: str | None = None
     allow_rma: bool = False
@@ -117,8 +117,8 @@ class ServerOptions:
     @property
     def limits(self) -> Limits:
         """The limits on clients. Raises OptionError if an option is invalid."""
-        if self.max_asking < 1:
-            raise OptionError(f"max_asking is {self.max_asking!r}; it must be 1 or more")
+        if self.max_pending < 1:
+            raise OptionError(f"max_pending is {self.max_pending!r}; it must be 1 or more")
         if self.max_idle < 0:
             raise OptionError(f"max_idle is {self.max_idle!r}; it must be 0 or more")
         return Limits(
@@ -131,7 +131,7 @@ class ServerOptions:
             inline_limit=self.inline_limit,
             max_metadata=self.max_metadata,
             max_connections=self.max_connections,
-            max_asking=self.max_asking,
+            max_pending=self.max_pending,
             max_idle=self.max_idle,
         )
 

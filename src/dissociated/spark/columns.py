@@ -76,7 +76,7 @@ def spark_schema(schema: pa.Schema, columns: Sequence[str] | None = None) -> Str
     return spark
 
 
-class Columns:
+class ColumnConverter:
     """A converter of batches with the Arrow schema `source` to batches that Spark accepts for the schema `target`.
 
     Args:

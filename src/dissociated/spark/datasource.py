@@ -12,7 +12,7 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import StructType
 
 from dissociated.spark.reader import DatasetReader
-from dissociated.spark.request import Request
+from dissociated.spark.request import DatasetRequest
 from dissociated.spark.target import WriteTarget
 from dissociated.spark.types import arrow_schema, function_schema
 from dissociated.spark.writer import DatasetWriter
@@ -51,13 +51,13 @@ class DissociatedDataSource(DataSource):
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         from dissociated.spark.streaming import DatasetStreamReader, StreamOptions
 
-        return DatasetStreamReader(Request.parse(self.options), schema, StreamOptions.parse(self.options))
+        return DatasetStreamReader(DatasetRequest.parse(self.options), schema, StreamOptions.parse(self.options))
 
     def schema(self) -> StructType:
-        return Request.parse(self.options).schema()
+        return DatasetRequest.parse(self.options).schema()
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        request = Request.parse(self.options)
+        request = DatasetRequest.parse(self.options)
         request.check_columns(schema)
         function_schema(schema)
         return DatasetReader(request, schema)

@@ -31,9 +31,9 @@ from dissociated.codec.join import Messages, join
 from dissociated.control.locations import DatasetInfo, Endpoint
 from dissociated.errors import DatasetNotFound, DissociatedError, NodeUnreachable, ReadOnce, SourceError
 from dissociated.memory.region import AddressSpace
-from dissociated.spark.columns import Columns, spark_schema
+from dissociated.spark.columns import ColumnConverter, spark_schema
 from dissociated.spark.filters import exact_filters
-from dissociated.spark.request import PlannedVersion, Request
+from dissociated.spark.request import DatasetRequest, PlannedVersion
 from dissociated.spark.types import arrow_schema
 
 _MIN_SLICE_BYTES = 4 << 20  # of a slice for a task that would have none otherwise
@@ -66,7 +66,7 @@ class DatasetReader(DataSourceReader):
     Rows that do not pass `conditions` may be omitted: Spark filters by these conditions itself.
     """
 
-    def __init__(self, request: Request, schema: StructType, conditions: Sequence[Any] = ()) -> None:
+    def __init__(self, request: DatasetRequest, schema: StructType, conditions: Sequence[Any] = ()) -> None:
         self.request = request
         self.schema = schema
         self.conditions = conditions
@@ -139,7 +139,7 @@ class DatasetReader(DataSourceReader):
             spaces: A list for the address spaces of the connections, for Spark's JVM. If given, the files of their
                 regions are kept, and batches without rows are yielded, too: they let the caller notice that its own
                 caller has gone.
-            in_place: Whether types are those of `Columns.select`, so that more values stay in shared memory.
+            in_place: Whether types are those of `ColumnConverter.select`, so that more values stay in shared memory.
         """
         with self.request.catalog.connect() as client, self._refusals():
             was_known = self._lookup is not None
@@ -196,13 +196,13 @@ class DatasetReader(DataSourceReader):
             yield header, body
 
         with closing(join(messages(), max_body=max_body)) as reader:
-            columns = Columns(reader.schema, self.schema, self.request.nanoseconds)
+            columns = ColumnConverter(reader.schema, self.schema, self.request.nanoseconds)
             for batch in portions(reader, max_rows):
                 yield columns.select(batch)
 
     def readable(self, schema: pa.Schema) -> bool:
         """Return whether Spark's JVM reads the wanted columns of a stream with this schema without conversion."""
-        return Columns(schema, self.schema, self.request.nanoseconds).readable
+        return ColumnConverter(schema, self.schema, self.request.nanoseconds).readable
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -324,13 +324,13 @@ class _BatchFilter:
         OptionError: The filters cannot be applied to these columns.
     """
 
-    def __init__(self, request: Request, target: StructType, source: pa.Schema) -> None:
-        self._columns = Columns(source, target, request.nanoseconds)
+    def __init__(self, request: DatasetRequest, target: StructType, source: pa.Schema) -> None:
+        self._columns = ColumnConverter(source, target, request.nanoseconds)
         self._filters = request.filters
         names = self._columns.names
         if self._filters is not None:
             filter_columns = self._filters.columns
-            self._filter_columns = Columns(source, spark_schema(source, filter_columns), request.nanoseconds)
+            self._filter_columns = ColumnConverter(source, spark_schema(source, filter_columns), request.nanoseconds)
             # Raises if the filters do not fit the columns.
             self._filters.mask(pa.RecordBatch.from_pylist([], self._filter_columns.schema))
             names = [*names, *filter_columns]

@@ -47,7 +47,7 @@ class PlannedVersion(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Request:
+class DatasetRequest:
     """The dataset to read and the way to read it: the checked options of `spark.read.format("dissociated")`."""
 
     catalog: CatalogConfig
@@ -61,7 +61,7 @@ class Request:
     traceparent: str | None = None
 
     @classmethod
-    def parse(cls, options: Any) -> Request:
+    def parse(cls, options: Any) -> DatasetRequest:
         """Parse the options of the data source.
 
         Raises:

@@ -70,7 +70,7 @@ from dissociated.spark.filters import as_filters
 from dissociated.spark.layouts import stream_layout
 from dissociated.spark.pickled import pickled, unpickled
 from dissociated.spark.reader import DatasetReader
-from dissociated.spark.request import PlannedVersion, Request
+from dissociated.spark.request import DatasetRequest, PlannedVersion
 from dissociated.spark.staging import Writes
 from dissociated.spark.stream import SharedStream
 from dissociated.spark.target import WriteTarget, parse_tags
@@ -110,7 +110,7 @@ class Sidecar:
         }
 
     def describe(self, options: Mapping[str, str]) -> Any:
-        request = Request.parse(options)
+        request = DatasetRequest.parse(options)
         with request.catalog.connect() as client:
             info = request.describe(client)
         sizes = {"rows": info.rows, "nbytes": info.nbytes} if request.filters is None else {}
@@ -129,7 +129,7 @@ class Sidecar:
         share: float,
         tasks: int,
     ) -> Any:
-        request = Request.parse(options)
+        request = DatasetRequest.parse(options)
         request.check_columns(StructType.fromJson(json.loads(schema)))
         reader = DatasetReader(request, StructType.fromJson(json.loads(columns)), as_filters(conditions))
         partitions = [
@@ -243,7 +243,7 @@ def load_table(
             return None
         if timestamp is not None:
             version = str(_version_at(client, name, datetime.fromtimestamp(0, UTC) + timedelta(microseconds=timestamp)))
-        request = Request.parse({**options, "path": name, **({} if version is None else {"version": version})})
+        request = DatasetRequest.parse({**options, "path": name, **({} if version is None else {"version": version})})
         try:
             info = request.describe(client)
         except DatasetNotFound as error:

@@ -28,10 +28,10 @@ from pyspark.sql.types import StructType
 from dissociated.client.client import Client
 from dissociated.control.locations import DatasetInfo
 from dissociated.errors import CatalogError, DatasetNotFound, OptionError, PySparkNotFound, StoreError
-from dissociated.spark.columns import Columns
+from dissociated.spark.columns import ColumnConverter
 from dissociated.spark.fitting import Fitting
 from dissociated.spark.reader import portions
-from dissociated.spark.request import Request
+from dissociated.spark.request import DatasetRequest
 from dissociated.spark.target import WriteTarget
 from dissociated.spark.writer import Written, commit, is_committed, write_segment
 
@@ -175,7 +175,7 @@ class DatasetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     driver shares no memory with the node, it holds nothing.
     """
 
-    def __init__(self, request: Request, schema: StructType, options: StreamOptions) -> None:
+    def __init__(self, request: DatasetRequest, schema: StructType, options: StreamOptions) -> None:
         self.request = request
         self.name = request.name
         self.schema = schema
@@ -277,7 +277,7 @@ class DatasetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             reader = client.read(
                 self.name, transport=self.request.transport, columns=self.schema.fieldNames(), rows=rows
             )
-            columns = Columns(reader.schema, self.schema, self.request.nanoseconds)
+            columns = ColumnConverter(reader.schema, self.schema, self.request.nanoseconds)
             # A replaced lineage never returns: if the lineage matches now, it did when the reader was opened.
             self._check_lineage(client.describe(self.name), partition.lineage_id, partition.end)
             yield from (columns.convert(batch) for batch in portions(reader) if batch.num_rows)

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from dissociated.base.buffers import MAX_BODY, MAX_METADATA
 from dissociated.client.asynchronous import asynchronous
-from dissociated.client.connect import parse_uris
+from dissociated.client.connection import parse_uris
 from dissociated.client.parts import open_part, open_part_on_device, open_part_tensors
 from dissociated.client.plan import PartPlan, Route, plan_part
 from dissociated.client.request import TIMEOUT, ReadRequest
