@@ -18,7 +18,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtocolError, TransportError, UriError
-from dissociated.transport.native.fabric.domain import Domain
+from dissociated.transport.native.fabric.memory import Domain
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 from support.helpers import wait_until

@@ -15,7 +15,7 @@ from dissociated.transport.native.addresses import host_and_port
 from dissociated.transport.native.fabric import listener as listeners
 from dissociated.transport.native.fabric.control import Kind
 from dissociated.transport.native.fabric.endpoint import FabricEndpoint
-from dissociated.transport.native.fabric.operations import Completion
+from dissociated.transport.native.fabric.memory import Completion
 from dissociated.transport.native.fabric.provider import PROVIDER
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri

@@ -23,16 +23,16 @@ from dissociated.memory.region import Region
 from dissociated.memory.remote import Span, with_spans
 from dissociated.protocol.message import Incoming, Message
 from dissociated.transport.base import Listener
+from dissociated.transport.native import threads
 from dissociated.transport.native.fabric import connection as connections
-from dissociated.transport.native.fabric import domain as domains
 from dissociated.transport.native.fabric import endpoint as endpoints
-from dissociated.transport.native.fabric import heartbeat
+from dissociated.transport.native.fabric import libfabric as libraries
+from dissociated.transport.native.fabric import memory as memories
 from dissociated.transport.native.fabric.connection import FabricConnection
 from dissociated.transport.native.fabric.control import LARGE, Kind
-from dissociated.transport.native.fabric.domain import RMA_KEY
 from dissociated.transport.native.fabric.endpoint import FabricEndpoint
 from dissociated.transport.native.fabric.libfabric import installed_library, ofi
-from dissociated.transport.native.fabric.operations import Completion
+from dissociated.transport.native.fabric.memory import RMA_KEY, Completion
 from dissociated.transport.native.fabric.provider import PROVIDER, open_endpoint
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
@@ -354,7 +354,7 @@ def test_a_connection_that_fetches_can_be_closed_without_a_descriptor() -> None:
 
 
 def test_an_interrupted_close_leaves_nothing() -> None:
-    for module, function in ((heartbeat, "remove"), (connections, "_say_goodbye"), (endpoints, "_cut")):
+    for module, function in ((threads, "remove"), (connections, "_say_goodbye"), (endpoints, "_cut")):
         with (
             case(function),
             leaving_nothing(),
@@ -367,8 +367,12 @@ def test_an_interrupted_close_leaves_nothing() -> None:
 
 
 def test_ctrl_c_at_any_line_of_closing_an_endpoint_leaves_nothing_and_is_heard() -> None:
-    lines = ((endpoints, ("_give_back", "_drain")), (domains, ("close_object", "leave", "unregister")))
-    for module, functions in lines:
+    lines = (
+        (endpoints, ("_give_back", "_drain"), 6),
+        (libraries, ("close",), 1),
+        (memories, ("leave", "unregister"), 5),
+    )
+    for module, functions, least in lines:
         at, interrupted = 0, True
         while interrupted:
             with case((functions, at)), leaving_nothing():
@@ -383,7 +387,7 @@ def test_ctrl_c_at_any_line_of_closing_an_endpoint_leaves_nothing_and_is_heard()
                 interrupted = interruption.came
                 assert raised == interrupted
             at += 1
-        assert at > 5
+        assert at > least
 
 
 class Counting(FabricEndpoint):

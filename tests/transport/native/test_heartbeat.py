@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 
-from dissociated.transport.native.fabric.heartbeat import Heartbeat
+from dissociated.transport.native.threads import Heartbeat
 from support.helpers import PATIENCE
 
 

@@ -1,14 +1,23 @@
-"""Threads that drive a medium or wait for it: how to start one, and how to wake one that sleeps on descriptors."""
+"""Threads that drive a medium or wait for it.
+
+How to start a thread, how to wake a thread that sleeps on descriptors, and a thread for the heartbeats of connections.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import threading
+import time
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
-from dissociated.errors import TransportError
+from dissociated.base.once import once
+from dissociated.errors import DissociatedError, TransportError
 from dissociated.transport.framed.connection import socket_error
+
+_log = logging.getLogger(__name__)
 
 MAX_SLEEP = 1.0  # seconds, in case the medium fails to wake the thread
 
@@ -69,3 +78,67 @@ class Waker:
         with self._lock:
             self._open = False
             os.close(self.descriptor)
+
+
+#: Sends one heartbeat of a connection.
+Beat: TypeAlias = Callable[[], None]
+
+
+class Heartbeat:
+    """The heartbeats of all connections of this process, and their thread, which runs while there are connections."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._due: dict[Beat, tuple[float, float]] = {}  # the time of the next heartbeat, and the seconds between two
+        self._running = False
+
+    def add(self, beat: Beat, interval: float) -> None:
+        """Call `beat` every `interval` seconds.
+
+        Raises:
+            TransportError: if the system has no thread to spare.
+        """
+        with self._changed:
+            if not self._running:
+                start_thread(self._run, "heartbeat")
+                self._running = True
+            self._due[beat] = time.monotonic() + interval, interval
+            self._changed.notify()
+
+    def remove(self, beat: Beat) -> None:
+        """Stop calling `beat`, if it is called."""
+        with self._changed:
+            self._due.pop(beat, None)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        with self._changed:
+            try:
+                while self._due:
+                    self._beat()
+            finally:
+                self._running = False
+
+    def _beat(self) -> None:
+        beat = min(self._due, key=self._due.__getitem__)
+        due, interval = self._due[beat]
+        remaining = due - time.monotonic()
+        if remaining > 0:
+            self._changed.wait(remaining)
+            return
+        self._due[beat] = time.monotonic() + interval, interval
+        self._changed.release()
+        try:
+            beat()
+        except DissociatedError as error:
+            _log.info("heartbeat failed: heartbeat=%r error=%s", beat, error)
+        except Exception:  # such as a MemoryError, which must not stop the heartbeats of other connections
+            _log.exception("heartbeat failed, internal error: heartbeat=%r", beat)
+        finally:
+            self._changed.acquire()
+
+
+@once
+def heartbeat_of(pid: int) -> Heartbeat:
+    """Return the heartbeats of process `pid`: after a fork, threads and connections remain the parent's."""
+    return Heartbeat()

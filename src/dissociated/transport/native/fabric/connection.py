@@ -39,14 +39,15 @@ from dissociated.transport.native.fabric.control import (
     Credit,
     Handshake,
     Kind,
+    Liveness,
     is_control,
 )
-from dissociated.transport.native.fabric.domain import QUEUE, RMA_KEY
 from dissociated.transport.native.fabric.dual_endpoint import ConnectionEndpoint
 from dissociated.transport.native.fabric.endpoint import MAX_SMALL_UNTAGGED, PeekedMessage
-from dissociated.transport.native.fabric.heartbeat import Liveness, heartbeat_of
-from dissociated.transport.native.fabric.operations import Completion, Done
+from dissociated.transport.native.fabric.libfabric import QUEUE
+from dissociated.transport.native.fabric.memory import RMA_KEY, Completion, Done
 from dissociated.transport.native.fabric.outbox import Outbox, Outgoing, PendingSend
+from dissociated.transport.native.threads import heartbeat_of
 from dissociated.transport.states import ConnectionState
 
 _log = logging.getLogger(__name__)

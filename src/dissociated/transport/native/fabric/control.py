@@ -1,12 +1,13 @@
 """Control messages, which the two ends of a connection over libfabric exchange in addition to the protocol.
 
-They carry the names of the endpoints, the number of consumed bytes, the reason of an abort, and the notice of a close:
-see docs/fabric-peers.md.
+They carry the names of the endpoints, the number of consumed bytes (also as the heartbeat), the reason of an abort, and
+the notice of a close: see docs/fabric-peers.md.
 """
 
 from __future__ import annotations
 
 import struct
+import time
 from enum import IntEnum
 
 from dissociated.errors import RemoteProtocolError, TransportError
@@ -225,3 +226,34 @@ class Credit:
     def last_report(self) -> bytes:
         """Return the payload of the last report again."""
         return CONSUMED.pack(self._reported)
+
+
+_MAX_MISSED = 10  # missing heartbeats after which a peer is considered dead
+_REFUSED = 1.0  # seconds for which libfabric may refuse a message although it is idle
+
+
+class Liveness:
+    """The number of heartbeats that a peer has missed, and the time for which libfabric has refused a message to it."""
+
+    def __init__(self) -> None:
+        self.heard = True  #: whether the peer has sent anything since the last heartbeat
+        self._missed = 0
+        self._refused: object = None  # the message that libfabric refused at the last heartbeat, or None
+        self._refused_at = 0.0  # the time since which it has refused it
+
+    def miss(self) -> bool:
+        """Count this interval as missed unless the peer was heard. Return whether it has missed too many."""
+        self._missed = 0 if self.heard else self._missed + 1
+        self.heard = False
+        return self._missed >= _MAX_MISSED
+
+    def refuses(self, waiting: object) -> bool:
+        """Return whether libfabric has refused a message for so long that there is no connection any more.
+
+        Args:
+            waiting: the message that libfabric refuses although it is idle and accepted earlier ones, or None.
+        """
+        now = time.monotonic()
+        if waiting is not self._refused:
+            self._refused, self._refused_at = waiting, now
+        return waiting is not None and now >= self._refused_at + _REFUSED

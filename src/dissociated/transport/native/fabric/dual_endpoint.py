@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from dissociated.errors import TransportError
 from dissociated.transport.native.fabric.endpoint import FabricEndpoint, PeekedMessage
-from dissociated.transport.native.fabric.operations import Done
+from dissociated.transport.native.fabric.memory import Done
 from dissociated.transport.native.threads import Waker
 
 

@@ -6,27 +6,28 @@ here is thread-safe, and nothing depends on the content of messages.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import resource
-import socket
 import struct
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from dissociated.base.interrupts import interrupts_held
-from dissociated.base.once import once
 from dissociated.errors import TransportError
-from dissociated.transport.native.addresses import host_and_port
+from dissociated.transport.native.addresses import shut_down_between
 from dissociated.transport.native.fabric import libfabric as c
-from dissociated.transport.native.fabric.domain import QUEUE, Domain, close_object, find_info
-from dissociated.transport.native.fabric.libfabric import ofi
-from dissociated.transport.native.fabric.operations import Completion, Done, Filling, Operation, Operations
+from dissociated.transport.native.fabric.libfabric import QUEUE, ofi
+from dissociated.transport.native.fabric.memory import (
+    Completion,
+    Domain,
+    Done,
+    Filling,
+    Operation,
+    Operations,
+    heap_of,
+)
 from dissociated.transport.native.threads import Waker
-from dissociated.uri import ANY_INTERFACE
 
 ANY_TAG = 2**64 - 1
 _ANYBODY = 2**64 - 1
@@ -49,42 +50,6 @@ class PeekedMessage(NamedTuple):
     tag: int
     length: int
     context: Any
-
-
-class Heap:
-    """The part of the C library's heap that endpoints use.
-
-    An endpoint takes 33 MB of it. glibc keeps freed memory, separately for each thread that has allocated, so a process
-    that opens and closes many connections would keep gigabytes. Freed memory is therefore returned to the system as
-    soon as more endpoints were closed than are open. That takes a few milliseconds, less than opening an endpoint.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # a finalizer may interrupt its owner
-        self._open = self._closed = 0  # endpoints that are open, and those closed since memory was last returned
-
-    def opened(self) -> None:
-        """Count an endpoint that is being opened."""
-        with self._lock:
-            self._open += 1
-
-    def closed(self) -> None:
-        """Count an endpoint that was closed, and return memory to the system if it is time."""
-        with self._lock:
-            self._open -= 1
-            self._closed += 1
-            if self._closed < self._open:
-                return
-            self._closed = 0
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it; other C libraries keep less memory
-        if trim is not None:
-            trim(0)
-
-
-@once
-def heap_of(pid: int) -> Heap:
-    """Return the heap of process `pid`. A forked child does not close the endpoints of its parent."""
-    return Heap()
 
 
 class FabricEndpoint:
@@ -118,9 +83,7 @@ class FabricEndpoint:
         self._peeked: PeekedMessage | None = None
         self._provider, self._rma, self._rxm = provider, rma, provider.endswith("ofi_rxm")
         self._last_name: bytes | None = None  # the name of the endpoint that was inserted last
-        info = find_info(
-            self.ofi, provider, node, service, c.SOURCE, rma, f"opening {provider} at {node}:{service or '*'}"
-        )
+        info = self.ofi.find(provider, node, service, c.SOURCE, rma, f"opening {provider} at {node}:{service or '*'}")
         try:
             self.iov_limit = min(info.tx_attr.iov_limit, 4)
             self.max_message: int = info.ep_attr.max_msg_size
@@ -200,7 +163,7 @@ class FabricEndpoint:
 
     def find(self, node: str, service: str) -> bytes:
         """Return the name of the endpoint that is bound to `node` and `service`."""
-        info = find_info(self.ofi, self._provider, node, service, 0, self._rma, f"looking for {node}:{service}")
+        info = self.ofi.find(self._provider, node, service, 0, self._rma, f"looking for {node}:{service}")
         try:
             return bytes(self._ffi.buffer(info.dest_addr, info.dest_addrlen))
         finally:
@@ -458,7 +421,7 @@ class FabricEndpoint:
         if self._last_name is None:
             return
         with suppress(ValueError, struct.error):  # names of providers without TCP are no socket addresses
-            _shut_down(self.name, self._last_name)
+            shut_down_between(self.name, self._last_name)
         end = time.monotonic() + _CUT_OFF_TIMEOUT
         with suppress(TransportError):
             while self._operations.fetching and time.monotonic() < end:
@@ -478,56 +441,12 @@ class FabricEndpoint:
             self._drain()
             self._enabled = False
         if len(self._opened) == _ALL:  # the endpoint goes first, so that nothing uses registered memory any more
-            close_object(self._ffi, self._opened.pop())
+            self.ofi.close(self._opened.pop())
         self._operations.unregister_all()
         while self._opened:
-            close_object(self._ffi, self._opened.pop())
+            self.ofi.close(self._opened.pop())
         if self._entered:
             self._entered = False
             self.domain.leave()
             self._heap.closed()
         self._operations.clear()
-
-
-def _shut_down(name: bytes, peer_name: bytes) -> None:
-    """Shut down the TCP connections of the endpoint called `name`, and those with the endpoint called `peer_name`.
-
-    Libfabric does not expose its connections, so they are looked for among the descriptors of this process. The C
-    library is called directly, because Python's `socket` would have to duplicate each descriptor, and none may be free.
-
-    No other thread may use the endpoint meanwhile. Libfabric closes its connections only while it works, so their
-    descriptors are not reused during this call. Duplicates would not be safer: closing the duplicate of a file would
-    release the locks of this process on that file, such as those of SQLite.
-
-    Raises:
-        ValueError: if a name is no internet address.
-        struct.error: if a name is too short.
-    """
-    (host, port), peer = host_and_port(name), host_and_port(peer_name)
-    libc, stream = ctypes.CDLL(None), struct.pack("i", socket.SOCK_STREAM)
-    for descriptor in _descriptors():
-        with suppress(OSError, ValueError, struct.error):  # closed meanwhile, or no internet socket
-            here = host_and_port(_query(libc.getsockname, descriptor))
-            is_stream = _query(libc.getsockopt, descriptor, socket.SOL_SOCKET, socket.SO_TYPE) == stream
-            is_own = here[1] == port and (here[0] == host or host in ANY_INTERFACE)
-            if is_stream and (is_own or host_and_port(_query(libc.getpeername, descriptor)) == peer):
-                libc.shutdown(descriptor, socket.SHUT_RDWR)
-
-
-def _query(call: Callable[..., int], descriptor: int, *about: int) -> bytes:
-    """Return the result of a C function that describes a socket. Raise OSError if it fails."""
-    memory, length = ctypes.create_string_buffer(256), ctypes.c_uint32(256)
-    if call(descriptor, *about, memory, ctypes.byref(length)):
-        raise OSError(f"descriptor {descriptor} is not a connected socket")
-    return memory.raw[: length.value]
-
-
-def _descriptors() -> Iterable[int]:
-    """List the open descriptors of this process; if no descriptor is free for that, all possible ones.
-
-    In the latter case almost all are open, so there are hardly more to check. Each check takes a few microseconds.
-    """
-    try:
-        return map(int, os.listdir("/proc/self/fd"))
-    except OSError:
-        return range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])

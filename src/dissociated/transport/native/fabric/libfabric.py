@@ -18,6 +18,7 @@ from typing import Any
 from dissociated.base.once import once
 from dissociated.errors import TransportError
 from dissociated.transport.native.library import Library
+from dissociated.uri import ANY_INTERFACE
 
 LIBRARY = Library("fabric", "libfabric", "libfabric.so.1", "DISSOCIATED_FABRIC_LIBRARY")
 
@@ -237,6 +238,8 @@ EIO, EAGAIN, ENOMSG, EAVAIL = 5, 11, 42, 259
 API = 1 << 16 | 17
 #: The first version whose provider tcp;ofi_rxm is sufficient.
 OLDEST_LIBFABRIC = (1, 17)
+#: Limit of operations in progress of an endpoint, in each direction. Libfabric's default takes 40 MB per endpoint.
+QUEUE = 256
 #: Sizes in bytes of the structures that libfabric copies to and from our memory, since version 1.17, on 64 bits.
 SIZES = {"struct fi_cq_tagged_entry": 48, "struct fi_msg": 48, "struct fi_msg_tagged": 64, "struct fi_cq_attr": 40}
 
@@ -270,6 +273,38 @@ class Ofi:
         """Raise TransportError, with a message that starts with `action`, if `code` is an error."""
         if code < 0:
             raise TransportError(f"{action}: libfabric {self.version}: {self.explain(code)}")
+
+    def find(self, provider: str, node: str, service: str | None, flags: int, rma: bool, action: str) -> Any:
+        """Find a way to open an endpoint of `provider` at `node` and `service`.
+
+        Returns:
+            The first fi_info that libfabric offers. The caller must release it with fi_freeinfo.
+
+        Raises:
+            TransportError: if libfabric offers none. The message starts with `action`.
+        """
+        ffi, lib = self.ffi, self.lib
+        hints = lib.fi_dupinfo(ffi.NULL)
+        hints.caps = MSG | TAGGED | (RMA if rma else 0)
+        hints.ep_attr.type = EP_RDM
+        hints.fabric_attr.prov_name = lib.strdup(provider.encode())
+        hints.domain_attr.threading = THREAD_SAFE if rma else THREAD_DOMAIN  # with rma, connections share a domain
+        hints.domain_attr.mr_mode = MR_LOCAL | MR_VIRT_ADDR | MR_PROV_KEY | MR_ALLOCATED
+        hints.tx_attr.size = hints.rx_attr.size = QUEUE
+        result = ffi.new("struct fi_info **")
+        where = ffi.NULL if service is None else service.encode()
+        # rxm has no endpoints on all interfaces. Given 0.0.0.0, it would take the loopback address. Given nothing, it
+        # takes the first address of this host that others reach.
+        chooses = node in ANY_INTERFACE and provider.endswith("ofi_rxm") and service is not None
+        host = ffi.NULL if chooses else node.encode()
+        code = lib.fi_getinfo(API, host, where, flags, hints, result)
+        lib.fi_freeinfo(hints)
+        self.check(code, action)
+        return result[0]
+
+    def close(self, opened: Any) -> None:
+        """Close an object of libfabric: an endpoint, a queue, a domain or registered memory."""
+        opened.fid.ops.close(self.ffi.addressof(opened.fid))
 
     def _check_layouts(self) -> None:
         """Raise TransportError if the structures of the loaded library differ from the definitions here.

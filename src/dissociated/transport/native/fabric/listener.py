@@ -19,9 +19,8 @@ from dissociated.transport.native.addresses import host_and_port
 from dissociated.transport.native.fabric import libfabric as c
 from dissociated.transport.native.fabric.connection import FabricConnection
 from dissociated.transport.native.fabric.control import CONTROL, CONTROL_BUFFERS, CONTROL_SIZE, VERSION, Kind
-from dissociated.transport.native.fabric.domain import RMA_KEY, Domain
 from dissociated.transport.native.fabric.endpoint import FabricEndpoint
-from dissociated.transport.native.fabric.operations import Completion
+from dissociated.transport.native.fabric.memory import RMA_KEY, Completion, Domain
 from dissociated.transport.native.fabric.provider import (
     allows_rma,
     heartbeat_interval,

@@ -11,7 +11,7 @@ from dissociated.errors import LocalProtocolError, TransportError
 from dissociated.protocol.message import Message
 from dissociated.transport.native.fabric.control import CONTROL, KIND_MASK, LARGE, Handshake
 from dissociated.transport.native.fabric.dual_endpoint import ConnectionEndpoint
-from dissociated.transport.native.fabric.operations import Completion
+from dissociated.transport.native.fabric.memory import Completion
 from dissociated.transport.native.library import view_of
 
 _log = logging.getLogger(__name__)

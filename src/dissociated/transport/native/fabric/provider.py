@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dissociated.errors import UriError
 from dissociated.transport.native.fabric.control import held_up
-from dissociated.transport.native.fabric.domain import Domain
 from dissociated.transport.native.fabric.dual_endpoint import ConnectionEndpoint, DualEndpoint
 from dissociated.transport.native.fabric.endpoint import FabricEndpoint
 from dissociated.transport.native.fabric.libfabric import LIBRARY, ofi
+from dissociated.transport.native.fabric.memory import Domain
 from dissociated.uri import Uri
 
 PROVIDER = "tcp;ofi_rxm"
