@@ -17,7 +17,7 @@ from dissociated.catalog.listing import REUSE_CONNECTION
 from dissociated.control.locations import Endpoint, locations
 from dissociated.store.segment import SegmentWriter
 from dissociated.uri import Uri
-from support.helpers import commit_of
+from support.helpers import commit_of, wait_until
 
 TABLE = pa.table(
     {"n": [1, None, 3], "s": ["a", "b", None], "d": pa.array(["x", "y", "x"]).dictionary_encode()}, metadata={"a": "b"}
@@ -118,6 +118,26 @@ def test_a_source_that_fails_says_why_over_flight_too(server: dis.Server, client
     with pytest.raises(dis.errors.DissociatedError, match="'once' was published from a reader, which can be read once"):
         client.read("once", transport="grpc").read_all()
     server.drop("once")
+
+
+@pytest.mark.parametrize("live", [None, dis.Live()], ids=["once", "live"])
+def test_a_stream_that_was_read_leaves_every_list(
+    server: dis.Server, client: dis.Client, live: dis.Live | None
+) -> None:
+    def listed() -> list[bool]:
+        return ["stream" in names for names in (server.names(), [info.name for info in client.list()])]
+
+    server.publish("stream", TABLE.to_reader(), live=live)
+    assert listed() == [True, True]
+    assert client.read("stream", transport="tcp").read_all() == TABLE
+    wait_until(lambda: listed() == [False, False], "the stream has left every list")
+    with pytest.raises(
+        dis.errors.SourceError if live else dis.errors.RemoteError, match=r"'stream' (has ended|was publ)"
+    ):
+        client.read("stream", transport="tcp").read_all()  # still says why there is nothing to read
+    server.publish("stream", TABLE)
+    assert listed() == [True, True]
+    server.drop("stream")
 
 
 def test_drop(server: dis.Server, client: dis.Client) -> None:

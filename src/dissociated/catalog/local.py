@@ -60,7 +60,9 @@ class LocalCatalog(Catalog):
         query = parse_criteria(criteria)
         tags = {str(key): str(value) for key, value in dict(query.get("tags") or {}).items()}
         for record in self._database.datasets(str(query.get("prefix") or ""), tags):
-            yield self._listing.info(record, query)
+            local = self._registry.lookup(record.parts[0].ticket) if record.parts else None
+            if local is None or not local.exhausted:
+                yield self._listing.info(record, query)
 
     def info(self, descriptor: flight.FlightDescriptor) -> flight.FlightInfo:
         command = parse_get(descriptor)

@@ -50,6 +50,8 @@ class Dataset(ABC):
     stored = False
     #: Whether a client can be sent a subset of the rows.
     filterable = True
+    #: Whether the dataset is a stream of which nobody can read more. It is not listed, and a request gets the reason.
+    exhausted = False
 
     def __init__(self, name: str, schema: pa.Schema) -> None:
         self.name = name

@@ -59,6 +59,10 @@ class Broadcast(BroadcastDataset):
     def project(self, item: LiveMessage) -> LiveMessage | None:
         return item
 
+    @property
+    def exhausted(self) -> bool:  # type: ignore[override]
+        return self._fanout.has_ended
+
     def open_reader(self) -> pa.RecordBatchReader:
         woken = threading.Event()
         return join(_messages(self.join(woken.set), woken))

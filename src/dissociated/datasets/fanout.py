@@ -200,7 +200,7 @@ class Fanout:
         # objects of the functions that it passed.
         self._reason: str | None = None
         self._reference: str | None = None  # the name of that error in the log
-        self._has_ended = False  # whether the stream has ended
+        self.has_ended = False  # whether the stream has ended
         self._busy = False  # whether the pump is writing to the memory
         self._full = False  # whether the pump waits for room
         self._last: LiveMessage | None = None  # the newest message, until any consumer has taken it
@@ -222,7 +222,7 @@ class Fanout:
             SourceError: if the stream has ended, or has begun and refuses late consumers.
         """
         with self.changed:
-            if self._has_ended:
+            if self.has_ended:
                 raise _stream_error(self._reason or f"the live stream {self.name!r} has ended", self._reference)
             if self._pump is not None and self._live.late == "refuse":
                 raise SourceError(
@@ -326,7 +326,7 @@ class Fanout:
                     return False
                 self._wait_for_room(len(message.header) + length + QUEUED_OVERHEAD)
                 self._hand_out(message, LiveMessage.inline(message))
-                return not self._has_ended
+                return not self.has_ended
         with self.changed:
             if not self._wait_for_consumers():
                 return False
@@ -342,7 +342,7 @@ class Fanout:
         region.write(message.body or (), at)
         with self.changed:
             self._busy = False
-            if self._has_ended:
+            if self.has_ended:
                 self._release_unused()
                 return False
             extents = zip(*buffer_extents(message.header, message.parsed), strict=True)
@@ -375,7 +375,7 @@ class Fanout:
         return True
 
     def _hand_out(self, message: SplitMessage, item: LiveMessage) -> None:
-        if self._has_ended:
+        if self.has_ended:
             return
         if message.parsed.type is HeaderType.DICTIONARY_BATCH:
             _add_dictionary(self._dictionaries, LiveMessage.inline(message))
@@ -395,7 +395,7 @@ class Fanout:
         Returns:
             False if the stream has ended, or no consumer is left and none may join.
         """
-        while not self._has_ended:
+        while not self.has_ended:
             for consumer in self._consumers:
                 if not (consumer.cut_off or consumer.stopped):
                     return True
@@ -421,7 +421,7 @@ class Fanout:
         patience = self._live.stall_timeout
         since = time.monotonic()
         self._full = True
-        while not self._has_ended and not self._has_room(length):
+        while not self.has_ended and not self._has_room(length):
             if self.changed.wait(max(0.0, since + patience - time.monotonic())):
                 continue
             stalled = [
@@ -461,9 +461,9 @@ class Fanout:
 
     def _end(self, reason: str | None, reference: str | None = None) -> None:
         """End the stream. Consumers can still take their waiting messages. Call it with `changed` held."""
-        if self._has_ended:
+        if self.has_ended:
             return
-        self._has_ended, self._reason, self._reference = True, reason, reference
+        self.has_ended, self._reason, self._reference = True, reason, reference
         self._last = None
         self._memory.retire()
         self._dictionaries.clear()
@@ -473,7 +473,7 @@ class Fanout:
         self.changed.notify_all()
 
     def _release_unused(self) -> None:
-        if self._has_ended and not self._consumers and not self._busy:
+        if self.has_ended and not self._consumers and not self._busy:
             self._memory.close()
 
     def drop(self) -> None:

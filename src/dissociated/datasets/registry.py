@@ -178,9 +178,9 @@ class Registry:
         return self.tickets.sign(Grant(dataset.ticket, None if columns is None else tuple(columns)), self.now())
 
     def names(self) -> list[str]:
-        """Return the names of all datasets, sorted."""
+        """Return the names of all datasets that can be read, sorted."""
         with self._lock:
-            return sorted(self._by_name)
+            return sorted(name for name, dataset in self._by_name.items() if not dataset.exhausted)
 
     def datasets(self) -> dict[str, list[Dataset]]:
         """Return every served dataset, by name, sorted. If several have the same name, the current one is the last."""

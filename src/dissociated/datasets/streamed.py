@@ -54,6 +54,10 @@ class LiveDataset(StreamedDataset):
         self.options = options
         self.open_columns = open_columns
 
+    @property
+    def exhausted(self) -> bool:  # type: ignore[override]
+        return self._one_shot and self._first is None
+
     def open_reader(self) -> pa.RecordBatchReader:
         if self._one_shot:
             with self._lock:

@@ -318,7 +318,7 @@ class Server(ProcessBound):
         return self.registry.lookup_name(name)
 
     def names(self) -> list[str]:
-        """Return the names of all datasets, sorted."""
+        """Return the names of all datasets that can be read, sorted."""
         self.check_process()
         return self.registry.names()
 
