@@ -6,11 +6,26 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks import device, fabric, handles, ipc, live, live_peers, many, scaling, spark, training, transfer, ucx
+from benchmarks import (
+    device,
+    fabric,
+    handles,
+    hosts,
+    ipc,
+    live,
+    live_peers,
+    many,
+    scaling,
+    spark,
+    training,
+    transfer,
+    ucx,
+)
 from dissociated.errors import DeviceNotFound
 
 PARTS = {
     "transfer": "shm, tcp, Flight and a bare socket.",
+    "hosts": "processor time for each gigabyte: tcp, Flight, a bare socket and iperf3.",
     "ipc": "readers, writers, decoder and index, and pyarrow.ipc.",
     "live": "a stream through shared memory of a limited size, and batches beside ZeroMQ, Flight and iceoryx2.",
     "fabric": "fabric, by messages and by reading memory, tcp, Flight and fi_pingpong, fi_rma_bw.",
@@ -64,9 +79,9 @@ def main() -> None:
     elif arguments.part == "spark":
         spark.run(arguments.scale, arguments.rounds)
     else:
-        {"transfer": transfer, "ipc": ipc, "fabric": fabric, "training": training, "ucx": ucx}[arguments.part].run(
-            arguments.gigabytes, arguments.rounds
-        )
+        {"transfer": transfer, "ipc": ipc, "fabric": fabric, "hosts": hosts, "training": training, "ucx": ucx}[
+            arguments.part
+        ].run(arguments.gigabytes, arguments.rounds)
 
 
 if __name__ == "__main__":

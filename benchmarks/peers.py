@@ -77,10 +77,12 @@ def _send_bare(shapes: list[Shape], pipe: Connection) -> None:
 
 
 class Peers(NamedTuple):
-    """The addresses of the peers: the URI of the catalog, and the port of the bare socket."""
+    """The peers: the URI of the catalog, the port of the bare socket, and the ids of both processes."""
 
     catalog: str
     bare_port: int
+    server_pid: int
+    bare_pid: int
 
 
 @contextmanager
@@ -94,7 +96,7 @@ def running(shapes: list[Shape], listen: Sequence[str] = ("shm:", "tcp://127.0.0
     bare.start()
     try:
         port = bare_ours.recv()
-        yield Peers(ours.recv(), port)
+        yield Peers(ours.recv(), port, int(server.pid or 0), int(bare.pid or 0))
         socket.create_connection(("127.0.0.1", port)).close()
         ours.send(None)
         server.join(10)

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,10 @@ import dissociated as dis
 from dissociated.client import idle
 from dissociated.client.dataset import DatasetHandle
 from dissociated.control.locations import DatasetInfo
+from dissociated.errors import DatasetNotFound
 from memory.maps import shared_bytes
 from support.certificates import certificates
-from support.helpers import clients_end, connections_left, serving, wait_until
+from support.helpers import PATIENCE, clients_end, connections_left, serving, wait_until
 
 TABLES = {name: pa.table({"n": range(at, at + 1000)}) for at, name in enumerate(["a", "b", "c"])}
 
@@ -28,22 +30,24 @@ TABLES = {name: pa.table({"n": range(at, at + 1000)}) for at, name in enumerate(
 class Relay:
     """A TCP proxy that counts the connections of clients, and how often the client waits for the server."""
 
-    def __init__(self, info: DatasetInfo) -> None:
-        address = urlsplit(next(one for one in info.endpoints[0].locations if one.startswith("tcp:")))
+    def __init__(self, uri: str) -> None:
+        address = urlsplit(uri)
         self._target = str(address.hostname), int(address.port or 0)
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._place = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.place = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._sockets: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
         self.connections = self.trips = 0
         self.cut_requests = False  # whether to drop connections that send another request
+        self.is_open = threading.Event()  # requests wait for it
+        self.is_open.set()
 
     def moved(self, info: DatasetInfo) -> DatasetInfo:
         """Return the description of a dataset that is reached through the relay."""
         target = "{}:{}".format(*self._target)
         endpoints = (
-            replace(one, locations=tuple(uri.replace(target, self._place) for uri in one.locations))
+            replace(one, locations=tuple(uri.replace(target, self.place) for uri in one.locations))
             for one in info.endpoints
         )
         return replace(info, version=0, endpoints=tuple(endpoints))
@@ -65,6 +69,8 @@ class Relay:
             while data := source.recv(1 << 16):
                 if side == "client" and self.cut_requests:
                     break
+                if side == "client":
+                    self.is_open.wait(PATIENCE)
                 if side == "server" and turns[-1] == "client":
                     self.trips += 1
                 turns.append(side)
@@ -80,6 +86,10 @@ class Relay:
             one.close()
         for thread in self._threads:
             thread.join()
+
+
+def tcp_location(info: DatasetInfo) -> str:
+    return next(one for one in info.endpoints[0].locations if one.startswith("tcp:"))
 
 
 @pytest.fixture(autouse=True)
@@ -171,7 +181,7 @@ def test_a_dataset_that_is_dropped_is_freed_though_connections_idle(
 
 
 def test_a_read_by_handle_takes_one_round_trip(server: dis.Server, client: dis.Client) -> None:
-    with closing(Relay(client.describe("a"))) as relay:
+    with closing(Relay(tcp_location(client.describe("a")))) as relay:
         handles = {name: DatasetHandle(client, relay.moved(client.describe(name)), "tcp") for name in TABLES}
         for number, name in enumerate("abcab", 1):
             assert handles[name].to_table().equals(TABLES[name])
@@ -179,8 +189,25 @@ def test_a_read_by_handle_takes_one_round_trip(server: dis.Server, client: dis.C
         client.close()
 
 
+def test_a_handle_that_was_read_asks_its_catalog_and_its_server_at_the_same_time(server: dis.Server) -> None:
+    with closing(Relay(str(server.catalog_uri))) as relay, dis.connect(f"grpc://{relay.place}") as client:
+        handle = client.dataset("a", transport="tcp")
+        assert handle.to_table().equals(TABLES["a"])
+        wait_until(lambda: server.status().totals.done == 1, "the end of the first stream")
+        relay.is_open.clear()
+        with ThreadPoolExecutor() as threads:
+            again = threads.submit(handle.to_table)
+            wait_until(lambda: server.status().totals.done == 2, "the stream, before the catalog has answered")
+            assert not again.done()
+            server.publish("a", TABLES["b"])
+            relay.is_open.set()
+            with pytest.raises(DatasetNotFound, match="version 1 of 'a' is gone"):
+                again.result()
+        client.close()
+
+
 def test_a_request_on_a_connection_that_is_lost_is_made_again(server: dis.Server, client: dis.Client) -> None:
-    with closing(Relay(client.describe("a"))) as relay:
+    with closing(Relay(tcp_location(client.describe("a")))) as relay:
         handle = DatasetHandle(client, relay.moved(client.describe("a")), "tcp")
         assert handle.to_table().equals(TABLES["a"])
         relay.cut_requests = True

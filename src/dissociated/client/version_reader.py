@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import Future
+from contextvars import Context, copy_context
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from dissociated.base.exit import StreamThread
 from dissociated.client.calls import CatalogClient
+from dissociated.client.idle import MAX_AGE
 from dissociated.client.request import ReadRequest
 from dissociated.codec.device import DeviceReader
 from dissociated.control.locations import DatasetInfo
-from dissociated.errors import CatalogError, RemoteError, TransportError
+from dissociated.errors import AccessDenied, CatalogError, RemoteError, TransportError
 
 if TYPE_CHECKING:
     from dissociated.client.mapped import MappedVersion
@@ -33,6 +38,7 @@ class VersionReader:
         self.client = client
         self.info = info
         self.transport = transport
+        self._latest: tuple[DatasetInfo, float] | None = None  # the last description, and when it was requested
         self._mapped: MappedVersion | None = None
         self._attempts = 0
 
@@ -55,7 +61,33 @@ class VersionReader:
         mapped = self.map(request)
         if mapped is not None:
             return mapped.select(request)
-        return self.client.endpoints.read(self._describe, self._at(request))
+        request = self._at(request)
+        reader = self._read_again(request)
+        return self.client.endpoints.read(self.describe, request) if reader is None else reader
+
+    def _read_again(self, request: ReadRequest) -> pa.RecordBatchReader | None:
+        """Open a reader at the locations of the last read, while the catalog is asked whether the version still exists.
+
+        Both together take one round trip. The answer of the catalog is needed, because the publisher may have chosen
+        one ticket for two versions.
+
+        Returns:
+            The reader; None if the locations have to be looked up first.
+        """
+        if self._latest is None or time.monotonic() - self._latest[1] > MAX_AGE:
+            return None
+        info = self._latest[0]
+        try:
+            confirmation = _Confirmation(self)
+            reader = self.client.endpoints.read(lambda: info, request)
+        except (AccessDenied, CatalogError, RemoteError, TransportError):
+            return None
+        try:
+            confirmation.wait()
+        except BaseException:
+            reader.close()
+            raise
+        return reader
 
     def read_table(self, request: ReadRequest) -> pa.Table:
         """Read the columns and rows of `request` as a table. See `read`."""
@@ -64,7 +96,7 @@ class VersionReader:
 
     def read_on_device(self, request: ReadRequest) -> DeviceReader:
         """Open a reader over the columns and rows of `request`, whose batches lie on its device."""
-        return self.client.endpoints.read_on_device(self._describe, self._at(request))
+        return self.client.endpoints.read_on_device(self.describe, self._at(request))
 
     def read_part(self, number: int, request: ReadRequest) -> pa.RecordBatchReader:
         """Open a reader over the columns and rows of `request` in one endpoint.
@@ -76,7 +108,7 @@ class VersionReader:
         try:
             return endpoints.open(info, info.endpoints[number], request)
         except (CatalogError, RemoteError, TransportError):
-            current = self._describe()
+            current = self.describe()
             if current.endpoints == info.endpoints:
                 raise
         if [endpoint.rows for endpoint in current.endpoints] != [endpoint.rows for endpoint in info.endpoints]:
@@ -99,7 +131,7 @@ class VersionReader:
         if self._mapped is None and not few and self._attempts < _MAX_ATTEMPTS and self._is_mappable():
             from dissociated.client.mapped import MappedVersion  # on first use: pyarrow.dataset is slow to import
 
-            readers = self.client.endpoints.open_all(self._describe, self._at(self.client.defaults))
+            readers = self.client.endpoints.open_all(self.describe, self._at(self.client.defaults))
             self._mapped = MappedVersion.read(readers)
             self._attempts += 1
         return self._mapped
@@ -110,8 +142,37 @@ class VersionReader:
             return False
         return all(map(self.is_mapped, range(len(info.endpoints))))
 
-    def _describe(self) -> DatasetInfo:
+    def describe(self) -> DatasetInfo:
+        """Ask the catalog for the current locations of the version. Raise DatasetNotFound if it is gone."""
         info = self.info
         if not info.version:  # not a catalog of this library: `info` is all that is known
             return info
-        return self.client.describe_version(info.name, info.version, info.lineage_id)
+        requested = time.monotonic()
+        current = self.client.describe_version(info.name, info.version, info.lineage_id)
+        self._latest = current, requested
+        return current
+
+
+class _Confirmation:
+    """The answer of the catalog whether a version still exists, for which a thread waits.
+
+    Raises:
+        TransportError: The system has no more threads.
+    """
+
+    def __init__(self, version: VersionReader) -> None:
+        self._answer: Future[DatasetInfo] = Future()
+        StreamThread(self, self._ask, (version, copy_context()), "look up").start()
+
+    def _ask(self, version: VersionReader, context: Context) -> None:
+        try:
+            self._answer.set_result(context.run(version.describe))
+        except BaseException as error:
+            self._answer.set_exception(error)
+
+    def wait(self) -> None:
+        """Wait for the answer. Raise the error of `VersionReader.describe`."""
+        self._answer.result()
+
+    def stop(self) -> None:
+        """Do nothing: the call ends by its deadline."""
