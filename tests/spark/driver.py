@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from dissociated.spark import publish, read, session
+from dissociated.spark import map_in_arrow, publish, read, session
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -151,8 +151,41 @@ def summed(spark: SparkSession, uri: str, name: str, rows: int, partitions: int)
     assert df.selectExpr("count(id)", "sum(id)").first() == (rows, sum(range(rows)))
 
 
+def function_killed(spark: SparkSession, rows: int, killed: str) -> None:
+    """Kill an executor while the function of its task holds a result, and check the rows.
+
+    The process IDs of the executor and its Python worker are written to the file `killed`.
+    """
+
+    def kill(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for number, batch in enumerate(batches):
+            yield pa.concat_batches([batch, batch])  # new memory, which the task maps
+            if number == 1 and batch["id"][0].as_py() < rows / 2:
+                with suppress(FileExistsError), open(killed, "x") as told:  # another attempt may do the same
+                    told.write(f"{executor()} {os.getpid()}")
+                    told.flush()
+                    os.kill(executor(), signal.SIGKILL)
+
+    mapped = map_in_arrow(spark.range(0, rows, numPartitions=2), kill, "id long")
+    assert mapped.selectExpr("count(id)", "sum(id)").first() == (2 * rows, 2 * sum(range(rows)))
+
+
+def function_never_ends(spark: SparkSession, rows: int, started: str) -> None:
+    """Run a function that never ends. Each of two Python workers makes a file in `started`, named by its process ID."""
+
+    def wait(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for number, batch in enumerate(batches):
+            yield pa.concat_batches([batch, batch])
+            while number == 1:
+                Path(started, str(os.getpid())).touch()
+                signal.pause()
+
+    map_in_arrow(spark.range(0, rows, numPartitions=2), wait, "id long").count()
+
+
 JOBS: dict[str, Callable[..., None]] = {
-    function.__name__: function for function in (plain, killed_within, raced, spread, summed)
+    function.__name__: function
+    for function in (plain, killed_within, raced, spread, summed, function_killed, function_never_ends)
 }
 
 

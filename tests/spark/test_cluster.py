@@ -25,10 +25,14 @@ from dissociated.node.launch import running
 from support.helpers import PATIENCE, wait_until
 from support.processes import Process, free_port
 
+from .processes import function_memory, marked
+
 pytestmark = pytest.mark.timeout(300)
 
 EXECUTORS = {"127.0.0.1": 2, "127.0.0.2": 1}  # per host
 HOSTS = tuple(EXECUTORS)
+#: The environment variable by which all processes of a cluster are found, also those whose parents were killed.
+MARK = "DISSOCIATED_TEST_CLUSTER"
 CONF = {
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
@@ -36,6 +40,7 @@ CONF = {
     "spark.executor.memory": "512m",
     "spark.executor.cores": 1,
     "spark.python.daemon.module": "warm",
+    "spark.sql.execution.arrow.maxRecordsPerBatch": 10_000,  # which is the default, but for map_in_arrow
     "spark.speculation": "true",
     "spark.speculation.interval": "50ms",
     "spark.speculation.quantile": "0.5",
@@ -69,6 +74,7 @@ def environment(java: str, home: Path, host: str = "") -> dict[str, str]:
         "SPARK_DAEMON_MEMORY": "256m",
         "PYSPARK_PYTHON": sys.executable,
         "PYTHONPATH": os.pathsep.join(map(str, (Path(dis.__file__).parents[1], Path(__file__).parent))),
+        MARK: str(home),
         "DISSOCIATED_NODE": f"--store {store(home, host)} --beat 1 {where}",
         **named,
     }
@@ -116,9 +122,10 @@ class Driver:
         return json.loads(line)
 
     def kill(self) -> None:
-        """Kill the driver and its Java process."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.communicate(timeout=PATIENCE)
+        """Kill the driver and its Java process, unless they were killed before."""
+        if self.process.returncode is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.communicate(timeout=PATIENCE)
 
 
 class Cluster:
@@ -299,3 +306,27 @@ def test_a_catalog_that_is_killed_knows_every_dataset_again(cluster: Cluster) ->
     assert cluster.read("known") == [*range(100_000)]
     cluster.run("plain", "known", rows=10, partitions=2, mode="append")
     assert cluster.read("known") == sorted([*range(100_000), *range(10)])
+
+
+def test_an_executor_that_is_killed_under_map_in_arrow_leaves_nothing(
+    cluster: Cluster, home: Path, tmp_path: Path
+) -> None:
+    killed = tmp_path / "killed"
+    cluster.driver.run("function_killed", rows=100_000, killed=str(killed))
+    processes = {int(process) for process in killed.read_text().split()}
+    wait_until(lambda: not processes & marked(MARK, str(home)), "the executor and its Python worker have ended")
+    wait_until(lambda: not function_memory(marked(MARK, str(home))), "all memory of functions is freed")
+
+
+def test_a_driver_that_is_killed_under_map_in_arrow_leaves_nothing(
+    cluster: Cluster, home: Path, tmp_path: Path
+) -> None:
+    """This test comes last, because it leaves the cluster without a driver."""
+    cluster.driver.begin("function_never_ends", rows=100_000, started=str(tmp_path))
+    wait_until(lambda: len(os.listdir(tmp_path)) == 2, "two functions run")
+    workers = {int(process) for process in os.listdir(tmp_path)}
+    assert workers <= marked(MARK, str(home))
+    assert function_memory(workers) > 0
+    cluster.driver.kill()
+    wait_until(lambda: not workers & marked(MARK, str(home)), "the Python workers have ended")
+    wait_until(lambda: not function_memory(marked(MARK, str(home))), "all memory of functions is freed")
