@@ -257,7 +257,7 @@ def test_where_nobody_knows_whether_a_put_is_published_the_error_says_so(tmp_pat
 
 #: A catalog that is killed or stopped between a commit and its answer to the node that forwarded it.
 GONE_UPSTREAM = """
-import os, signal, sys
+import os, signal, sys, threading
 from contextlib import closing
 from dissociated.catalog.local import LocalCatalog
 from dissociated.catalog.service import CatalogService
@@ -267,6 +267,7 @@ original = LocalCatalog.commit
 def commit(self, *arguments):
     original(self, *arguments)
     os.kill(os.getpid(), signal.SIGKILL if sys.argv[1] == "gone" else signal.SIGSTOP)
+    threading.Event().wait()  # another thread may take the signal, and this one would go on for a moment
 
 LocalCatalog.commit = commit
 with closing(CatalogService("grpc://127.0.0.1:0")) as catalog:
