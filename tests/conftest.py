@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
 import dissociated as dis
+from dissociated.node.launch import running
 from spark.archive import OPTIONS
 from support.arrow_cases import Celsius
 from support.certificates import Certificates, certificates
@@ -244,3 +246,14 @@ def _extension_type() -> Iterator[None]:
 def memory() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         yield Path(directory)
+
+
+@pytest.fixture
+def own_store(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Yield the path of this user's store, whose node is killed in the end."""
+    path = memory / "own"
+    monkeypatch.setenv("DISSOCIATED_STORE", str(path))
+    monkeypatch.delenv("DISSOCIATED_CATALOG", raising=False)
+    yield path
+    if (node := running(path)) is not None:
+        os.kill(node.pid, signal.SIGKILL)

@@ -1,13 +1,13 @@
-"""The first examples: each is short, does as it says, and is linked from the README in order."""
+"""The first examples: each is short, does as it says, and is linked from the README in order.
+
+tests/spark/test_quickstart.py runs the example with Spark.
+"""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,17 +20,6 @@ ROOT = Path(__file__).resolve().parents[1]
 BASICS = ROOT / "examples" / "basics"
 ORDER = ["publish", "read", "filter", "live", "put", "with_spark", "with_torch", "service"]
 PATIENCE = 120.0  # seconds; only failing tests wait this long
-
-
-@pytest.fixture
-def store(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Yield the path of this user's store, whose node is killed in the end."""
-    path = memory / "own"
-    monkeypatch.setenv("DISSOCIATED_STORE", str(path))
-    monkeypatch.delenv("DISSOCIATED_CATALOG", raising=False)
-    yield path
-    if (node := running(path)) is not None:
-        os.kill(node.pid, signal.SIGKILL)
 
 
 def run(name: str, *arguments: str) -> list[str]:
@@ -71,16 +60,10 @@ def test_live() -> None:
     assert run("live") == ["[0, 1, 2, 3, 4]"] * 2
 
 
-def test_put(store: Path) -> None:
+def test_put(own_store: Path) -> None:
     assert run("put")[0] == "[149, 149, 178] {'of': 'basics'}"
-    assert running(store) is not None
+    assert running(own_store) is not None
     assert run("put")[0] == "[149, 149, 178] {'of': 'basics'}"
-
-
-@pytest.mark.needs("java")
-def test_with_spark(store: Path) -> None:
-    pytest.importorskip("pyspark")
-    assert run("with_spark")[-2:] == ["[(0, 334), (1, 333), (2, 333)]", "333"]
 
 
 def test_with_torch() -> None:

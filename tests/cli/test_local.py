@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -24,26 +23,15 @@ pytestmark = pytest.mark.usefixtures("forks")
 TABLE = pa.table({"n": range(1000)})
 
 
-@pytest.fixture
-def store(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Yield the path of this user's store, whose node is killed in the end."""
-    path = memory / "own"
-    monkeypatch.setenv("DISSOCIATED_STORE", str(path))
-    monkeypatch.delenv("DISSOCIATED_CATALOG", raising=False)
-    yield path
-    if (node := running(path)) is not None:
-        os.kill(node.pid, signal.SIGKILL)
-
-
 def facts(output: str) -> dict[str, str]:
     """Return the lines of `start`, such as "store    DIR", as a dict."""
     return dict(line.split(None, 1) for line in output.splitlines() if re.match(r"\w+ {2,}", line))
 
 
-def test_one_address_is_found_by_all_and_survives_a_restart(store: Path, tmp_path: Path) -> None:
+def test_one_address_is_found_by_all_and_survives_a_restart(own_store: Path, tmp_path: Path) -> None:
     started = facts(run("start", "--limit", "64MB"))
-    assert started["store"] == str(store)
-    assert started["log"] == str(store / "node.log")
+    assert started["store"] == str(own_store)
+    assert started["log"] == str(own_store / "node.log")
     with dis.connect() as client:
         assert client.uri == started["catalog"]
         client.put("d", TABLE)
@@ -57,8 +45,8 @@ def test_one_address_is_found_by_all_and_survives_a_restart(store: Path, tmp_pat
         assert facts(again) == started
         stopped = run("stop")
         assert started["process"] in stopped
-        assert str(store) in stopped
-        assert running(store) is None
+        assert str(own_store) in stopped
+        assert running(own_store) is None
         restarted = facts(run("start"))
         assert restarted["catalog"] == started["catalog"]
         assert restarted["process"] != started["process"]
@@ -67,29 +55,29 @@ def test_one_address_is_found_by_all_and_survives_a_restart(store: Path, tmp_pat
     assert python("import dissociated as dis; print(dis.connect().uri)").strip() == started["catalog"]
 
 
-def test_connect_starts_a_node_that_keeps_what_was_put(store: Path) -> None:
+def test_connect_starts_a_node_that_keeps_what_was_put(own_store: Path) -> None:
     python("import dissociated as dis, pyarrow as pa; dis.connect().put('d', pa.table({'n': [1]}))")
-    node = running(store)
+    node = running(own_store)
     assert node is not None
     assert python("import dissociated as dis; print(dis.connect().read('d').read_all()['n'].to_pylist())") == "[1]\n"
 
 
-def test_a_node_that_connect_started_for_nothing_ends(store: Path) -> None:
+def test_a_node_that_connect_started_for_nothing_ends(own_store: Path) -> None:
     python("import dissociated as dis; print(dis.connect().list())")
-    wait_until(lambda: running(store) is None, "the unused node has ended")
+    wait_until(lambda: running(own_store) is None, "the unused node has ended")
 
 
-def test_the_variable_wins(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_wins(own_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with dis.Server(["shm:"], authorize=["secret"]) as server:
         server.publish("d", TABLE)
         monkeypatch.setenv("DISSOCIATED_CATALOG", server.catalog_uri)
         monkeypatch.setenv("DISSOCIATED_TOKEN", "secret")
         with dis.connect() as client:
             assert client.read("d").read_all() == TABLE
-    assert not store.exists()
+    assert not own_store.exists()
 
 
-def test_the_token_of_the_environment_is_sent_nowhere_else(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_of_the_environment_is_sent_nowhere_else(own_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISSOCIATED_TOKEN", "secret")
     with (
         dis.Server(["shm:"], authorize=["secret"]) as server,
@@ -99,26 +87,26 @@ def test_the_token_of_the_environment_is_sent_nowhere_else(store: Path, monkeypa
         client.list()
 
 
-def test_stop_and_clean_find_nothing(store: Path) -> None:
-    assert run("stop") == f"no node with the store {store} runs on this host\n"
+def test_stop_and_clean_find_nothing(own_store: Path) -> None:
+    assert run("stop") == f"no node with the store {own_store} runs on this host\n"
     assert run("clean") == "nothing was freed\n"
     assert "dissociated start" in run("ls", status=1)
 
 
-def test_stop_ends_no_process_that_has_taken_the_id_of_a_dead_node(store: Path) -> None:
+def test_stop_ends_no_process_that_has_taken_the_id_of_a_dead_node(own_store: Path) -> None:
     run("start")
-    node = running(store)
+    node = running(own_store)
     assert node is not None
     os.kill(node.pid, signal.SIGKILL)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        address = (store / "node.json").read_text()
-        (store / "node.json").write_text(address.replace(str(node.pid), str(other.pid)))
-        assert run("stop") == f"no node with the store {store} runs on this host\n"
+        address = (own_store / "node.json").read_text()
+        (own_store / "node.json").write_text(address.replace(str(node.pid), str(other.pid)))
+        assert run("stop") == f"no node with the store {own_store} runs on this host\n"
         assert other.poll() is None
         other.communicate(b"\n", PATIENCE)
 
 
-def test_clean_frees_what_a_stopped_node_left_after_asking(store: Path) -> None:
+def test_clean_frees_what_a_stopped_node_left_after_asking(own_store: Path) -> None:
     run("start")
     with dis.connect() as client:
         for number in range(2):
@@ -139,14 +127,14 @@ def test_clean_frees_what_a_stopped_node_left_after_asking(store: Path) -> None:
     del mapped
     assert re.search(r"^freed \S+ MB$", run("clean", "--yes"), re.MULTILINE)
     assert run("clean", "--yes") == "nothing was freed\n"
-    assert list(store.rglob("*.arrows")) == []
+    assert list(own_store.rglob("*.arrows")) == []
     with dis.connect() as client:
         assert client.list() == []
         client.put("d", TABLE)
         assert client.describe("d").version == 3  # a number means one version for ever
 
 
-def test_spark_asks_the_same_catalog(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spark_asks_the_same_catalog(own_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pyspark")
     from dissociated.spark.catalog import CatalogConfig
 

@@ -1,7 +1,8 @@
 """Hosts in network namespaces of one machine, and a link between them that delays packets and can be cut.
 
 Each host has its own addresses, ports, loopback interface, name, boot id and /dev/shm. The link is a process
-(`link.py`), since the kernel may have no netem. All of this needs root.
+(`link.py`), since the kernel may have no netem. Programs on a host are forks, so a test needs the fixture `forks`. All
+of this needs root.
 
     with Cluster("a", "b", delay=0.01) as cluster:     # 10 ms each way: a round trip takes 20 ms
         node = cluster["a"].dissociated("node", "--store", "/dev/shm/store")
@@ -21,10 +22,10 @@ from pathlib import Path
 from types import TracebackType
 
 from support.helpers import PATIENCE
-from support.processes import Process
+from support.processes import Fork, Process
 
 _NETWORK = "10.87.0"
-_TOOLS = ("ip", "unshare", "nsenter", "mount", "hostname")
+_TOOLS = ("ip", "unshare", "mount", "hostname")
 _NAMESPACES = ("--net", "--mount", "--uts")
 _SETUP = (
     "mount --make-rprivate / && mount -t tmpfs -o mode=1777 tmpfs /dev/shm &&"
@@ -55,40 +56,36 @@ class Host:
         command = ["unshare", *_NAMESPACES, "sh", "-c", _SETUP, str(boot), str(files / "hosts"), name]
         self._keeper = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.pid = self._keeper.pid
-        self._started: list[subprocess.Popen[str] | Process] = []
+        self._started: list[Fork | Process] = []
         assert self._keeper.stdout is not None
         if self._keeper.stdout.readline() != "ready\n":
             self.close()
             raise RuntimeError(f"the host {name} could not be made")
 
-    @property
-    def prefix(self) -> list[str]:
-        """The beginning of a command that runs on this host."""
-        return ["nsenter", f"--target={self.pid}", *_NAMESPACES]
-
     def run(self, *arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run Python on this host, and return its result."""
-        command = [*self.prefix, sys.executable, *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=3 * PATIENCE, check=check)
+        with Fork(*arguments, host=self.pid, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            output, errors = process.communicate(timeout=3 * PATIENCE)
+        done = subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+        if check:
+            assert not done.returncode, done.stderr
+        return done
 
-    def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
+    def start(self, *arguments: str | Path) -> Fork:
         """Start Python on this host, with pipes. It is killed with the host."""
-        command = [*self.prefix, sys.executable, *map(str, arguments)]
-        self._started.append(
-            process := subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        )
+        self._started.append(process := Fork(*arguments, host=self.pid, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
         return process
 
     def dissociated(self, *arguments: str | Path) -> Process:
         """Start a `dissociated` command that serves, and return it once it prints its address."""
-        self._started.append(process := Process(*arguments, prefix=self.prefix))
+        self._started.append(process := Process(*arguments, forked=True, host=self.pid))
         return process
 
     def close(self) -> None:
         """Kill all processes of this host, and the host."""
         for process in self._started:
             process.kill()
-            if isinstance(process, subprocess.Popen):
+            if isinstance(process, Fork):
                 process.communicate()
         self._keeper.kill()
         self._keeper.communicate()

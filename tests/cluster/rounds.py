@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from cluster.hosts import Cluster, answer, missing
+from support.forks import forking
 
 DELAY = 0.1  # seconds each way
 CLIENT = """
@@ -45,7 +46,7 @@ def main() -> None:
     """Print the round trips of each call."""
     if reason := missing():
         sys.exit(f"this machine has no such hosts: {reason}")
-    with tempfile.TemporaryDirectory() as directory, Cluster("a", "b", "c", delay=DELAY) as cluster:
+    with forking(), tempfile.TemporaryDirectory() as directory, Cluster("a", "b", "c", delay=DELAY) as cluster:
         database = Path(directory) / "db"
         listen = ("--listen", "grpc://0.0.0.0:8815", "--advertise", "a")
         cluster["a"].dissociated("catalog", "--db", database, *listen)

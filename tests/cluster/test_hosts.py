@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,9 @@ from cluster.hosts import Cluster, answer
 from support.certificates import certificates
 from support.helpers import wait_until
 from support.machine import needs
+from support.processes import Fork
 
-pytestmark = pytest.mark.needs("namespaces")
+pytestmark = [pytest.mark.needs("namespaces"), pytest.mark.usefixtures("forks")]
 
 CATALOG = "grpc://a:8815"
 #: A reader that reads a batch, and reads on when it is told. It prints the number of rows.
@@ -142,7 +142,7 @@ def test_a_reader_whose_host_is_gone_is_noticed_and_one_that_only_pauses_is_kept
 
         assert peers() == set()
 
-        def reader(host: str) -> subprocess.Popen[str]:
+        def reader(host: str) -> Fork:
             started = cluster[host].start("-c", READER, uri.format("b"), made.roots, transport)
             assert answer(started) == "reached\n"
             return started

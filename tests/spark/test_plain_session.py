@@ -1,10 +1,11 @@
-"""A session that was started without `dissociated.spark.session`, in a process of its own."""
+"""Python programs that start Spark without `dissociated.spark.session`, in processes of their own."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,26 @@ import pytest
 import dissociated as dis
 from dissociated.spark.jar import jar
 
-SCRIPT = """
+SESSION = """
 import sys
 from pyspark.sql import SparkSession
 
-uri, jar = sys.argv[1:]
 builder = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false")
-spark = builder.config("spark.jars", jar).getOrCreate()
-spark.range(5).write.format("dissociated").option("catalog", uri).mode("overwrite").save("numbers")
-found = spark.read.format("dissociated").option("catalog", uri).load("numbers")
+spark = builder.config("spark.jars", sys.argv[1]).getOrCreate()
+spark.range(5).write.format("dissociated").mode("overwrite").save("numbers")
+found = spark.read.format("dissociated").load("numbers")
 print(sum(row.id for row in found.collect()))
 spark.stop()
+"""
+
+#: Starts a JVM alone, which takes a quarter of the processor time of a session.
+JVM = """
+import sys
+from pyspark.java_gateway import launch_gateway
+
+gateway = launch_gateway()
+print(gateway.jvm.org.apache.spark.sql.dissociated.Python.ofDriver().executable())
+gateway.shutdown()
 """
 
 #: Another Python on PATH, which has no dissociated.
@@ -32,26 +42,42 @@ exec {python} "$@"
 """
 
 
-@pytest.mark.parametrize("called", ["by its path", "by its name"])
-def test_the_interpreter_of_the_driver_is_found(java: str, catalog: str, tmp_path: Path, called: str) -> None:
-    """Spark's own default is the `python3` of PATH, whichever that is."""
+Run = Callable[[str, str], str]
+
+
+@pytest.fixture
+def run(java: str, tmp_path: Path) -> Run:
+    """Return a function that runs a script with an interpreter, and returns its output.
+
+    The `python3` of PATH, which is Spark's own default, has no dissociated.
+    """
     other = tmp_path / "python3"
     other.write_text(OTHER.format(python=sys.executable))
     other.chmod(0o700)
+
+    def run(interpreter: str, script: str) -> str:
+        environment = {
+            **{key: value for key, value in os.environ.items() if not key.startswith("PYSPARK")},
+            "JAVA_HOME": java,
+            "PATH": os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PYSPARK_SUBMIT_ARGS": f"--master local[1] --jars {jar()} pyspark-shell",
+            "SPARK_LOCAL_IP": "127.0.0.1",
+        }
+        command = [interpreter, "-c", script, str(jar())]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    return run
+
+
+def test_a_session_works_in_the_interpreter_that_was_called_by_its_name(run: Run, own_store: Path) -> None:
     name = Path(sys.executable).name if Path(sys.executable).name != "python3" else "python"
-    environment = {
-        **{key: value for key, value in os.environ.items() if not key.startswith("PYSPARK")},
-        "JAVA_HOME": java,
-        "PATH": os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "SPARK_LOCAL_IP": "127.0.0.1",
-    }
-    run = subprocess.run(
-        [sys.executable if called == "by its path" else name, "-c", SCRIPT, catalog, str(jar())],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
-    assert run.stdout.split() == ["10"], run.stderr
-    with dis.connect(catalog) as client:
+    assert run(name, SESSION) == "10"
+    with dis.connect() as client:
         assert client["numbers"].count_rows() == 5
+
+
+def test_the_interpreter_that_was_called_by_its_path_is_found(run: Run) -> None:
+    """In a virtual environment, this is a link to another directory."""
+    assert run(sys.executable, JVM) == sys.executable

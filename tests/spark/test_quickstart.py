@@ -1,6 +1,6 @@
-"""The program of docs/spark-quickstart.md, as it is printed, started by spark-submit.
+"""The program of docs/spark-quickstart.md and the first example with Spark, as they are printed, by spark-submit.
 
-test_connect.py starts it over Spark Connect, and test_session.py where a session runs already.
+test_connect.py starts the program over Spark Connect, and test_session.py where a session runs already.
 """
 
 from __future__ import annotations
@@ -12,22 +12,29 @@ from pathlib import Path
 
 from pyspark.find_spark_home import _find_spark_home
 
+import dissociated as dis
 from support.pages import ROOT, blocks
 
 (PROGRAM,) = [block.code for block in blocks(ROOT / "docs" / "spark-quickstart.md") if block.language == "python"]
 RESULT = "20 rows, and their squares add up to 570"
 
 
-def test_the_program_runs_as_it_is_printed(java: str, catalog: str, tmp_path: Path) -> None:
+#: The example runs after the program, in the same session. Starting another would cost most of this test.
+EXAMPLE = """
+import runpy
+runpy.run_module("examples.basics.with_spark")
+"""
+
+
+def test_the_program_and_the_example_run_as_they_are_printed(java: str, own_store: Path, tmp_path: Path) -> None:
     program = tmp_path / "quick.py"
-    program.write_text(PROGRAM)
+    program.write_text(PROGRAM + EXAMPLE)
     path = [str(Path(sys.executable).parent), os.environ["PATH"]]
     environment = {
         **os.environ,
-        "DISSOCIATED_CATALOG": catalog,
         "JAVA_HOME": java,
         "PATH": os.pathsep.join(path),
-        "PYTHONPATH": str(Path(__file__).parent),  # has the warm daemon
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(ROOT)]),  # the warm daemon, and the examples
         "PYTHONWARNINGS": "ignore",
         "SPARK_LOCAL_IP": "127.0.0.1",
     }
@@ -36,4 +43,6 @@ def test_the_program_runs_as_it_is_printed(java: str, catalog: str, tmp_path: Pa
     run = subprocess.run(
         [*submit, *settings, str(program)], capture_output=True, text=True, env=environment, timeout=300
     )
-    assert RESULT in run.stdout, run.stderr
+    assert run.stdout.splitlines() == [RESULT, "[(0, 334), (1, 333), (2, 333)]", "333"], run.stderr
+    with dis.connect() as client:
+        assert sorted(info.name for info in client.list()) == ["numbers", "squares"]

@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import pytest
 
 from dissociated.errors import OptionError
+from dissociated.spark import read
 from dissociated.spark.request import DatasetRequest
-from support.tracing import traced_run, traced_server
+from support.tracing import traced_server, tracing
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 pytest.importorskip("opentelemetry.sdk", reason="the SDK of OpenTelemetry is not installed")
 
-DRIVER = """
-from dissociated.spark import read, session
-spark = session("traced", **{"spark.log.level": "OFF"})
-for in_jvm in "true", "false":
-    spark.conf.set("spark.dissociated.jvm", in_jvm)
-    for scheme in "shm", "tcp":
-        with trace.get_tracer("app").start_as_current_span(f"{scheme} {in_jvm}"):
-            rows = read(spark, "data", sys.argv[1], transport=scheme, partitions=2).collect()
-        assert sorted(row.n for row in rows) == [*range(100)]
-spark.stop()
-"""
 
-
-def test_the_streams_of_tasks_belong_to_the_span_of_the_driver(java: str) -> None:
+def test_the_streams_of_tasks_belong_to_the_span_of_the_driver(
+    spark: SparkSession, use_jvm: Callable[[bool], None]
+) -> None:
+    ways = {(in_jvm, scheme) for in_jvm in (True, False) for scheme in ("shm", "tcp")}
+    drivers = {}
     with traced_server() as server:
-        spans = {span.id: span for span in traced_run(DRIVER, server.catalog_uri)}
+        for in_jvm, scheme in ways:
+            use_jvm(in_jvm)
+            with tracing() as tracer, tracer.start_as_current_span("query") as span:
+                rows = read(spark, "data", server.catalog_uri, transport=scheme, partitions=2).collect()
+            assert sorted(row.n for row in rows) == [*range(100)]
+            context = span.get_span_context()
+            drivers[f"{context.trace_id:032x}", f"{context.span_id:016x}"] = in_jvm, scheme
         streams = [span for span in server.end() if span.name == "dissociated.stream"]
-    assert all(span.parent and span.trace == spans[span.parent].trace for span in streams)
-    ways = {(spans[span.parent].name, span.attributes["dissociated.transport"]) for span in streams if span.parent}
+    assert all((span.trace, span.parent) in drivers for span in streams)
+    read_by = {
+        (drivers[span.trace, span.parent], span.attributes["dissociated.transport"]) for span in streams if span.parent
+    }
     # Planning counts the rows of batches by the nearest transport, which may be another than that of the tasks.
-    assert ways >= {(f"{scheme} {in_jvm}", scheme) for scheme in ("shm", "tcp") for in_jvm in ("true", "false")}
+    assert read_by >= {(way, way[1]) for way in ways}
 
 
 @pytest.mark.parametrize("value", ["", "garbage", f"00-{'0' * 32}-{'1' * 16}-01\n"])

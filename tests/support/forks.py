@@ -8,6 +8,7 @@ loads start fresh processes instead.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -66,11 +67,20 @@ class Parent:
         self._process.wait()
 
     def start(
-        self, arguments: Sequence[str], cwd: str | Path | None, environment: Mapping[str, str], streams: Sequence[int]
+        self,
+        arguments: Sequence[str],
+        cwd: str | Path | None,
+        environment: Mapping[str, str],
+        streams: Sequence[int],
+        host: int | None = None,
     ) -> int:
-        """Fork a process with the arguments of a Python command line and with `streams`, and return its process id."""
+        """Fork a process with the arguments of a Python command line and with `streams`, and return its process id.
+
+        With `host`, the process id of another process, the fork is on that host: see `enter`.
+        """
         directory = str(cwd or os.getcwd())
-        return self._ask({"arguments": arguments, "cwd": directory, "environment": environment}, streams)
+        asked = {"arguments": arguments, "cwd": directory, "environment": environment, "host": host}
+        return self._ask(asked, streams)
 
     def status(self, pid: int) -> int:
         """Return the exit status of a process that has ended, and reap it."""
@@ -118,10 +128,21 @@ def _serve(control: socket.socket) -> Callable[[], object] | None:
         control.send(str(pid).encode())
 
 
+def enter(pid: int, *namespaces: str) -> None:
+    """Enter namespaces of another process: its network ("net"), its name ("uts"), or its file system ("mnt")."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for name in namespaces:
+        with open(f"/proc/{pid}/ns/{name}") as namespace:
+            if libc.setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"setns: {name}")
+
+
 def _become(
-    streams: Sequence[int], arguments: Sequence[str], cwd: str, environment: dict[str, str]
+    streams: Sequence[int], arguments: Sequence[str], cwd: str, environment: dict[str, str], host: int | None
 ) -> Callable[[], object]:
     """Set the process up as `python` would with `arguments`, and return the function that runs its program."""
+    if host is not None:
+        enter(host, "net", "uts", "mnt")
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)

@@ -29,10 +29,12 @@ from support.helpers import PATIENCE, Child, files_below
 class Fork(Child):
     """A Python process that is forked from a process with the library already loaded. See forks.py.
 
-    It is used like a child of this process, although the forking process is its parent.
+    It is used like a child of this process, although the forking process is its parent. With `host`, the process id of
+    another process, it is on that host (`cluster/hosts.py`).
     """
 
-    def __init__(self, *arguments: str | Path, **streams: Any) -> None:
+    def __init__(self, *arguments: str | Path, host: int | None = None, **streams: Any) -> None:
+        self._host = host
         super().__init__([*map(str, arguments)], text=True, bufsize=1, **streams)
 
     # Popen calls the methods below to start a child and to poll its status.
@@ -41,7 +43,7 @@ class Fork(Child):
         pipes = more[3:9]
         theirs = (pipes[0], pipes[3], pipes[5])
         streams = [number if stream == -1 else stream for number, stream in enumerate(theirs)]
-        self.pid = parent().start(args, cwd, dict(os.environ if env is None else env), streams)
+        self.pid = parent().start(args, cwd, dict(os.environ if env is None else env), streams, self._host)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
@@ -115,15 +117,22 @@ def _fork_command(connection: socket.socket) -> None:
 
 
 class Process:
-    """A `dissociated` command that prints the address of its catalog. With `forked` it starts as a fork."""
+    """A `dissociated` command that prints the address of its catalog. With `forked` it starts as a fork; see `Fork`."""
 
     def __init__(
-        self, *arguments: str | Path, prefix: Sequence[str] = (), cwd: Path | None = None, forked: bool = False
+        self,
+        *arguments: str | Path,
+        prefix: Sequence[str] = (),
+        cwd: Path | None = None,
+        forked: bool = False,
+        host: int | None = None,
     ) -> None:
         command = ["-m", "dissociated", *map(str, arguments)]
         with tempfile.TemporaryFile("w+") as log:  # A pipe that nobody reads could fill up and block the command.
             if forked and not prefix:
-                self._process: subprocess.Popen[str] = Fork(*command, stdout=subprocess.PIPE, stderr=log, cwd=cwd)
+                self._process: subprocess.Popen[str] = Fork(
+                    *command, stdout=subprocess.PIPE, stderr=log, cwd=cwd, host=host
+                )
             else:
                 whole = [*prefix, sys.executable, *command]
                 self._process = subprocess.Popen(whole, stdout=subprocess.PIPE, stderr=log, text=True, cwd=cwd)

@@ -1,4 +1,8 @@
-"""Processes that trace with the SDK of OpenTelemetry, each with a provider of its own, and the spans that they made."""
+"""Processes that trace with the SDK of OpenTelemetry, each with a provider of its own, and the spans that they made.
+
+OpenTelemetry sets a provider for good, so that a process which traces for one test does so for all that follow. Only
+this file uses its private attribute, to undo that.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
 
 from support.helpers import Child, rest_of
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 _BEFORE = """
 import json, sys
@@ -69,6 +78,17 @@ class TracedServer:
 def traced_server() -> Iterator[TracedServer]:
     with _start(_SERVER) as process:
         yield TracedServer(process)
+
+
+@contextmanager
+def tracing() -> Iterator[Tracer]:
+    """Let this process trace within the block, and yield a tracer of the application."""
+    from opentelemetry.sdk.trace import TracerProvider
+
+    provider = TracerProvider()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("opentelemetry.trace._TRACER_PROVIDER", provider)
+        yield provider.get_tracer("app")
 
 
 def traced_run(script: str, *arguments: str) -> list[RecordedSpan]:
