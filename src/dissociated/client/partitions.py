@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 #: Bytes of a partition of all columns.
 PARTITION_BYTES = 64 << 20
-#: The batches of a request for a whole endpoint by number, which a stream that can be read only once refuses.
-ALL_BATCHES = 0, sys.maxsize
+_ALL_BATCHES = 0, sys.maxsize
 
 
 class Slice(NamedTuple):
@@ -100,11 +99,7 @@ class Partition:
     def _request(self, columns: Sequence[str] | None, filter: Any) -> Any:
         def request(defaults: ReadRequest) -> ReadRequest:
             chosen = replace(defaults, columns=columns, filter=filter)
-            if self.slice is not None:
-                # A server applies a filter to whole batches only.
-                return self.slice.narrow_to_batches(chosen) if self.whole else self.slice.narrow(chosen)
-            unknown = self.rows is None and supports_selection(self.dataset.info.endpoints[self.number])
-            return replace(chosen, batches=ALL_BATCHES) if unknown else chosen
+            return narrow(chosen, self.dataset.info.endpoints[self.number], self.slice, self.whole)
 
         return request
 
@@ -187,7 +182,7 @@ def cut_endpoint(
     """
     uncut: list[tuple[Slice | None, bool]] = [(None, True)]
     # A published reader can be read only once, and its number of rows is unknown.
-    if not info.rows or count <= 1 or not supports_selection(endpoint):
+    if not info.rows or count <= 1 or not _supports_selection(endpoint):
         return uncut
     if endpoint.rows and round(count * endpoint.rows / info.rows) <= 1:
         return uncut
@@ -195,6 +190,24 @@ def cut_endpoint(
         sizes = [batch.num_rows for batch in reader]
     cuts = slices(sizes, max(1, round(count * sum(sizes) / info.rows)), whole)
     return [(cut, sum(sizes[cut.first : cut.stop]) == cut.rows) for cut in cuts] or uncut
+
+
+def narrow(request: ReadRequest, endpoint: Endpoint, cut: Slice | None, whole: bool) -> ReadRequest:
+    """Return `request` for the rows of a partition.
+
+    Args:
+        request: The request for the endpoint.
+        endpoint: The endpoint of the partition.
+        cut: The slice of the endpoint; None for all of its rows.
+        whole: Whether to request the batches of the slice without the number of its rows. The slice must consist of
+            whole batches. A server applies a filter to whole batches only.
+    """
+    if cut is not None:
+        return cut.narrow_to_batches(request) if whole else cut.narrow(request)
+    if endpoint.rows is None and _supports_selection(endpoint):
+        # A stream that can be read only once refuses a request by number. A second attempt would get only its rest.
+        return replace(request, batches=_ALL_BATCHES)
+    return request
 
 
 def slices(sizes: Sequence[int], count: int, whole: bool = False) -> list[Slice]:
@@ -228,7 +241,7 @@ def _batch_of(ends: Sequence[int], row: int) -> int:
     return bisect_left(ends, row + 1) - 1
 
 
-def supports_selection(endpoint: Endpoint) -> bool:
+def _supports_selection(endpoint: Endpoint) -> bool:
     """Return whether all locations of the endpoint support requests by batch number."""
     routes = locations(endpoint)
     return bool(routes) and all(Capabilities.of(route).selects for route in routes)

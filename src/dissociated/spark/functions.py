@@ -34,6 +34,7 @@ from dissociated.memory.private import SharedFile
 from dissociated.memory.region import AddressSpace, Region, reserve_base
 from dissociated.memory.shared import map_read_only
 from dissociated.spark.columns import is_readable, spark_type
+from dissociated.spark.memfd import JvmMemfd
 from dissociated.spark.pickled import unpickled
 from dissociated.spark.stream import SharedStream
 from dissociated.spark.types import conform, function_schema
@@ -299,28 +300,17 @@ class _InputMemory:
         self._free.clear()
 
 
-class _Memfd:
+class _Memfd(JvmMemfd):
     """A memfd for one batch, whose memory is freed when the batch is collected."""
 
     def __init__(self) -> None:
-        self._descriptor = os.memfd_create("dissociated:function", os.MFD_CLOEXEC)
-        self._close = weakref.finalize(self, os.close, self._descriptor)  # The task may end before it writes a batch.
-        self._close.atexit = False
-        os.fchmod(self._descriptor, 0o600)
-
-    @property
-    def path(self) -> str:
-        """The path by which the task opens the memfd."""
-        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        super().__init__("function", writable=True)
 
     def read(self, size: int) -> pa.Buffer:
         """Return the first `size` bytes, which the task has written."""
-        memory = map_read_only(self._descriptor, size)
+        memory = map_read_only(self.descriptor, size)
         self.close()
         return memory
-
-    def close(self) -> None:
-        self._close()
 
 
 class _ReusedMemfd(_Memfd):
@@ -335,18 +325,18 @@ class _ReusedMemfd(_Memfd):
     def read(self, size: int) -> pa.Buffer:
         if size > self._memory.size:
             whole = max(_MIN_MAPPED_SIZE, 1 << (size - 1).bit_length())
-            os.ftruncate(self._descriptor, whole)
-            self._memory = map_read_only(self._descriptor, whole)
-            self._space.add(Region(reserve_base(whole), self._memory, file=SharedFile(os.dup(self._descriptor))))
+            os.ftruncate(self.descriptor, whole)
+            self._memory = map_read_only(self.descriptor, whole)
+            self._space.add(Region(reserve_base(whole), self._memory, file=SharedFile(os.dup(self.descriptor))))
         holder = _Holder(self._memory)
         weakref.finalize(holder, self._give_back, self).atexit = False
         return pa.foreign_buffer(self._memory.address, size, holder)
 
     def discard(self) -> None:
         """Free the memory. The mappings stay."""
-        size = os.fstat(self._descriptor).st_size
-        os.ftruncate(self._descriptor, 0)
-        os.ftruncate(self._descriptor, size)
+        size = os.fstat(self.descriptor).st_size
+        os.ftruncate(self.descriptor, 0)
+        os.ftruncate(self.descriptor, size)
 
 
 class _Holder:

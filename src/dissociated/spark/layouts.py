@@ -14,8 +14,8 @@ import pyarrow.types as types
 
 from dissociated.codec.nesting import contains
 from dissociated.memory.region import AddressSpace, Region
-from dissociated.memory.shared import create_memfd
 from dissociated.spark.columns import field_places, is_readable, spark_type
+from dissociated.spark.memfd import JvmMemfd
 
 _COLUMN_ALIGNMENT = 64
 _VALUES, _DICTIONARY = attrgetter("values"), attrgetter("dictionary")  # take a child from an array
@@ -122,7 +122,7 @@ class BufferLocator:
         self._region_count = 0
         self._mapped: list[tuple[int, int, int]] = []  # begin, end and number of each region
         self._unmapped: set[int] = set()  # 4 KiB pages that no region contains
-        self._memfd = -1  # holds the copies; -1 until the first
+        self._memfd: JvmMemfd | None = None  # holds the copies
         self._memfd_region = 0  # number of the memfd among the regions
         self._memfd_size = 0
         self._copies: dict[tuple[int, int], tuple[int, int]] = {}  # by addresses: slices of a batch share buffers
@@ -154,9 +154,9 @@ class BufferLocator:
 
     def close(self) -> None:
         """Close the memfd of the copies."""
-        if self._memfd >= 0:
-            os.close(self._memfd)
-            self._memfd = -1
+        if self._memfd is not None:
+            self._memfd.close()
+            self._memfd = None
 
     def _locate(self, buffer: pa.Buffer) -> tuple[int, int]:
         """Return the number of the buffer's region, and the offset in it in bytes. Copy the buffer if it has none."""
@@ -193,14 +193,14 @@ class BufferLocator:
         return self._region_count - 1
 
     def _copy(self, buffer: pa.Buffer) -> tuple[int, int]:
-        if self._memfd < 0:
-            self._memfd = create_memfd("spark")
-            self._memfd_region = self._add(f"/proc/{os.getpid()}/fd/{self._memfd}")
+        if self._memfd is None:
+            self._memfd = JvmMemfd()
+            self._memfd_region = self._add(self._memfd.path)
         at = self.copied
         self.copied = -(-(at + buffer.size) // _COLUMN_ALIGNMENT) * _COLUMN_ALIGNMENT
         self._memfd_size = max(self._memfd_size, self.copied)
-        os.ftruncate(self._memfd, self._memfd_size)
+        os.ftruncate(self._memfd.descriptor, self._memfd_size)
         remaining = memoryview(buffer)
         while len(remaining):
-            remaining = remaining[os.pwrite(self._memfd, remaining, at + buffer.size - len(remaining)) :]
+            remaining = remaining[os.pwrite(self._memfd.descriptor, remaining, at + buffer.size - len(remaining)) :]
         return self._memfd_region, at

@@ -24,7 +24,7 @@ from pyspark.sql.types import StructType
 
 from dissociated.base.buffers import Buffer
 from dissociated.client.client import Client
-from dissociated.client.partitions import ALL_BATCHES, PARTITION_BYTES, Slice, cut_endpoint, supports_selection
+from dissociated.client.partitions import PARTITION_BYTES, Slice, cut_endpoint, narrow
 from dissociated.client.plan import PartPlan, plan_part
 from dissociated.client.request import Filtering, ReadRequest
 from dissociated.codec.join import Messages, join
@@ -238,13 +238,11 @@ class DatasetReader(DataSourceReader):
         read_request = replace(
             self._defaults(client), transport=self.request.transport, columns=lookup.batch_filter.requested
         )
-        if partition.slice is not None:
-            read_request = partition.slice.narrow(read_request)
-        elif endpoint.rows is None and supports_selection(endpoint):
-            # Request by number: a stream that is read once refuses this. A second attempt would get only its rest.
-            read_request = replace(read_request, batches=ALL_BATCHES)
-        if lookup.conditions and partition.whole:
-            read_request = replace(read_request, rows=None, filter=lookup.conditions, filtering=Filtering.AT_SERVER)
+        at_server = partition.whole and bool(lookup.conditions)
+        # Without conditions the number of rows is requested, too, so that missing rows are an error.
+        read_request = narrow(read_request, endpoint, partition.slice, at_server)
+        if at_server:
+            read_request = replace(read_request, filter=lookup.conditions, filtering=Filtering.AT_SERVER)
         elif lookup.conditions:
             cut = partition.number, partition.slice
             if cut not in lookup.passing:

@@ -63,11 +63,12 @@ from dissociated.client.client import Client
 from dissociated.codec.reader import read_schema
 from dissociated.errors import DatasetNotFound, DissociatedError, RemoteProtocolError
 from dissociated.memory.region import AddressSpace
-from dissociated.memory.shared import Backing, create_memfd, seal
+from dissociated.memory.shared import Backing, seal
 from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.columns import spark_schema
 from dissociated.spark.filters import as_filters
 from dissociated.spark.layouts import stream_layout
+from dissociated.spark.memfd import JvmMemfd
 from dissociated.spark.pickled import pickled, unpickled
 from dissociated.spark.reader import DatasetReader
 from dissociated.spark.request import DatasetRequest, PlannedVersion
@@ -91,7 +92,7 @@ class Sidecar:
         self._streams: dict[int, SharedStream] = {}  # by number
         self._readers: dict[str, DatasetReader] = {}  # by pickled text; they remember their dataset for the next task
         self._stream_count = 0  # the number of the last stream
-        self._exports: dict[str, dict[str, int]] = {}  # by name: the descriptors of the files, by path
+        self._exports: dict[str, dict[str, JvmMemfd]] = {}  # by name: the memfds, by path
         self._lock = threading.Lock()
         self.calls: Mapping[str, Callable[..., Any]] = {
             "describe": self.describe,
@@ -192,20 +193,18 @@ class Sidecar:
     def export_file(self, name: str) -> str:
         with self._lock, store_errors("shared memory for the rows of a partition"):
             files = self._exports[name]  # KeyError: a task that runs on after the end
-            memfd = create_memfd("spark")
-            os.fchmod(memfd, 0o600)  # the JVM opens it for writing
-            path = f"/proc/{os.getpid()}/fd/{memfd}"
-            files[path] = memfd
-        return path
+            memfd = JvmMemfd(writable=True)
+            files[memfd.path] = memfd
+        return memfd.path
 
     def seal_export(self, name: str, path: str) -> None:
         with self._lock:
-            seal(self._exports[name][path], Backing.SEALED)
+            seal(self._exports[name][path].descriptor, Backing.SEALED)
 
     def end_export(self, name: str) -> None:
         with self._lock:
             for memfd in self._exports.pop(name, {}).values():
-                os.close(memfd)
+                memfd.close()
 
 
 def tables(options: Mapping[str, str]) -> Sequence[str]:

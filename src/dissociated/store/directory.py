@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -10,7 +11,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -239,6 +240,27 @@ class Directory(ProcessBound):
             with suppress(FileNotFoundError):
                 (self.staging / f"{id}.gone").rename(self.segments / id)
             self._put_back.remove(id)
+
+    def commit(self, version: Version, paths: Sequence[Path], copy: Callable[[Path, Path], None]) -> None:
+        """Commit segments as a version: link them into a draft, and publish it.
+
+        Args:
+            version: The new version.
+            paths: The segments.
+            copy: Copies a segment that lies on another file system.
+
+        Raises OSError: see `draft`.
+        """
+        with self.draft(version) as draft:
+            for index, path in enumerate(paths):
+                file = draft / file_name(index)
+                try:
+                    os.link(path, file)
+                except OSError as error:
+                    if error.errno != errno.EXDEV:
+                        raise
+                    copy(path, file)
+                os.chmod(file, 0o400)
 
     @contextmanager
     def draft(self, version: Version) -> Iterator[Path]:

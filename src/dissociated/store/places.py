@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import sys
@@ -140,19 +139,8 @@ class Places:
             self.memfds.publish(version, paths)
             self.put(version, self.memfds)
             return
-        with (
-            store_errors(f"committing {version.name!r} in {self.directory.path}"),
-            self.directory.draft(version) as draft,
-        ):
-            for index, path in enumerate(paths):
-                file = draft / file_name(index)
-                try:
-                    os.link(path, file)
-                except OSError as error:
-                    if error.errno != errno.EXDEV:
-                        raise
-                    copy(path, file)
-                os.chmod(file, 0o400)
+        with store_errors(f"committing {version.name!r} in {self.directory.path}"):
+            self.directory.commit(version, paths, copy)
         self.put(version, self.directory)
 
     def removals(self) -> dict[str, Removal]:

@@ -1,0 +1,29 @@
+"""Memfds of this process that Spark's JVM opens."""
+
+from __future__ import annotations
+
+import os
+import weakref
+
+from dissociated.memory.shared import create_memfd
+
+
+class JvmMemfd:
+    """A memfd that Spark's JVM opens by its path. It is closed at the latest when this object is collected."""
+
+    def __init__(self, name: str = "spark", writable: bool = False) -> None:
+        """Create an empty memfd. If it is `writable`, the JVM may also write to it. The `name` is for people."""
+        self.descriptor = create_memfd(name)
+        self._close = weakref.finalize(self, os.close, self.descriptor)
+        self._close.atexit = False
+        if writable:
+            os.fchmod(self.descriptor, 0o600)
+
+    @property
+    def path(self) -> str:
+        """The path by which the JVM opens the memfd, until it is closed."""
+        return f"/proc/{os.getpid()}/fd/{self.descriptor}"
+
+    def close(self) -> None:
+        """Close the memfd."""
+        self._close()
