@@ -70,6 +70,8 @@ with dis.connect(sys.argv[1], timeout=30) as client:
         print("appended", flush=True)
 print(count, flush=True)
 """
+#: The ports for data of UCX and libfabric.
+PORTS = range(31_000, 31_051)
 #: A server of one dataset at a URI, which it announces by a name. It prints the locations.
 SERVER = """
 import sys, pyarrow as pa, dissociated as dis
@@ -177,12 +179,18 @@ def test_a_reader_whose_host_is_gone_is_noticed_and_one_that_only_pauses_is_kept
     ],
 )
 def test_a_listener_on_all_interfaces_is_read_from_another_host_and_says_which_ports_are_closed(
-    uri: str, announced: str, advice: str
+    monkeypatch: pytest.MonkeyPatch, uri: str, announced: str, advice: str
 ) -> None:
+    """The reader's host needs no open port."""
+    monkeypatch.setenv("UCX_TCP_PORT_RANGE", f"{PORTS[0]}-{PORTS[-1]}")
+    monkeypatch.setenv("FI_TCP_PORT_LOW_RANGE", str(PORTS[0]))
+    monkeypatch.setenv("FI_TCP_PORT_HIGH_RANGE", str(PORTS[-1]))
     with Cluster("a", "b") as cluster:
         server = cluster["b"].start("-c", SERVER, uri, "b")
         assert answer(server).startswith(f"{announced}?")
         read = ("-c", READ, "grpc://b:8817", uri.partition(":")[0])
+        cluster.allow("a")
+        cluster.allow("b", 8817, 8820, *PORTS)
         assert cluster["a"].run(*read).stdout == "[1, 2, 3]\n"
         cluster.allow("b", 8817, 8820)
         done = cluster["a"].run(*read, check=False)

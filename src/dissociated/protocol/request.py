@@ -46,6 +46,9 @@ SELECT_PARAMETER = ("select", "1")
 FILTER_PARAMETER = ("filter", "1")
 #: URI parameter of servers that support trace contexts in identifiers, too.
 TRACE_PARAMETER = ("trace", "1")
+#: URI parameter with the tag of messages of eight zero bytes, by which a client that reads nothing says that it is
+#: there. The server then counts its `stall_timeout` from the beginning again.
+ALIVE_PARAMETER = "alive"
 #: Largest size of an identifier, in bytes.
 MAX_IDENTIFIER = 1 << 16
 

@@ -176,7 +176,7 @@ class FabricConnection(NativeConnection):
         if not (is_done() or self._peer_ended):
             raise DeadlineExceeded(
                 f"connecting to {self.peer}: no answer for {timeout:g} s. libfabric uses further ports for data: set "
-                "FI_TCP_PORT_LOW_RANGE and FI_TCP_PORT_HIGH_RANGE on both hosts, and open these ports"
+                "FI_TCP_PORT_LOW_RANGE and FI_TCP_PORT_HIGH_RANGE for the server, and open these ports of its host"
             )
 
     # Sending

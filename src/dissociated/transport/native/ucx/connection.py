@@ -177,7 +177,7 @@ class UcxConnection(NativeConnection):
             if self._under_way and not self._peer_gone:
                 raise DeadlineExceeded(
                     f"connecting to {self.peer}: no answer for {timeout:g} s; UCX uses further ports for data: set "
-                    "UCX_TCP_PORT_RANGE on both hosts, and open these ports"
+                    "UCX_TCP_PORT_RANGE for the server, and open these ports of its host"
                 )
             if self._peer_gone:
                 mode = "none" if self._endpoint.err_mode_none else "peer"
