@@ -96,7 +96,7 @@ def test_a_narrow_terminal_shows_whole_columns(tmp_path: Path) -> None:
     (row,) = (line for line in narrow if line.startswith("a/dataset/with/a/long/name "))
     assert row.split()[1:] == ["2", "16", "B", "0", "…"]
     assert any(line.split()[:1] == ["DATASET"] and line.split()[-1] == "LEASES" for line in wide)
-    assert "0 done, 0 gone, 0 refused, 0 failed; over Flight 0" in " ".join(" ".join(narrow).split())
+    assert "0 done, 0 gone, 0 refused, 0 failed; streams over Flight: 0" in " ".join(" ".join(narrow).split())
 
 
 def test_long_names_and_tags_are_whole_in_a_notebook() -> None:

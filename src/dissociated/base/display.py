@@ -64,10 +64,11 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequen
     """Format a table like `plain_table`, as HTML for a notebook."""
 
     def line(cells: Sequence[str], tag: str) -> str:
-        sides = ["right" if index in right else "left" for index in range(len(cells))]
+        # A narrow notebook wraps names and types, and never a number from its unit.
+        aligned = ["right;white-space:nowrap" if index in right else "left" for index in range(len(cells))]
         return "".join(
-            f'<{tag} style="text-align:{side};padding:1px 12px 1px 0">{escape(cell)}</{tag}>'
-            for cell, side in zip(cells, sides, strict=True)
+            f'<{tag} style="text-align:{align};padding:1px 12px 1px 0">{escape(cell)}</{tag}>'
+            for cell, align in zip(cells, aligned, strict=True)
         )
 
     body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in rows)

@@ -95,8 +95,8 @@ def _render(now: ServerStatus, before: ServerStatus | None, width: int | None) -
         f"sent {text.size(totals.bytes)} in {text.plural(totals.messages, 'message')} of "
         f"{text.plural(totals.streams, 'stream')}, {text.size(sent_bytes / since) if since else '-'}/s; "
         f"{text.plural(now.leases, 'lease')} held",
-        f"connections over: {totals.done:,} done, {totals.gone:,} gone, {totals.refused:,} refused, "
-        f"{totals.failed:,} failed; over Flight {totals.flight:,}",
+        f"connections ended: {totals.done:,} done, {totals.gone:,} gone, {totals.refused:,} refused, "
+        f"{totals.failed:,} failed; streams over Flight: {totals.flight:,}",
     ]
     if now.state != "running":
         peers = {consumer.connection: f"#{consumer.connection} {consumer.peer}" for consumer in now.consumers}
@@ -119,7 +119,7 @@ def _render(now: ServerStatus, before: ServerStatus | None, width: int | None) -
         (listener.uri, f"{listener.open:,}", f"{listener.accepted:,}", f"{listener.refused:,}")
         for listener in now.listeners
     ]
-    lines += _table_lines(("LISTENING AT", "OPEN", "ACCEPTED", "TURNED AWAY"), listeners, (1, 2, 3), width)
+    lines += _table_lines(("LISTENING AT", "OPEN", "ACCEPTED", "REFUSED"), listeners, (1, 2, 3), width)
     nodes = [(node.host, _state(node), text.duration(node.seconds), node.catalog) for node in now.nodes]
     lines += _table_lines(("NODE", "STATE", "HEARD BEFORE", "CATALOG"), nodes, (2,), width)
     problems = [f"{node.host}: {node.problem}" for node in now.nodes if node.problem]

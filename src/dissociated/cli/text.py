@@ -87,7 +87,12 @@ def narrow_table(
     """Format a table with as many columns, from the left, as fit into `width`; "…" stands for the others.
 
     If not even the first column fits, it is cut. With `cut`, texts in other columns are cut first, as `table` does.
+    Otherwise, long texts in the first column lose their middle, so that the next two columns can be read.
     """
+    if width is not None and not cut:
+        others = sum(max(cell_len(line[index]) for line in (head, *rows)) for index in range(1, min(3, len(head))))
+        room = max(width - others - 3 * len(_GAP) - 1, 2 * _MIN_WIDTH)
+        rows = [[_shorten_middle(printable(row[0]), room), *row[1:]] for row in rows]
     for number in range(len(head), 0, -1):
         ellipsis = ["…"] if number < len(head) else []
         lines = table(
@@ -110,6 +115,14 @@ def _fit(widths: list[int], width: int, least: Mapping[int, int]) -> list[int]:
             return widths
         fitted[max(reducible, key=lambda index: fitted[index])] -= 1
     return fitted
+
+
+def _shorten_middle(cell: str, width: int) -> str:
+    """Cut the middle out of a text that is wider than `width` columns of a terminal."""
+    if cell_len(cell) <= width:
+        return cell
+    end = cell[-(width // 2) :]
+    return f"{set_cell_size(cell, max(0, width - 1 - cell_len(end)))}…{end}"
 
 
 def align(cell: str, width: int, right: bool = False) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -155,7 +156,8 @@ class DeviceColumn:
             self.device.wait_on(_LEGACY_STREAM if stream is None else stream, event)
         dimensions = self._shape(words)
         shape = (ctypes.c_int64 * len(dimensions))(*dimensions)
-        strides = (ctypes.c_int64 * len(dimensions))(*(words, 1)[-len(dimensions) :])
+        steps = [math.prod(dimensions[number + 1 :]) for number in range(len(dimensions))]
+        strides = (ctypes.c_int64 * len(dimensions))(*steps)
         kind, number = self.__dlpack_device__()
         tensor = _Tensor(address, kind, number, len(dimensions), code, bits, 1, shape, strides, 0)
         struct: _ManagedTensor | _VersionedTensor
@@ -204,10 +206,10 @@ class DeviceColumn:
             BufferError: The column is not flat.
         """
         type_ = self.type.storage_type if isinstance(self.type, pa.BaseExtensionType) else self.type
-        types, numbers = pa.types, 1
-        if self._is_list:
-            type_, numbers = type_.value_type, type_.list_size
-            if self._array.values.null_count:
+        types, numbers, array = pa.types, math.prod(self._list_sizes), self._array
+        for _ in self._list_sizes:
+            type_, array = type_.value_type, array.values
+            if array.null_count:
                 raise BufferError("the lists have nulls, which an array cannot: take the column as Arrow")
         if types.is_floating(type_):
             code = _FLOAT
@@ -229,12 +231,21 @@ class DeviceColumn:
         return code, min(bits, 64), max(1, bits // 64) * numbers
 
     @property
-    def _is_list(self) -> bool:
-        """Whether each row is a list of the same size."""
-        return bool(pa.types.is_fixed_size_list(self.type))
+    def _list_sizes(self) -> tuple[int, ...]:
+        """The sizes of the lists of a fixed size in each row, the outer ones first; empty if a row is no list."""
+        sizes: list[int] = []
+        type_ = self.type
+        while pa.types.is_fixed_size_list(type_):
+            sizes.append(type_.list_size)
+            type_ = type_.value_type
+        return tuple(sizes)
 
     def _shape(self, words: int) -> tuple[int, ...]:
-        return (len(self), words) if words > 1 or self._is_list else (len(self),)
+        sizes = self._list_sizes
+        if not sizes:
+            return (len(self), words) if words > 1 else (len(self),)
+        outer = sizes[:-1]
+        return (len(self), *outer, words // max(1, math.prod(outer)))
 
     def _copied(self, bits: int) -> tuple[object, Event | None, int]:
         """Copy the values on the device. Return the owner of the copy, its event, and its address."""
@@ -256,9 +267,11 @@ class DeviceColumn:
             BufferError: There are fewer bytes than the rows need: the peer's lengths are not trusted.
         """
         *_, values = self._array.buffers()
-        first = self._array.offset * bits // 8
-        if self._is_list:  # whose values may begin at an offset of their own
-            first += self._array.values.offset * bits // (8 * self.type.list_size)
+        array, first, bits_per_value = self._array, self._array.offset, bits
+        for size in self._list_sizes:  # the values of each list may begin at an offset of their own
+            array, bits_per_value = array.values, bits_per_value // max(1, size)
+            first = first * size + array.offset
+        first = first * bits_per_value // 8
         there, needed = 0 if values is None else int(values.size), first + len(self) * bits // 8
         if len(self) and there < needed:
             raise BufferError(f"the column has {len(self)} rows, which need {needed} bytes, and its buffer has {there}")

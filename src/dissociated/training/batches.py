@@ -389,4 +389,6 @@ def _pinned_array(name: str, column: Column, device: Device) -> pa.Array:
     values.reshape(column.shape)[:] = column
     buffer = pa.py_buffer(values) if memory is None else memory
     array = pa.Array.from_buffers(pa.from_numpy_dtype(kind), column.size, [None, buffer], 0)
-    return array if column.ndim == 1 else pa.FixedSizeListArray.from_arrays(array, column.size // len(column))
+    for size in reversed(column.shape[1:]):
+        array = pa.FixedSizeListArray.from_arrays(array, size)
+    return array
