@@ -61,13 +61,12 @@ def test_lists_within_lists_keep_their_shape_on_the_device(server: dis.Server, c
     values = np.arange(ROWS * 6, dtype=np.int16)
     inner = pa.FixedSizeListArray.from_arrays(values, 3)
     server.publish("data", pa.table({"image": pa.FixedSizeListArray.from_arrays(inner, 2)}))
-    for options in ({}, {"shuffle": True}):
-        batches = Batches(client["data"], columns=["image"], batch_size=64, device="test:0", **options)
+    for shuffle in (False, True):
+        batches = Batches(client["data"], columns=["image"], batch_size=64, device="test:0", shuffle=shuffle)
         images = np.concatenate([on_host(batch["image"]) for batch in batches])
         assert images.shape == (ROWS, 2, 3)
-        assert np.array_equal(
-            images[images[:, 0, 0].argsort(kind="stable")] if options else images, values.reshape(-1, 2, 3)
-        )
+        ordered = images[images[:, 0, 0].argsort(kind="stable")] if shuffle else images
+        assert np.array_equal(ordered, values.reshape(-1, 2, 3))
 
 
 def test_a_run_on_a_device_goes_on_where_it_was_interrupted(server: dis.Server, client: dis.Client) -> None:
