@@ -90,8 +90,8 @@ def narrow_table(
     Otherwise, long texts in the first column lose their middle, so that the next two columns can be read.
     """
     if width is not None and not cut:
-        others = sum(max(cell_len(line[index]) for line in (head, *rows)) for index in range(1, min(3, len(head))))
-        room = max(width - others - 3 * len(_GAP) - 1, 2 * _MIN_WIDTH)
+        next_widths = sum(max(cell_len(line[index]) for line in (head, *rows)) for index in range(1, min(3, len(head))))
+        room = max(width - next_widths - 3 * len(_GAP) - 1, 2 * _MIN_WIDTH)
         rows = [[_shorten_middle(printable(row[0]), room), *row[1:]] for row in rows]
     for number in range(len(head), 0, -1):
         ellipsis = ["…"] if number < len(head) else []
