@@ -81,7 +81,7 @@ REQUIRED = [
     "ipc/files.open_stream",
     "ipc/tensors.write_tensor",
     "monitoring/log.configure",
-    "node/connect.connect",
+    "node/client.connect",
     "node/launch.ensure",
     "server/options.ServerOptions",
     "server/server.Server",

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dissociated.codec.options import ReadOptions, WriteOptions
     from dissociated.control.locations import DatasetInfo
     from dissociated.datasets.live import Live
-    from dissociated.node.connect import connect
+    from dissociated.node.client import connect
     from dissociated.server.options import ServerOptions
     from dissociated.server.server import Server
     from dissociated.store.commit import Commit
@@ -46,7 +46,7 @@ else:
         "Server": "server.server",
         "ServerOptions": "server.options",
         "WriteOptions": "codec.options",
-        "connect": "node.connect",
+        "connect": "node.client",
         "open_stream": "client.uri_stream",
         "open_stream_async": "client.uri_stream",
         "open_stream_on_device": "client.uri_stream",

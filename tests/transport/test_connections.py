@@ -27,8 +27,8 @@ from dissociated.protocol.message import Incoming, Message, Run
 from dissociated.transport.base import Connection, Listener
 from dissociated.transport.framed.framing import MAX_CONTROL
 from dissociated.transport.native.connection import NativeConnection
-from dissociated.transport.native.runs import RUN
 from dissociated.transport.registry import transport
+from dissociated.transport.runs import RUN
 from dissociated.uri import Uri
 from support.certificates import Certificates
 from support.helpers import PATIENCE, case, leaving_nothing, no_threads

@@ -11,8 +11,7 @@ from enum import IntEnum
 from typing import Any
 
 from dissociated.catalog.tables import Tables
-from dissociated.codec.difference import schema_difference
-from dissociated.codec.schemas import deserialize
+from dissociated.codec.schemas import deserialize, schema_difference
 from dissociated.errors import CatalogError
 from dissociated.monitoring.changes import Change
 from dissociated.store.numbers import ANY_NAME, Removal

@@ -16,7 +16,7 @@ from dissociated.cli.inputs import open_input
 from dissociated.cli.terminal import progress
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import values_size
-from dissociated.codec.difference import schema_difference
+from dissociated.codec.schemas import schema_difference
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.datasets.base import Dataset
 from dissociated.errors import SourceError

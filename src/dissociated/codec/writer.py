@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +16,6 @@ from dissociated.codec.options import WriteOptions
 from dissociated.codec.packing import raw_size
 from dissociated.codec.sink import Sink, open_sink
 from dissociated.codec.split import FileSplitter, Metadata, SplitMessage, Splitter
-from dissociated.codec.stats import WriteStats
 from dissociated.errors import FormatError, LocalProtocolError, OptionError
 from dissociated.format.encapsulated import encapsulate, encode_footer, encode_magic, end_of_stream
 from dissociated.format.footer import BLOCK, parse_footer
@@ -24,6 +24,25 @@ from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message
 from dissociated.protocol.sender import Body, Sender
 from dissociated.protocol.tags import BodyKind
+
+#: The counters of a reader: num_messages, num_record_batches, num_dictionary_batches, num_dictionary_deltas,
+#: num_replaced_dictionaries.
+ReadStats: TypeAlias = pa.ipc.ReadStats
+
+
+@dataclass(frozen=True)
+class WriteStats:
+    """The counters of `ReadStats`, and the size of bodies before and after encoding."""
+
+    num_messages: int = 0
+    num_record_batches: int = 0
+    num_dictionary_batches: int = 0
+    num_dictionary_deltas: int = 0
+    num_replaced_dictionaries: int = 0
+    #: Bytes of the original buffers.
+    total_raw_body_size: int = 0
+    #: Bytes of bodies as written, with padding and compression.
+    total_serialized_body_size: int = 0
 
 
 class RecordBatchWriter(ABC):

@@ -14,11 +14,11 @@ from dissociated.base.buffers import metadata_too_long
 from dissociated.codec.cdevice import ImportedArray, device_name, import_batches, is_on_device
 from dissociated.codec.columns import select_fields
 from dissociated.codec.device_split import DeviceSplitter, PlacedMessage
-from dissociated.codec.difference import schema_difference
 from dissociated.codec.dlpack import import_columns
 from dissociated.codec.join import EncodedMessage, join
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.reader import StreamReader
+from dissociated.codec.schemas import schema_difference
 from dissociated.codec.split import SplitMessage
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.sendable import StaticMessage

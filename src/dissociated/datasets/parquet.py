@@ -14,8 +14,8 @@ from typing import Any
 import pyarrow as pa
 
 from dissociated.codec.columns import even_batches, select_columns, select_fields
-from dissociated.codec.difference import schema_difference
 from dissociated.codec.options import WriteOptions
+from dissociated.codec.schemas import schema_difference
 from dissociated.datasets.base import Dataset, OpenColumns, OpenReader
 from dissociated.datasets.file import FileState, file_state
 from dissociated.datasets.source_errors import source_errors

@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow as pa
 
 from dissociated.codec.batches import BatchReader
-from dissociated.codec.difference import schema_difference
 from dissociated.codec.options import WriteOptions, check_options
+from dissociated.codec.schemas import schema_difference
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.datasets.base import Dataset, Source
 from dissociated.datasets.file import FileDataset, check_alone

@@ -12,8 +12,8 @@ import pyarrow as pa
 
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import pick_batches, select_columns, select_fields
-from dissociated.codec.difference import schema_difference
 from dissociated.codec.filter.statistics import Statistics
+from dissociated.codec.schemas import schema_difference
 from dissociated.codec.split import BatchAndMetadata
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.sendable import MappedMessages, StaticMessage

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pyarrow as pa
 
 from dissociated.codec.columns import select_columns, select_fields, slice_batches
-from dissociated.codec.difference import schema_difference
 from dissociated.codec.options import WriteOptions
+from dissociated.codec.schemas import schema_difference
 from dissociated.codec.split import SplitMessage, split
 from dissociated.datasets.base import Dataset, OpenColumns, OpenReader
 from dissociated.errors import SourceError

@@ -6,8 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from dissociated.codec.options import ReadOptions, WriteOptions
 from dissociated.codec.reader import StreamReader
-from dissociated.codec.stats import ReadStats, WriteStats
-from dissociated.codec.writer import DissociatedWriter, FileWriter, RecordBatchWriter, StreamWriter
+from dissociated.codec.writer import (
+    DissociatedWriter,
+    FileWriter,
+    ReadStats,
+    RecordBatchWriter,
+    StreamWriter,
+    WriteStats,
+)
 from dissociated.ipc.decoder import DissociatedDecoder, StreamDecoder
 from dissociated.ipc.decoding import CollectListener, Listener
 from dissociated.ipc.files import FileReader, open_file, open_stream

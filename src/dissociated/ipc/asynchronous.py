@@ -19,7 +19,7 @@ from dissociated.codec.batches import RaisingAgain
 from dissociated.codec.device import DeviceBatch, DeviceReader
 from dissociated.codec.options import ReadOptions
 from dissociated.codec.split import BatchAndMetadata
-from dissociated.codec.stats import ReadStats
+from dissociated.codec.writer import ReadStats
 from dissociated.errors import StoreError
 from dissociated.ipc.files import FileReader, open_either, open_file
 from dissociated.ipc.readahead import (

@@ -18,7 +18,7 @@ from dissociated.base.buffers import Buffer
 from dissociated.codec.join import Messages, join
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.reader import StreamReader
-from dissociated.codec.stats import ReadStats
+from dissociated.codec.writer import ReadStats
 from dissociated.errors import DissociatedError, FormatError, RemoteProtocolError
 from dissociated.format.encapsulated import encapsulate
 from dissociated.format.layout import dictionary_of

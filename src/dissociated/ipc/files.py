@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.reader import StreamReader, arrow_errors
-from dissociated.codec.stats import ReadStats
+from dissociated.codec.writer import ReadStats
 from dissociated.errors import FormatError, OptionError, RemoteProtocolError, StoreError
 from dissociated.format.encapsulated import CONTINUATION, FILE_MAGIC, FOOTER_TAIL
 from dissociated.format.footer import Footer, parse_footer

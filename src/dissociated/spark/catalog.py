@@ -13,7 +13,7 @@ from dissociated.client.client import Client
 from dissociated.client.request import TIMEOUT
 from dissociated.control.catalog_uri import CATALOG_VARIABLE
 from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded, NodeUnreachable, OptionError
-from dissociated.node.connect import connect
+from dissociated.node.client import connect
 from dissociated.node.launch import ensure
 from dissociated.node.local import EMPTY_EXIT
 

@@ -40,8 +40,8 @@ import pyarrow as pa
 from dissociated.base.buffers import MAX_METADATA
 from dissociated.base.fork import ProcessBound
 from dissociated.base.oserrors import store_errors
-from dissociated.codec.difference import schema_difference
 from dissociated.codec.options import WriteOptions
+from dissociated.codec.schemas import schema_difference
 from dissociated.errors import StoreError
 from dissociated.store.admission import Quota
 from dissociated.store.commit import Commit

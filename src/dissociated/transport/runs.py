@@ -3,6 +3,11 @@
 A run consists of pairs of an untagged message and a tagged one: the metadata and the body of a small batch. All
 untagged messages of a run have one size, and all tagged ones have one size. docs/framing.md describes the payload byte
 by byte. Each medium has its own mark for a payload that is a run.
+
+Over media that have messages of their own (ucx, fabric), a run is one tagged message. Tagged messages arrive in the
+order in which they were sent, so a run arrives after the bodies before it. It is received like a body, directly into
+Arrow's memory. A server offers runs in its URI, and sends them to clients that have accepted the offer; each medium has
+its own way of accepting.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from typing import NamedTuple, cast
 from dissociated.base.buffers import Buffer
 from dissociated.errors import RemoteProtocolError
 from dissociated.protocol.message import Message, Run
+from dissociated.uri import Uri
 
 #: Least number of pairs in a run. Receiving a run costs as much as receiving 20 batches.
 MIN_RUN = 8
@@ -153,3 +159,21 @@ def message_size(message: Message) -> int:
     for part in message.parts:
         size += len(part)
     return size
+
+
+#: The tag of a run, over media that have messages of their own. It differs from the tags of all bodies, and from those
+#: of fabric's control messages.
+RUN = 0xFE44_4953_534F_0200
+#: The URI parameters with which a server offers runs.
+OFFER = {"runs": "1"}
+
+
+def offers_runs(uri: Uri) -> bool:
+    """Return whether the server with this URI offers runs."""
+    return all(uri.parameters.get(name) == value for name, value in OFFER.items())
+
+
+def with_runs(messages: Sequence[Message | Run]) -> Iterator[Message]:
+    """Yield `messages` in order, with each run of small similar messages encoded as one message."""
+    for item in encode_runs(messages):
+        yield Message(RUN, item.parts) if isinstance(item, EncodedRun) else item

@@ -27,9 +27,8 @@ from dissociated.protocol.close_reason import reason_error
 from dissociated.protocol.message import Incoming, Message, Run
 from dissociated.transport.base import Allocate, Connection, RemoteMemory
 from dissociated.transport.framed.framing import MAX_CONTROL, MAX_UNTAGGED
-from dissociated.transport.native.runs import RUN, with_runs
 from dissociated.transport.native.threads import MAX_SLEEP, Waker, start_thread
-from dissociated.transport.runs import MAX_RUN, MIN_RUN, parse_run
+from dissociated.transport.runs import MAX_RUN, MIN_RUN, RUN, parse_run, with_runs
 from dissociated.transport.states import Call, ConnectionState
 
 #: Limit of bytes in flight in one direction. It bounds the memory that a peer which receives nothing can tie up, except

@@ -29,8 +29,8 @@ from dissociated.transport.native.fabric.provider import (
     provider_of,
 )
 from dissociated.transport.native.listener import NativeListener, Withdraw, withdraw_with
-from dissociated.transport.native.runs import OFFER
 from dissociated.transport.native.threads import MAX_SLEEP
+from dissociated.transport.runs import OFFER
 from dissociated.uri import ANY_INTERFACE, Uri
 
 _log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from dissociated.transport.framed.tcp import check_host_name
 from dissociated.transport.native.fabric.connection import FabricConnection
 from dissociated.transport.native.fabric.listener import FabricListener
 from dissociated.transport.native.fabric.provider import check_same, heartbeat_interval, open_endpoint, provider_of
-from dissociated.transport.native.runs import offers_runs
+from dissociated.transport.runs import offers_runs
 from dissociated.uri import Uri
 
 

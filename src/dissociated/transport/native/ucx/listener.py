@@ -12,7 +12,6 @@ from dissociated.memory.remote import Span
 from dissociated.transport.base import Connection
 from dissociated.transport.native.addresses import host_and_port, sockaddr
 from dissociated.transport.native.listener import NativeListener, Withdraw, withdraw_with
-from dissociated.transport.native.runs import OFFER
 from dissociated.transport.native.threads import MAX_SLEEP
 from dissociated.transport.native.ucx import libucp as c
 from dissociated.transport.native.ucx.closing import closing_connections
@@ -21,6 +20,7 @@ from dissociated.transport.native.ucx.endpoint import callbacks
 from dissociated.transport.native.ucx.handshake import SEGMENT_PARAMETER, client_says
 from dissociated.transport.native.ucx.libucp import Ucp
 from dissociated.transport.native.ucx.worker import SEGMENT, Worker, context_key
+from dissociated.transport.runs import OFFER
 from dissociated.uri import Uri
 
 _log = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ from dissociated.errors import UriError
 from dissociated.memory.remote import parse_spans
 from dissociated.transport.base import Connection, Listener, Transport
 from dissociated.transport.native.addresses import resolve, sockaddr
-from dissociated.transport.native.runs import offers_runs
 from dissociated.transport.native.ucx import libucp as c
 from dissociated.transport.native.ucx.closing import closing_connections
 from dissociated.transport.native.ucx.connection import UcxConnection
@@ -21,6 +20,7 @@ from dissociated.transport.native.ucx.handshake import MODES, check_version, err
 from dissociated.transport.native.ucx.libucp import ucp
 from dissociated.transport.native.ucx.listener import UcxListener
 from dissociated.transport.native.ucx.worker import SEGMENT, Worker, context_key
+from dissociated.transport.runs import offers_runs
 from dissociated.uri import Uri
 
 

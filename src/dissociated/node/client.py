@@ -1,4 +1,4 @@
-"""`connect`: a client of a catalog, which is by default the catalog of this user's node on this host."""
+"""The client of a catalog, which is by default the catalog of this user's node on this host."""
 
 from __future__ import annotations
 
