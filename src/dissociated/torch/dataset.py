@@ -18,8 +18,9 @@ from dissociated.client.dataset import DatasetHandle
 from dissociated.codec.dlpack import DeviceColumn
 from dissociated.errors import OptionError
 from dissociated.training.access import Access
-from dissociated.training.batches import Examples, Position
+from dissociated.training.batches import Position
 from dissociated.training.columns import Lists
+from dissociated.training.examples import Examples
 from dissociated.training.launch import check_accelerate, end_with_parent, find_place, processes_of_accelerate
 from dissociated.training.plan import Progress, Shard, turns
 from dissociated.training.sampling import Sampling
