@@ -190,4 +190,4 @@ def test_a_walk_through_the_files_is_short() -> None:
     steps = {
         walk.partition(":")[0]: len(re.findall(r"^\| \d \| `[a-z_/]+\.py` \|", walk, re.MULTILINE)) for walk in walks
     }
-    assert steps == {"Publish": 8, "Read": 8, "Filter": 8, "Commit": 9}
+    assert steps == {"Publish": 8, "Read": 8, "Filter": 8, "Commit": 8}
