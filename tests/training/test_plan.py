@@ -9,12 +9,12 @@ from itertools import accumulate, product
 import numpy as np
 
 from dissociated.training.permutation import Permutation
-from dissociated.training.plan import Order, Plan, Progress, Shard, Span, turns
+from dissociated.training.plan import Order, Plan, Progress, RowSpan, Shard, turns
 
 LAYOUTS: tuple[list[int], ...] = ([], [0], [1], [7], [3, 0, 4, 1], [10] * 10, [64, 1, 1, 1, 33], [0, 0, 5, 0])
 
 
-def rows_at(shard: Shard, spans: list[Span]) -> list[tuple[int, int]]:
+def rows_at(shard: Shard, spans: list[RowSpan]) -> list[tuple[int, int]]:
     """Return the rows at these positions, each as its block and its position in the block."""
     plan, order, found = shard.plan, shard.order, []
     for span in spans:

@@ -24,7 +24,7 @@ from dissociated.training.access import Access, Lender
 from dissociated.training.blocks import Blocks, slice_pieces
 from dissociated.training.columns import Array, ArrayColumns, Column, join, take
 from dissociated.training.gather import Gatherer
-from dissociated.training.plan import Order, Plan, Shard, Span
+from dissociated.training.plan import Order, Plan, RowSpan, Shard
 from dissociated.training.sampling import Sampling
 
 
@@ -149,7 +149,7 @@ class Examples:
         loaded: tuple[int, list[pa.RecordBatch]] | None = None  # number and batches of the block that was read last
         opened: tuple[int, dict[str, Column], Any] | None = None  # number, columns and row order of the current window
 
-        def load(spans: Sequence[Span], by_row: bool) -> dict[str, Column]:
+        def load(spans: Sequence[RowSpan], by_row: bool) -> dict[str, Column]:
             nonlocal loaded
             pieces: list[pa.RecordBatch] = []
             for span in spans:

@@ -31,7 +31,7 @@ class Piece(NamedTuple):
     stop: int
 
 
-class Span(NamedTuple):
+class RowSpan(NamedTuple):
     """Positions in the order of an epoch, from `start` up to, but not including, `stop`."""
 
     start: int
@@ -90,13 +90,13 @@ class Plan:
         """Return shard `number` of `count` of the rows of an epoch that were not read in the progress `before`."""
         return Shard(self, number, count, EpochOrder(self, epoch), self.remaining(before, epoch))
 
-    def remaining(self, before: Sequence[Progress], epoch: int) -> tuple[Span, ...]:
+    def remaining(self, before: Sequence[Progress], epoch: int) -> tuple[RowSpan, ...]:
         """Return the positions of the rows of an epoch that were not read in the progress `before`."""
-        spans: tuple[Span, ...] = (Span(0, self.total),)
+        spans: tuple[RowSpan, ...] = (RowSpan(0, self.total),)
         for ranks, workers, step in before:
             order, count = EpochOrder(self, epoch), ranks * workers
             shards = [Shard(self, number, count, order, spans) for number in range(count)]
-            remaining: list[Span] = []
+            remaining: list[RowSpan] = []
             for rank in range(ranks):
                 own = shards[rank * workers : (rank + 1) * workers]
                 steps = dict(turns([len(shard) for shard in own], step))
@@ -130,7 +130,7 @@ class EpochOrder:
     def _permutation(self) -> Permutation:
         return Permutation(self.plan.total, self.plan.seed, self.epoch, _ROW_ORDER)
 
-    def pieces(self, span: Span) -> Iterator[Piece]:
+    def pieces(self, span: RowSpan) -> Iterator[Piece]:
         """Yield the pieces of blocks at these positions, before the rows of windows are shuffled."""
         at, stop = span
         number = int(np.searchsorted(self._ends, at, side="right"))  # in the order of the epoch
@@ -142,23 +142,23 @@ class EpochOrder:
                 yield Piece(block, at - begin, end - begin)
             at, number = end, number + 1
 
-    def window(self, number: int) -> tuple[Span, Positions]:
+    def window(self, number: int) -> tuple[RowSpan, Positions]:
         """Return the positions of a window, and the shuffled order of its rows, as positions within the window."""
         size = self.plan.window
-        span = Span(number * size, min((number + 1) * size, self.plan.total))
+        span = RowSpan(number * size, min((number + 1) * size, self.plan.total))
         return span, shuffled(span.stop - span.start, self.plan.seed, self.epoch, _WINDOW_ORDER, 0, number)
 
-    def rows(self, span: Span) -> Positions:
+    def rows(self, span: RowSpan) -> Positions:
         """Return the numbers of the rows at these positions of a `GLOBAL` order."""
         chunks = []
         for number in range(span.start // _CHUNK, -(-span.stop // _CHUNK)):
             first = number * _CHUNK
             if self._chunk[0] != number:
-                self._chunk = number, self._compute_rows(Span(first, min(first + _CHUNK, self.plan.total)))
+                self._chunk = number, self._compute_rows(RowSpan(first, min(first + _CHUNK, self.plan.total)))
             chunks.append(self._chunk[1][max(0, span.start - first) : span.stop - first])
         return np.concatenate(chunks)
 
-    def _compute_rows(self, span: Span) -> Positions:
+    def _compute_rows(self, span: RowSpan) -> Positions:
         places = self._permutation.at(span.start, span.stop)
         weights = self.plan.weights
         if weights is None:
@@ -181,7 +181,7 @@ class Shard:
     number: int
     count: int
     order: EpochOrder
-    spans: tuple[Span, ...]
+    spans: tuple[RowSpan, ...]
 
     @cached_property
     def _total(self) -> int:
@@ -229,22 +229,22 @@ class Shard:
             return (begin, middle) if step == self._unsplit - 1 else (middle, end)
         return step * size, min((step + 1) * size, self.rows)
 
-    def batch(self, step: int) -> list[Span]:
+    def batch(self, step: int) -> list[RowSpan]:
         """Return the positions of batch number `step`."""
         return self._within(*self.extent(step))
 
-    def remaining(self, step: int) -> list[Span]:
+    def remaining(self, step: int) -> list[RowSpan]:
         """Return the positions of the shard's rows after its first `step` batches, including those left out."""
         return self._within(self.extent(step - 1)[1] if step else 0, self.rows)
 
-    def _within(self, start: int, stop: int) -> list[Span]:
+    def _within(self, start: int, stop: int) -> list[RowSpan]:
         """Return the positions of the shard's rows from `start` up to, but not including, `stop`."""
         start, stop, spans = start + self._first, stop + self._first, []
         for begin, end in self.spans:
             length = end - begin
             first, last = max(0, start), min(stop, length)
             if first < last:
-                spans.append(Span(begin + first, begin + last))
+                spans.append(RowSpan(begin + first, begin + last))
             start, stop = start - length, stop - length
         return spans
 
