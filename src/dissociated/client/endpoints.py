@@ -16,9 +16,9 @@ import pyarrow as pa
 
 from dissociated.base import tracing
 from dissociated.base.exit import StreamThread
-from dissociated.client.ahead import AheadReader, Pairs
 from dissociated.client.parts import OpenFlight, open_part, open_part_on_device, open_part_tensors
 from dissociated.client.plan import PartPlan, ReadPlan, Route, plan, plan_part
+from dissociated.client.readahead import AheadReader, Pairs
 from dissociated.client.request import ReadRequest
 from dissociated.client.stream import TensorReader
 from dissociated.client.waiting import WaitingStreams

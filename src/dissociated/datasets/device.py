@@ -21,8 +21,8 @@ from dissociated.codec.reader import StreamReader
 from dissociated.codec.schemas import schema_difference
 from dissociated.codec.split import SplitMessage
 from dissociated.datasets.base import Dataset
-from dissociated.datasets.sendable import StaticMessage
 from dissociated.datasets.static import project_messages
+from dissociated.datasets.static_message import StaticMessage
 from dissociated.datasets.streamed import StreamedDataset
 from dissociated.datasets.table import TableDataset
 from dissociated.errors import DeviceError, FormatError, SourceError

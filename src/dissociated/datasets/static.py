@@ -16,8 +16,8 @@ from dissociated.codec.filter.statistics import Statistics
 from dissociated.codec.schemas import schema_difference
 from dissociated.codec.split import BatchAndMetadata
 from dissociated.datasets.base import Dataset
-from dissociated.datasets.sendable import MappedMessages, StaticMessage
 from dissociated.datasets.source_errors import source_errors
+from dissociated.datasets.static_message import MappedMessages, StaticMessage
 from dissociated.errors import FormatError, SourceError
 from dissociated.format.message import HeaderType
 from dissociated.format.projection import ProjectedMessage, Projection

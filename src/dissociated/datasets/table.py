@@ -16,8 +16,8 @@ from dissociated.codec.filter.statistics import Statistics, StatisticsCollector
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.split import batches, split
 from dissociated.codec.validation import OnceValidator
-from dissociated.datasets.sendable import MappedMessages, StaticMessage
 from dissociated.datasets.static import StaticDataset
+from dissociated.datasets.static_message import MappedMessages, StaticMessage
 from dissociated.errors import DissociatedError
 from dissociated.store.copying import STEP, CopiedSegment
 

@@ -10,8 +10,8 @@ import pyarrow as pa
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.tensor import TENSOR_FORMATS, Tensor, split_tensor
 from dissociated.datasets.base import Dataset, Source
-from dissociated.datasets.sendable import MappedMessages, StaticMessage
 from dissociated.datasets.static import StaticDataset
+from dissociated.datasets.static_message import MappedMessages, StaticMessage
 from dissociated.datasets.tensor_info import TensorInfo, tensors_schema
 from dissociated.errors import FormatError, SourceError
 from dissociated.protocol.request import Selection

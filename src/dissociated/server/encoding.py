@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from dissociated.datasets.sendable import StaticMessage
 from dissociated.datasets.static import StaticDataset
+from dissociated.datasets.static_message import StaticMessage
 from dissociated.protocol.bodies import encode_addresses
 from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message

@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dissociated.datasets.sendable import SharedSegment, StaticMessage
 from dissociated.datasets.static import StaticDataset
+from dissociated.datasets.static_message import SharedSegment, StaticMessage
 from dissociated.errors import ConnectionClosed, DeadlineExceeded
 from dissociated.memory.device.segment import DeviceSegment
 from dissociated.memory.leases import Ledger

@@ -13,7 +13,7 @@ import pytest
 
 import dissociated as dis
 from client.test_parts import in_parts
-from dissociated.client import ahead
+from dissociated.client import readahead
 from dissociated.client.dataset import DatasetHandle
 from dissociated.errors import ForkedError, StoreError
 from support.helpers import wait_until
@@ -51,7 +51,7 @@ def test_parts_are_received_while_the_first_is_read(server: dis.Server, client: 
 def test_what_is_received_ahead_is_limited(
     server: dis.Server, client: dis.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ahead, "MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(readahead, "MAX_BYTES", 1 << 20)
     reader = open_parts(client, server, SMALL, LARGE, LARGE)
     wait_until(lambda: all(one.bytes > 1 << 20 for one in server.status().consumers), "some batches of each part")
     assert [one.state for one in server.status().consumers] == ["reading", "reading"]
@@ -85,7 +85,7 @@ def test_a_reader_that_is_closed_before_its_first_batch_ends_the_parts(server: d
 @pytest.mark.parametrize("end", ["close", "drop"])
 def test_a_reader_that_ends_early_ends_the_parts(server: dis.Server, client: dis.Client, end: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ahead, "MAX_BYTES", 1 << 20)
+        patch.setattr(readahead, "MAX_BYTES", 1 << 20)
         reader = open_parts(client, server, SMALL, LARGE, LARGE)
     if end == "close":
         reader.close()
