@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -189,16 +189,22 @@ def test_a_read_by_handle_takes_one_round_trip(server: dis.Server, client: dis.C
         client.close()
 
 
-def test_a_handle_that_was_read_asks_its_catalog_and_its_server_at_the_same_time(server: dis.Server) -> None:
+def test_a_handle_asks_its_catalog_and_its_server_at_the_same_time(server: dis.Server) -> None:
     with closing(Relay(str(server.catalog_uri))) as relay, dis.connect(f"grpc://{relay.place}") as client:
         handle = client.dataset("a", transport="tcp")
-        assert handle.to_table().equals(TABLES["a"])
-        wait_until(lambda: server.status().totals.done == 1, "the end of the first stream")
-        relay.is_open.clear()
         with ThreadPoolExecutor() as threads:
-            again = threads.submit(handle.to_table)
-            wait_until(lambda: server.status().totals.done == 2, "the stream, before the catalog has answered")
-            assert not again.done()
+
+            def read_before_the_catalog_answers(streams: int) -> Future[pa.Table]:
+                relay.is_open.clear()
+                reading = threads.submit(handle.to_table)
+                wait_until(lambda: server.status().totals.done == streams, "the end of the stream")
+                assert not reading.done()
+                return reading
+
+            first = read_before_the_catalog_answers(1)
+            relay.is_open.set()
+            assert first.result().equals(TABLES["a"])
+            again = read_before_the_catalog_answers(2)
             server.publish("a", TABLES["b"])
             relay.is_open.set()
             with pytest.raises(DatasetNotFound, match="version 1 of 'a' is gone"):

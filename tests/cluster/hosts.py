@@ -145,6 +145,14 @@ class Cluster:
         """Undo `cut` and `allow`."""
         self._tell(f"mend {self.addresses[name]}")
 
+    def limit(self, name: str, rate: float) -> None:
+        """Let a host send that many bytes a second from now on."""
+        self._tell(f"rate {self.addresses[name]} {rate}")
+
+    def sent(self, name: str) -> int:
+        """Return the number of bytes that a host has sent over the link."""
+        return self._tell(f"sent {self.addresses[name]}")
+
     def packets(self) -> int:
         """Return the number of packets that the link has forwarded."""
         return self._tell("mend 0.0.0.0")

@@ -4,7 +4,8 @@ Each host gets a TUN device, `eth0`, whose other end this process reads and writ
 seconds and, for each host, its process and its address: `link.py 0.01 123=10.87.0.1 ...`. It prints a line once all
 devices exist. It then takes a line for each change, and answers each with the number of packets that it has forwarded:
 `cut 10.87.0.1` loses all packets of a host, `allow 10.87.0.1 8815 8816` drops connections from others to its other TCP
-ports, like a firewall, and `mend 10.87.0.1` undoes both. `delay 0.1` changes the delay.
+ports, like a firewall, and `mend 10.87.0.1` undoes both. `delay 0.1` changes the delay. `rate 10.87.0.1 1000000` lets a
+host send that many bytes a second. `sent 10.87.0.1` is answered with the number of bytes that a host has sent.
 """
 
 from __future__ import annotations
@@ -64,6 +65,9 @@ def forward(delay: float, devices: dict[bytes, int]) -> None:
     waiting: list[tuple[float, int, int, bytes]] = []  # when to deliver a packet, its number, and the device
     absent: set[bytes] = set()
     allowed: dict[bytes, set[int]] = {}  # by host, the TCP ports to which others may connect
+    rates: dict[bytes, float] = {}  # by host, the bytes a second that it may send
+    free_at: dict[bytes, float] = {}  # by host with a rate, when its line has sent everything
+    sent = dict.fromkeys(devices, 0)  # by host, the bytes that were forwarded
     number = 0
     poll = select.poll()
     for descriptor in (*devices.values(), 0):
@@ -83,8 +87,15 @@ def forward(delay: float, devices: dict[bytes, int]) -> None:
                     return
                 if line[0] == "delay":
                     delay = float(line[1])
+                    print(number, flush=True)
+                    continue
+                address = bytes(map(int, line[1].split(".")))
+                if line[0] == "rate":
+                    rates[address] = float(line[2])
+                elif line[0] == "sent":
+                    print(sent[address], flush=True)
+                    continue
                 else:
-                    address = bytes(map(int, line[1].split(".")))
                     absent.discard(address)
                     allowed.pop(address, None)
                     if line[0] == "cut":
@@ -99,7 +110,11 @@ def forward(delay: float, devices: dict[bytes, int]) -> None:
                 continue
             if target not in allowed or not _opens(packet) or _port(packet) in allowed[target]:
                 number += 1
-                heapq.heappush(waiting, (time.monotonic() + delay, number, devices[target], packet))
+                sent[source] += len(packet)
+                departs = time.monotonic()
+                if source in rates:
+                    departs = free_at[source] = max(departs, free_at.get(source, 0.0)) + len(packet) / rates[source]
+                heapq.heappush(waiting, (departs + delay, number, devices[target], packet))
 
 
 if __name__ == "__main__":

@@ -80,6 +80,25 @@ with dis.Server([sys.argv[1]], catalog="grpc://0.0.0.0:8817", advertise=sys.argv
     print(*server.locations("d"), flush=True)
     sys.stdin.read()
 """
+#: A client that puts a part of a dataset into the node of its host.
+PART = """
+import sys, numpy as np, pyarrow as pa, dissociated as dis
+first = int(sys.argv[2])
+rows = pa.table({"n": np.arange(first, first + 2_000_000)})
+with dis.connect(sys.argv[1]) as client:
+    client.put("d", pa.Table.from_batches(rows.to_batches(100_000)), mode="append", transport="shm")
+"""
+#: A reader that reads two batches, and reads on when it is told. It prints whether it got all rows in order.
+ORDERED = """
+import sys, numpy as np, pyarrow as pa, dissociated as dis
+with dis.connect(sys.argv[1]) as client:
+    reader = client.read("d", transport=sys.argv[2] or None)
+    batches = [reader.read_next_batch() for _ in range(2)]
+    print("reached", flush=True)
+    sys.stdin.readline()
+    rows = pa.Table.from_batches([*batches, *reader])["n"].to_numpy()
+    print(np.array_equal(rows, np.arange(4_000_000)), flush=True)
+"""
 READ = """
 import sys, dissociated as dis
 with dis.connect(sys.argv[1], timeout=5) as client:
@@ -215,3 +234,24 @@ def test_puts_and_appends_over_a_link_that_is_cut_count_once(tmp_path: Path) -> 
         wait_until(lambda: not cluster["c"].run("-c", READ, CATALOG, "tcp", check=False).returncode, "b is back")
         read = cluster["c"].run("-c", READ, CATALOG, "tcp")
         assert json.loads(read.stdout) == [*range(appended)]
+
+
+def test_parts_on_two_hosts_are_received_at_once_and_by_flight_if_a_firewall_drops_the_data_port(
+    tmp_path: Path,
+) -> None:
+    with Cluster("a", "b", "c") as cluster:
+        serve_catalog(cluster, tmp_path)
+        place = ("--store", "/dev/shm/store", "--listen", "tcp://0.0.0.0:8816", "--flight", "grpc://0.0.0.0:8817")
+        for number, name in enumerate("bc"):
+            cluster[name].dissociated("node", "--catalog", CATALOG, *place)
+            cluster[name].run("-c", PART, CATALOG, str(number * 2_000_000))
+        before = cluster.sent("c")
+        reader = cluster["a"].start("-c", ORDERED, CATALOG, "tcp")
+        assert answer(reader) == "reached\n"
+        # The reader has two of twenty batches of the part on b, and the part on c has 16 MB.
+        wait_until(lambda: cluster.sent("c") > before + 16_000_000, "all of the part on c is received ahead")
+        assert answer(reader, "\n") == "True\n"
+        cluster.allow("b", 8817)
+        cluster.allow("c", 8817)
+        printed, _ = cluster["a"].start("-c", ORDERED, CATALOG, "").communicate("\n", timeout=60)
+        assert printed == "reached\nTrue\n"

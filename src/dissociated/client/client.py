@@ -217,7 +217,7 @@ class Client(CatalogClient):
         """
         from dissociated.client.dataset import DatasetHandle  # on first use: pyarrow.dataset is slow to import
 
-        return DatasetHandle(self, self.describe(name, version), transport)
+        return DatasetHandle(self, self.describe(name, version), transport, described_now=True)
 
     def scan(self, name: str, version: int | None = None, *, transport: str | None = None) -> pl.LazyFrame:
         """Return a LazyFrame of Polars over the dataset `name`. It reads only the columns and rows that its plan needs.

@@ -299,10 +299,12 @@ class DatasetHandle(_Rows):
         ```
     """
 
-    def __init__(self, client: CatalogClient, info: DatasetInfo, transport: str | None = None) -> None:
+    def __init__(
+        self, client: CatalogClient, info: DatasetInfo, transport: str | None = None, described_now: bool = False
+    ) -> None:
         super().__init__(info.schema)
         self._client = client
-        self._reader = VersionReader(client, info, transport)
+        self._reader = VersionReader(client, info, transport, described_now)
         #: Description of the version by the catalog.
         self.info = info
 
@@ -398,7 +400,8 @@ class DatasetHandle(_Rows):
             assert flights.refresh().num_rows == 2 * flights.num_rows
             ```
         """
-        return type(self)(self._client, self._client.describe(self.name), self._reader.transport)
+        info = self._client.describe(self.name)
+        return type(self)(self._client, info, self._reader.transport, described_now=True)
 
     def scanner(
         self,

@@ -66,7 +66,7 @@ class EndpointReader:
 
         def open_parts(info: DatasetInfo) -> pa.RecordBatchReader:
             planned = plan(traced, info, lambda endpoint: self._all_routes(info, endpoint, traced))
-            return self._chain(info, planned, _open_all(planned, self._open_counted))
+            return self._chain(traced, info, planned, _open_all(planned, self._open_counted))
 
         with _traced(replace(request, waiting=WaitingStreams())) as traced:
             return _retry_if_replaced(describe, open_parts)
@@ -157,7 +157,7 @@ class EndpointReader:
         return self._open(part if counting is None else part.within([batch.num_rows for batch in self._open(counting)]))
 
     def _chain(
-        self, info: DatasetInfo, planned: ReadPlan, readers: Sequence[pa.RecordBatchReader]
+        self, request: ReadRequest, info: DatasetInfo, planned: ReadPlan, readers: Sequence[pa.RecordBatchReader]
     ) -> pa.RecordBatchReader:
         """Return a reader of all rows of these readers, up to the limit of the plan."""
         schema = planned.schema if planned.schema is not None else readers[0].schema
@@ -170,7 +170,6 @@ class EndpointReader:
             pairs = [self._pairs(*opened, waited=number > 0) for number, opened in parts]
             # With a limit, the parts that follow may not be needed.
             distant = planned.limit is None and _count_distant(planned) > 1
-            request = planned.parts[0].request
             chained = AheadReader(schema, pairs, request.max_parallel if distant else 1, request.waiting)
         return chained if planned.limit is None else filter_batches(chained, None, range(len(schema)), planned.limit)
 

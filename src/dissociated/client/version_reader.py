@@ -29,16 +29,20 @@ _MAX_ATTEMPTS = 3
 class VersionReader:
     """A reader of the version of a dataset that `info` describes, at its current locations, through `transport`.
 
-    It is internal: handles, scanners and lazy frames read through it.
+    It is internal: handles, scanners and lazy frames read through it. `described_now` tells that the catalog has just
+    given `info` to this process.
 
     Every method that reads raises the errors of `Client.read`, and DatasetNotFound if the version is gone.
     """
 
-    def __init__(self, client: CatalogClient, info: DatasetInfo, transport: str | None) -> None:
+    def __init__(
+        self, client: CatalogClient, info: DatasetInfo, transport: str | None, described_now: bool = False
+    ) -> None:
         self.client = client
         self.info = info
         self.transport = transport
-        self._latest: tuple[DatasetInfo, float] | None = None  # the last description, and when it was requested
+        #: The last description by the catalog, and the time of the call; None if there is none, or no catalog of ours.
+        self._latest = (info, time.monotonic()) if described_now and info.version else None
         self._mapped: MappedVersion | None = None
         self._attempts = 0
 
@@ -66,7 +70,7 @@ class VersionReader:
         return self.client.endpoints.read(self.describe, request) if reader is None else reader
 
     def _read_again(self, request: ReadRequest) -> pa.RecordBatchReader | None:
-        """Open a reader at the locations of the last read, while the catalog is asked whether the version still exists.
+        """Open a reader at the last known locations, while the catalog is asked whether the version still exists.
 
         Both together take one round trip. The answer of the catalog is needed, because the publisher may have chosen
         one ticket for two versions.
