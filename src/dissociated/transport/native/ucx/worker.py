@@ -114,6 +114,8 @@ def context(where: ContextKey) -> Context:
         if not where.shared:
             # Writes directly into the receiver's memory. Not with shared memory, where the peer itself would write.
             settings["RNDV_SCHEME"] = "put_zcopy"
+            # A worker would prepare 4 MB of shared memory, which it never uses in error mode peer.
+            settings["TLS"] = "tcp"
         if u.numbers >= _OLDEST_WITHOUT_CACHE:
             # Registering memory costs nothing for TCP, and connections share memory in the cache: sends of a closed
             # connection would wait for all others that send from it. See `UcxEndpoint.begin_close`.
@@ -121,7 +123,9 @@ def context(where: ContextKey) -> Context:
     if where.inet6:
         settings["TCP_AF_PRIO"] = "inet6"
     if where.loopback:
-        settings["NET_DEVICES"] = "lo"
+        # There is one device. UCX would still read the table of routes a thousand times per connection, to prefer the
+        # device of the default route.
+        settings |= {"NET_DEVICES": "lo", "TCP_PREFER_DEFAULT": "n"}
     for name, value in settings.items():
         if f"UCX_{name}" not in os.environ:
             status = u.lib.ucp_config_modify(config[0], name.encode(), value.encode())
