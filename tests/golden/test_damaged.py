@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ import pytest
 
 from faults.outcomes import changed
 from support.certificates import Certificates
-from support.machine import ARROW_TEST_DATA, needs
+from support.machine import ARROW_TEST_DATA, media
 from support.processes import Fork
 
 from .damaged import DEADLINE, MORE_MEMORY
@@ -32,17 +31,20 @@ COUNT, SEED = map(int, (os.environ.get("DISSOCIATED_FUZZ", "200,1") + ",1").spli
 LARGE = 10_000  # bytes; mutations of larger golden files would mostly hit values
 PATIENCE = 9 * DEADLINE + COUNT / 5  # seconds
 
-#: Ways that share a process. The way "libarrow" runs none of our code.
+#: The way "libarrow" runs none of our code.
 OURS = [way for way in WAYS if way != "libarrow"]
-GROUPS = [
-    list(ways)
-    for _, ways in groupby(OURS, lambda way: (MORE_MEMORY.get(way, way.split("-")[0]), slow(way) and medium(way)))
-]
-TOGETHER = [pytest.param(ways, id="+".join(ways), marks=needs(medium(ways[0]))) for ways in GROUPS]
 SLOW = 40  # ways that take long read only every 40th file
 #: Kinds of ways that share the files: most of the damage is rejected before it reaches a medium.
-SHARED = ("published", "live", "apart")
-IN_PLACE = "published-shm-any"  # reads all files, in place
+SHARED = ("published", "live", "apart", "careless")
+IN_PLACE = ("published-shm-any", "careless-shm-any")  # read all files, in place
+
+
+def process_of(way: str) -> str:
+    """Return the name of the process that runs a way. Starting one takes longer than reading a hundred files."""
+    return way if way in MORE_MEMORY else medium(way) if slow(way) else "quick"
+
+
+GROUPS = {name: [way for way in OURS if process_of(way) == name] for name in dict.fromkeys(map(process_of, OURS))}
 
 pytestmark = [pytest.mark.needs("golden files"), pytest.mark.usefixtures("trusted", "forks")]
 
@@ -68,16 +70,15 @@ class Ends(NamedTuple):
     mutated: dict[str, Counter[str]]
 
 
-@pytest.fixture(scope="module", params=TOGETHER)
+@pytest.fixture(scope="module", params=media(GROUPS))
 def ends(request: pytest.FixtureRequest, mutations: list[Path], trusted: Certificates, forks: None) -> Ends:
     """Read all damaged files in a process for each group of ways."""
-    ended = ends_of([(way, path) for way in request.param for path in read_by(way, mutations)])
+    ways = GROUPS[request.param]
+    ended = ends_of([(way, path) for way in ways for path in read_by(way, mutations)])
 
     def counted(of_fuzzers: bool) -> dict[str, Counter[str]]:
         some = {one: end for one, end in ended.items() if (Path(one[1]) in DAMAGED) is of_fuzzers}
-        return {
-            way: Counter(end.split(":")[0] for (one, _), end in some.items() if one == way) for way in request.param
-        }
+        return {way: Counter(end.split(":")[0] for (one, _), end in some.items() if one == way) for way in ways}
 
     return Ends(counted(True), counted(False))
 
@@ -105,9 +106,9 @@ def read_by(way: str, mutations: list[Path]) -> Sequence[Path]:
     if slow(way):
         return files[::SLOW]
     kind = way.split("-")[0]
-    if kind not in SHARED or way == IN_PLACE:
+    if kind not in SHARED or way in IN_PLACE:
         return files
-    kin = [one for one in OURS if one.split("-")[0] == kind and not slow(one) and one != IN_PLACE]
+    kin = [one for one in OURS if one.split("-")[0] == kind and not slow(one) and one not in IN_PLACE]
     return files[kin.index(way) :: len(kin)]
 
 

@@ -175,7 +175,7 @@ def test_fifty_clients_at_once_are_counted_right(serve: Serve) -> None:
     server = serve("shm:", "tcp:", "inproc:")
     server.publish("static", TABLE)
     server.publish("live", TABLE.to_reader)
-    rounds, clients = 6, 50
+    rounds, clients = 2, 50
     whole = rounds * clients
     seen: list[ServerStatus] = []
     over = threading.Event()

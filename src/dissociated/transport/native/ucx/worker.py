@@ -123,9 +123,9 @@ def context(where: ContextKey) -> Context:
     if where.inet6:
         settings["TCP_AF_PRIO"] = "inet6"
     if where.loopback:
-        # There is one device. UCX would compare it with itself for each kind of transfer, and read the table of routes
-        # a thousand times per connection: that is half of the cost of connecting.
-        settings |= {"NET_DEVICES": "lo", "CM_USE_ALL_DEVICES": "n", "TCP_PREFER_DEFAULT": "n"}
+        # There is one device. UCX would still read the table of routes a thousand times per connection, to prefer the
+        # device of the default route.
+        settings |= {"NET_DEVICES": "lo", "TCP_PREFER_DEFAULT": "n"}
     for name, value in settings.items():
         if f"UCX_{name}" not in os.environ:
             status = u.lib.ucp_config_modify(config[0], name.encode(), value.encode())
