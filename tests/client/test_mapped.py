@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pytest
+from polars.testing import assert_frame_equal
 
 import dissociated as dis
 from dissociated.client.dataset import DatasetHandle
@@ -271,6 +272,27 @@ def test_polars_selects_the_rows_that_it_selects_from_a_frame(client: dis.Client
     assert handle.scan().select(pl.len()).collect().item() == ROWS
     assert handle.scan().collect().equals(frame)
     assert handle.scan().head(7).collect().equals(frame.head(7))
+
+
+def test_polars_scans_mapped_columns_without_python(client: dis.Client) -> None:
+    handle, frame = mapped(client, "data"), pl.DataFrame(TABLE).lazy()
+    queries: dict[str, Callable[[pl.LazyFrame], pl.LazyFrame]] = {
+        "rows after a limit": lambda lazy: lazy.head(600).filter(pl.col("n") > 590),
+        "a slice": lambda lazy: lazy.select("s", "n").slice(490, 20),
+        "the end": lambda lazy: lazy.tail(3),
+        "no batch": lambda lazy: lazy.filter(pl.col("n") > 5 * ROWS).select("s", "day"),
+        "two filters": lambda lazy: lazy.filter(pl.col("n") > 2_900).filter(pl.col("s") == "text 07").select("f"),
+        "numbered rows": lambda lazy: lazy.with_row_index().filter(pl.col("n") == 2_999),
+        "a join": lambda lazy: lazy.filter(pl.col("n") < 3).select("n").join(lazy.select("n", "s"), on="n"),
+    }
+    for name, query in queries.items():
+        with case(name):
+            lazy = query(handle.scan())
+            assert "PYTHON SCAN" not in lazy.explain()
+            for engine in ("streaming", "in-memory"):
+                assert_frame_equal(
+                    lazy.collect(engine=engine), query(frame).collect(), check_row_order=name != "a join"
+                )
 
 
 def test_every_type_is_selected_as_it_is(client: dis.Client, node: Node) -> None:

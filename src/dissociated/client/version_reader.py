@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import Future
 from contextvars import Context, copy_context
@@ -45,6 +46,7 @@ class VersionReader:
         self._latest = (info, time.monotonic()) if described_now and info.version else None
         self._mapped: MappedVersion | None = None
         self._attempts = 0
+        self._lock = threading.Lock()  # engines scan from several threads: the version is mapped once
 
     @property
     def mapped_nbytes(self) -> int:
@@ -132,13 +134,18 @@ class VersionReader:
         if request.device is not None:
             return None
         few = request.limit is not None and request.filter is None
-        if self._mapped is None and not few and self._attempts < _MAX_ATTEMPTS and self._is_mappable():
-            from dissociated.client.mapped import MappedVersion  # on first use: pyarrow.dataset is slow to import
-
-            readers = self.client.endpoints.open_all(self.describe, self._at(self.client.defaults))
-            self._mapped = MappedVersion.read(readers)
-            self._attempts += 1
+        if self._mapped is None and not few:
+            with self._lock:
+                if self._mapped is None and self._attempts < _MAX_ATTEMPTS and self._is_mappable():
+                    self._mapped = self._map()
+                    self._attempts += 1
         return self._mapped
+
+    def _map(self) -> MappedVersion | None:
+        from dissociated.client.mapped import MappedVersion  # on first use: pyarrow.dataset is slow to import
+
+        readers = self.client.endpoints.open_all(self.describe, self._at(self.client.defaults))
+        return MappedVersion.read(readers)
 
     def _is_mappable(self) -> bool:
         info = self.info
