@@ -240,6 +240,35 @@ class Client(CatalogClient):
         """
         return self.dataset(name, version, transport=transport).scan()
 
+    def sql(self, query: str) -> pa.Table:
+        """Run a query of SQL over the datasets in DuckDB, and return its result (`pip install duckdb`).
+
+        The tables are the current versions of the datasets. Write a name in double quotes if it has other characters
+        than letters, digits and underscores. DuckDB resolves all other names: "other.parquet" is a file. Data in shared
+        memory is not copied; else only the needed columns and rows are read. Of several statements, the last must be a
+        query. Statements that would change a dataset are refused.
+
+        Returns:
+            The result. It has memory of its own, and needs neither the client nor the datasets.
+
+        Raises:
+            OptionError: The query is invalid or fails, or DuckDB is not installed.
+            DatasetNotFound: There is neither a dataset nor a table of a name.
+
+        Example:
+            ```python
+            table = client.sql("SELECT dest, count(*) AS flights FROM flights GROUP BY dest")
+            assert sum(table["flights"].to_pylist()) == 2000
+            ```
+        """
+        from dissociated.client.sql import SqlSession  # on first use: duckdb is slow to import
+
+        with SqlSession(self, "publish a result instead: client.put(name, client.sql(query))") as session:
+            for statement in session.parse(query, returns_rows=True):
+                reader = session.run(statement)
+                result = None if reader is None else reader.read_all()
+        return result
+
     def __getitem__(self, name: str) -> DatasetHandle:
         """Return a handle on the current version of the dataset `name`. See `dataset`."""
         return self.dataset(name)
