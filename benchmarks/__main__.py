@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
 
 from benchmarks import (
@@ -30,7 +31,7 @@ PARTS = {
     "live": "a stream through shared memory of a limited size, and batches beside ZeroMQ, Flight and iceoryx2.",
     "fabric": "fabric, by messages and by reading memory, tcp, Flight and fi_pingpong, fi_rma_bw.",
     "device": "onto a GPU from shm, tcp and Flight, beside pinned memory, and opening by handle what is there.",
-    "handles": "DuckDB and Polars over a handle, its Table and Parquet; small datasets, and first batches.",
+    "handles": "DuckDB and Polars over datasets, their Tables and Parquet; small datasets, and first batches.",
     "scaling": "opening, by how many batches, columns, bytes, datasets, consumers and versions there are.",
     "many": "commits, by how many datasets a node has already.",
     "spark": "publishing from Spark and reading into it, beside mapInArrow, toArrow, toPandas, Parquet and Flight.",
@@ -53,6 +54,7 @@ def main() -> None:
     parser.add_argument("--tcp", action="store_true", help="live: with a consumer over tcp too")
     parser.add_argument("--scale", type=float, default=0.1, help="spark, handles: of TPC-H (default: %(default)s)")
     parser.add_argument("--of", choices=handles.PARTS, action="append", help="handles: which (default: all)")
+    parser.add_argument("--processor", action="store_true", help="handles: processor time of queries, not wall time")
     parser.add_argument("--datasets", type=int, default=10_000, help="many: how many (default: %(default)s)")
     parser.add_argument("--kind", choices=many.KINDS, action="append", help="many: of which node (default: all)")
     parser.add_argument("--filled", action="store_true", help="many: on top of a store that has as many already")
@@ -75,7 +77,8 @@ def main() -> None:
     elif arguments.part == "many":
         many.run(arguments.datasets, arguments.kind or many.KINDS, arguments.filled)
     elif arguments.part == "handles":
-        handles.run(arguments.scale, arguments.rounds, arguments.of or tuple(handles.PARTS))
+        clock = time.process_time if arguments.processor else time.perf_counter
+        handles.run(arguments.scale, arguments.rounds, arguments.of or handles.PARTS, clock)
     elif arguments.part == "spark":
         spark.run(arguments.scale, arguments.rounds)
     else:

@@ -7,12 +7,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
+
+Clock: TypeAlias = Callable[[], float]
 
 
-def medians(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+def medians(calls: Mapping[str, Callable[[], Any]], rounds: int, clock: Clock = time.perf_counter) -> dict[str, float]:
     """Return the median of each call's seconds. See `in_turns`."""
-    return in_turns({name: partial(_seconds, call) for name, call in calls.items()}, rounds)
+    return in_turns({name: partial(_seconds, call, clock) for name, call in calls.items()}, rounds)
 
 
 def in_turns(calls: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
@@ -31,9 +33,9 @@ def in_turns(calls: Mapping[str, Callable[[], float]], rounds: int) -> dict[str,
     return {name: statistics.median(some) for name, some in given.items()}
 
 
-def _seconds(call: Callable[[], Any]) -> float:
-    started = time.perf_counter()
+def _seconds(call: Callable[[], Any], clock: Clock) -> float:
+    started = clock()
     result = call()
-    elapsed = time.perf_counter() - started
+    elapsed = clock() - started
     del result
     return elapsed
