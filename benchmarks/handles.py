@@ -36,14 +36,16 @@ from dissociated.cli import text
 _BATCH_ROWS = 122_880  # of a row group in DuckDB's own files
 _SMALL_ROWS = 1_000
 _FEW_ROWS = 8
-_LENGTHS = (10, 100_000, 1_000_000)  # batches of a stream
+_LENGTHS = (10, 100_000)  # batches of a stream
+_TIMEOUT = 900.0  # seconds, in which a node commits a million batches
 _TICKET = flight.Ticket(b"")
 
 Ask = Callable[[str], Any]
 
 
-#: The measurements, by name.
-PARTS = ("duckdb", "duckdb-tpch", "polars", "polars-tpch", "small", "first")
+#: The parts that are measured if none is named, and all parts.
+DEFAULT_PARTS = ("duckdb", "duckdb-tpch", "polars", "polars-tpch", "small", "first")
+PARTS = (*DEFAULT_PARTS, "million")
 #: The work of a part with queries, and the goal for its time as a fraction of Parquet's.
 _GOALS = {
     "duckdb": ("DuckDB, five scans", 0.8),
@@ -62,7 +64,7 @@ class Figure(NamedTuple):
     unit: str = ""
 
 
-def run(scale: float, rounds: int, parts: Sequence[str] = PARTS, clock: Clock = time.perf_counter) -> None:
+def run(scale: float, rounds: int, parts: Sequence[str] = DEFAULT_PARTS, clock: Clock = time.perf_counter) -> None:
     """Measure these parts, and print the tables and the goals. Parquet's time is 1.
 
     Args:
@@ -73,13 +75,13 @@ def run(scale: float, rounds: int, parts: Sequence[str] = PARTS, clock: Clock = 
             on other work.
     """
     figures: list[Figure] = []
-    with _node() as catalog, dis.connect(catalog) as client:
+    with _node() as catalog, dis.connect(catalog, timeout=_TIMEOUT) as client:
         if not {*parts}.isdisjoint(_GOALS):
             figures += _queries(client, scale, rounds, parts, clock)
         if "small" in parts:
             figures += _small(client, rounds)
-        if "first" in parts:
-            figures += _first(client, rounds)
+        if "first" in parts or "million" in parts:
+            figures += _first(client, rounds, (*_LENGTHS, 1_000_000) if "million" in parts else _LENGTHS)
     rows = [
         (one.work, f"{one.value:.2f}{one.unit}", f"{one.goal:g}{one.unit}", "" if one.value <= one.goal else "missed")
         for one in figures
@@ -212,12 +214,12 @@ def _small(client: dis.Client, rounds: int) -> list[Figure]:
     ]
 
 
-def _first(client: dis.Client, rounds: int) -> Iterator[Figure]:
+def _first(client: dis.Client, rounds: int, lengths: Sequence[int]) -> Iterator[Figure]:
     rows = []
     first_times: dict[int, float] = {}
-    with _flight(_LENGTHS[0], _FEW_ROWS) as peer:
+    with _flight(lengths[0], _FEW_ROWS) as peer:
         flight_time = medians({"": lambda: peer.do_get(_TICKET).read_chunk()}, max(rounds, 20))[""]
-    for length in _LENGTHS:
+    for length in lengths:
         name = f"long {length}"
         batch = _table(1, _FEW_ROWS).to_batches()[0]
         client.put(name, pa.RecordBatchReader.from_batches(batch.schema, (batch for _ in range(length))))
@@ -231,13 +233,13 @@ def _first(client: dis.Client, rounds: int) -> Iterator[Figure]:
         )
         client.drop(name)
         first_times[length] = took["first batch"]
-        growth = took["first batch"] / first_times[_LENGTHS[0]]
+        growth = took["first batch"] / first_times[lengths[0]]
         rows.append((f"{length:,}", *(f"{seconds * 1e3:,.2f}" for seconds in took.values()), f"{growth:.1f}"))
-        if length == _LENGTHS[0]:
+        if length == lengths[0]:
             yield Figure(f"first batch of {length}, of Flight's", took["first batch"] / flight_time, 2)
             continue
         yield Figure(f"first batch of {length:,}", took["first batch"] * 1e3, 10, " ms")
-        yield Figure(f"first batch of {length:,}, of that of {_LENGTHS[0]}", growth, 2)
+        yield Figure(f"first batch of {length:,}, of that of {lengths[0]}", growth, 2)
         yield Figure(f"head(1) of {length:,} batches", took["head(1)"] * 1e3, 10, " ms")
     heads = ("batches", "first batch, ms", "head(1), ms", "head(1) again, ms", "first, of that of 10")
     _print(f"the first batch (Flight's of 10: {flight_time * 1e3:.2f} ms)", [heads, *rows])

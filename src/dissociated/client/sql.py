@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import pyarrow as pa
 
+from dissociated.client.calls import CatalogClient
 from dissociated.client.dataset import DatasetHandle
 from dissociated.client.scanner import Scanner
 from dissociated.errors import DatasetNotFound, DissociatedError, OptionError, WrongKind
@@ -20,9 +21,6 @@ try:
     import duckdb
 except ImportError:
     raise OptionError("sql needs DuckDB: pip install duckdb") from None
-
-if TYPE_CHECKING:
-    from dissociated.client.client import Client
 
 #: DuckDB has one class for everything that its catalog lacks, and names the missing table in the text alone.
 _MISSING = re.compile("Table with name (.+) does not exist!")
@@ -43,7 +41,7 @@ class SqlSession:
         advice: The end of the message that a statement would change a dataset.
     """
 
-    def __init__(self, client: Client, advice: str) -> None:
+    def __init__(self, client: CatalogClient, advice: str) -> None:
         self._client = client
         self._advice = advice
         self._has_tables = False  # whether there may be tables that are no datasets
@@ -123,16 +121,15 @@ class SqlSession:
                     self._register(name)
 
     def _register(self, name: str) -> None:
-        client = self._client
         try:
-            info = client.describe(name)
+            info = self._client.describe(name)
         except DatasetNotFound as unknown:
             raise DatasetNotFound(f"{unknown}, and DuckDB has no table of that name") from None
         if info.tensors is not None:
             raise WrongKind(
                 f"{name!r} holds tensors, which have no rows: client.read_tensors({name!r}) reads them in Python"
             )
-        handle = self._handles[name] = _Handle(client, info)
+        handle = self._handles[name] = _Handle(self._client, info)
         self._connection.register(name, handle)
 
     def _register_tables(self) -> None:
