@@ -1,4 +1,7 @@
-"""The command line of the benchmarks: `python -m benchmarks`, or for one part `python -m benchmarks live`."""
+"""The command line of the benchmarks: `python -m benchmarks`, or for one part `python -m benchmarks live`.
+
+Without a part, it measures transfers and handles.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +46,7 @@ PARTS = {
 def main() -> None:
     """Run the benchmark that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Side-by-side measurements.")
-    parser.add_argument(
-        "part", nargs="?", choices=PARTS, default="transfer", help=" ".join(f"{k}: {v}" for k, v in PARTS.items())
-    )
+    parser.add_argument("part", nargs="?", choices=PARTS, help=" ".join(f"{k}: {v}" for k, v in PARTS.items()))
     parser.add_argument("--gigabytes", type=float, default=1.0, help="how much data (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="how often (default: %(default)s)")
     parser.add_argument(
@@ -63,27 +64,32 @@ def main() -> None:
     parser.add_argument("--curve", choices=scaling.CURVES, action="append", help="scaling: which (default: all)")
     parser.add_argument("--into", type=Path, default=Path("build/scaling"), help="scaling: where curves are drawn")
     arguments = parser.parse_args()
-    if arguments.part == "live":
+    for part in [arguments.part] if arguments.part else ["transfer", "handles"]:
+        _run(part, arguments)
+
+
+def _run(part: str, arguments: argparse.Namespace) -> None:
+    if part == "live":
         live.run(arguments.gigabytes, arguments.limit << 20, arguments.tcp)
         live.run_rows(arguments.rounds)
         live_peers.run(arguments.rounds)
-    elif arguments.part == "device":
+    elif part == "device":
         try:
             device.run(arguments.gigabytes, arguments.rounds, arguments.device)
         except DeviceNotFound as error:
             sys.exit(f"benchmarks: {error}")
-    elif arguments.part == "scaling":
+    elif part == "scaling":
         scaling.run(arguments.most, arguments.into, arguments.curve or ())
-    elif arguments.part == "many":
+    elif part == "many":
         many.run(arguments.datasets, arguments.kind or many.KINDS, arguments.filled)
-    elif arguments.part == "handles":
+    elif part == "handles":
         clock = time.process_time if arguments.processor else time.perf_counter
         handles.run(arguments.scale, arguments.rounds, arguments.of or handles.DEFAULT_PARTS, clock)
-    elif arguments.part == "spark":
+    elif part == "spark":
         spark.run(arguments.scale, arguments.rounds)
     else:
         {"transfer": transfer, "ipc": ipc, "fabric": fabric, "hosts": hosts, "training": training, "ucx": ucx}[
-            arguments.part
+            part
         ].run(arguments.gigabytes, arguments.rounds)
 
 

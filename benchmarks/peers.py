@@ -144,10 +144,11 @@ def _map(path: Path) -> pa.Table:
 
 @contextmanager
 def in_ray(shapes: Sequence[Shape]) -> Iterator[Readers]:
-    """Put the shapes into Ray's object store, and yield functions that get them. Yield none if Ray is not installed."""
+    """Put the shapes into Ray's object store, and yield functions that get them, or none if Ray is not installed."""
     try:
         import ray
     except ImportError:
+        print("left out: Ray is not installed (pip install ray)")
         yield {}
         return
     memory = 2 * sum(shape.nbytes for shape in shapes)
