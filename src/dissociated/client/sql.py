@@ -6,6 +6,7 @@ Importing this module imports duckdb and pyarrow.dataset.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Self
@@ -14,7 +15,9 @@ import pyarrow as pa
 
 from dissociated.client.calls import CatalogClient
 from dissociated.client.dataset import DatasetHandle
+from dissociated.client.mapped import MappedVersion
 from dissociated.client.scanner import Scanner
+from dissociated.control.locations import DatasetInfo
 from dissociated.errors import DatasetNotFound, DissociatedError, OptionError, WrongKind
 
 try:
@@ -101,7 +104,11 @@ class SqlSession:
         while True:
             try:
                 relation = self._connection.sql(statement.query)
-                return _started(relation, self._handles) if relation is not None and is_query else None
+                if relation is None or not is_query:
+                    return None
+                if (reader := _started(relation, self._handles)) is not None:
+                    return reader
+                self._register_tables()
             except (duckdb.Error, DissociatedError) as error:
                 missing = _MISSING.search(str(error)) if isinstance(error, duckdb.CatalogException) else None
                 if missing is not None and missing[1] not in self._handles:
@@ -146,8 +153,11 @@ class _Handle(DatasetHandle):
     than libarrow. Batches that statistics leave out weigh more than both.
     """
 
-    is_strict = True
-    is_refused = False
+    def __init__(self, client: CatalogClient, info: DatasetInfo, transport: str | None = None) -> None:
+        super().__init__(client, info, transport)
+        self.is_strict = True
+        self.is_refused = False
+        self._lock = threading.Lock()  # DuckDB scans in its own threads
 
     @property
     def is_mapped(self) -> bool:
@@ -165,22 +175,37 @@ class _Handle(DatasetHandle):
             OptionError: The selection is not small.
         """
         mapped = self._reader.map(self._client.defaults)
-        if mapped is not None and self.is_strict:
-            number = len(mapped.batches)
-            if filter is None or len(mapped.passing_numbers(filter)) * _MAX_SHARE > number:
+        with self._lock:
+            if self.is_strict and mapped is not None and not _is_selective(mapped, filter):
                 self.is_refused = True
                 raise OptionError("the scan is not selective")
         return super().scanner(columns, filter, **options)
 
+    def accept_all(self) -> bool:
+        """Refuse no more scans. Return whether a scan was refused."""
+        with self._lock:
+            self.is_strict = False
+            return self.is_refused
 
-def _started(relation: Any, handles: Mapping[str, _Handle]) -> pa.RecordBatchReader:
-    """Return the result of a relation, of which the first batch has been read. Later scans are not refused."""
+
+def _is_selective(mapped: MappedVersion, filter_: Any) -> bool:
+    """Return whether the statistics leave out most batches."""
+    return filter_ is not None and len(mapped.passing_numbers(filter_)) * _MAX_SHARE <= len(mapped.batches)
+
+
+def _started(relation: Any, handles: Mapping[str, _Handle]) -> pa.RecordBatchReader | None:
+    """Return the result of a relation, of which the first batch has been read; None if a scan was refused.
+
+    Later scans are not refused.
+    """
     for handle in handles.values():
         handle.is_strict = True
     reader = relation.to_arrow_reader()
     first = next(reader, None)
-    for handle in handles.values():
-        handle.is_strict = False
+    refused = [handle.accept_all() for handle in handles.values()]
+    if any(refused):
+        reader.close()
+        return None
 
     def batches() -> Iterator[pa.RecordBatch]:
         if first is not None:
