@@ -37,9 +37,9 @@ def encoded(*dictionaries: list[Any], type_: pa.DataType | None = None) -> list[
     ]
 
 
-def test_a_dictionary_that_is_replaced(route: Route) -> None:
+def test_a_dictionary_that_is_replaced(arranged: Route) -> None:
     sent = encoded(["a", "b"], ["c"], ["a", "b"], ["a", "b"], ["d" * 1000, "e", "f"])
-    _, arrived = route.read(stream(sent))
+    _, arrived = arranged.read(stream(sent))
     assert [batch["d"].to_pylist() for batch in arrived] == [
         ["b", "a", None],
         ["c", None],

@@ -27,13 +27,13 @@ def test_each_type(quick: Route) -> None:
             check(quick, batches(arrays))
 
 
-def test_all_types_side_by_side(route: Route) -> None:
+def test_all_types_side_by_side(direct: Route) -> None:
     whole = [batches(arrays) for arrays in ARRAYS.values()]
     columns = [
         [column for batch in side_by_side for column in batch.columns] for side_by_side in zip(*whole, strict=True)
     ]
     names = [f"{type_} {name}" for type_, (batch, *_) in zip(ARRAYS, whole, strict=True) for name in batch.schema.names]
-    check(route, [pa.record_batch(some, names) for some in columns])
+    check(direct, [pa.record_batch(some, names) for some in columns])
 
 
 def test_an_extension_type_that_the_reader_does_not_know_arrives_as_its_storage(either: Route) -> None:

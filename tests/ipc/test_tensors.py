@@ -367,12 +367,16 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_libarrow_reads_every_tensor(reader: Path, tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    for tensor in some():
-        write_tensor(tensor, source)
+    tensors = list(some())
+    command: list[Path | str] = [reader]
+    for number, tensor in enumerate(tensors):
+        write_tensor(tensor, tmp_path / f"{number} source")
         kind = "dense" if isinstance(tensor, pa.Tensor) else "sparse"
-        subprocess.run([reader, source, target, kind], check=True, timeout=20)
-        found = pa.ipc.read_tensor(pa.BufferReader(target.read_bytes())).to_numpy()
+        command += [tmp_path / f"{number} source", tmp_path / f"{number} target", kind]
+    subprocess.run(command, check=True, timeout=60)
+    for number, tensor in enumerate(tensors):
+        target = (tmp_path / f"{number} target").read_bytes()
+        found = pa.ipc.read_tensor(pa.BufferReader(target)).to_numpy()
         assert found.dtype == dense(tensor).dtype
         assert (found == dense(tensor)).all()
 

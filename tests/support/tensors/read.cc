@@ -1,5 +1,5 @@
-// Reads a tensor from the file named first, by libarrow's own IPC reader, and writes it to the one named second as a
-// dense one. The third argument is "dense" or "sparse".
+// Reads tensors by libarrow's own IPC reader, and writes them as dense ones. The arguments are in threes: the file to
+// read, the file to write, and "dense" or "sparse".
 #include <arrow/api.h>
 #include <arrow/io/api.h>
 #include <arrow/ipc/api.h>
@@ -11,18 +11,22 @@
 
 using namespace arrow;
 
-int main(int, char** arguments) {
-  auto file = io::ReadableFile::Open(arguments[1]).ValueOrDie();
+void convert(const char* from, const char* to, const std::string& kind) {
+  auto file = io::ReadableFile::Open(from).ValueOrDie();
   auto whole = file->ReadAt(0, file->GetSize().ValueOrDie()).ValueOrDie();
   io::BufferReader source(whole);
   std::shared_ptr<Tensor> tensor;
-  if (arguments[3] == std::string("dense")) {
+  if (kind == "dense") {
     tensor = ipc::ReadTensor(&source).ValueOrDie();
   } else {
     tensor = ipc::ReadSparseTensor(&source).ValueOrDie()->ToTensor().ValueOrDie();
   }
-  auto sink = io::FileOutputStream::Open(arguments[2]).ValueOrDie();
+  auto sink = io::FileOutputStream::Open(to).ValueOrDie();
   int32_t metadata;
   int64_t body;
   ARROW_CHECK_OK(ipc::WriteTensor(*tensor, sink.get(), &metadata, &body));
+}
+
+int main(int count, char** arguments) {
+  for (int at = 1; at + 2 < count; at += 3) convert(arguments[at], arguments[at + 1], arguments[at + 2]);
 }
