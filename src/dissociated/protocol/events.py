@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from enum import Flag
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from dissociated.protocol.request import Request
 
 
 class Streams(Flag):
@@ -17,7 +20,7 @@ class Streams(Flag):
 class StreamRequested(NamedTuple):
     """A client sent want_data: "an opaque binary identifier of the data stream being requested"."""
 
-    identifier: bytes
+    request: Request
     streams: Streams
     tag: int
 
