@@ -33,11 +33,11 @@ from dissociated.memory.region import reserve_base
 from dissociated.memory.shared import Backing, sealed_memfd, write_parts
 from dissociated.protocol.bodies import encode_addresses, encode_free
 from dissociated.protocol.close_reason import close_reason
-from dissociated.protocol.events import AddressesFreed, StreamRequested, Streams
+from dissociated.protocol.events import AddressesFreed, Streams
 from dissociated.protocol.message import Message
 from dissociated.protocol.metadata import encode_end_of_stream
 from dissociated.protocol.receiver import Receiver
-from dissociated.protocol.request import REQUEST_PARAMETER, announces, with_members
+from dissociated.protocol.request import REQUEST_PARAMETER, StreamRequested, announces, with_members
 from dissociated.protocol.sender import Body, Sender, Tags
 from dissociated.protocol.tags import BodyKind, body_tag
 from dissociated.transport.base import Connection, Listener

@@ -60,14 +60,14 @@ def request_stream(
     while True:
         idle = _idle_for(uris, request)
         tags = [uri.require_want_data() for uri in uris]
-        asked = identifier if idle is None else with_members(identifier, keep=True)
+        full_identifier = identifier if idle is None else with_members(identifier, keep=True)
         try:
             if idle is not None and (connection := idle.take(uris[0])) is not None:
                 # The server may have closed it meanwhile: then connect anew.
                 with suppress(ConnectionClosed, RemoteProtocolError):
-                    return ClientStream(_open_session(uris, tags, [connection], asked, request, idle))
+                    return ClientStream(_open_session(uris, tags, [connection], full_identifier, request, idle))
             opened = _connect_all(uris, tags, request, connect_timeout)
-            return ClientStream(_open_session(uris, tags, opened, asked, request, idle))
+            return ClientStream(_open_session(uris, tags, opened, full_identifier, request, idle))
         except UnsafeMemory:
             packed = uris[-1].with_packed_bodies()
             if packed is None:

@@ -1,12 +1,9 @@
-"""Events that a sender reports to its caller."""
+"""The streams of a connection, and an event that a sender reports to its caller."""
 
 from __future__ import annotations
 
 from enum import Flag
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from dissociated.protocol.request import Request
+from typing import NamedTuple
 
 
 class Streams(Flag):
@@ -15,14 +12,6 @@ class Streams(Flag):
     METADATA = 1
     BODIES = 2
     BOTH = 3
-
-
-class StreamRequested(NamedTuple):
-    """A client sent want_data: "an opaque binary identifier of the data stream being requested"."""
-
-    request: Request
-    streams: Streams
-    tag: int
 
 
 class AddressesFreed(NamedTuple):

@@ -30,7 +30,7 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from dissociated.base import strict_json
 from dissociated.base.tracing import TRACEPARENT, is_traceparent
@@ -200,6 +200,14 @@ class Request:
             keep,
             traceparent if is_traceparent(traceparent) else None,
         )
+
+
+class StreamRequested(NamedTuple):
+    """A client sent want_data: "an opaque binary identifier of the data stream being requested"."""
+
+    request: Request
+    streams: Streams
+    tag: int
 
 
 def with_members(identifier: bytes, **members: Any) -> bytes:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 from dissociated.base.buffers import Buffer
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
 from dissociated.protocol.bodies import parse_free
-from dissociated.protocol.events import AddressesFreed, StreamRequested, Streams
+from dissociated.protocol.events import AddressesFreed, Streams
 from dissociated.protocol.message import Incoming, Message, Run
 from dissociated.protocol.metadata import encode_end_of_stream, encode_prefix
-from dissociated.protocol.request import Request
+from dissociated.protocol.request import Request, StreamRequested
 from dissociated.protocol.run import encode
 from dissociated.protocol.states import Machine, Side, State, Step
 from dissociated.protocol.tags import BodyKind, body_tag

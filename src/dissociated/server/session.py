@@ -22,9 +22,9 @@ from dissociated.errors import (
 )
 from dissociated.monitoring.activity import ConnectionStats
 from dissociated.protocol.close_reason import close_reason, reason_text
-from dissociated.protocol.events import StreamRequested, Streams
+from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Incoming, Run
-from dissociated.protocol.request import Selection
+from dissociated.protocol.request import Selection, StreamRequested
 from dissociated.protocol.sender import Sender
 from dissociated.protocol.states import State
 from dissociated.server.admission import Admission, Limits
