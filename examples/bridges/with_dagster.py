@@ -12,7 +12,7 @@ def flights() -> pa.Table:
     return pa.table({"dest": ["IAH", "MIA", "ORD", "MIA"] * 500, "delay": [2.0, None, 92.0, 61.5] * 500})
 
 
-@dg.asset(ins={"flights": dg.AssetIn(metadata={"columns": ["dest"], "filter": ("delay", ">", 60)})})
+@dg.asset(ins={"flights": dg.AssetIn(metadata={"columns": ["dest"], "filter": ["delay", ">", 60]})})
 def late(flights: pa.Table) -> pa.Table:
     return flights.group_by("dest").aggregate([([], "count_all")]).sort_by("dest")
 

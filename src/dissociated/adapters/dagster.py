@@ -20,7 +20,8 @@ def io_manager(client: Client) -> dagster.IOManager:
 
     A partition of an asset is a dataset of its own, whose name ends with the key of the partition. A function gets an
     asset in the type of its annotation: `DatasetHandle`, `pyarrow.RecordBatchReader`, or else `pyarrow.Table`. The
-    metadata `columns` and `filter` of an `AssetIn` select columns and rows at the server: see `Client.read`.
+    metadata `columns` and `filter` of an `AssetIn` select columns and rows at the server: see `Client.read`. Dagster
+    takes no tuples there, so the filter is a list such as `["delay", ">", 60]`, or a list of such lists.
 
     Args:
         client: The client of the catalog.
@@ -62,13 +63,25 @@ def io_manager(client: Client) -> dagster.IOManager:
 
 def _load(client: Client, context: Any) -> DatasetHandle | pa.RecordBatchReader | pa.Table:
     annotation, metadata = context.dagster_type.typing_type, context.definition_metadata
-    columns, condition = metadata.get("columns"), metadata.get("filter")
+    columns, condition = _plain(metadata.get("columns")), _condition(_plain(metadata.get("filter")))
     if annotation is DatasetHandle:
         if columns is not None or condition is not None:
             raise OptionError("a DatasetHandle has all columns and rows: give columns and filter when you read it")
         return client.dataset(_name(context))
     reader = client.read(_name(context), columns=columns, filter=condition)
     return reader if annotation is pa.RecordBatchReader else reader.read_all()
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of an asset's metadata, which Dagster wraps."""
+    return getattr(value, "value", value)
+
+
+def _condition(plain: Any) -> Any:
+    """Return the filter for `Client.read`."""
+    if not isinstance(plain, list):
+        return plain
+    return [tuple(item) for item in plain] if all(isinstance(item, list) for item in plain) else tuple(plain)
 
 
 def _name(context: Any) -> str:
