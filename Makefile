@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 SCALE ?= 0.01
 
-.PHONY: demo flights test lint bridges bench docs wheel check-tag clean
+.PHONY: demo flights test lint coverage bridges bench docs wheel check-tag clean
 
 demo: .venv/demo.stamp
 	$(BIN)/python -m examples.tpch --scale $(SCALE) $(ARGS)
@@ -22,6 +22,16 @@ lint: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The lines that the tests run, printed as a table, and as pages in build/coverage/html. Takes longer than `make test`.
+coverage: export PYTHONDONTWRITEBYTECODE =
+coverage: .venv/dev.stamp .venv/coverage.stamp .venv/spark.jsa
+	rm -rf build/coverage
+	mkdir -p build/coverage
+	$(BIN)/python -m coverage run -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage html --quiet
+	$(BIN)/python -m coverage report --skip-covered --sort=cover
 
 # The libraries that datasets are bridged to are large, so the environment of `make test` is without them.
 bridges: .venv/dev.stamp .venv/bridges.stamp
