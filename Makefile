@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 SCALE ?= 0.01
 
-.PHONY: demo flights test lint bridges bench docs wheel check-tag clean
+.PHONY: demo flights test lint coverage bridges nanoarrow bench docs wheel check-tag clean
 
 demo: .venv/demo.stamp
 	$(BIN)/python -m examples.tpch --scale $(SCALE) $(ARGS)
@@ -23,9 +23,30 @@ lint: .venv/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The lines that the tests run, printed as a table, and as pages in build/coverage/html. Takes longer than `make test`.
+coverage: export PYTHONDONTWRITEBYTECODE =
+coverage: .venv/dev.stamp .venv/coverage.stamp .venv/spark.jsa
+	rm -rf build/coverage
+	mkdir -p build/coverage
+	$(BIN)/python -m coverage run -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage html --quiet
+	$(BIN)/python -m coverage report --skip-covered --sort=cover
+
 # The libraries that datasets are bridged to are large, so the environment of `make test` is without them.
 bridges: .venv/dev.stamp .venv/bridges.stamp
 	$(BIN)/python -m pytest tests/adapters tests/test_docstrings.py -k adapters $(ARGS)
+
+# The example that reads into nanoarrow, whose C sources are in its source distribution. Needs a C compiler.
+nanoarrow: .venv/dev.stamp build/nanoarrow/PKG-INFO
+	$(BIN)/python -m pytest tests/porter/test_nanoarrow.py $(ARGS)
+
+build/nanoarrow/PKG-INFO:
+	rm -rf build/nanoarrow
+	mkdir -p build/nanoarrow
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary nanoarrow --dest build/nanoarrow nanoarrow
+	tar xzf build/nanoarrow/nanoarrow-*.tar.gz -C build/nanoarrow --strip-components=1
+	touch $@
 
 bench: .venv/dev.stamp .venv/bench.stamp
 	$(BIN)/python -m benchmarks $(ARGS)

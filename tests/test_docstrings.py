@@ -20,10 +20,12 @@ from support.pages import Example, Reader, examples
 EXAMPLES = [*examples()]
 #: Functions and classes that users call first, by module.
 REQUIRED = [
+    "adapters/dagster.io_manager",
     "adapters/dask.read_dissociated",
     "adapters/huggingface.to_dataset",
     "adapters/huggingface.to_iterable_dataset",
     "adapters/ray.read_dissociated",
+    "adapters/ray.write_dissociated",
     "client/calls.CatalogClient.abort",
     "client/calls.CatalogClient.commit",
     "client/calls.CatalogClient.committed",

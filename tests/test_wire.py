@@ -12,7 +12,6 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.errors import RemoteError
 from ipc.vectors import BATCH, EMPTY, END, SCHEMA
 from protocol.wire import address_list
 from support.helpers import PATIENCE, Serve
@@ -59,7 +58,7 @@ def test_what_a_server_says(serve: Serve, stream: Path) -> None:
     server.publish("data", stream, ticket=b"abc")
     (uri,) = server.locations("data")
     # 0x4449535300000003: "DISS", and both streams
-    assert uri.endswith("?want_data=4920555683826368515&select=1&filter=1&alive=4920555683826368768")
+    assert uri.endswith("?want_data=4920555683826368515&request=1&filter=1&alive=4920555683826368768")
     host, port = uri.removeprefix("tcp://").split("?")[0].split(":")
     with socket.create_connection((host, int(port)), PATIENCE) as sock:
         want = frame("03000000000000 02  0300000053534944", b"abc")  # TAGGED with want_data: the identifier
@@ -75,7 +74,7 @@ def test_what_a_server_says_that_shares_memory(serve: Serve, stream: Path) -> No
     path, parameters = uri.removeprefix("shm://").split("?")
     tags = "want_data=4920555683826368515&free_data=4920555683826368768"  # ...03, and ...0100
     others = "alive=4920555683826368768&packed=4920555683826368519"  # ...0100, and ...07 asks for packed bodies
-    assert parameters == f"{tags}&select=1&filter=1&{others}"
+    assert parameters == f"{tags}&request=1&filter=1&{others}"
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(PATIENCE)
         sock.connect(path)
@@ -139,18 +138,33 @@ def test_every_rule_that_the_library_names_is_on_the_page() -> None:
     assert sorted(page) == sorted(named)
 
 
-def test_a_client_splits_a_location_by_the_bits_of_want_data(serve: Serve, stream: Path) -> None:
-    server = serve(catalog="grpc://127.0.0.1:0")
-    server.publish("data", stream)
-    server.publish("live", iter(TABLE.to_batches()), live=dis.Live(consumers=1))
-    with dis.connect(server.catalog_uri) as client:
-        data, live = (client.describe(name).endpoints[0] for name in ("data", "live"))
-    for scheme in ("tcp:", "shm:"):
-        (uri,) = (one for one in data.locations if one.startswith(scheme))
-        whole = int(uri.partition("want_data=")[2].partition("&")[0])
-        pair = [uri.replace(str(whole), str(value)) for value in (whole & ~2, whole & ~1)]
-        assert dis.open_stream(pair, data.ticket, timeout=PATIENCE).read_all().equals(TABLE)
-    pair = [uri.replace(str(whole), str(value)) for value in (whole & ~2, whole & ~1)]
-    with pytest.raises(RemoteError, match="request all of it over one") as refused:
-        dis.open_stream(pair, live.ticket, timeout=PATIENCE)
-    assert refused.value.code == "source_failed"
+def frames_of(uri: str, identifier: bytes) -> list[bytes]:
+    """Request a stream at a location over TCP, and return the frames of the server, to the end of the connection."""
+    place, _, query = uri.removeprefix("tcp://").partition("?")
+    tag = int(query.removeprefix("want_data=").partition("&")[0])
+    host, _, port = place.rpartition(":")
+    with socket.create_connection((host, int(port)), PATIENCE) as sock:
+        request = len(identifier).to_bytes(7, "little") + b"\x02" + tag.to_bytes(8, "little") + identifier
+        sock.sendall(PREAMBLE + request + bytes(-len(request) % 8))
+        assert read(sock, 8) == PREAMBLE
+        frames = []
+        while head := read(sock, 16):
+            length = int.from_bytes(head[:7], "little")
+            frames.append(head + read(sock, length + -length % 8))
+        return frames
+
+
+def test_a_structured_request_names_one_of_the_streams(serve: Serve, stream: Path) -> None:
+    server = serve("tcp://127.0.0.1:0", catalog="grpc://127.0.0.1:0")
+    server.publish("data", stream, ticket=b"abc")
+    server.publish("live", iter(TABLE.to_batches()), live=dis.Live(consumers=1), ticket=b"xyz")
+    (uri,) = server.locations("data")
+    head = b"DISSREQ\x01\x03\x00\x00\x00"
+    assert frames_of(uri, head + b"abc{}") == PACKED
+    assert frames_of(uri, head + b'abc{"streams": "metadata"}') == [one for one in PACKED if one[7] == 1]
+    assert frames_of(uri, head + b'abc{"streams": "bodies"}') == [one for one in PACKED if one[7] == 2]
+    (metadata_alone,) = server.locations("data", streams="metadata")
+    (abort,) = frames_of(metadata_alone, head + b'abc{"streams": "bodies"}')
+    assert abort.rstrip(b"\0").endswith(b"\x005")
+    *_, abort = frames_of(server.locations("live")[0], head + b'xyz{"streams": "metadata"}')
+    assert b"request all of it over one" in abort

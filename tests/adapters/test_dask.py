@@ -71,7 +71,7 @@ def test_an_empty_dataset_has_its_columns(client: dis.Client, table: pa.Table) -
 
 
 def test_wrong_arguments_are_refused_before_any_task(client: dis.Client) -> None:
-    with pytest.raises(dis.errors.ColumnNotFound, match="no column 'm'; there are 'n'"):
+    with pytest.raises(dis.errors.ColumnNotFound, match="no column 'm'; there are n, third, wide"):
         read_dissociated(client["rows"], columns=["m"])
     with pytest.raises(dis.errors.OptionError, match="columns is a list"):
         read_dissociated(client["rows"], columns="n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -11,7 +12,9 @@ import pyarrow.compute as pc
 import pytest
 
 import dissociated as dis
-from dissociated.adapters.ray import read_dissociated
+from dissociated.adapters.ray import read_dissociated, write_dissociated
+from dissociated.node.node import Node
+from dissociated.store.store import Store
 from support.helpers import wait_until
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: make bridges")
@@ -58,3 +61,48 @@ def test_only_wanted_columns_and_rows_move(server: dis.Server, client: dis.Clien
 def test_wrong_arguments_are_refused_before_any_task(client: dis.Client) -> None:
     with pytest.raises(dis.errors.ColumnNotFound):
         read_dissociated(client["rows"], columns=["m"])
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[dis.Client]:
+    """Yield a client of a node with an empty store."""
+    with Node(Store(tmp_path / "store"), ["tcp://127.0.0.1:0"]) as node, dis.connect(node.uri) as client:
+        yield client
+
+
+def test_tasks_write_their_rows_and_all_appear_at_once(node: dis.Client, table: pa.Table) -> None:
+    rows = ray.data.from_arrow([table.slice(at, 15_000) for at in range(0, table.num_rows, 15_000)])
+    write_dissociated(rows, node, "rows", tags={"from": "ray"})
+    info = node.describe("rows")
+    assert (info.rows, info.version, info.tags) == (table.num_rows, 1, {"from": "ray"})
+    assert node.read("rows").read_all().sort_by("n").equals(table)
+    write_dissociated(rows.limit(10), node, "rows", mode="append")
+    assert node.describe("rows").rows == table.num_rows + 10
+
+
+def test_a_failed_write_changes_nothing(node: dis.Client, table: pa.Table, tmp_path: Path) -> None:
+    node.put("rows", table)
+
+    def fail(batch: Any) -> Any:
+        if 59_999 in batch["n"]:
+            raise ValueError("the last row is bad")
+        return batch
+
+    with pytest.raises(Exception, match="the last row is bad"):
+        write_dissociated(ray.data.from_arrow([table.slice(0, 100), table]).map_batches(fail), node, "rows")
+    different = ray.data.from_arrow([pa.table({"n": [1]}), pa.table({"n": ["text"]})])
+    with pytest.raises(dis.errors.OptionError, match="schema="):
+        write_dissociated(different, node, "rows", concurrency=1)
+    assert node.describe("rows").version == 1
+    wait_until(lambda: not [*(tmp_path / "store").rglob("*-0*.arrows")], "the segments of failed writes are removed")
+
+
+def test_blocks_are_cast_to_the_schema(node: dis.Client) -> None:
+    schema = pa.schema({"n": pa.int64(), "s": pa.string()})
+    blocks = [pa.table({"s": ["a"], "n": pa.array([1], pa.int8())}), pa.table({"s": pa.nulls(1), "n": [2]})]
+    write_dissociated(ray.data.from_arrow(blocks), node, "cast", schema=schema)
+    read = node.read("cast").read_all()
+    assert read.schema.equals(schema)
+    assert read.sort_by("n").to_pydict() == {"n": [1, 2], "s": ["a", None]}
+    write_dissociated(ray.data.from_arrow(blocks[0].slice(0, 0)), node, "none", schema=schema)
+    assert node.read("none").read_all().equals(schema.empty_table())

@@ -113,7 +113,7 @@ def test_both_sides_say_how_a_read_failed(recorded: Recorded, scheme: str) -> No
 
 def identifier(traceparent: object) -> bytes:
     """Return the identifier for the ticket b"data" with a trace context, as docs/framing.md describes it."""
-    return b"DISSCOL\x01" + struct.pack("<I", 4) + b"data" + json.dumps({"traceparent": traceparent}).encode()
+    return b"DISSREQ\x01" + struct.pack("<I", 4) + b"data" + json.dumps({"traceparent": traceparent}).encode()
 
 
 def test_an_invalid_trace_context_is_ignored() -> None:

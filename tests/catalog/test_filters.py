@@ -183,7 +183,7 @@ def test_a_server_may_leave_filters_to_its_clients() -> None:
 def test_a_server_that_does_not_say_that_it_filters_is_not_asked(client: dis.Client) -> None:
     info = client.describe("data")
     (endpoint,) = info.endpoints
-    for gone in ("&filter=1", "&select=1"):
+    for gone in ("&filter=1", "&request=1"):
         old = replace(endpoint, locations=tuple(one.replace(gone, "") for one in endpoint.locations))
         for transport in ("shm", "tcp", "grpc"):
             read = client.read_endpoint(

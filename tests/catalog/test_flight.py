@@ -329,7 +329,7 @@ def test_hostile_calls_are_refused_and_are_no_fault_of_the_server(
 
 def selected(ticket: bytes, stop: int) -> bytes:
     """Return a request for the batches up to the number `stop`."""
-    return b"DISSCOL\x01" + len(ticket).to_bytes(4, "little") + ticket + json.dumps({"batches": [0, stop]}).encode()
+    return b"DISSREQ\x01" + len(ticket).to_bytes(4, "little") + ticket + json.dumps({"batches": [0, stop]}).encode()
 
 
 def test_a_put_that_is_refused_leaves_nothing(node: Node, plain: flight.FlightClient) -> None:

@@ -17,7 +17,7 @@ from dissociated.client.request import Filtering, ReadRequest
 from dissociated.codec.options import ReadOptions
 from dissociated.control.locations import DatasetInfo, Endpoint
 from dissociated.errors import CatalogError, ColumnNotFound, OptionError, RemoteProtocolError
-from dissociated.protocol.request import MAX_IDENTIFIER, parse_identifier
+from dissociated.protocol.request import MAX_IDENTIFIER, Request
 from dissociated.uri import Uri
 
 SCHEMA = pa.schema(
@@ -92,8 +92,9 @@ class Server:
 
     def answer(self, identifier: bytes, server: Capabilities) -> tuple[pa.Schema, list[pa.RecordBatch]] | None:
         """Return the stream for a request; None if the server refuses it."""
-        ticket, selection = parse_identifier(identifier)
-        assert {*ticket} == {*b"t"}
+        asked = Request.parse(identifier)
+        selection = asked.selection
+        assert {*asked.ticket} == {*b"t"}
         if selection is None:
             return SCHEMA, [*self.batches]
         assert server.selects, "a server that selects nothing gets the ticket alone"

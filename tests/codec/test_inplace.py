@@ -69,7 +69,7 @@ def test_a_table_is_read_in_place(server: dis.Server, batches: int) -> None:
 @pytest.mark.usefixtures("only_in_place")
 def test_columns_of_a_server_that_cannot_choose_are_chosen_in_place(server: dis.Server) -> None:
     server.publish("t", table())
-    plain = server.locations("t")[0].replace("&select=1", "")
+    plain = server.locations("t")[0].replace("&request=1", "")
     got = dis.open_stream(plain, server.ticket("t"), columns=["text"]).read_all()
     assert got.equals(table().select(["text"]))
 

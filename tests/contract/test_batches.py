@@ -25,7 +25,7 @@ RANGES = [(0, 1), (1, 3), (3, 4), (2, 9), (0, 0), (7, 9)]
 
 def identifier(ticket: bytes, asked: str) -> bytes:
     """Return the identifier that docs/protocol.md defines."""
-    return b"DISSCOL\x01" + len(ticket).to_bytes(4, "little") + ticket + asked.encode()
+    return b"DISSREQ\x01" + len(ticket).to_bytes(4, "little") + ticket + asked.encode()
 
 
 def test_of_every_source(either: Route, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_of_a_server_that_cannot_choose(either: Route) -> None:
     either.publish(TABLE)
     uri = either.uris()
     assert isinstance(uri, str)
-    plain = uri.replace("&select=1", "")
+    plain = uri.replace("&request=1", "")
     arrived = either.request(plain, either.ticket(), columns=["n"], batches=(1, 3)).read_all()
     assert arrived == TABLE.select(["n"])[EACH : 3 * EACH]
 

@@ -125,7 +125,7 @@ def moved(route: Route, identifier: bytes) -> Moved:
 def identifier(ticket: bytes, columns: list[str]) -> bytes:
     """Return the identifier that docs/protocol.md defines."""
     names = ", ".join(f'"{name}"' for name in columns)
-    return b"DISSCOL\x01" + len(ticket).to_bytes(4, "little") + ticket + f'{{"columns": [{names}]}}'.encode()
+    return b"DISSREQ\x01" + len(ticket).to_bytes(4, "little") + ticket + f'{{"columns": [{names}]}}'.encode()
 
 
 def selections(route: Route, source: str, path: Path) -> Iterator[tuple[pa.Table, list[str]]]:
@@ -214,7 +214,7 @@ def test_of_a_server_that_cannot_choose(either: Route) -> None:
     either.publish(TABLE)
     uri = either.uris()
     assert isinstance(uri, str)
-    plain = uri.replace("&select=1", "")
+    plain = uri.replace("&request=1", "")
     assert plain != uri
     for columns in (["n"], ["t", "d"], []):
         arrived = either.request(plain, either.ticket(), columns=columns).read_all()
@@ -232,7 +232,7 @@ def test_more_selections_than_are_kept(either: Route) -> None:
 
 def test_a_selection_that_cannot_be_read_is_refused(either: Route) -> None:
     either.publish(TABLE)
-    with pytest.raises(dis.errors.RemoteError, match="columns, batches or rows that cannot be read"):
+    with pytest.raises(dis.errors.RemoteError, match="structured request that cannot be read"):
         either.request(either.uris(), identifier(either.ticket(), ["n"])[:-1])
 
 

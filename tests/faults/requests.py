@@ -30,7 +30,7 @@ from dissociated.store.store import Store
 from .filters import batch_of, hostile_filters, random_filter
 from .outcomes import Outcomes, changed
 
-MAGIC = b"DISSCOL\x01"
+MAGIC = b"DISSREQ\x01"
 TIMEOUT = 5.0
 ROWS = 40
 HUGE = (2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64, 10**30, -1, -(2**63), -(10**30))
@@ -164,6 +164,8 @@ def random_selection(dice: random.Random) -> Any:
         "columns": ["n"],
         "fields": [0, 1],
         "batches": [1, 3],
+        "streams": dice.choice(("metadata", "bodies")),
+        "keep": True,
         "rows": {"exact": True, "limit": 5, "filter": base64.b64encode(random_filter(dice)).decode()},
     }
     chosen = {key: good[key] for key in good if dice.random() < 0.4} or {"columns": ["n"]}

@@ -101,7 +101,6 @@ HANDSHAKES = [
     Case("free before want", PREAMBLE + tagged(bytes(8), OTHER), "not allowed while the sender of this stream is idle"),
     Case("region", PREAMBLE + region(4096, 4096, SEALED), "shared memory"),
     Case("large region frame", PREAMBLE + head(REGION, 2**17), "at most 65536 bytes"),
-    Case("abort", PREAMBLE + frame(ABORT, b"never mind \xff"), "never mind"),
     Case("large abort", PREAMBLE + head(ABORT, 2**17), "at most 65536 bytes"),
     Case("run", PREAMBLE + frame(RUN, struct.pack("<QQQQ", 1, 0, 0, 0)), "a run of messages"),
     Case("run of nothing", PREAMBLE + frame(RUN), "cut off"),
@@ -123,6 +122,15 @@ def test_broken_request(serve: Serve, scheme: str) -> None:
         with case(name), other(good, scheme) as connection:
             connection.send(with_tags(data, good.server.locations("good")[0]))
             assert phrase in reason(connection)
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+def test_an_abort_is_not_answered(serve: Serve, scheme: str) -> None:
+    good = serve(f"{scheme}:")
+    for begun in (b"", tagged(good.server.ticket("good"), SOME)):
+        with other(good, scheme) as connection:
+            connection.send(PREAMBLE + with_tags(begun, good.server.locations("good")[0]) + frame(ABORT, b"no \xff"))
+            assert ABORT not in {received.kind for received in connection.read_frames()}
 
 
 #: Lengths of the part of a request that a client sends before it falls silent or hangs up.

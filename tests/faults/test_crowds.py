@@ -86,7 +86,7 @@ def garbage(connection: RawConnection, uri: str, ticket: bytes) -> None:
 
 
 def garbled_selection(connection: RawConnection, uri: str, ticket: bytes) -> None:
-    connection.send(want(b"DISSCOL\x01\xff\xff\xff\xff" + ticket, want_of(uri)))
+    connection.send(want(b"DISSREQ\x01\xff\xff\xff\xff" + ticket, want_of(uri)))
     assert b"cannot be read" in connection.read_rest()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -70,6 +71,15 @@ def saying(data: bytes, then: Callable[[RawConnection], None] = RawConnection.ho
         then(connection)
 
     return script
+
+
+def record_aborts(aborts: list[bytes], connection: RawConnection) -> None:
+    """Read to the end of the connection, and record the payloads of ABORT frames."""
+    with suppress(ConnectionResetError, EOFError):
+        while True:
+            received = connection.read_frame()
+            if received.kind == ABORT:
+                aborts.append(received.payload)
 
 
 class Case(NamedTuple):
@@ -284,7 +294,13 @@ def test_broken_rule(scripted: Scripted, scheme: str) -> None:
     """Try all cases over one medium, and a few over media that treat them alike."""
     for name, data, error, phrase in ALL if scheme == "shm" else ALL[::8]:
         with case(name):
-            refused(scripted(scheme, saying(data)), error, phrase)
+            aborts: list[bytes] = []
+            refused(scripted(scheme, saying(data, partial(record_aborts, aborts))), error, phrase)
+            if error is BROKEN:  # the server is told so, with the number of `remote_protocol`
+                assert len(aborts) == 1
+                assert aborts[0].endswith(b"\x005")
+            else:
+                assert aborts == []
 
 
 def test_good_conversation(scripted: Scripted) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import fcntl
+import json
 import mmap
 import os
 import socket
@@ -209,7 +210,8 @@ def dial(uri: str) -> Wire:
     return Wire(socket.create_connection((host, int(port))))
 
 
-KEEP = 16  # bit of want_data
+def structured(ticket: bytes, **members: object) -> bytes:
+    return b"DISSREQ\x01" + struct.pack("<I", len(ticket)) + ticket + json.dumps(members).encode()
 
 
 class Client:
@@ -232,7 +234,8 @@ class Client:
         self.bodies: dict[int, tuple[int, bytes]] = {}
         self._count: int | None = None
         self.kinds: set[int] = set()  # kinds of frames, and kinds of bodies times 100
-        self.wire.send(encode(TAGGED, ticket, int(parameters["want_data"]) | (KEEP if keep else 0)))
+        request = structured(ticket, keep=True) if keep else ticket
+        self.wire.send(encode(TAGGED, request, int(parameters["want_data"])))
 
     def messages(self, half_close: bool = False) -> list[Message]:
         if half_close:

@@ -17,9 +17,10 @@ from dissociated.errors import RemoteProtocolError
 from dissociated.format.message import HeaderType
 from dissociated.protocol.bodies import AddressList
 from dissociated.protocol.delivery import Delivery
-from dissociated.protocol.events import StreamRequested, Streams
+from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Incoming
 from dissociated.protocol.receiver import Receiver
+from dissociated.protocol.request import Request, StreamRequested
 from dissociated.protocol.sender import Body, Sender, Tags
 from dissociated.protocol.states import State
 from dissociated.protocol.tags import BodyKind
@@ -658,7 +659,7 @@ def test_whatever_a_peer_sends_is_delivered_in_order_or_refused_as_its_fault(mes
 def test_the_two_roles_understand_each_other(form):
     sending, receiving = Sender(Tags({7: Streams.BOTH}, free_data=8)), Receiver()
     receiving.want()
-    assert sending.receive(Incoming(7, b"ticket")) == StreamRequested(b"ticket", Streams.BOTH, 7)
+    assert sending.receive(Incoming(7, b"ticket")) == StreamRequested(Request(b"ticket"), Streams.BOTH, 7)
     messages = [
         *sending.send(SCHEMA.header, None),
         *sending.send(form.message.header, Body(BodyKind(form.kind), [form.sent[:7], form.sent[7:]])),

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dissociated.errors import ColumnNotFound, OptionError, RemoteProtocolError
-from dissociated.protocol.request import MAX_IDENTIFIER, RowSelection, Selection, parse_identifier
+from dissociated.protocol.events import Streams
+from dissociated.protocol.request import MAX_IDENTIFIER, Request, RowSelection, Selection, with_members
 
 NAMES = ["a", "b", "a", "ü"]
 
@@ -34,27 +35,27 @@ def test_what_is_not_there_is_named_beside_what_is() -> None:
 GOLDEN = [
     (b"abc", None, b"abc"),
     (b"", None, b""),
-    (b"abc", Selection(columns=("n",)), b'DISSCOL\x01\x03\x00\x00\x00abc{"columns": ["n"]}'),
-    (b"", Selection(columns=()), b'DISSCOL\x01\x00\x00\x00\x00{"columns": []}'),
-    (b"\0", Selection(fields=(0, 2)), b'DISSCOL\x01\x01\x00\x00\x00\x00{"fields": [0, 2]}'),
-    (b"a", Selection(batches=(0, 9)), b'DISSCOL\x01\x01\x00\x00\x00a{"batches": [0, 9]}'),
+    (b"abc", Selection(columns=("n",)), b'DISSREQ\x01\x03\x00\x00\x00abc{"columns": ["n"]}'),
+    (b"", Selection(columns=()), b'DISSREQ\x01\x00\x00\x00\x00{"columns": []}'),
+    (b"\0", Selection(fields=(0, 2)), b'DISSREQ\x01\x01\x00\x00\x00\x00{"fields": [0, 2]}'),
+    (b"a", Selection(batches=(0, 9)), b'DISSREQ\x01\x01\x00\x00\x00a{"batches": [0, 9]}'),
     (
         b"a",
         Selection(("n",), rows=RowSelection(b"\1", 5)),
-        b'DISSCOL\x01\x01\x00\x00\x00a{"columns": ["n"], "rows": {"exact": true, "filter": "AQ==", "limit": 5}}',
+        b'DISSREQ\x01\x01\x00\x00\x00a{"columns": ["n"], "rows": {"exact": true, "filter": "AQ==", "limit": 5}}',
     ),
     (
         b"a",
         Selection(rows=RowSelection(b"", exact=False)),
-        b'DISSCOL\x01\x01\x00\x00\x00a{"rows": {"exact": false, "filter": ""}}',
+        b'DISSREQ\x01\x01\x00\x00\x00a{"rows": {"exact": false, "filter": ""}}',
     ),
-    (b"a", Selection(("n",), batches=(3, 3)), b'DISSCOL\x01\x01\x00\x00\x00a{"columns": ["n"], "batches": [3, 3]}'),
+    (b"a", Selection(("n",), batches=(3, 3)), b'DISSREQ\x01\x01\x00\x00\x00a{"columns": ["n"], "batches": [3, 3]}'),
 ]
 
 
 @pytest.mark.parametrize(("ticket", "selection", "identifier"), GOLDEN)
 def test_golden(ticket: bytes, selection: Selection | None, identifier: bytes) -> None:
-    assert parse_identifier(identifier) == (ticket, selection)
+    assert Request.parse(identifier) == Request(ticket, selection)
     if selection is not None:
         assert selection.identifier(ticket) == identifier
 
@@ -62,14 +63,14 @@ def test_golden(ticket: bytes, selection: Selection | None, identifier: bytes) -
 @given(st.binary(max_size=100), st.lists(st.text(), max_size=20))
 def test_round_trip(ticket: bytes, columns: list[str]) -> None:
     selection = Selection(columns=tuple(columns))
-    assert parse_identifier(selection.identifier(ticket)) == (ticket, selection)
+    assert Request.parse(selection.identifier(ticket)) == Request(ticket, selection)
 
 
 def test_more_columns_than_an_identifier_holds_are_not_asked_for() -> None:
     assert Selection(columns=("x" * MAX_IDENTIFIER,)).identifier(b"ticket") == b"ticket"
 
 
-HEAD = b"DISSCOL\x01\x01\x00\x00\x00t"
+HEAD = b"DISSREQ\x01\x01\x00\x00\x00t"
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,12 @@ HEAD = b"DISSCOL\x01\x01\x00\x00\x00t"
         b"",
         b"null",
         b"[]",
-        b"{}",
+        b'{"streams": "both"}',
+        b'{"streams": null}',
+        b'{"streams": ["metadata"]}',
+        b'{"keep": 1}',
+        b'{"rows": null}',
+        b'{"other": 1}',
         b'{"columns": "n"}',
         b'{"columns": [1]}',
         b'{"columns": null}',
@@ -108,13 +114,23 @@ HEAD = b"DISSCOL\x01\x01\x00\x00\x00t"
     ],
 )
 def test_what_is_no_selection_is_refused(rest: bytes) -> None:
-    with pytest.raises(RemoteProtocolError, match="columns, batches or rows that cannot be read"):
-        parse_identifier(HEAD + rest)
+    with pytest.raises(RemoteProtocolError, match="structured request that cannot be read"):
+        Request.parse(HEAD + rest)
+
+
+def test_streams_and_keep_are_members_beside_a_selection() -> None:
+    assert Request.parse(HEAD + b"{}") == Request(b"t")
+    asked = HEAD + b'{"columns": ["n"], "streams": "metadata", "keep": true}'
+    assert Request.parse(asked) == Request(b"t", Selection(("n",)), Streams.METADATA, keep=True)
+    assert Request.parse(HEAD + b'{"streams": "bodies", "keep": false}') == Request(b"t", streams=Streams.BODIES)
+    assert with_members(b"t", keep=True) == HEAD + b'{"keep": true}'
+    assert with_members(HEAD + b'{"columns": ["n"]}', keep=True) == HEAD + b'{"columns": ["n"], "keep": true}'
+    assert with_members(bytes(MAX_IDENTIFIER), keep=True) == bytes(MAX_IDENTIFIER)
 
 
 def test_numbers_beyond_every_stream_ask_for_all_of_it() -> None:
     asked = Selection(batches=(0, 2**70), rows=RowSelection(limit=2**70))
-    assert parse_identifier(asked.identifier(b"t")) == (
+    assert Request.parse(asked.identifier(b"t")) == Request(
         b"t",
         Selection(batches=(0, 2**63 - 1), rows=RowSelection(limit=2**63 - 1)),
     )
@@ -124,7 +140,7 @@ def test_numbers_beyond_every_stream_ask_for_all_of_it() -> None:
 def test_what_is_cut_off_is_refused_or_a_ticket(cut: int, rest: bytes) -> None:
     identifier = HEAD[:cut] + rest
     try:
-        ticket, selection = parse_identifier(identifier)
+        request = Request.parse(identifier)
     except RemoteProtocolError:
         return
-    assert (ticket, selection) == (identifier, None) or identifier.startswith(HEAD[:8])
+    assert request == Request(identifier) or identifier.startswith(HEAD[:8])

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
-from dissociated.protocol.events import AddressesFreed, StreamRequested, Streams
+from dissociated.protocol.events import AddressesFreed, Streams
 from dissociated.protocol.message import Incoming, Run
+from dissociated.protocol.request import Request, StreamRequested
 from dissociated.protocol.sender import Body, Sender, Tags
 from dissociated.protocol.states import State
 from dissociated.protocol.tags import BodyKind
@@ -45,7 +46,9 @@ class TestWhatTheClientSends:
     )
     def test_want_data_names_a_stream_and_by_its_value_the_streams_wanted(self, tag, streams):
         requested = Sender(TAGS)
-        assert requested.receive(Incoming(tag, b"\x00opaque\xff")) == StreamRequested(b"\x00opaque\xff", streams, tag)
+        assert requested.receive(Incoming(tag, b"\x00opaque\xff")) == StreamRequested(
+            Request(b"\x00opaque\xff"), streams, tag
+        )
         assert requested.state is State.STREAMING
         assert requested.streams is streams
 

@@ -557,9 +557,9 @@ def invalid() -> Iterable[Vector]:
             PREAMBLE + want + encode(TAGGED, struct.pack("<Q", 12345 * 8), FREE),
         ),
         (
-            "selection",
-            "A selection that is no JSON.",
-            PREAMBLE + encode(TAGGED, b"DISSCOL\x01" + struct.pack("<I", len(TICKET)) + TICKET + b"{", WANT),
+            "request-members",
+            "A structured request that is no JSON.",
+            PREAMBLE + encode(TAGGED, b"DISSREQ\x01" + struct.pack("<I", len(TICKET)) + TICKET + b"{", WANT),
         ),
         (
             "frame-length",

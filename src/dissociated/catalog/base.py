@@ -28,7 +28,7 @@ from dissociated.control.flight_streams import receive_put
 from dissociated.datasets.base import Dataset
 from dissociated.errors import CatalogError, DissociatedError
 from dissociated.monitoring.status import NodeStatus, ServerStatus
-from dissociated.protocol.request import parse_identifier
+from dissociated.protocol.request import Request
 from dissociated.store.commit import Commit, StagedSegment
 from dissociated.store.version import NodeRecord, Version
 
@@ -124,7 +124,7 @@ class Catalog(ABC):
             DatasetNotFound: No dataset has this ticket.
             AccessDenied: The ticket is invalid or has expired.
         """
-        identifier = self._registry.tickets.check(parse_identifier(ticket)[0], self._registry.now()).identifier
+        identifier = self._registry.tickets.check(Request.parse(ticket).ticket, self._registry.now()).identifier
         if self._registry.lookup(identifier) is not None:
             return self.holdings.open(ticket)
         return self._open_remote(identifier, ticket)

@@ -21,7 +21,7 @@ from dissociated.errors import DissociatedError
 from dissociated.monitoring.activity import Activity
 from dissociated.monitoring.changes import Change
 from dissociated.monitoring.status import StoreStatus
-from dissociated.protocol.request import parse_identifier
+from dissociated.protocol.request import Request
 from dissociated.store.layout import NODE_LOG
 from dissociated.store.version import Part, Version
 
@@ -120,10 +120,10 @@ class Holdings:
             ColumnNotFound: The selection has a column that the dataset lacks.
             SourceError: The data cannot be read.
         """
-        ticket, selection = parse_identifier(ticket)
-        published, granted = self.registry.resolve_ticket(ticket)
+        request = Request.parse(ticket)
+        published, granted = self.registry.resolve_ticket(request.ticket)
         with source_errors(published.name):
-            reader = self.registry.select(granted, selection).open_reader()
+            reader = self.registry.select(granted, request.selection).open_reader()
         self.activity.flight()
 
         def pairs() -> Iterator[BatchAndMetadata]:

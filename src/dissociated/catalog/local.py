@@ -27,7 +27,7 @@ from dissociated.control.descriptors import first_field, parse_criteria, parse_g
 from dissociated.datasets.base import Dataset
 from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound
 from dissociated.monitoring.status import DatasetStatus, NodeStatus, ServerStatus
-from dissociated.protocol.request import parse_identifier
+from dissociated.protocol.request import Request
 from dissociated.store.commit import Commit
 from dissociated.store.numbers import Removal
 from dissociated.store.version import NodeRecord, Part, Version
@@ -118,7 +118,7 @@ class LocalCatalog(Catalog):
             raise CatalogError(
                 "this catalog guarantees no lifetime of tickets, so none can be renewed: look the dataset up again"
             )
-        ticket = parse_identifier(endpoint.ticket.ticket)[0]
+        ticket = Request.parse(endpoint.ticket.ticket).ticket
         identifier, columns = self._registry.tickets.check(ticket, time.time())
         record, part = self._database.find_by_ticket(identifier, self.retain)
         renewed = self._listing.endpoint(part, {}, earliest_expiry(self._ticket_expiry(), record.expires), columns)

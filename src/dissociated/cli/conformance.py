@@ -33,11 +33,11 @@ from dissociated.memory.region import reserve_base
 from dissociated.memory.shared import Backing, sealed_memfd, write_parts
 from dissociated.protocol.bodies import encode_addresses, encode_free
 from dissociated.protocol.close_reason import close_reason
-from dissociated.protocol.events import AddressesFreed, StreamRequested, Streams
+from dissociated.protocol.events import AddressesFreed, Streams
 from dissociated.protocol.message import Message
 from dissociated.protocol.metadata import encode_end_of_stream
 from dissociated.protocol.receiver import Receiver
-from dissociated.protocol.request import KEEP_CONNECTION, SELECT_PARAMETER, announces
+from dissociated.protocol.request import REQUEST_PARAMETER, StreamRequested, announces, with_members
 from dissociated.protocol.sender import Body, Sender, Tags
 from dissociated.protocol.tags import BodyKind, body_tag
 from dissociated.transport.base import Connection, Listener
@@ -370,7 +370,7 @@ class _Service:
         request = self._receive()
         if not isinstance(request, StreamRequested):
             raise ConnectionClosed("the client sent no request")
-        name = request.identifier.decode(errors="replace")
+        name = request.request.ticket.decode(errors="replace")
         variant = _VARIANTS.get(name)
         if variant is None:
             raise DatasetNotFound(f"there is no variant {name!r}: dissociated conformance serve --list")
@@ -469,7 +469,7 @@ class _Checks:
         packed = self._uri.with_packed_bodies()
         if packed is not None:
             yield self._run("packed bodies", lambda: self._packed(packed))
-        if announces(self._uri, SELECT_PARAMETER):
+        if announces(self._uri, REQUEST_PARAMETER):
             yield self._run("two streams on one connection", self._two_streams)
         yield self._run("unknown ticket", self._unknown_ticket)
         yield self._run("refuses what breaks client-tags", lambda: self._refused(self._tag ^ 1 << 63, self._ticket))
@@ -551,7 +551,7 @@ class _Checks:
     def _two_streams(self) -> str:
         with self._connect() as connection:
             for _ in range(2):
-                self._request(connection, self._tag | KEEP_CONNECTION, self._ticket)
+                self._request(connection, self._tag, with_members(self._ticket, keep=True))
                 count, leased = self._read(connection)
                 if leased:
                     self._free(connection, leased)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import pyarrow as pa
 import pyarrow.flight as flight
@@ -87,9 +87,9 @@ class CatalogClient:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._parameters
 
-    def with_uri(self, uri: str) -> CatalogClient:
+    def with_uri(self, uri: str) -> Self:
         """Return a client of another catalog, with the parameters of this one."""
-        return CatalogClient(uri, *self._parameters[1:])
+        return type(self)(uri, *self._parameters[1:])
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.uri}>"

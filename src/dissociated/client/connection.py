@@ -23,7 +23,7 @@ from dissociated.errors import (
 from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message
 from dissociated.protocol.metadata import PREFIX_SIZE
-from dissociated.protocol.request import ALIVE_PARAMETER, KEEP_CONNECTION, SELECT_PARAMETER, announces
+from dissociated.protocol.request import ALIVE_PARAMETER, REQUEST_PARAMETER, announces, with_members
 from dissociated.protocol.sender import Tags
 from dissociated.transport.base import Connection
 from dissociated.transport.registry import transport
@@ -59,14 +59,15 @@ def request_stream(
     """
     while True:
         idle = _idle_for(uris, request)
-        tags = [uri.require_want_data() | (0 if idle is None else KEEP_CONNECTION) for uri in uris]
+        tags = [uri.require_want_data() for uri in uris]
+        full_identifier = identifier if idle is None else with_members(identifier, keep=True)
         try:
             if idle is not None and (connection := idle.take(uris[0])) is not None:
                 # The server may have closed it meanwhile: then connect anew.
                 with suppress(ConnectionClosed, RemoteProtocolError):
-                    return ClientStream(_open_session(uris, tags, [connection], identifier, request, idle))
+                    return ClientStream(_open_session(uris, tags, [connection], full_identifier, request, idle))
             opened = _connect_all(uris, tags, request, connect_timeout)
-            return ClientStream(_open_session(uris, tags, opened, identifier, request, idle))
+            return ClientStream(_open_session(uris, tags, opened, full_identifier, request, idle))
         except UnsafeMemory:
             packed = uris[-1].with_packed_bodies()
             if packed is None:
@@ -78,7 +79,7 @@ def _idle_for(uris: Sequence[Uri], request: ReadRequest) -> IdleConnections | No
     """Return the place of connections that can carry several streams: one connection, to memory of this process."""
     if len(uris) > 1 or request.device is not None or not transport(uris[0].scheme).carries_streams:
         return None
-    return request.idle if announces(uris[0], SELECT_PARAMETER) else None
+    return request.idle if announces(uris[0], REQUEST_PARAMETER) else None
 
 
 def _connect_all(

@@ -51,6 +51,7 @@ class ClientLeases(ProcessBound):
         self._timeout = timeout
         self._returns = FreeQueue(connection)
         self._expected = 0  # number of addresses that must be passed to `lease` or `free`
+        self._reason: str | None = None  # the error of the server that ended the stream
         self._settled = False  # whether addresses that were not passed by now never will be
         self._finished = False
         self._stopped = threading.Event()
@@ -89,9 +90,15 @@ class ClientLeases(ProcessBound):
         self._settled = True
         self._returns.wake()
 
-    def finish(self, stopped: bool) -> None:
-        """Record that no more addresses will be delivered. `stopped` if the server does not know that yet."""
+    def finish(self, stopped: bool, reason: str | None = None) -> None:
+        """Record that no more addresses will be delivered.
+
+        Args:
+            stopped: Whether the server does not know that yet.
+            reason: The reason to tell the server when the connection is closed.
+        """
         with interrupts_held():  # otherwise the thread that frees leases might never end
+            self._reason = reason
             if stopped:
                 self._on_freed = None
                 self._connection.interrupt(sending=False)
@@ -152,7 +159,7 @@ class ClientLeases(ProcessBound):
         if freed and self._on_freed is not None and not self._stopped.is_set():
             self._on_freed(self._connection)
         else:
-            self._connection.close()
+            self._connection.close(self._reason)
 
     def _is_over(self, returned: int) -> bool:
         """Return whether all addresses have come back, given the number that has.

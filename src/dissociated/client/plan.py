@@ -19,12 +19,12 @@ from dissociated.control.locations import DatasetInfo, Endpoint
 from dissociated.errors import CatalogError, RemoteProtocolError
 from dissociated.protocol.request import (
     FILTER_PARAMETER,
-    SELECT_PARAMETER,
+    REQUEST_PARAMETER,
     TRACE_PARAMETER,
     RowSelection,
     Selection,
     announces,
-    with_traceparent,
+    with_members,
 )
 from dissociated.transport.registry import transport
 from dissociated.uri import DEVICE, Uri
@@ -55,7 +55,7 @@ class Capabilities:
     @classmethod
     def of(cls, uris: Sequence[Uri]) -> Capabilities:
         """Return the capabilities that a server announces in the parameters of its URIs."""
-        selects = all(announces(uri, SELECT_PARAMETER) for uri in uris)
+        selects = all(announces(uri, REQUEST_PARAMETER) for uri in uris)
         return cls(
             selects,
             selects and all(announces(uri, FILTER_PARAMETER) for uri in uris),
@@ -210,7 +210,7 @@ class PartPlan:
         traceparent = self.request.traceparent
         if traceparent is None or not step.route.server.traces:
             return step.identifier
-        return with_traceparent(step.identifier, traceparent)
+        return with_members(step.identifier, traceparent=traceparent)
 
     def without_filter(self, step: Step) -> Step:
         """Return the step that replaces `step` after its server has refused to select rows. The client filters."""

@@ -19,6 +19,7 @@ from dissociated.errors import ConnectionClosed, DeviceError, DissociatedError, 
 from dissociated.format.message import is_compressed
 from dissociated.memory.device.base import Device
 from dissociated.protocol.bodies import ADDRESS_SIZE
+from dissociated.protocol.close_reason import close_reason
 from dissociated.protocol.delivery import Delivered
 from dissociated.protocol.message import Message
 from dissociated.protocol.receiver import Receiver
@@ -54,6 +55,7 @@ class ClientSession(ProcessBound):
         self._decompress = request.decompress
         self._receiver = Receiver.with_limits(request.max_metadata, request.max_body)
         self._is_over = False
+        self._reason: str | None = None  # to tell the server that it broke a rule
         self._leases = ClientLeases(connections[-1], free_data, request.timeout, on_freed)
         self.bodies = Bodies(connections[-1], self._leases, request)
         self._received = time.monotonic()  # when a message last arrived
@@ -104,6 +106,7 @@ class ClientSession(ProcessBound):
             stopped = False
         except DissociatedError as error:
             receiver.fail()
+            self.blame(error)
             if isinstance(error, ConnectionClosed) and pause > _LONG_PAUSE:
                 raise ConnectionClosed(
                     f"{error}. This process had received nothing for {pause:.0f} s before, and a server cuts off a "
@@ -120,11 +123,11 @@ class ClientSession(ProcessBound):
         self._is_over = True
         try:
             for connection in self._connections[:-1]:
-                connection.close()
+                connection.close(self._reason)
             if stopped and self.bodies.address_space.live and len(self._connections) == 1:
                 self._discard(self._connections[0])
         finally:  # also after Ctrl-C, because this ends the thread that frees leases
-            self._leases.finish(stopped)
+            self._leases.finish(stopped, self._reason)
 
     def receive_onto(self, device: Device) -> bool:
         """Receive bodies that need no decoding into memory of this device, until `bodies` are told otherwise.
@@ -137,6 +140,11 @@ class ClientSession(ProcessBound):
             return False
         self.bodies.receive_onto(device)
         return True
+
+    def blame(self, error: DissociatedError) -> None:
+        """Tell the server of `error` when the stream ends, if it is a rule that the server broke."""
+        if isinstance(error, RemoteProtocolError) and self._reason is None:
+            self._reason = close_reason(error)
 
     def settle(self) -> None:
         """Record that addresses that were delivered and not passed to `bodies` by now never will be."""

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 
+from dissociated.base.buffers import Buffer
 from dissociated.base.exit import section
 from dissociated.client.device import DeviceReceiver, place_on_device
 from dissociated.client.session import ClientSession, Deliveries
@@ -58,7 +59,7 @@ class ClientStream:
         reader = self._in_place(options) if self._bodies.address_space.static else None
         if reader is not None:
             return reader
-        return join_deliveries(self._deliveries(), self._bodies.attach, options, self._session.max_body)
+        return join_deliveries(self._deliveries(), self._attach, options, self._session.max_body)
 
     def map_on_device(self, device: Device, spans: Sequence[Span]) -> DeviceReader:
         """Return a reader of batches in the server's memory on a device. It ends the stream like that of `batches`.
@@ -145,7 +146,7 @@ class ClientStream:
         for item in self._remaining:
             self._examined.append(item)
             if len(self._examined) > _MAX_EXAMINED or not item.accept(in_place):
-                return join_deliveries(self._deliveries(), self._bodies.attach, options, self._session.max_body)
+                return join_deliveries(self._deliveries(), self._attach, options, self._session.max_body)
         self._examined.clear()
         return in_place.place(self._bodies.lease, at)
 
@@ -165,6 +166,13 @@ class ClientStream:
             while self._examined:
                 yield self._examined.popleft()
             yield from self._remaining
+
+    def _attach(self, delivery: Delivery) -> tuple[bytes, Buffer | None]:
+        try:
+            return self._bodies.attach(delivery)
+        except RemoteProtocolError as error:
+            self._session.blame(error)
+            raise
 
     def _tensor(self, delivery: Delivery) -> Tensor:
         if not delivery.parsed.is_tensor:

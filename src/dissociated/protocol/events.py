@@ -1,4 +1,4 @@
-"""Events that a sender reports to its caller."""
+"""The streams of a connection, and an event that a sender reports to its caller."""
 
 from __future__ import annotations
 
@@ -12,14 +12,6 @@ class Streams(Flag):
     METADATA = 1
     BODIES = 2
     BOTH = 3
-
-
-class StreamRequested(NamedTuple):
-    """A client sent want_data: "an opaque binary identifier of the data stream being requested"."""
-
-    identifier: bytes
-    streams: Streams
-    tag: int
 
 
 class AddressesFreed(NamedTuple):

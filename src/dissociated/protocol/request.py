@@ -1,13 +1,16 @@
-"""Requests for a part of a stream: an identifier that holds the ticket and selects columns, batches or rows.
+"""Structured requests: an identifier with the ticket, the streams, and a selection of columns, batches or rows.
 
-The specification leaves the content of want_data to the server. A plain ticket requests a whole stream. This identifier
-requests some of its top-level columns or record batches, from servers whose URIs have `select=1`:
+The specification leaves the content of want_data to the server. A plain ticket requests a whole stream. Servers whose
+URIs have `request=1` also accept this identifier:
 
-    8 bytes  "DISSCOL" and 1, the version
+    8 bytes  "DISSREQ" and 1, the version
     4 bytes  length of the ticket, little-endian
     the ticket
-    JSON     one object with any of {"columns": [names]} or {"fields": [indices]}, {"batches": [first, stop]},
-             and {"rows": ROWS}
+    JSON     one object with any of {"keep": true}, {"streams": "metadata" or "bodies"}, {"columns": [names]} or
+             {"fields": [indices]}, {"batches": [first, stop]}, {"rows": ROWS}, {"traceparent": W3C trace context}
+
+With "keep", the server waits for another request on the connection after the stream. Clients that do not know requests
+often read until the server closes the connection.
 
 ROWS needs a server whose URI also has `filter=1`. It is {"filter": F, "limit": N, "exact": true}. It selects the rows
 for which the filter F, a Substrait expression in base64, is true, and of these the first N. Both F and N may be left
@@ -17,7 +20,7 @@ refuses with `FilterRefused`.
 
 If a selected column or field does not exist, the server answers with the whole schema, and then gives the reason.
 
-Servers whose URI has `trace=1` also accept {"traceparent": W3C trace context}, alone or with a selection.
+"traceparent" needs a server whose URI has `trace=1`.
 """
 
 from __future__ import annotations
@@ -27,24 +30,21 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from dissociated.base import strict_json
 from dissociated.base.tracing import TRACEPARENT, is_traceparent
 from dissociated.errors import ColumnNotFound, OptionError, RemoteProtocolError
+from dissociated.protocol.events import Streams
 from dissociated.uri import Uri
 
-#: Bit of a `want_data` value that asks the server to wait for another request on the connection. Servers that announce
-#: `SELECT_PARAMETER` know it. Other clients often read until the server closes the connection.
-KEEP_CONNECTION = 16
-
-#: First bytes of every identifier with a selection. No ticket begins with them.
-SELECTION_MAGIC = b"DISSCOL\x01"
-#: URI parameter of servers that support selections of columns and batches.
-SELECT_PARAMETER = ("select", "1")
-#: URI parameter of servers that support selections of rows, too.
+#: First bytes of every structured request. No ticket begins with them.
+REQUEST_MAGIC = b"DISSREQ\x01"
+#: URI parameter of servers that support structured requests.
+REQUEST_PARAMETER = ("request", "1")
+#: URI parameter of servers that support selections of rows in them, too.
 FILTER_PARAMETER = ("filter", "1")
-#: URI parameter of servers that support trace contexts in identifiers, too.
+#: URI parameter of servers that support trace contexts in them, too.
 TRACE_PARAMETER = ("trace", "1")
 #: URI parameter with the tag of messages of eight zero bytes, by which a client that reads nothing says that it is
 #: there. The server then counts its `stall_timeout` from the beginning again.
@@ -54,6 +54,9 @@ MAX_IDENTIFIER = 1 << 16
 
 #: Largest number in a request. No stream has as many rows or batches.
 _MAX_NUMBER = (1 << 63) - 1
+
+#: The values of the member "streams".
+_STREAMS = {"metadata": Streams.METADATA, "bodies": Streams.BODIES}
 
 _length = struct.Struct("<I")
 
@@ -151,58 +154,78 @@ class Selection:
         return encoded if len(encoded) <= MAX_IDENTIFIER else ticket
 
 
-def parse_identifier(identifier: bytes) -> tuple[bytes, Selection | None]:
-    """Parse the identifier of a want_data message.
+@dataclass(frozen=True)
+class Request:
+    """The content of a want_data message.
 
-    Returns:
-        The ticket and the selection, which is None for a plain ticket.
-
-    Raises:
-        RemoteProtocolError: The identifier begins like a selection, but cannot be read.
+    Attributes:
+        ticket: The ticket.
+        selection: The selected part of the stream; None for all.
+        streams: The requested streams; None for those of the want_data tag.
+        keep: Whether another request may follow on the connection.
+        traceparent: The trace context of the client, if it has sent a valid one.
     """
-    if not identifier.startswith(SELECTION_MAGIC):
-        return identifier, None
-    ticket, parameters = _split(identifier)
-    is_traced = TRACEPARENT in parameters
-    parameters.pop(TRACEPARENT, None)
-    if is_traced and not parameters:
-        return ticket, None
-    try:
-        rows = RowSelection.parse(parameters.pop("rows")) if "rows" in parameters else None
-    except ValueError:
-        raise _unreadable() from None
-    if not all(_readable(kind, items) for kind, items in parameters.items()):
-        raise _unreadable()
-    if not (parameters or rows) or parameters.keys() >= {"columns", "fields"}:
-        raise _unreadable()
-    selection = Selection(**{kind: tuple(items) for kind, items in parameters.items()}, rows=rows)
-    return ticket, selection
+
+    ticket: bytes
+    selection: Selection | None = None
+    streams: Streams | None = None
+    keep: bool = False
+    traceparent: str | None = None
+
+    @classmethod
+    def parse(cls, identifier: bytes) -> Request:
+        """Parse the identifier of a want_data message.
+
+        Raises:
+            RemoteProtocolError: The identifier begins like a structured request, but cannot be read.
+        """
+        if not identifier.startswith(REQUEST_MAGIC):
+            return cls(identifier)
+        ticket, members = _split(identifier)
+        traceparent, keep = members.pop(TRACEPARENT, None), members.pop("keep", False)
+        try:
+            rows = RowSelection.parse(members.pop("rows")) if "rows" in members else None
+            streams = _STREAMS[members.pop("streams")] if "streams" in members else None
+        except (KeyError, TypeError, ValueError):
+            raise _unreadable() from None
+        if not isinstance(keep, bool) or not all(_readable(kind, items) for kind, items in members.items()):
+            raise _unreadable()
+        if members.keys() >= {"columns", "fields"}:
+            raise _unreadable()
+        selection = Selection(**{kind: tuple(items) for kind, items in members.items()}, rows=rows)
+        return cls(
+            ticket,
+            None if selection == Selection() else selection,
+            streams,
+            keep,
+            traceparent if is_traceparent(traceparent) else None,
+        )
 
 
-def with_traceparent(identifier: bytes, traceparent: str) -> bytes:
-    """Return `identifier` with the trace context of its sender; unchanged if it would exceed MAX_IDENTIFIER."""
-    ticket, parameters = _split(identifier) if identifier.startswith(SELECTION_MAGIC) else (identifier, {})
-    traced = _join(ticket, {**parameters, TRACEPARENT: traceparent})
-    return traced if len(traced) <= MAX_IDENTIFIER else identifier
+class StreamRequested(NamedTuple):
+    """A client sent want_data: "an opaque binary identifier of the data stream being requested"."""
+
+    request: Request
+    streams: Streams
+    tag: int
 
 
-def traceparent_of(identifier: bytes) -> str | None:
-    """Return the trace context in an identifier that `parse_identifier` accepts; None if it has no valid one."""
-    if not identifier.startswith(SELECTION_MAGIC):
-        return None
-    value = _split(identifier)[1].get(TRACEPARENT)
-    return value if is_traceparent(value) else None
+def with_members(identifier: bytes, **members: Any) -> bytes:
+    """Return `identifier` with these members added; unchanged if it would exceed MAX_IDENTIFIER."""
+    ticket, present = _split(identifier) if identifier.startswith(REQUEST_MAGIC) else (identifier, {})
+    joined = _join(ticket, present | members)
+    return joined if len(joined) <= MAX_IDENTIFIER else identifier
 
 
 def _join(ticket: bytes, parameters: dict[str, Any]) -> bytes:
-    return SELECTION_MAGIC + _length.pack(len(ticket)) + ticket + json.dumps(parameters).encode()
+    return REQUEST_MAGIC + _length.pack(len(ticket)) + ticket + json.dumps(parameters).encode()
 
 
 def _split(identifier: bytes) -> tuple[bytes, dict[str, Any]]:
-    """Return the ticket and the parameters of an identifier with a selection."""
-    ticket_at = len(SELECTION_MAGIC) + _length.size
+    """Return the ticket and the members of a structured request."""
+    ticket_at = len(REQUEST_MAGIC) + _length.size
     try:
-        ticket_end = ticket_at + _length.unpack_from(identifier, len(SELECTION_MAGIC))[0]
+        ticket_end = ticket_at + _length.unpack_from(identifier, len(REQUEST_MAGIC))[0]
         parameters = strict_json.loads(identifier[ticket_end:])
     except (struct.error, ValueError):
         raise _unreadable() from None
@@ -221,6 +244,4 @@ def _readable(kind: str, items: Any) -> bool:
 
 
 def _unreadable() -> RemoteProtocolError:
-    return RemoteProtocolError(
-        "the client sent a request for columns, batches or rows that cannot be read", rule="selection"
-    )
+    return RemoteProtocolError("the client sent a structured request that cannot be read", rule="request-members")

@@ -9,9 +9,10 @@ from typing import NamedTuple
 from dissociated.base.buffers import Buffer
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
 from dissociated.protocol.bodies import parse_free
-from dissociated.protocol.events import AddressesFreed, StreamRequested, Streams
+from dissociated.protocol.events import AddressesFreed, Streams
 from dissociated.protocol.message import Incoming, Message, Run
 from dissociated.protocol.metadata import encode_end_of_stream, encode_prefix
+from dissociated.protocol.request import Request, StreamRequested
 from dissociated.protocol.run import encode
 from dissociated.protocol.states import Machine, Side, State, Step
 from dissociated.protocol.tags import BodyKind, body_tag
@@ -103,8 +104,13 @@ class Sender:
                     rule="request-once",
                 )
             self._machine.move(Step.WANT, RemoteProtocolError)
-            self.streams = streams
-            return StreamRequested(body, streams, tag)
+            request = Request.parse(body)
+            self.streams = streams if request.streams is None else request.streams
+            if self.streams not in streams:
+                raise RemoteProtocolError(
+                    "the client requested a stream that its want_data value does not request", rule="request-members"
+                )
+            return StreamRequested(request, self.streams, tag)
         if tag == self._tags.free_data:
             self._machine.move(Step.FREE, RemoteProtocolError)
             return AddressesFreed(parse_free(body))

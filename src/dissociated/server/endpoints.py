@@ -11,7 +11,7 @@ from dissociated.errors import DatasetNotFound, SourceError
 from dissociated.memory.device.segment import DeviceSegment
 from dissociated.memory.remote import with_spans
 from dissociated.protocol.events import Streams
-from dissociated.protocol.request import ALIVE_PARAMETER, FILTER_PARAMETER, SELECT_PARAMETER, TRACE_PARAMETER
+from dissociated.protocol.request import ALIVE_PARAMETER, FILTER_PARAMETER, REQUEST_PARAMETER, TRACE_PARAMETER
 from dissociated.server.requests import FREE_DATA, want_tag
 from dissociated.transport.base import Listener
 from dissociated.transport.registry import transport
@@ -26,7 +26,7 @@ class Endpoints:
 
     def __init__(self, listeners: Sequence[Listener], default_host: str, chooses_rows: bool) -> None:
         self._listeners = listeners
-        self._selections = dict((SELECT_PARAMETER, FILTER_PARAMETER) if chooses_rows else (SELECT_PARAMETER,))
+        self._selections = dict((REQUEST_PARAMETER, FILTER_PARAMETER) if chooses_rows else (REQUEST_PARAMETER,))
         self._default_host = default_host
         self._advertised: dict[Listener, Uri] = {}  # the hosts and ports that replace those of listeners
 

@@ -7,12 +7,12 @@ from dissociated.errors import RemoteProtocolError
 from dissociated.protocol.bodies import ADDRESS_SIZE
 from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Incoming, Run
-from dissociated.protocol.request import KEEP_CONNECTION, MAX_IDENTIFIER
+from dissociated.protocol.request import MAX_IDENTIFIER
 from dissociated.protocol.sender import Tags
 from dissociated.transport.base import Connection
 
-# The specification leaves the values of tags to the server. These spell DISS. Bits 0 and 1 name the requested streams.
-# Bit 2 requests packed bodies. Bit 3 allows addresses on a device. Bit 4 announces another request.
+# The specification leaves the values of tags to the server, and no client interprets them. These spell DISS. Bits 0 and
+# 1 name the requested streams. Bit 2 requests packed bodies. Bit 3 allows addresses on a device.
 _WANT = 0x4449_5353_0000_0000
 _PACKED = 4
 _DEVICE = 8
@@ -41,15 +41,9 @@ def wants_device(tag: int) -> bool:
     return bool(tag & _DEVICE)
 
 
-def wants_connection_kept(tag: int) -> bool:
-    """Return whether this tag of `want_data` says that another request may follow on the connection."""
-    return bool(tag & KEEP_CONNECTION)
-
-
 TAGS = Tags(
     want={
         **{want_tag(streams, packed): streams for streams in Streams.__members__.values() for packed in (False, True)},
-        **{want_tag(Streams.BOTH, packed) | KEEP_CONNECTION: Streams.BOTH for packed in (False, True)},
         want_tag(Streams.BOTH, False, device=True): Streams.BOTH,
     },
     free_data=FREE_DATA,

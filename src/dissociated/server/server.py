@@ -29,7 +29,7 @@ from dissociated.monitoring.activity import Activity
 from dissociated.monitoring.changes import Change
 from dissociated.monitoring.status import ConsumerStatus, ServerStatus
 from dissociated.protocol.events import Streams
-from dissociated.protocol.request import SELECTION_MAGIC
+from dissociated.protocol.request import REQUEST_MAGIC
 from dissociated.server.connections import Connections, open_listener
 from dissociated.server.endpoints import Endpoints
 from dissociated.server.options import ServerOptions, takes_fields
@@ -208,9 +208,9 @@ class Server(ProcessBound):
             else Broadcast(name, source, live, self.limits.live_limit, options)
         )
         if ticket is not None:
-            if ticket.startswith(SELECTION_MAGIC):
+            if ticket.startswith(REQUEST_MAGIC):
                 raise DissociatedError(
-                    f"a ticket may not begin with {SELECTION_MAGIC!r}, which marks selections of columns: give another"
+                    f"a ticket may not begin with {REQUEST_MAGIC!r}, which marks structured requests: give another"
                 )
             dataset.ticket = ticket
         if wait and self.endpoints.exposes_memory:

@@ -22,14 +22,14 @@ from dissociated.errors import (
 )
 from dissociated.monitoring.activity import ConnectionStats
 from dissociated.protocol.close_reason import close_reason, reason_text
-from dissociated.protocol.events import StreamRequested
+from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Incoming, Run
-from dissociated.protocol.request import Selection, parse_identifier, traceparent_of
+from dissociated.protocol.request import Selection, StreamRequested
 from dissociated.protocol.sender import Sender
 from dissociated.protocol.states import State
 from dissociated.server.admission import Admission, Limits
 from dissociated.server.live import BroadcastSending, StreamedSending
-from dissociated.server.requests import TAGS, receive, wants_connection_kept, wants_device, wants_packed
+from dissociated.server.requests import TAGS, receive, wants_device, wants_packed
 from dissociated.server.sending import ClientRequest, DeviceSending, Sending, StaticSending
 from dissociated.transport.base import Connection
 
@@ -74,9 +74,8 @@ class Session:
             request = self._receive_request()
             if request is None:
                 return False
-            ticket, selection = parse_identifier(request.identifier)
-            with self._traced(request.identifier):
-                return self._answer(request, ticket, selection)
+            with self._traced(request.request.traceparent):
+                return self._answer(request)
         except ConnectionClosed:
             raise  # the client is gone, so it is told no reason
         except DissociatedError as error:
@@ -88,31 +87,33 @@ class Session:
         finally:
             self._release()
 
-    def _traced(self, identifier: bytes) -> AbstractContextManager[None]:
+    def _traced(self, traceparent: str | None) -> AbstractContextManager[None]:
         """Begin the span of the stream, which is the parent of spans that the source of the dataset begins."""
         if not tracing.is_active():
             return nullcontext()
-        parent, transport = traceparent_of(identifier), self._stats.transport
-        self._stats.span = span = tracing.begin("dissociated.stream", parent, server=True, transport=transport)
+        transport = self._stats.transport
+        self._stats.span = span = tracing.begin("dissociated.stream", traceparent, server=True, transport=transport)
         return nullcontext() if span is None else span.current()
 
-    def _answer(self, request: StreamRequested, ticket: bytes, selection: Selection | None) -> bool:
+    def _answer(self, requested: StreamRequested) -> bool:
         """Serve the stream that the client requested. Return whether the connection may carry another."""
-        published, granted = self._registry.resolve_ticket(ticket)
+        request = requested.request
+        published, granted = self._registry.resolve_ticket(request.ticket)
         self._stats.dataset = published
         with published.reading():
             published.check_unchanged()
             # Opened only inside `reading`, since a dataset that has a reader is not evicted.
-            dataset = self._select(granted.open(), selection)
+            dataset = self._select(granted.open(), request.selection)
             if self._stats.span is not None:
                 self._stats.span.set(rows=dataset.rows)
-            self._sending = _make_sending(self._client_request(request), dataset)
+            self._sending = _make_sending(self._client_request(requested), dataset)
             self._send_stream(self._sending, published)
             if self._sender.state is State.ENDING:
                 self._sender.drained()
                 self._wait_received()
             is_done = self._sender.state is State.DONE and not self._sending.holds_live
-            return is_done and wants_connection_kept(request.tag) and self._connection.is_reusable
+            is_kept = request.keep and requested.streams is Streams.BOTH and not wants_device(requested.tag)
+            return is_done and is_kept and self._connection.is_reusable
 
     def _receive_request(self) -> StreamRequested | None:
         """Return the client's request, or None if the client has disconnected without one."""
@@ -148,7 +149,7 @@ class Session:
             self._stats,
             request.streams,
             packed=wants_packed(request.tag),
-            on_device=wants_device(request.tag),
+            on_device=_may_be_on_device(request),
         )
 
     def _send_stream(self, sending: Sending, published: Dataset) -> None:
@@ -211,6 +212,10 @@ class Session:
             if self._stats.dataset is not None and not self._stats.dataset.stored:
                 self._admission.watch_kept(sending.mapped)
             sending.close(disconnected)
+
+
+def _may_be_on_device(request: StreamRequested) -> bool:
+    return wants_device(request.tag) and request.streams is Streams.BOTH
 
 
 def _make_sending(client: ClientRequest, dataset: Dataset) -> Sending:

@@ -23,10 +23,11 @@ from typing import Any, TypeAlias
 from dissociated.base.buffers import Buffer
 from dissociated.base.fork import ProcessBound
 from dissociated.base.interrupts import interrupts_held
-from dissociated.errors import DeadlineExceeded, LocalProtocolError, TransportError
+from dissociated.errors import DeadlineExceeded, DissociatedError, LocalProtocolError, TransportError
 from dissociated.memory.device.base import Device
 from dissociated.memory.region import AddressSpace, Region
 from dissociated.memory.remote import Span
+from dissociated.protocol.close_reason import reason_error
 from dissociated.protocol.message import Incoming, Message, Run
 from dissociated.transport.states import Call, ConnectionState, Lifecycle
 from dissociated.uri import Uri
@@ -122,6 +123,8 @@ class Connection(ProcessBound, ABC):
         self._lifecycle = Lifecycle()
         self._linger = 0.0  # seconds
         self._peer_closed = False  # the result of `close`
+        #: Whether `receive` has raised the reason for which the peer gave up.
+        self.peer_gave_up = False
         self._woken = threading.Event()
         self.bind_to_process()
 
@@ -275,7 +278,8 @@ class Connection(ProcessBound, ABC):
         the end of the `with` block, waits until the peer has closed its end, too, and then closes.
 
         Args:
-            reason: Tells the peer why, if the peer still listens. Of several reasons, only the first is told.
+            reason: Tells the peer why, if the peer still listens. Of several reasons, only the first is told. A peer
+                that has given a reason itself, which `receive` has raised, is told none.
             linger: Seconds for which to wait for the peer.
 
         Returns:
@@ -284,7 +288,8 @@ class Connection(ProcessBound, ABC):
                 that the peer had mapped free again.
         """
         state = self._lifecycle.state
-        if reason is not None and state in (ConnectionState.OPEN, ConnectionState.SEND_ONLY):
+        is_open = state in (ConnectionState.OPEN, ConnectionState.SEND_ONLY)
+        if reason is not None and is_open and not self.peer_gave_up:
             self._tell(reason, linger > 0)
         if linger > 0:
             self._linger = min(linger, _MAX_SECONDS)
@@ -306,6 +311,11 @@ class Connection(ProcessBound, ABC):
         """
         self._lifecycle.take(Call.INTERRUPT if sending else Call.STOP_RECEIVING)
         self._interrupt(sending)
+
+    def _given_up(self, reason: str) -> DissociatedError:
+        """Return the error that `receive` raises for the reason of the peer."""
+        self.peer_gave_up = True
+        return reason_error(reason, self.peer)
 
     # Implemented by each medium
 

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from dissociated.base.buffers import Buffer
-from dissociated.errors import ConnectionClosed, TransportError, UriError
+from dissociated.errors import ConnectionClosed, RemoteError, TransportError, UriError
 from dissociated.protocol.close_reason import reason_error
 from dissociated.protocol.message import Incoming, Message
 from dissociated.transport.base import Allocate, Connection, Listener, Transport
@@ -41,7 +41,11 @@ class InprocConnection(Connection):
 
     def receive(self, timeout: float, allocate: Allocate) -> Incoming | None:
         self._lifecycle.take(Call.RECEIVE)
-        return self._inbox.get(timeout)
+        try:
+            return self._inbox.get(timeout)
+        except RemoteError:
+            self.peer_gave_up = True
+            raise
 
     def arrived(self) -> bool:
         return self._inbox.ready

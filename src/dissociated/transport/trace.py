@@ -189,7 +189,7 @@ class _TracedConnection:
 
     def close(self, reason: str | None = None, linger: float = 0) -> bool:
         closed = self._connection.close(reason, linger)
-        if reason is not None:
+        if reason is not None and not self._connection.peer_gave_up:
             self._trace.aborted(reason)
         return closed
 

@@ -24,7 +24,7 @@ from dissociated.errors import (
     SourceError,
     TransportError,
 )
-from dissociated.protocol.close_reason import decode_reason, encode_reason, reason_error
+from dissociated.protocol.close_reason import decode_reason, encode_reason
 from dissociated.protocol.message import Incoming, Message, Run
 from dissociated.transport.base import Allocate, Connection, Listener
 from dissociated.transport.framed.framing import (
@@ -167,7 +167,7 @@ class SocketConnection(Connection):
             if frame.kind == FrameKind.RUN:
                 return parse_run(frame.payload)
             if frame.kind == FrameKind.ABORT:
-                raise reason_error(decode_reason(bytes(frame.payload)), self.peer)
+                raise self._given_up(decode_reason(bytes(frame.payload)))
             self._region_shared(frame.payload)
 
     def arrived(self) -> bool:

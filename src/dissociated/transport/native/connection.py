@@ -23,7 +23,6 @@ from dissociated.errors import (
 )
 from dissociated.memory.region import Region
 from dissociated.memory.remote import RemoteAddressSpace, Span
-from dissociated.protocol.close_reason import reason_error
 from dissociated.protocol.message import Incoming, Message, Run
 from dissociated.transport.base import Allocate, Connection, RemoteMemory
 from dissociated.transport.framed.framing import MAX_CONTROL, MAX_UNTAGGED
@@ -216,7 +215,7 @@ class NativeConnection(Connection, RemoteMemory):
             if self._failure is not None:
                 raise self._failure
             if self._reason is not None:
-                raise reason_error(self._reason, self.peer)
+                raise self._given_up(self._reason)
             if on_its_way:
                 raise ConnectionClosed(f"{self.peer} closed the connection in the middle of a message")
             return None

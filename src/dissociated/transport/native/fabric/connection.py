@@ -21,7 +21,7 @@ from dissociated.errors import (
     UriError,
 )
 from dissociated.memory.remote import Span
-from dissociated.protocol.close_reason import decode_reason, encode_reason, reason_error
+from dissociated.protocol.close_reason import decode_reason, encode_reason
 from dissociated.protocol.message import Incoming, Message
 from dissociated.transport.base import Allocate
 from dissociated.transport.native.connection import NativeConnection
@@ -153,7 +153,7 @@ class FabricConnection(NativeConnection):
             self._send_control(Kind.HELLO, handshake.hello)
             self._until(lambda: handshake.welcomed, end, timeout)
             if self._reason is not None:
-                raise reason_error(self._reason, self.peer)
+                raise self._given_up(self._reason)
             if not handshake.welcomed:
                 raise ConnectionClosed(f"connecting to {self.peer}: the peer closed the connection")
             handshake.take_name(host)
