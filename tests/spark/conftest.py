@@ -12,6 +12,8 @@ import pytest
 import dissociated as dis
 from dissociated.errors import JavaNotFound
 from dissociated.spark import java_home, session
+from support.forks import parent
+from support.processes import forking_python
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -55,10 +57,24 @@ def java() -> str:
         pytest.skip(str(error))
 
 
+@pytest.fixture(scope="session")
+def python(forks: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Yield a Python whose process for a stream's source is a fork, with all that it needs already loaded.
+
+    Each streaming query starts two, not by the daemon, and Spark gives each ten seconds to answer. On a busy machine a
+    full start takes longer.
+    """
+    parent().load("spark.warm")
+    path = tmp_path_factory.mktemp("python") / "python"
+    with forking_python(path, "pyspark.sql.streaming.python_streaming_source_runner"):
+        yield path
+
+
 @pytest.fixture(scope="package")
-def spark(java: str) -> Iterator[SparkSession]:
+def spark(java: str, python: Path) -> Iterator[SparkSession]:
     """Yield a session with two cores and two attempts per task, whose Python workers are forks of warm.py."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYSPARK_PYTHON", str(python))
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         settings: dict[str, Any] = {
             "spark.dissociated.jvm": IN_JVM,

@@ -16,7 +16,6 @@ for name in (
     "dissociated.spark.reader",
     "dissociated.spark.streaming",
     "dissociated.spark.writer",
-    "pyspark.sql.streaming.python_streaming_source_runner",
     "pyspark.sql.worker.commit_data_source_write",
     "pyspark.sql.worker.create_data_source",
     "pyspark.sql.worker.data_source_pushdown_filters",
