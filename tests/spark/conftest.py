@@ -57,16 +57,17 @@ def java() -> str:
         pytest.skip(str(error))
 
 
+#: Modules of Python processes that Spark starts in full, and not as forks of warm.py: for the source of a stream, of
+#: which each query has two that must answer within ten seconds, and for each call of a data source by the driver.
+STARTED_IN_FULL = ("pyspark.sql.streaming.python_streaming_source_runner", "pyspark.daemon")
+
+
 @pytest.fixture(scope="session")
 def python(forks: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Yield a Python whose process for a stream's source is a fork, with all that it needs already loaded.
-
-    Each streaming query starts two, not by the daemon, and Spark gives each ten seconds to answer. On a busy machine a
-    full start takes longer.
-    """
+    """Yield a Python that forks where Spark would load all modules anew, which takes a second of the processor."""
     parent().load("spark.warm")
     path = tmp_path_factory.mktemp("python") / "python"
-    with forking_python(path, "pyspark.sql.streaming.python_streaming_source_runner"):
+    with forking_python(path, *STARTED_IN_FULL):
         yield path
 
 

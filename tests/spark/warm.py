@@ -8,8 +8,6 @@ import gc
 from contextlib import suppress
 from importlib import import_module
 
-import pyspark.daemon
-
 for name in (
     "dissociated.spark.datasource",
     "dissociated.spark.functions",
@@ -31,4 +29,6 @@ gc.collect()
 gc.freeze()  # Workers collect garbage after each task, and none of these objects is garbage.
 
 if __name__ == "__main__":
+    import pyspark.daemon
+
     pyspark.daemon.manager()

@@ -63,12 +63,12 @@ class Fork(Child):
 
 
 #: A script that sends its arguments, directory, environment and streams to the forking process, and exits as the fork
-#: does. If Python is to run another module than `forked`, it becomes that Python.
+#: does. If Python is to run a module that is not in `forked`, it becomes that Python.
 _COMMAND = """#!{python} -IS
 import json, os, socket, sys
 
 arguments = [*{before!r}, *sys.argv[1:]]
-if arguments[:2] != ["-m", {forked!r}]:
+if arguments[0] != "-m" or arguments[1] not in {forked!r}:
     os.execv({python!r}, [{python!r}, *arguments])
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
     connection.connect({place!r})
@@ -80,16 +80,16 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
 
 def forking_command(path: Path) -> AbstractContextManager[None]:
     """Provide an executable at `path` that acts as the command `dissociated`. Each call is a fork."""
-    return _forking_script(path, ["-m", "dissociated"], "dissociated")
+    return _forking_script(path, ("-m", "dissociated"), ["dissociated"])
 
 
-def forking_python(path: Path, module: str) -> AbstractContextManager[None]:
-    """Provide an executable at `path` that acts as this Python. A call of `-m` and `module` is a fork."""
-    return _forking_script(path, [], module)
+def forking_python(path: Path, *modules: str) -> AbstractContextManager[None]:
+    """Provide an executable at `path` that acts as this Python. Each call with `-m` and one of `modules` is a fork."""
+    return _forking_script(path, (), modules)
 
 
 @contextmanager
-def _forking_script(path: Path, before: Sequence[str], forked: str) -> Iterator[None]:
+def _forking_script(path: Path, before: Sequence[str], forked: Sequence[str]) -> Iterator[None]:
     with (
         tempfile.TemporaryDirectory() as directory,
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
