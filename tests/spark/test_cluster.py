@@ -259,7 +259,7 @@ def test_what_is_killed_within_a_task_is_done_again_once(cluster: Cluster, home:
         killed = tmp_path / mode
         told = {"whom": whom, "stores": str(home), "killed": str(killed)}
         cluster.run("killed_within", "killed", rows=rows, partitions=partitions, mode=mode, **told)
-        assert not Path("/proc", killed.read_text()).exists()
+        wait_until(lambda: not Path("/proc", killed.read_text()).exists(), "it is dead, and its parent knows it")
 
     lose("worker", "overwrite", 400_000, 2)
     assert cluster.read("killed") == [*range(400_000)]

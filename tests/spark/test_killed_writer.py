@@ -15,7 +15,7 @@ import pytest
 from dissociated.node.node import Node
 from dissociated.spark import publish
 from dissociated.store.store import Store
-from support.helpers import case
+from support.helpers import case, wait_until
 
 from .test_faults import leaves_nothing, numbers
 
@@ -85,6 +85,6 @@ def test_a_task_that_is_killed_is_done_again_once(
             )
             publish(frame, "x", node.uri, mode)
             expected = sorted([*(expected if mode == "append" else ()), *range(ROWS)])
-            assert not Path("/proc", killed.read_text()).exists()
+            wait_until(lambda killed=killed: not Path("/proc", killed.read_text()).exists(), "it is dead")
             assert numbers(node.uri) == expected
     leaves_nothing(node)

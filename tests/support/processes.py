@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -14,7 +15,6 @@ import sys
 import tempfile
 import termios
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from random import SystemRandom
@@ -109,23 +109,42 @@ def _forking_script(path: Path, before: Sequence[str], forked: Sequence[str]) ->
 
 
 def _fork_on_request(listener: socket.socket) -> None:
-    """Fork on each connection until the listener is shut down. Commands of a shell pipeline run concurrently."""
-    with ThreadPoolExecutor() as pool, suppress(OSError):
-        while True:
-            pool.submit(_fork_for, listener.accept()[0])
+    """Fork on each connection until the listener is shut down, and then kill the forks that still run."""
+    forks: list[tuple[Fork, Thread]] = []
+    while True:
+        try:
+            connection = listener.accept()[0]
+        except OSError:
+            break
+        with suppress(OSError):  # The script was killed before it sent its request.
+            process = _fork_for(connection)
+            thread = Thread(target=_answer, args=(connection, process))
+            thread.start()
+            forks.append((process, thread))
+    for process, thread in forks:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        thread.join(PATIENCE)
 
 
-def _fork_for(connection: socket.socket) -> None:
-    with connection:
-        asked, streams, *_ = socket.recv_fds(connection, 1 << 17, 3)
+def _fork_for(connection: socket.socket) -> Fork:
+    asked, streams, *_ = socket.recv_fds(connection, 1 << 17, 3)
+    if not asked:
+        connection.close()
+        raise ConnectionResetError
+    with ExitStack() as ends:
+        for stream in streams:
+            ends.callback(os.close, stream)
         arguments, directory, environment = json.loads(asked)
-        with ExitStack() as ends:
-            for stream in streams:
-                ends.callback(os.close, stream)
-            named = dict(zip(("stdin", "stdout", "stderr"), streams, strict=True))
-            process = Fork(*arguments, cwd=directory, env=environment, **named)
-        with process:
-            connection.send(str(process.wait(10 * PATIENCE) % 256).encode())
+        named = dict(zip(("stdin", "stdout", "stderr"), streams, strict=True))
+        return Fork(*arguments, cwd=directory, env=environment, **named)
+
+
+def _answer(connection: socket.socket, process: Fork) -> None:
+    """Send the exit status of a process once it ends. It may run as long as Spark's Java process."""
+    with connection, suppress(OSError):
+        connection.send(str(process.wait() % 256).encode())
 
 
 class Process:
