@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,10 @@ def node(memory: Path) -> Iterator[Node]:
 
 
 Batches = Iterator[pa.RecordBatch]
+
+
+def is_gone(process: str) -> bool:
+    return not Path("/proc", process).exists()
 
 
 def killing(victim: str, at: int, killed: Path) -> Callable[[Batches], Batches]:
@@ -85,6 +90,6 @@ def test_a_task_that_is_killed_is_done_again_once(
             )
             publish(frame, "x", node.uri, mode)
             expected = sorted([*(expected if mode == "append" else ()), *range(ROWS)])
-            wait_until(lambda killed=killed: not Path("/proc", killed.read_text()).exists(), "it is dead")
+            wait_until(partial(is_gone, killed.read_text()), "it is dead")
             assert numbers(node.uri) == expected
     leaves_nothing(node)
