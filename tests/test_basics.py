@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dissociated.node.launch import running
 from support.certificates import certificates
-from support.helpers import Child
+from support.processes import Fork
+
+pytestmark = pytest.mark.usefixtures("forks")
 
 ROOT = Path(__file__).resolve().parents[1]
 BASICS = ROOT / "examples" / "basics"
@@ -24,10 +25,11 @@ PATIENCE = 120.0  # seconds; only failing tests wait this long
 
 def run(name: str, *arguments: str) -> list[str]:
     """Run an example, and return the lines that it prints."""
-    command = [sys.executable, "-m", f"examples.basics.{name}", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    module = f"examples.basics.{name}"
+    with Fork("-m", module, *arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        output, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, errors
+    return output.splitlines()
 
 
 def test_each_is_short_and_linked_in_order() -> None:
@@ -38,8 +40,7 @@ def test_each_is_short_and_linked_in_order() -> None:
 
 
 def test_publish_read_and_filter(monkeypatch: pytest.MonkeyPatch) -> None:
-    command = [sys.executable, "-m", "examples.basics.publish"]
-    with Child(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+    with Fork("-m", "examples.basics.publish", cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
         name, _, uri = server.stdout.readline().strip().removeprefix("export ").partition("=")
         monkeypatch.setenv(name, uri)

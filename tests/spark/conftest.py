@@ -12,6 +12,8 @@ import pytest
 import dissociated as dis
 from dissociated.errors import JavaNotFound
 from dissociated.spark import java_home, session
+from support.forks import parent
+from support.processes import forking_python
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -55,10 +57,25 @@ def java() -> str:
         pytest.skip(str(error))
 
 
+#: Modules of Python processes that Spark starts in full, and not as forks of warm.py: for the source of a stream, of
+#: which each query has two that must answer within ten seconds, and for each call of a data source by the driver.
+STARTED_IN_FULL = ("pyspark.sql.streaming.python_streaming_source_runner", "pyspark.daemon")
+
+
+@pytest.fixture(scope="session")
+def python(forks: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Yield a Python that forks where Spark would load all modules anew, which takes a second of the processor."""
+    parent().load("spark.warm")
+    path = tmp_path_factory.mktemp("python") / "python"
+    with forking_python(path, *STARTED_IN_FULL):
+        yield path
+
+
 @pytest.fixture(scope="package")
-def spark(java: str) -> Iterator[SparkSession]:
+def spark(java: str, python: Path) -> Iterator[SparkSession]:
     """Yield a session with two cores and two attempts per task, whose Python workers are forks of warm.py."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYSPARK_PYTHON", str(python))
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         settings: dict[str, Any] = {
             "spark.dissociated.jvm": IN_JVM,

@@ -166,6 +166,7 @@ def function_killed(spark: SparkSession, rows: int, killed: str) -> None:
                     told.flush()
                     os.kill(executor(), signal.SIGKILL)
 
+    spark.conf.set("spark.dissociated.jvm", "true")  # `write` may have left the other: Spark's own mapInArrow
     mapped = map_in_arrow(spark.range(0, rows, numPartitions=2), kill, "id long")
     assert mapped.selectExpr("count(id)", "sum(id)").first() == (2 * rows, 2 * sum(range(rows)))
 
@@ -180,6 +181,7 @@ def function_never_ends(spark: SparkSession, rows: int, started: str) -> None:
                 Path(started, str(os.getpid())).touch()
                 signal.pause()
 
+    spark.conf.set("spark.dissociated.jvm", "true")
     map_in_arrow(spark.range(0, rows, numPartitions=2), wait, "id long").count()
 
 

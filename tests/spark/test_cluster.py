@@ -43,6 +43,8 @@ CONF = {
     "spark.sql.execution.arrow.maxRecordsPerBatch": 10_000,  # which is the default, but for map_in_arrow
     "spark.speculation": "true",
     "spark.speculation.interval": "50ms",
+    # By default, an attempt counts as slow after three times as long as the others: minutes on a busy machine.
+    "spark.speculation.multiplier": "1",
     "spark.speculation.quantile": "0.5",
     "spark.speculation.minTaskRuntime": "500ms",
 }
@@ -156,7 +158,7 @@ class Cluster:
         return [segment for version in named for segment in version.glob("*.arrows")]
 
     def leaves_nothing(self) -> None:
-        wait_until(lambda: not self._staged(), "nothing is staged any more")
+        wait_until(lambda: not self._staged(), "nothing is staged any more", 3 * PATIENCE)
 
     def _staged(self) -> list[str]:
         return [name for one in self.stores.values() if one.exists() for name in os.listdir(one / "staging")]
@@ -257,7 +259,7 @@ def test_what_is_killed_within_a_task_is_done_again_once(cluster: Cluster, home:
         killed = tmp_path / mode
         told = {"whom": whom, "stores": str(home), "killed": str(killed)}
         cluster.run("killed_within", "killed", rows=rows, partitions=partitions, mode=mode, **told)
-        assert not Path("/proc", killed.read_text()).exists()
+        wait_until(lambda: not Path("/proc", killed.read_text()).exists(), "it is dead, and its parent knows it")
 
     lose("worker", "overwrite", 400_000, 2)
     assert cluster.read("killed") == [*range(400_000)]

@@ -48,13 +48,18 @@ out.start("out").awaitTermination()
 class Driver:
     """A driver process, which is killed with its JVM and its Python workers."""
 
-    def __init__(self, *arguments: str | Path) -> None:
+    def __init__(self, python: Path, *arguments: str | Path) -> None:
         path = (str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
         self._process = subprocess.Popen(
             [sys.executable, "-c", DRIVER, *map(str, arguments)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "JAVA_HOME": java_home(), "PYTHONPATH": os.pathsep.join(filter(None, path))},
+            env={
+                **os.environ,
+                "JAVA_HOME": java_home(),
+                "PYSPARK_PYTHON": str(python),
+                "PYTHONPATH": os.pathsep.join(filter(None, path)),
+            },
             start_new_session=True,
         )
 
@@ -72,7 +77,7 @@ class Driver:
 
 @pytest.mark.timeout(500)
 def test_a_driver_that_is_killed_leaves_nothing_and_its_query_goes_on(
-    spark: SparkSession, start: Start, memory: Path, tmp_path: Path
+    spark: SparkSession, python: Path, start: Start, memory: Path, tmp_path: Path
 ) -> None:
     store, forgetful = memory / "store", memory / "forgetful"
     check, gate = tmp_path / "check", tmp_path / "gate"
@@ -91,7 +96,7 @@ def test_a_driver_that_is_killed_leaves_nothing_and_its_query_goes_on(
         seen.update((job, rest[:6]) for job, _, rest in (name.partition("-") for name in staged(forgetful)))
         return sorted(partition for _, partition in seen) == ["000000", "000000", "000001", "000001"]
 
-    with Driver(catalog.uri, check, gate, other.uri) as driver:
+    with Driver(python, catalog.uri, check, gate, other.uri) as driver:
         wait_until(written, "both batch writes wait for their last partition", 300)  # includes the start of Spark
         wait_for(store, ".part")
         catalog.signal(signal.SIGSTOP)  # to prevent a commit

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ import pytest
 from dissociated.node.node import Node
 from dissociated.spark import publish
 from dissociated.store.store import Store
-from support.helpers import case
+from support.helpers import case, wait_until
 
 from .test_faults import leaves_nothing, numbers
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
 #: The rows of each write, in PARTITIONS partitions.
 ROWS, PARTITIONS = 60_000, 2
-#: The batches of a partition before which a process is killed: at the start, amid the file, and before its end.
-POINTS = {"before its file": 0, "amid its file": 1, "before its end": 2}
+#: The batches of a partition before which a process is killed, and the mode of the write.
+POINTS = {"before its file": (0, "append"), "amid its file": (1, "overwrite"), "before its end": (2, "append")}
 
 
 @pytest.fixture
@@ -36,6 +37,10 @@ def node(memory: Path) -> Iterator[Node]:
 
 
 Batches = Iterator[pa.RecordBatch]
+
+
+def is_gone(process: str) -> bool:
+    return not Path("/proc", process).exists()
 
 
 def killing(victim: str, at: int, killed: Path) -> Callable[[Batches], Batches]:
@@ -70,14 +75,14 @@ def killing(victim: str, at: int, killed: Path) -> Callable[[Batches], Batches]:
     return through
 
 
-@pytest.mark.parametrize(("victim", "mode"), [("sidecar", "overwrite"), ("sidecar", "append"), ("worker", "append")])
+@pytest.mark.parametrize("victim", ["sidecar", "worker"])
 def test_a_task_that_is_killed_is_done_again_once(
-    spark: SparkSession, use_jvm: Callable[[bool], None], node: Node, tmp_path: Path, victim: str, mode: str
+    spark: SparkSession, use_jvm: Callable[[bool], None], node: Node, tmp_path: Path, victim: str
 ) -> None:
     """Kill the sidecar of Spark's JVM, which owns the files, or a Python worker while Python writes."""
     use_jvm(victim == "sidecar")
     expected: list[int] = []
-    for point, number in POINTS.items():
+    for point, (number, mode) in POINTS.items():
         killed = tmp_path / f"{number}"
         with case(point):
             frame = spark.range(0, ROWS, numPartitions=PARTITIONS).mapInArrow(
@@ -85,6 +90,6 @@ def test_a_task_that_is_killed_is_done_again_once(
             )
             publish(frame, "x", node.uri, mode)
             expected = sorted([*(expected if mode == "append" else ()), *range(ROWS)])
-            assert not Path("/proc", killed.read_text()).exists()
+            wait_until(partial(is_gone, killed.read_text()), "it is dead")
             assert numbers(node.uri) == expected
     leaves_nothing(node)

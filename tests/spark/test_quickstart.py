@@ -26,7 +26,9 @@ runpy.run_module("examples.basics.with_spark")
 """
 
 
-def test_the_program_and_the_example_run_as_they_are_printed(java: str, own_store: Path, tmp_path: Path) -> None:
+def test_the_program_and_the_example_run_as_they_are_printed(
+    java: str, python: Path, own_store: Path, tmp_path: Path
+) -> None:
     program = tmp_path / "quick.py"
     program.write_text(PROGRAM + EXAMPLE)
     path = [str(Path(sys.executable).parent), os.environ["PATH"]]
@@ -34,6 +36,7 @@ def test_the_program_and_the_example_run_as_they_are_printed(java: str, own_stor
         **os.environ,
         "JAVA_HOME": java,
         "PATH": os.pathsep.join(path),
+        "PYSPARK_PYTHON": str(python),
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(ROOT)]),  # the warm daemon, and the examples
         "PYTHONWARNINGS": "ignore",
         "SPARK_LOCAL_IP": "127.0.0.1",

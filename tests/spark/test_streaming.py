@@ -74,19 +74,9 @@ def started(df: DataFrame, uri: str, name: str, checkpoint: Path, mode: str = "a
 
 
 def run(df: DataFrame, uri: str, name: str, checkpoint: Path, mode: str = "append") -> list[int]:
-    """Run a query until it ends, and return the number of rows in each batch.
-
-    Spark gives the Python process of a stream ten seconds to start. A busy machine may need more, so the query is
-    started again up to twice.
-    """
-    for tries_left in (2, 1, 0):
-        query = started(df, uri, name, checkpoint, mode)
-        try:
-            assert query.awaitTermination(200)
-            break
-        except StreamingQueryException as error:
-            if not tries_left or "Python worker failed to connect back" not in str(error):
-                raise
+    """Run a query until it ends, and return the number of rows in each batch."""
+    query = started(df, uri, name, checkpoint, mode)
+    assert query.awaitTermination(200)
     return [progress["numInputRows"] for progress in query.recentProgress if progress["numInputRows"]]
 
 

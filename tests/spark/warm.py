@@ -8,15 +8,12 @@ import gc
 from contextlib import suppress
 from importlib import import_module
 
-import pyspark.daemon
-
 for name in (
     "dissociated.spark.datasource",
     "dissociated.spark.functions",
     "dissociated.spark.reader",
     "dissociated.spark.streaming",
     "dissociated.spark.writer",
-    "pyspark.sql.streaming.python_streaming_source_runner",
     "pyspark.sql.worker.commit_data_source_write",
     "pyspark.sql.worker.create_data_source",
     "pyspark.sql.worker.data_source_pushdown_filters",
@@ -32,4 +29,6 @@ gc.collect()
 gc.freeze()  # Workers collect garbage after each task, and none of these objects is garbage.
 
 if __name__ == "__main__":
+    import pyspark.daemon
+
     pyspark.daemon.manager()

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -14,8 +15,7 @@ import sys
 import tempfile
 import termios
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from random import SystemRandom
 from threading import Thread
@@ -63,21 +63,33 @@ class Fork(Child):
 
 
 #: A script that sends its arguments, directory, environment and streams to the forking process, and exits as the fork
-#: does.
+#: does. If Python is to run a module that is not in `forked`, it becomes that Python.
 _COMMAND = """#!{python} -IS
 import json, os, socket, sys
 
+arguments = [*{before!r}, *sys.argv[1:]]
+if arguments[0] != "-m" or arguments[1] not in {forked!r}:
+    os.execv({python!r}, [{python!r}, *arguments])
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
     connection.connect({place!r})
-    asked = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)])
+    asked = json.dumps([arguments, os.getcwd(), dict(os.environ)])
     socket.send_fds(connection, [asked.encode()], [0, 1, 2])
     sys.exit(int(connection.recv(16)))
 """
 
 
-@contextmanager
-def forking_command(path: Path) -> Iterator[None]:
+def forking_command(path: Path) -> AbstractContextManager[None]:
     """Provide an executable at `path` that acts as the command `dissociated`. Each call is a fork."""
+    return _forking_script(path, ("-m", "dissociated"), ["dissociated"])
+
+
+def forking_python(path: Path, *modules: str) -> AbstractContextManager[None]:
+    """Provide an executable at `path` that acts as this Python. Each call with `-m` and one of `modules` is a fork."""
+    return _forking_script(path, (), modules)
+
+
+@contextmanager
+def _forking_script(path: Path, before: Sequence[str], forked: Sequence[str]) -> Iterator[None]:
     with (
         tempfile.TemporaryDirectory() as directory,
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
@@ -85,9 +97,9 @@ def forking_command(path: Path) -> Iterator[None]:
         place = f"{directory}/forks.sock"
         listener.bind(place)
         listener.listen()
-        path.write_text(_COMMAND.format(python=sys.executable, place=place))
+        path.write_text(_COMMAND.format(python=sys.executable, place=place, before=before, forked=forked))
         path.chmod(0o700)
-        thread = Thread(target=_fork_commands, args=(listener,))
+        thread = Thread(target=_fork_on_request, args=(listener,))
         thread.start()
         try:
             yield
@@ -96,24 +108,43 @@ def forking_command(path: Path) -> Iterator[None]:
             thread.join(PATIENCE)
 
 
-def _fork_commands(listener: socket.socket) -> None:
-    """Fork on each connection until the listener is shut down. Commands of a shell pipeline run concurrently."""
-    with ThreadPoolExecutor() as pool, suppress(OSError):
-        while True:
-            pool.submit(_fork_command, listener.accept()[0])
+def _fork_on_request(listener: socket.socket) -> None:
+    """Fork on each connection until the listener is shut down, and then kill the forks that still run."""
+    forks: list[tuple[Fork, Thread]] = []
+    while True:
+        try:
+            connection = listener.accept()[0]
+        except OSError:
+            break
+        with suppress(OSError):  # The script was killed before it sent its request.
+            process = _fork_for(connection)
+            thread = Thread(target=_answer, args=(connection, process))
+            thread.start()
+            forks.append((process, thread))
+    for process, thread in forks:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        thread.join(PATIENCE)
 
 
-def _fork_command(connection: socket.socket) -> None:
-    with connection:
-        asked, streams, *_ = socket.recv_fds(connection, 1 << 17, 3)
+def _fork_for(connection: socket.socket) -> Fork:
+    asked, streams, *_ = socket.recv_fds(connection, 1 << 17, 3)
+    if not asked:
+        connection.close()
+        raise ConnectionResetError
+    with ExitStack() as ends:
+        for stream in streams:
+            ends.callback(os.close, stream)
         arguments, directory, environment = json.loads(asked)
-        with ExitStack() as ends:
-            for stream in streams:
-                ends.callback(os.close, stream)
-            named = dict(zip(("stdin", "stdout", "stderr"), streams, strict=True))
-            process = Fork("-m", "dissociated", *arguments, cwd=directory, env=environment, **named)
-        with process:
-            connection.send(str(process.wait(3 * PATIENCE) % 256).encode())
+        named = dict(zip(("stdin", "stdout", "stderr"), streams, strict=True))
+        return Fork(*arguments, cwd=directory, env=environment, **named)
+
+
+def _answer(connection: socket.socket, process: Fork) -> None:
+    """Send the exit status of a process once it ends. It may run as long as Spark's Java process."""
+    with connection, suppress(OSError):
+        connection.send(str(process.wait() % 256).encode())
 
 
 class Process:
