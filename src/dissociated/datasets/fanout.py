@@ -56,6 +56,7 @@ class Consumer:
         self.queued = 0  # bytes of the waiting messages outside of shared memory
         self.droppable = 0  # number of waiting items that may be dropped
         self.missed = 0  # number of batches that were dropped
+        self.missed_before = 0  # how many of them came before the last messages that were taken
         self.idle = False  # whether the last `take` found no message
         self.addresses: set[int] = set()  # addresses that the consumer holds, in waiting and in taken messages
         self.stopped = False  # whether the consumer receives nothing more at its own request
@@ -107,6 +108,7 @@ class Consumer:
                 self.queued -= item.queued * item.messages
                 self.droppable -= item.droppable
             if messages:
+                self.missed_before = self.missed  # the oldest messages are dropped, so all came before these
                 self.last_progress = time.monotonic()
                 self._fanout.on_taken()
             elif self.reason is not None:
