@@ -33,7 +33,7 @@ _BASE = "Batches, shuffle='global', features"
 
 def run(gigabytes: float, rounds: int) -> None:
     """Print the time of an epoch for each way to read it, and its ratio to that of a global shuffle."""
-    rows = max(2 * _RECORD_BATCH, int(gigabytes * 1e9) // (4 * len(_COLUMNS) + 8))
+    rows = max(4 * _BATCH, int(gigabytes * 1e9) // (4 * len(_COLUMNS) + 8))
     random = np.random.default_rng(1)
     columns: dict[str, Any] = {name: random.random(rows, np.float32) for name in _COLUMNS}
     table = pa.table({**columns, "label": np.sort(random.integers(0, 1000, rows))})

@@ -14,16 +14,41 @@ from dissociated.errors import FormatError
 from dissociated.format.encapsulated import END_OF_STREAM, encapsulate
 from dissociated.format.layout import dictionary_of
 from dissociated.format.message import HeaderType, parse_header
+from dissociated.format.missed import note_missed, take_missed
 from dissociated.format.projection import Projection
 from support.arrow_cases import ARRAYS, ROWS
 from support.helpers import case
 
 METADATA = {b"k": b"v", b"": b"", "ü".encode(): b"\xff"}
+OPTIONS = {
+    "plain": WriteOptions(),
+    "version 4": WriteOptions(metadata_version=pa.ipc.MetadataVersion.V4),
+    "compressed": WriteOptions(codec="zstd"),
+}
 
 
 def messages(batches: list[pa.RecordBatch], options: WriteOptions | None, metadata=None) -> list[SplitMessage]:
     splitter = Splitter(batches[0].schema, options)
     return [splitter.schema_message, *(one for batch in batches for one in splitter.split(batch, metadata))]
+
+
+@pytest.mark.parametrize("metadata", [None, METADATA, {**METADATA, b"dissociated.missed": b"not ours"}])
+def test_a_note_of_missed_batches_leaves_all_else_as_it_was(metadata: dict[bytes, bytes] | None) -> None:
+    batch = pa.record_batch({"n": [1, None, 3], "v": pa.array(["a", None, "a longer text"], pa.string_view())})
+    _, old = messages([batch], OPTIONS["version 4"])
+    assert note_missed(old.header, 7) == old.header  # libarrow cannot read metadata of batches of this version
+    for options in (OPTIONS["plain"], OPTIONS["compressed"]):
+        schema, message = messages([batch], options, metadata)
+        noted = note_missed(message.header, 7)
+        for header, expected in ((noted, b"7"), (take_missed(noted)[0], None)):
+            stream = encapsulate(schema.header) + encapsulate(header) + b"".join(map(bytes, message.body or ()))
+            read, kept = pa.ipc.open_stream(stream + END_OF_STREAM).read_next_batch_with_custom_metadata()
+            others = {**(metadata or {})}
+            others.pop(b"dissociated.missed", None)
+            assert read.equals(batch)
+            assert dict(kept or {}) == (others if expected is None else {**others, b"dissociated.missed": expected})
+        assert take_missed(noted)[1] == 7
+        assert take_missed(message.header) == (message.header, None)
 
 
 def project(whole: list[SplitMessage], indices: list[int]) -> bytes:
@@ -40,13 +65,6 @@ def project(whole: list[SplitMessage], indices: list[int]) -> bytes:
             assert len(packed) == chosen.parsed.body_length
             stream += encapsulate(chosen.header) + packed
     return stream + END_OF_STREAM
-
-
-OPTIONS = {
-    "plain": WriteOptions(),
-    "version 4": WriteOptions(metadata_version=pa.ipc.MetadataVersion.V4),
-    "compressed": WriteOptions(codec="zstd"),
-}
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -63,15 +63,21 @@ def test_a_consumer_that_pauses_does_not_hold_up_the_source(serve: Serve, policy
     assert source.exhausted.wait(PATIENCE), "the source waits for the consumer"
     (missed,) = [one.missed for one in server.status().consumers]
     source.goes_on.set()
-    received = [*reader]
-    numbers = [one["n"][0].as_py() for one in received]
+    received = []
+    numbers: list[int] = []
+    for batch, metadata in reader.iter_batches_with_custom_metadata():
+        received.append(batch)
+        numbers.append(batch["n"][0].as_py())
+        assert reader.missed == numbers[-1] + 1 - len(numbers)  # at each batch, as it numbers itself
+        assert metadata is None  # as the source gave it
+    assert reader.missed == missed
     assert received == [large(number) for number in numbers]
     assert all(first < second for first, second in pairwise(numbers))
     assert numbers[-1] == COUNT - 1
     assert len(numbers) + missed == COUNT
     if scheme == "shm":  # over tcp, the kernels of both sides take some batches before the client does
         assert len(numbers) <= (4 if policy == "latest" else 12)
-    del reader, received
+    del reader, received, batch
     assert connections_left(server) == 0
     status = server.status()  # which counts connections that have ended
     assert status.totals.missed == missed
@@ -97,6 +103,7 @@ def test_batches_that_are_left_have_their_dictionaries(
         for one in reader:
             numbers.append(one["n"][0].as_py())
             assert one == make(numbers[-1])
+            assert reader.missed == numbers[-1] + 1 - len(numbers)
         assert all(first < second for first, second in pairwise(numbers))
         assert numbers[-1] == count - 1
         assert len(numbers) + missed == count

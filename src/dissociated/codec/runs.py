@@ -20,6 +20,7 @@ from dissociated.codec.reader import PeerReader, StreamReader
 from dissociated.format.encapsulated import encapsulate
 from dissociated.format.layout import layout_of
 from dissociated.format.message import is_compressed
+from dissociated.format.missed import take_missed
 from dissociated.protocol.delivery import Delivered, Delivery, PackedBatches, SharedBatches
 
 T = TypeVar("T")
@@ -102,6 +103,7 @@ class _DeliveryFile(StreamFile):
         self._schema = b""
         self._run: _BatchRun | None = None  # the current run
         self._messages: Iterator[EncodedMessage] = iter(())  # of the current delivery
+        self.missed = 0  # number of batches of a live stream that this client missed
 
     def run(self) -> _BatchRun | None:
         """Return the run that comes next in the stream; None if something else comes next.
@@ -123,7 +125,11 @@ class _DeliveryFile(StreamFile):
             if self._run is not None:
                 return None
         self._schema = self._schema or message[0]
-        return message
+        header, missed = take_missed(message[0])
+        if missed is None:
+            return message
+        self.missed = missed
+        return header, message[1]
 
     def message(self, delivery: Delivery) -> None:
         """Continue the stream with this message."""
@@ -177,6 +183,11 @@ class _RunReader(PeerReader):
             return read()
 
         return self._file.reading.take(read_next)
+
+    @property
+    def missed(self) -> int:
+        """The number of batches of a live stream that this client missed before the last batch that it read."""
+        return self._file.missed
 
     @property
     def stats(self) -> pa.ipc.ReadStats:

@@ -56,6 +56,7 @@ class Consumer:
         self.queued = 0  # bytes of the waiting messages outside of shared memory
         self.droppable = 0  # number of waiting items that may be dropped
         self.missed = 0  # number of batches that were dropped
+        self.missed_before = 0  # how many of them came before the last messages that were taken
         self.idle = False  # whether the last `take` found no message
         self.addresses: set[int] = set()  # addresses that the consumer holds, in waiting and in taken messages
         self.stopped = False  # whether the consumer receives nothing more at its own request
@@ -71,13 +72,16 @@ class Consumer:
         return self.complete and not self.waiting
 
     def enqueue(self, item: LiveMessage) -> None:
-        """Append `item` to the waiting messages. Call it with the fan-out's `changed` held."""
+        """Append `item` to the waiting messages. Call it with the fan-out's `changed` held.
+
+        The caller wakes the consumers in the fan-out's `waking` once it holds `changed` no more.
+        """
         self.waiting.append(item)
         self.queued += item.queued * item.messages
         self.droppable += item.droppable
         if self.idle:
             self.idle = False
-            self.wake()
+            self._fanout.waking.append(self)
 
     def take(self, count: int = 1, nbytes: int = 0, maps: bool = False) -> list[LiveMessage]:
         """Take the next messages.
@@ -107,6 +111,7 @@ class Consumer:
                 self.queued -= item.queued * item.messages
                 self.droppable -= item.droppable
             if messages:
+                self.missed_before = self.missed  # the oldest messages are dropped, so all came before these
                 self.last_progress = time.monotonic()
                 self._fanout.on_taken()
             elif self.reason is not None:
@@ -195,6 +200,7 @@ class Fanout:
         self._dictionaries: dict[int, list[LiveMessage]] = {}  # the current dictionary of each id, and its deltas
         self._memory = LiveMemory(name, limit)
         self._consumers: list[Consumer] = []
+        self.waking: list[Consumer] = []  # consumers that the pump wakes next
         self._pump: threading.Thread | None = None  # the thread that reads, once it was started
         # The text of the error that ended the stream. The error itself would keep alive, through its traceback, all
         # objects of the functions that it passed.
@@ -300,7 +306,10 @@ class Fanout:
                 del reader
                 next(messages)  # the schema, which consumers received when they joined
                 for message in messages:
-                    if not self._publish(message):
+                    goes_on = self._publish(message)
+                    while self.waking:  # not while `changed` is held, which the consumer needs as soon as it wakes
+                        self.waking.pop().wake()
+                    if not goes_on:
                         break
         except DissociatedError as error:
             reason, reference = error.peer_reason or str(error), error.reference

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from dissociated.base.buffers import Buffer
 from dissociated.codec.split import SplitMessage
-from dissociated.format.message import Header, HeaderType
+from dissociated.format.message import Header, HeaderType, parse_header
+from dissociated.format.missed import note_missed
 from dissociated.memory.live import LiveRegion
 
 #: Bodies of up to this many bytes travel inline. Sharing a small body costs more than a copy, and takes whole pages.
@@ -59,6 +60,17 @@ class LiveMessage(NamedTuple):
             return False
         more.append(b"".join(message.body or ()))
         return True
+
+    def noting_missed(self, count: int) -> list[LiveMessage]:
+        """Return this record batch with a note that its consumer missed `count` batches so far.
+
+        Alike messages after it become an object of their own.
+        """
+        first, *more = self.each()
+        header = note_missed(self.header, count)
+        noted = first._replace(header=header, parsed=parse_header(header), repeats=None)
+        bodies = [*(self.repeats or ())]
+        return [noted, more[0]._replace(repeats=bodies[1:])] if more else [noted]
 
     @property
     def messages(self) -> int:

@@ -114,8 +114,34 @@ class Projection:
         selected_extents = [extents[index] for index in selected[1]]
         offsets, cuts, length, padding = _packed(selected_extents)
         moved = [(offset, size) for offset, (_, size) in zip(offsets, selected_extents, strict=True)]
-        encoded = _encode(message, batch, selected[0], moved, selected[2], length)
+        metadata = [(_text(pair, 0), _text(pair, 1)) for pair in message.tables(4, 2)]
+        encoded = _encode(message, batch, selected[0], moved, selected[2], length, metadata)
         return ProjectedMessage(encoded, parse_header(encoded), selected[1], cuts, padding)
+
+
+def with_custom_metadata(header: bytes, key: bytes, value: bytes | None) -> tuple[bytes, bytes | None]:
+    """Set a value in the custom metadata of a record batch message, or remove it.
+
+    Args:
+        header: The flatbuffer of the message.
+        key: The key.
+        value: The new value; None removes the key.
+
+    Returns:
+        The new flatbuffer, and the value that the key had before; None if it had none.
+
+    Raises:
+        FormatError: The message is invalid.
+    """
+    with _damaged():
+        message = Table.read(header, root(header), 5)
+        batch = message.table(2, 5)
+        pairs = [(_text(pair, 0), _text(pair, 1)) for pair in message.tables(4, 2)]
+        before = next((old for name, old in pairs if name == key), None)
+        changed = [pair for pair in pairs if pair[0] != key] + ([] if value is None else [(key, value)])
+        nodes, buffers = batch.vector(1, "qq"), batch.vector(2, "qq")
+        variadic = [count for (count,) in batch.vector(4, "q")]
+        return _encode(message, batch, nodes, buffers, variadic, message.scalar(3, "q"), changed), before
 
 
 def _extents(header: bytes, parsed: Header) -> list[tuple[int, int]]:
@@ -176,8 +202,9 @@ def _encode(
     buffers: Sequence[tuple[int, int]],
     variadic: Sequence[int],
     body_length: int,
+    custom_metadata: Sequence[tuple[bytes | None, bytes | None]],
 ) -> bytes:
-    """Encode a record batch with these nodes and buffers, and everything else as in `batch` and `message`."""
+    """Encode a record batch with these nodes, buffers and metadata, and everything else as in `batch` and `message`."""
     compression = None
     if batch.fields[3]:
         encoding = batch.table(3, 2)
@@ -189,7 +216,7 @@ def _encode(
         variadic,
         body_length,
         compression=compression,
-        custom_metadata=[(_text(pair, 0), _text(pair, 1)) for pair in message.tables(4, 2)],
+        custom_metadata=custom_metadata,
         version=message.scalar(0, "h"),
     )
 

@@ -9,7 +9,8 @@ from itertools import chain
 from dissociated.format.flatbuffer import Builder
 from dissociated.format.message import HeaderType
 
-_V5 = 4
+#: MetadataVersion of Schema.fbs.
+V5 = 4
 _REFERENCE = ("I", 0)
 
 
@@ -23,7 +24,7 @@ def encode_record_batch(
     dictionary: int | None = None,
     compression: tuple[int, int] | None = None,
     custom_metadata: Sequence[tuple[bytes | None, bytes | None]] = (),
-    version: int = _V5,
+    version: int = V5,
 ) -> bytes:
     """Return the flatbuffer of a record batch message, or of a dictionary batch message.
 

@@ -192,6 +192,7 @@ class BroadcastSending(_LiveSending):
         super().__init__(client, dataset.name)
         self._dataset = dataset
         self._consumer: Consumer | None = None
+        self._noted = 0  # number of missed batches of which the client knows
 
     def send(self) -> None:
         if self._streams is not Streams.BOTH:
@@ -270,7 +271,8 @@ class BroadcastSending(_LiveSending):
         try:
             count = sum([item.messages for item in items])
             projected = [item for item in map(self._dataset.project, items) if item is not None]
-            nbytes = self._send_together(projected, lambda item: self._body(item, mapped, unsent))
+            noted = self._note_missed(consumer, projected)
+            nbytes = self._send_together(noted, lambda item: self._body(item, mapped, unsent))
             self._stats.messages += count
             return count, nbytes
         except ConnectionClosed:
@@ -280,6 +282,16 @@ class BroadcastSending(_LiveSending):
             raise
         finally:
             consumer.free(unsent)
+
+    def _note_missed(self, consumer: Consumer, items: Sequence[LiveMessage]) -> Sequence[LiveMessage]:
+        """Note in the first batch of `items` that the client missed batches, if it missed any since the last note."""
+        if consumer.missed_before == self._noted:
+            return items
+        for at, item in enumerate(items):
+            if item.droppable:
+                self._noted = consumer.missed_before
+                return [*items[:at], *item.noting_missed(self._noted), *items[at + 1 :]]
+        return items
 
     def _body(self, item: LiveMessage, mapped: bool, unsent: set[int]) -> Body | None:
         """Return the body to send for `item`. Addresses that the client leases by it are removed from `unsent`."""

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
 
 from dissociated.errors import TransportError, UriError
+from dissociated.transport.base import Connection
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 from support.helpers import PATIENCE, Serve
@@ -49,3 +52,23 @@ def test_a_host_that_does_not_exist_is_named() -> None:
 def test_connecting_needs_a_host_and_a_port(uri: str) -> None:
     with pytest.raises(UriError, match="tcp://HOST:PORT"):
         TCP.connect(Uri.parse(uri), PATIENCE)
+
+
+def test_a_wake_never_raises_while_the_connection_closes() -> None:
+    """A wake that raises would end a live stream for everybody when one of its clients is sent away."""
+
+    def wake(server: Connection, closed: threading.Event) -> None:
+        while not closed.is_set():
+            server.wake()
+
+    with closing(TCP.listen(Uri.parse("tcp:"))) as listener, ThreadPoolExecutor(1) as pool:
+        for _ in range(30):
+            with TCP.connect(listener.uri, PATIENCE):
+                server = listener.accept()
+                assert server is not None
+                server.wait(0)
+                closed = threading.Event()
+                waking = pool.submit(wake, server, closed)
+                server.close()
+                closed.set()
+                waking.result(PATIENCE)

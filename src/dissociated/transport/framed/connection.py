@@ -9,6 +9,7 @@ import select
 import socket
 import struct
 import termios
+import threading
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -113,6 +114,7 @@ class SocketConnection(Connection):
         self._peer_stopped = False  # whether the peer will send no more
         self._end_received = False  # whether `receive` has returned None because of that
         self._wake_descriptor: int | None = None  # an eventfd, made by the first `wait`
+        self._waking = threading.Lock()  # held while another thread writes to the eventfd, and while it is closed
         self._accepted = accepted
         self._socket_timeout = 0.0  # seconds, as set in the kernel
 
@@ -193,9 +195,10 @@ class SocketConnection(Connection):
 
     def wake(self) -> None:
         super().wake()
-        if self._wake_descriptor is not None:
-            with suppress(BlockingIOError):
-                os.eventfd_write(self._wake_descriptor, 1)
+        with self._waking:
+            if self._wake_descriptor is not None:
+                with suppress(BlockingIOError):
+                    os.eventfd_write(self._wake_descriptor, 1)
 
     def _tell(self, reason: str, later: bool) -> None:
         if self._cut_short:
@@ -230,12 +233,14 @@ class SocketConnection(Connection):
 
     def _close_descriptors(self) -> None:
         self._socket.close()
-        if self._wake_descriptor is not None:
-            os.close(self._wake_descriptor)
-            self._wake_descriptor = None
+        with self._waking:
+            descriptor, self._wake_descriptor = self._wake_descriptor, None
+            if descriptor is not None:
+                os.close(descriptor)
         self._reader.detach()  # breaks a reference cycle, so that regions are released without the garbage collector
 
     def after_fork_in_child(self) -> None:
+        self._waking = threading.Lock()  # a thread of the parent may hold the other
         self._close_descriptors()
         super().after_fork_in_child()
 
