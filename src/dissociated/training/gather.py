@@ -88,11 +88,13 @@ class Gatherer:
 class _Items:
     """Arrays of items of one size, as items of one array over all of their memory.
 
-    `first` is the first array. The others have the same strides, and begin at `addresses`.
+    `arrays` has the first array, and all arrays whose memory must be kept. All have the strides of the first, and begin
+    at `addresses`.
     """
 
-    def __init__(self, first: Array, addresses: Positions, lengths: Positions) -> None:
-        self._first = first  # keeps its memory
+    def __init__(self, arrays: Sequence[Array], addresses: Positions, lengths: Positions) -> None:
+        self._arrays = arrays
+        first = arrays[0]
         # If a row has several items: their offsets from its first item.
         self._shape = first.shape[1:]
         self._offsets = np.arange(first[0].size) if self._shape else None
@@ -106,7 +108,7 @@ class _Items:
         """Return the values of arrays of numbers without an object for each array. None if they are not aligned."""
         width = first.strides[0]
         addresses = np.array([array.buffers()[1].address + width * array.offset for array in arrays], np.int64)
-        return None if (addresses % first.itemsize).any() else cls(first, addresses, lengths)
+        return None if (addresses % first.itemsize).any() else cls([first], addresses, lengths)
 
     @classmethod
     def of_arrays(cls, arrays: Sequence[Array], lengths: Positions) -> Self:
@@ -117,7 +119,8 @@ class _Items:
         if not regular or first.strides[0] % first.itemsize or (addresses % first.itemsize).any():
             first = np.concatenate(arrays)
             addresses = _address(first) + (np.cumsum(lengths) - lengths) * first.strides[0]
-        return cls(first, addresses, lengths)
+            arrays = [first]
+        return cls(arrays, addresses, lengths)
 
     def can_join(self, items: object) -> bool:
         """Return whether one operation can read these items and `items`. See `join`."""
@@ -130,7 +133,7 @@ class _Items:
     @classmethod
     def join(cls, columns: Sequence[Self], lengths: Positions) -> Self:
         """Return items whose starts have a row for each of several columns, which stay in memory."""
-        return cls(columns[0]._first, np.array([column._addresses for column in columns]), lengths)
+        return cls(columns[0]._arrays, np.array([column._addresses for column in columns]), lengths)
 
     def take(self, batch: Positions, within: Positions) -> Array:
         at = self._starts[batch]
