@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,7 +18,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import SourceError
-from dissociated.spark import create_dataframe, to_arrow, to_pandas, to_polars
+from dissociated.spark import create_dataframe, map_in_arrow, publish, read, to_arrow, to_pandas, to_polars
 from support.helpers import wait_until
 from support.jvm import jvm
 
@@ -26,6 +27,10 @@ from .test_datasource import NATIVE
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+
+cloudpickle = pytest.importorskip("pyspark.cloudpickle")
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Spark's workers cannot import this module.
 
 
 def every_type(spark: SparkSession) -> DataFrame:
@@ -70,6 +75,24 @@ def test_to_arrow_is_that_of_spark(spark: SparkSession) -> None:
     assert to_arrow(df.where("id < 0")) == df.where("id < 0").toArrow()
     assert to_arrow(df.where("id > 100")).num_rows == 19  # some partitions are empty
     assert to_arrow(df.select()).num_rows == 120
+
+
+def test_to_arrow_takes_columns_from_where_spark_has_columns(spark: SparkSession, tmp_path: Path) -> None:
+    every_type(spark).drop("span", "nothing", "hour").write.parquet(str(tmp_path / "data"))  # no such type in Parquet
+    df = spark.read.parquet(str(tmp_path / "data"))
+    assert to_arrow(df).sort_by("id").to_pylist() == to_arrow(df.orderBy("id")).to_pylist()
+    numbers = spark.range(0, 300_000, numPartitions=2)
+    with dis.Server(["shm:"]) as server:
+        publish(numbers, "numbers", server.catalog_uri)
+        read_back = read(spark, "numbers", server.catalog_uri)
+        assert sorted(to_arrow(read_back)["id"].to_pylist()) == [*range(300_000)]
+        assert to_arrow(map_in_arrow(read_back, lambda batches: batches, "id long")).num_rows == 300_000
+        assert to_arrow(map_in_arrow(numbers, emptied, "id long")).num_rows == 0
+
+
+def emptied(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    for batch in batches:
+        yield batch.slice(0, 0)
 
 
 def test_to_arrow_has_the_large_types_that_a_setting_asks_for(spark: SparkSession) -> None:

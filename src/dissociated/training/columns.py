@@ -85,7 +85,7 @@ class ArrayColumns:
                     "it in codes= to get the numbers of its distinct values, or in as_arrow= to get a pyarrow.Array"
                 )
         for name in packed:
-            if name in self._as_arrow or name in codes or not _is_scalar(self._types[name]):
+            if name in self._as_arrow or name in codes or not is_scalar(self._types[name]):
                 raise WrongKind(f"column {name!r} of features= is {self._types[name]}, which is not one number")
         #: The columns that are not packed into a matrix.
         self.names = [name for name in schema.names if name not in packed]
@@ -98,7 +98,7 @@ class ArrayColumns:
         """Return whether a column becomes `Lists`."""
         type_ = self._types[name]
         is_list = types.is_list(type_) or types.is_large_list(type_)
-        return name not in self._as_arrow and is_list and _is_scalar(type_.value_type)
+        return name not in self._as_arrow and is_list and is_scalar(type_.value_type)
 
     def is_numeric(self, name: str) -> bool:
         """Return whether a column becomes an array of numbers, which are the column's own values."""
@@ -270,7 +270,7 @@ def _is_numeric(type_: pa.DataType) -> bool:
     return bool(types.is_boolean(type_)) or _kind(type_) is not None
 
 
-def _is_scalar(type_: pa.DataType) -> bool:
+def is_scalar(type_: pa.DataType) -> bool:
     """Return whether a value of this type is one number."""
     return bool(types.is_boolean(type_)) or _kind(type_) is not None
 

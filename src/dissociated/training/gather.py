@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import types
 
-from dissociated.training.columns import Array, ArrayColumns, Column, mask_name
+from dissociated.training.columns import Array, ArrayColumns, Column, is_scalar, mask_name
 from dissociated.training.permutation import Positions
 
 
@@ -28,8 +28,9 @@ class Gatherer:
         batches = [batch for batch in batches if batch.num_rows]
         self._batches = batches  # keeps the memory that `_sources` read without a reference to it
         self._columns = columns
-        self._ends = np.cumsum([batch.num_rows for batch in batches], dtype=np.int64)
-        self._firsts = self._ends - np.array([batch.num_rows for batch in batches], np.int64)
+        self._lengths = np.array([batch.num_rows for batch in batches], np.int64)
+        self._ends = np.cumsum(self._lengths)
+        self._firsts = self._ends - self._lengths
         self._sources: dict[str, _Items | _Bits | _Arrow | _Filled] = {}
         for name in columns.names:
             self._sources[name] = self._source(name, [batch.column(name) for batch in batches])
@@ -45,12 +46,16 @@ class Gatherer:
             fill = columns.view(name, columns.filled(name, pa.nulls(1, columns.type(name))))[0]
             plain = [_without_nulls(array) for array in arrays]
             return _Filled(self._source(name, plain), _Bits.of_validity(arrays), fill)
+        for array in arrays:
+            if array.null_count:
+                columns.view(name, array)  # raises the error
         if types.is_boolean(columns.type(name)):
-            for array in arrays:
-                if array.null_count:
-                    columns.view(name, array)  # raises the error
             return _Bits([(array.buffers()[1], array.offset) for array in arrays])
-        return _Items([columns.view(name, array) for array in arrays])
+        if is_scalar(columns.type(name)):
+            items = _Items.of_scalars(columns.view(name, arrays[0]), arrays, self._lengths)
+            if items is not None:
+                return items
+        return _Items.of_arrays([columns.view(name, array) for array in arrays], self._lengths)
 
     def _matrix(self, name: str) -> _Matrix:
         """Return the source of a matrix: columns of one type together, and each other column alone."""
@@ -59,7 +64,7 @@ class Gatherer:
         together = [
             at for at, source in enumerate(sources) if isinstance(source, _Items) and source.can_join(sources[0])
         ]
-        return _Matrix(self._columns.matrix_type(name), sources, together)
+        return _Matrix(self._columns.matrix_type(name), sources, together, self._lengths)
 
     def take(self, rows: Positions) -> dict[str, Column]:
         """Return copies of the rows with these numbers. Raise IndexError if a number is not that of a row."""
@@ -81,45 +86,54 @@ class Gatherer:
 
 
 class _Items:
-    """Arrays of items of one size, as items of one array over all of their memory."""
+    """Arrays of items of one size, as items of one array over all of their memory.
 
-    def __init__(self, arrays: Sequence[Array]) -> None:
+    `arrays` has the first array, and all arrays whose memory must be kept. All have the strides of the first, and begin
+    at `addresses`.
+    """
+
+    def __init__(self, arrays: Sequence[Array], addresses: Positions, lengths: Positions) -> None:
         self._arrays = arrays
         first = arrays[0]
-        self._shape, size = first.shape[1:], first.itemsize
         # If a row has several items: their offsets from its first item.
+        self._shape = first.shape[1:]
         self._offsets = np.arange(first[0].size) if self._shape else None
-        self._stride = first.strides[0] // size  # items from one row to the next
-        #: The addresses of the first items; None if the items were copied, because they are not aligned.
-        self._addresses: Positions | None = np.array([_address(array) for array in arrays], np.int64)
-        #: The addresses at which the arrays end.
-        self._stops = [_address(array) + len(array) * array.strides[0] for array in arrays]
+        self._stride = first.strides[0] // first.itemsize  # items from one row to the next
+        self._addresses = addresses
+        self._stop = int((addresses + lengths * first.strides[0]).max())
+        self._all, self._starts = _cover(addresses, self._stop, first.dtype)
+
+    @classmethod
+    def of_scalars(cls, first: Array, arrays: Sequence[pa.Array], lengths: Positions) -> Self | None:
+        """Return the values of arrays of numbers without an object for each array. None if they are not aligned."""
+        width = first.strides[0]
+        addresses = np.array([array.buffers()[1].address + width * array.offset for array in arrays], np.int64)
+        return None if (addresses % first.itemsize).any() else cls([first], addresses, lengths)
+
+    @classmethod
+    def of_arrays(cls, arrays: Sequence[Array], lengths: Positions) -> Self:
+        """Return the items of `arrays`, which are copied if they are not aligned or have different strides."""
+        first = arrays[0]
+        addresses = np.array([_address(array) for array in arrays], np.int64)
         regular = all(array[0].flags.c_contiguous and array.strides[0] == first.strides[0] for array in arrays)
-        if not regular or first.strides[0] % size or (self._addresses % size).any():
-            self._addresses, self._stride = None, first[0].size
-            self._all = np.concatenate([array.reshape(-1) for array in arrays])
-            self._starts = np.cumsum([0, *(array.size for array in arrays[:-1])], dtype=np.int64)
-            return
-        self._all, self._starts = _cover(self._addresses, max(self._stops), first.dtype)
+        if not regular or first.strides[0] % first.itemsize or (addresses % first.itemsize).any():
+            first = np.concatenate(arrays)
+            addresses = _address(first) + (np.cumsum(lengths) - lengths) * first.strides[0]
+            arrays = [first]
+        return cls(arrays, addresses, lengths)
 
     def can_join(self, items: object) -> bool:
         """Return whether one operation can read these items and `items`. See `join`."""
         return (
             isinstance(items, _Items)
-            and self._addresses is not None
-            and items._addresses is not None
             and self._offsets is None
             and (self._all.dtype, self._stride) == (items._all.dtype, items._stride)
         )
 
     @classmethod
-    def join(cls, columns: Sequence[Self]) -> Self:
-        """Return items whose starts have a row for each of several columns."""
-        joined = cls(columns[0]._arrays)
-        addresses = np.array([column._addresses for column in columns])
-        stop = max(stop for column in columns for stop in column._stops)
-        joined._all, joined._starts = _cover(addresses, stop, joined._all.dtype)
-        return joined
+    def join(cls, columns: Sequence[Self], lengths: Positions) -> Self:
+        """Return items whose starts have a row for each of several columns, which stay in memory."""
+        return cls(columns[0]._arrays, np.array([column._addresses for column in columns]), lengths)
 
     def take(self, batch: Positions, within: Positions) -> Array:
         at = self._starts[batch]
@@ -186,10 +200,12 @@ class _Filled:
 class _Matrix:
     """Columns that are packed into a matrix: `together` are those that one operation reads."""
 
-    def __init__(self, kind: np.dtype[Any], sources: Sequence[Any], together: Sequence[int]) -> None:
+    def __init__(
+        self, kind: np.dtype[Any], sources: Sequence[Any], together: Sequence[int], lengths: Positions
+    ) -> None:
         self._kind, self._sources, self._together = kind, sources, together
         if len(together) > 1:
-            self._joined = _Items.join([sources[at] for at in together])
+            self._joined = _Items.join([sources[at] for at in together], lengths)
 
     def take(self, batch: Positions, within: Positions) -> Array:
         if len(self._together) == len(self._sources) > 1:

@@ -214,43 +214,21 @@ final class FunctionBatches(input: Iterator[Any], dataset: Map[String, Any], inp
 
 /** Writes rows or columns as record batches to files. */
 final class InputWriter(input: Iterator[Any], schema: StructType, maxRows: Int) {
-  private val builder = new BatchBuilder(schema, maxRows)
-  private var next: Any = _ // what is not added yet
-  private var from = 0 // rows of it that are
+  private val batches = new BatchesOf(input, schema, maxRows)
 
   /** Writes the next batch to this file, and says how large it is, or that there is none. */
   def write(path: String): Seq[(String, Any)] = {
-    while ((next != null || input.hasNext) && add()) {}
-    var written = Seq[(String, Any)]("size" -> 0)
-    builder.take { (rows, layout) =>
+    var size = 0L
+    batches.take { (rows, layout) =>
       val channel = FileChannel.open(Paths.get(path), StandardOpenOption.WRITE)
-      try written = Seq("size" -> SegmentFile.write(channel, layout.message(rows, 0)))
+      try size = SegmentFile.write(channel, layout.message(rows, 0))
       catch { case error: IOException => throw Failure(s"there is no memory for the batches of a function: $error") }
       finally channel.close()
     }
-    written
+    Seq("size" -> size)
   }
 
-  /** False if the batch is full. */
-  private def add(): Boolean = {
-    if (next == null) {
-      next = input.next()
-      from = 0
-    }
-    val added = next match {
-      case row: InternalRow => if (builder.add(row)) 1 else 0
-      case batch: ColumnarBatch => builder.add(batch, from)
-    }
-    from += added
-    val whole = next match {
-      case batch: ColumnarBatch => from == batch.numRows
-      case _ => from == 1
-    }
-    if (whole) next = null
-    whole || added > 0
-  }
-
-  def free(): Unit = builder.free()
+  def free(): Unit = batches.free()
 }
 
 /**

@@ -7,9 +7,9 @@ import java.nio.file.{Paths, StandardOpenOption}
 
 import scala.util.Try
 
-import org.apache.spark.sql.catalyst.InternalRow
+import org.apache.spark.rdd.RDD
 import org.apache.spark.sql.classic.{Dataset => Frame}
-import org.apache.spark.sql.execution.SQLExecution
+import org.apache.spark.sql.execution.{ColumnarToRowExec, InputAdapter, SparkPlan, SQLExecution, WholeStageCodegenExec}
 import org.apache.spark.sql.execution.datasources.v2.DataSourceV2Relation
 import org.apache.spark.sql.types.StructType
 
@@ -48,34 +48,32 @@ object Export {
     SQLExecution.withNewExecutionId(frame.queryExecution, Some("to_arrow")) {
       val plan = frame.queryExecution.executedPlan
       plan.resetMetrics()
-      val rows = plan.execute()
-      val partitions = rows.sparkContext.runJob(rows, (rows: Iterator[InternalRow]) => write(rows, schema, python, name))
+      val input = columnsOrRows(plan)
+      val partitions = input.sparkContext.runJob(input, (input: Iterator[Any]) => write(input, schema, python, name))
       Sidecar.json.writeValueAsString(partitions.toSeq.flatten)
     }
   }
 
   def close(name: String): Unit = Sidecar.of(Python.ofDriver()).call("end_export", "name" -> name)
 
-  /** In a task: writes its rows, if there are any. */
+  /** What `plan` gives before Spark makes rows of its columns, if it has columns. */
+  private def columnsOrRows(plan: SparkPlan): RDD[Any] = (plan match {
+    case WholeStageCodegenExec(ColumnarToRowExec(InputAdapter(columns))) => columns.executeColumnar()
+    case ColumnarToRowExec(columns) => columns.executeColumnar()
+    case _ => plan.execute()
+  }).asInstanceOf[RDD[Any]]
+
+  /** In a task: writes its rows or columns, if there are any. */
   private def write(
-      rows: Iterator[InternalRow], schema: StructType, python: Python, name: String): Option[ExportedPartition] =
-    Option.when(rows.hasNext) {
+      input: Iterator[Any], schema: StructType, python: Python, name: String): Option[ExportedPartition] =
+    if (input.isEmpty) None else {
       val sidecar = Sidecar.of(python)
       val path = sidecar.call("export_file", "name" -> name).asText
       val channel = FileChannel.open(Paths.get(path), StandardOpenOption.WRITE)
-      val batch = new BatchBuilder(schema)
+      val batches = new BatchesOf(input, schema)
       var size = 0L
-      def flush(): Unit = batch.take { (count, layout) =>
-        size += SegmentFile.write(channel, layout.message(count, size))
-      }
       try {
-        rows.foreach { row =>
-          if (!batch.add(row)) {
-            flush()
-            batch.add(row)
-          }
-        }
-        flush()
+        while (batches.take((count, layout) => size += SegmentFile.write(channel, layout.message(count, size)))) {}
       } catch {
         case error: Throwable =>
           Try(channel.truncate(0)) // an interrupt has closed the channel
@@ -85,9 +83,11 @@ object Export {
           })
       } finally {
         channel.close()
-        batch.free()
+        batches.free()
       }
-      sidecar.call("seal_export", "name" -> name, "path" -> path)
-      ExportedPartition(path, size)
+      Option.when(size > 0) { // columns may have no rows
+        sidecar.call("seal_export", "name" -> name, "path" -> path)
+        ExportedPartition(path, size)
+      }
     }
 }

@@ -194,10 +194,11 @@ final class BatchBuilder(schema: StructType, maxRows: Int = BatchBuilder.MaxRows
     waiting.clear()
   }
 
-  /** Gives what there is to `write` as a record batch, if there are any rows, and begins anew. */
-  def take(write: (Int, Layout) => Unit): Unit = {
+  /** Gives what there is to `write` as a record batch, and begins anew. False if there are no rows. */
+  def take(write: (Int, Layout) => Unit): Boolean = {
     gather()
-    if (rows > 0) {
+    val any = rows > 0
+    if (any) {
       val layout = new Layout
       columns.foreach(_.describe(layout))
       write(rows, layout)
@@ -205,6 +206,7 @@ final class BatchBuilder(schema: StructType, maxRows: Int = BatchBuilder.MaxRows
       rows = 0
       size = 0
     }
+    any
   }
 }
 
@@ -212,6 +214,40 @@ object BatchBuilder {
   val MaxRows: Int = 1 << 18
   private val MaxBytes = 1L << 23
   private val Chunk = 1024 // rows of columns that are copied before anybody looks at their size
+}
+
+/** The record batches of rows or columns. */
+final class BatchesOf(input: Iterator[Any], schema: StructType, maxRows: Int = BatchBuilder.MaxRows) {
+  private val builder = new BatchBuilder(schema, maxRows)
+  private var next: Any = _ // what is not added yet
+  private var from = 0 // rows of it that are
+
+  /** Gives the next batch to `write`. False if there is none. */
+  def take(write: (Int, Layout) => Unit): Boolean = {
+    while ((next != null || input.hasNext) && add()) {}
+    builder.take(write)
+  }
+
+  /** False if the batch is full. */
+  private def add(): Boolean = {
+    if (next == null) {
+      next = input.next()
+      from = 0
+    }
+    val added = next match {
+      case row: InternalRow => if (builder.add(row)) 1 else 0
+      case batch: ColumnarBatch => builder.add(batch, from)
+    }
+    from += added
+    val whole = next match {
+      case batch: ColumnarBatch => from == batch.numRows
+      case _ => from == 1
+    }
+    if (whole) next = null
+    whole || added > 0
+  }
+
+  def free(): Unit = builder.free()
 }
 
 /** Where arrays lie that become a record batch. All is aligned in the file, and filled up with zeros. */

@@ -1,0 +1,44 @@
+"""Rows of record batches whose arrays lie at any address, in any order."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from dissociated.training.columns import ArrayColumns
+from dissociated.training.gather import Gatherer
+
+LENGTHS = [5, 1, 7]
+ROWS = np.array([12, 0, 5, 4, 6, 11, 0])
+
+
+def shifted(array: pa.Array, by: int) -> pa.Array:
+    """Return the array with its values `by` bytes after an aligned address."""
+    values = array.buffers()[1]
+    memory = pa.allocate_buffer(values.size + by)
+    np.frombuffer(memory, np.uint8)[by:] = np.frombuffer(values, np.uint8)
+    return pa.Array.from_buffers(array.type, len(array), [None, memory.slice(by)])
+
+
+@pytest.mark.parametrize("shift", [0, 4, 1])
+@pytest.mark.parametrize("matrices", [{}, {"matrix": ["n", "x"]}])
+def test_numbers_are_gathered_from_any_address(shift: int, matrices: dict[str, list[str]]) -> None:
+    numbers = range(sum(LENGTHS))
+    n = pa.array([3 * number for number in numbers], pa.int64())
+    x = pa.array([5 * number for number in numbers], pa.int64())
+    money = pa.array([Decimal(number) / 4 for number in numbers], pa.decimal128(9, 2))
+    table = pa.record_batch({"n": n, "x": x, "money": money})
+    batches, start = [], 0
+    for length in LENGTHS:
+        part = table.slice(start, length)
+        # One column of one batch is moved, so that its neighbours are not.
+        batches.append(part.set_column(0, "n", shifted(pa.concat_arrays([part["n"]]), shift if start == 5 else 0)))
+        start += length
+    batch = Gatherer(batches, ArrayColumns(table.schema, matrices=matrices)).take(ROWS)
+    found = {"n": batch["matrix"][:, 0], "x": batch["matrix"][:, 1]} if matrices else batch
+    assert found["n"].tolist() == [3 * row for row in ROWS]
+    assert found["x"].tolist() == [5 * row for row in ROWS]
+    assert batch["money"].tolist() == [25 * row for row in ROWS]
