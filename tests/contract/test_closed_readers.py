@@ -123,8 +123,8 @@ def test_a_reader_whose_closing_was_interrupted_does_not_look_like_one_that_has_
             reader = client.read("data", **options)
             reader.read_next_batch()
 
-            def interrupted(connection: SocketConnection) -> None:
-                close(connection)
+            def interrupted(connection: SocketConnection, reason: str | None = None) -> None:
+                close(connection, reason)
                 if threading.current_thread() is threading.main_thread():
                     monkeypatch.setattr(SocketConnection, "close", close)
                     raise KeyboardInterrupt

@@ -67,10 +67,10 @@ def test_our_client_asks_and_closes_in_the_order_of_the_reference(monkeypatch: p
         on.append(connection)
         send(connection, messages, timeout)
 
-    def closing_one(connection: UcxConnection) -> None:
+    def closing_one(connection: UcxConnection, reason: str | None = None) -> None:
         if connection not in closed:
             closed.append(connection)
-        close(connection)
+        close(connection, reason)
 
     monkeypatch.setattr(UcxConnection, "send", sending)
     monkeypatch.setattr(UcxConnection, "close", closing_one)
