@@ -157,7 +157,7 @@ def test_a_part_that_waits_is_not_cut_off_while_others_are_read(monkeypatch: pyt
     large = pa.Table.from_batches(pa.table({"n": np.arange(4_000_000)}).to_batches(50_000))  # more than sockets hold
     first = pa.Table.from_batches(pa.table({"n": np.arange(10_000)}).to_batches(1))
     with (
-        dis.Server(["tcp://127.0.0.1:0"], stall_timeout=2) as server,
+        dis.Server(["tcp://127.0.0.1:0"], stall_timeout=5) as server,
         dis.connect(str(server.catalog_uri), max_parallel=1) as client,
     ):
         reader = DatasetHandle(client, in_parts(client, server, [first, large]), "tcp").to_reader()

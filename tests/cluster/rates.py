@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 from cluster.hosts import Cluster, Host, answer, missing
+from support.forks import forking
 
 RATE = 10_000_000  # bytes a second
 SIZE = 30_000_000  # bytes of a part
@@ -56,7 +57,7 @@ def main() -> None:
     if reason := missing():
         sys.exit(f"this machine has no such hosts: {reason}")
     catalog = "grpc://a:8815"
-    with tempfile.TemporaryDirectory() as directory, Cluster("a", "b", "c", delay=0.001) as cluster:
+    with forking(), tempfile.TemporaryDirectory() as directory, Cluster("a", "b", "c", delay=0.001) as cluster:
         listen = ("--listen", "grpc://0.0.0.0:8815", "--advertise", "a")
         cluster["a"].dissociated("catalog", "--db", Path(directory) / "db", *listen)
         store = ("--store", "/dev/shm/store", "--listen", "tcp://0.0.0.0:8816", "--flight", "grpc://0.0.0.0:8817")
