@@ -58,7 +58,7 @@ def test_what_a_server_says(serve: Serve, stream: Path) -> None:
     server.publish("data", stream, ticket=b"abc")
     (uri,) = server.locations("data")
     # 0x4449535300000003: "DISS", and both streams
-    assert uri.endswith("?want_data=4920555683826368515&request=1&filter=1&alive=4920555683826368768")
+    assert uri.endswith("?want_data=4920555683826368515&request=1&filter=1")
     host, port = uri.removeprefix("tcp://").split("?")[0].split(":")
     with socket.create_connection((host, int(port)), PATIENCE) as sock:
         want = frame("03000000000000 02  0300000053534944", b"abc")  # TAGGED with want_data: the identifier
@@ -73,8 +73,7 @@ def test_what_a_server_says_that_shares_memory(serve: Serve, stream: Path) -> No
     (uri,) = server.locations("data")
     path, parameters = uri.removeprefix("shm://").split("?")
     tags = "want_data=4920555683826368515&free_data=4920555683826368768"  # ...03, and ...0100
-    others = "alive=4920555683826368768&packed=4920555683826368519"  # ...0100, and ...07 asks for packed bodies
-    assert parameters == f"{tags}&request=1&filter=1&{others}"
+    assert parameters == f"{tags}&request=1&filter=1&packed=4920555683826368519"  # ...07 asks for packed bodies
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(PATIENCE)
         sock.connect(path)

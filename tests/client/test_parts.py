@@ -15,7 +15,6 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.client import waiting
 from dissociated.client.dataset import DatasetHandle
 from dissociated.control.locations import DatasetInfo, Endpoint
 from dissociated.errors import ConnectionClosed, OptionError, TransportError
@@ -149,32 +148,6 @@ def test_a_part_that_waits_for_its_turn_may_be_cut_off(server: dis.Server, limit
             wait_until(lambda: not client.status().consumers, "the server has cut the large part off")
             batches += reader
         assert pa.Table.from_batches(batches) == pa.concat_tables([first, large, first])[:limit]
-
-
-def test_a_part_that_waits_is_not_cut_off_while_others_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream that nobody reads is cut off meanwhile."""
-    monkeypatch.setattr(waiting, "INTERVAL", 0.0)
-    large = pa.Table.from_batches(pa.table({"n": np.arange(4_000_000)}).to_batches(50_000))  # more than sockets hold
-    first = pa.Table.from_batches(pa.table({"n": np.arange(10_000)}).to_batches(1))
-    with (
-        dis.Server(["tcp://127.0.0.1:0"], stall_timeout=5) as server,
-        dis.connect(str(server.catalog_uri), max_parallel=1) as client,
-    ):
-        reader = DatasetHandle(client, in_parts(client, server, [first, large]), "tcp").to_reader()
-        server.publish("unread", large)
-        unread = client.read("unread", transport="tcp")
-        batches: list[pa.RecordBatch] = []
-
-        def is_unread_cut_off() -> bool:
-            batches.append(reader.read_next_batch())
-            return "unread" not in [consumer.dataset for consumer in server.status().consumers]
-
-        wait_until(is_unread_cut_off, "the stream that nobody reads is cut off")
-        monkeypatch.undo()
-        assert "part 1" in [consumer.dataset for consumer in server.status().consumers]
-        assert pa.Table.from_batches([*batches, *reader]) == pa.concat_tables([first, large])
-        unread.close()
-        assert server.status().totals.streams == 3  # no part was opened again
 
 
 def at_port(info: DatasetInfo, port: int) -> DatasetInfo:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -23,14 +22,13 @@ from dissociated.errors import (
 from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message
 from dissociated.protocol.metadata import PREFIX_SIZE
-from dissociated.protocol.request import ALIVE_PARAMETER, REQUEST_PARAMETER, announces, with_members
+from dissociated.protocol.request import REQUEST_PARAMETER, announces, with_members
 from dissociated.protocol.sender import Tags
 from dissociated.transport.base import Connection
 from dissociated.transport.registry import transport
 from dissociated.transport.trace import traced
 from dissociated.uri import DEVICE, Uri
 
-_UINT64 = re.compile("[0-9]{1,19}")
 #: The streams that each connection carries, by the number of connections.
 _STREAMS = {1: (Streams.BOTH,), 2: (Streams.METADATA, Streams.BODIES)}
 
@@ -130,17 +128,9 @@ def _open_session(
                 connection.receive(timeout, _refuse_body)  # raises RemoteError if the server has sent a reason
                 raise
         keep = None if idle is None else partial(idle.put, uris[0])
-        session = ClientSession(opened, uris[-1].free_data, request, keep, _alive_tag(uris))
-        if request.waiting is not None:
-            request.waiting.add(session)
+        session = ClientSession(opened, uris[-1].free_data, request, keep)
         connections.pop_all()  # the session owns them now
     return session
-
-
-def _alive_tag(uris: Sequence[Uri]) -> int | None:
-    """Return the tag of messages by which the client says that it is there; None if the server takes none."""
-    tag = uris[-1].parameters.get(ALIVE_PARAMETER, "")
-    return int(tag) if len(uris) == 1 and _UINT64.fullmatch(tag) else None
 
 
 def _connect(uri: Uri, timeout: float, connect_timeout: float | None) -> Connection:

@@ -21,7 +21,6 @@ from dissociated.client.plan import PartPlan, ReadPlan, Route, plan, plan_part
 from dissociated.client.readahead import AheadReader, Pairs
 from dissociated.client.request import ReadRequest
 from dissociated.client.stream import TensorReader
-from dissociated.client.waiting import WaitingStreams
 from dissociated.codec.columns import filter_batches
 from dissociated.codec.device import DeviceReader, chain_on_device, to_device
 from dissociated.codec.split import batches
@@ -68,7 +67,7 @@ class EndpointReader:
             planned = plan(traced, info, lambda endpoint: self._all_routes(info, endpoint, traced))
             return self._chain(traced, info, planned, _open_all(planned, self._open_counted))
 
-        with _traced(replace(request, waiting=WaitingStreams())) as traced:
+        with _traced(request) as traced:
             return _retry_if_replaced(describe, open_parts)
 
     def open_all(self, describe: Describe, request: ReadRequest) -> Sequence[pa.RecordBatchReader]:
@@ -170,7 +169,7 @@ class EndpointReader:
             pairs = [self._pairs(*opened, waited=number > 0) for number, opened in parts]
             # With a limit, the parts that follow may not be needed.
             distant = planned.limit is None and _count_distant(planned) > 1
-            chained = AheadReader(schema, pairs, request.max_parallel if distant else 1, request.waiting)
+            chained = AheadReader(schema, pairs, request.max_parallel if distant else 1)
         return chained if planned.limit is None else filter_batches(chained, None, range(len(schema)), planned.limit)
 
     def _pairs(self, part: PartPlan, reader: pa.RecordBatchReader, waited: bool) -> Pairs:

@@ -10,7 +10,6 @@ import pyarrow as pa
 
 from dissociated.base.exit import StreamThread
 from dissociated.base.fork import ProcessBound
-from dissociated.client.waiting import WaitingStreams
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata
 from dissociated.errors import DissociatedError, TransportError
@@ -27,15 +26,13 @@ _NO_TIMEOUT = 1e6  # seconds; each part has a timeout of its own
 class AheadReader(BatchReader):
     """A reader of all batches of `parts`, in order. While a part is read, up to `max_parallel` - 1 others are received.
 
-    Reading ahead begins when the second batch is requested. The parts that wait are among the streams of `waiting`.
+    Reading ahead begins when the second batch is requested.
     """
 
-    def __init__(
-        self, schema: pa.Schema, parts: Sequence[Pairs], max_parallel: int, waiting: WaitingStreams | None = None
-    ) -> None:
+    def __init__(self, schema: pa.Schema, parts: Sequence[Pairs], max_parallel: int) -> None:
         ahead = min(max_parallel, len(parts)) - 1
         self._parts = [_Part(pairs, MAX_BYTES // max(ahead, 1)) for pairs in parts]
-        super().__init__(schema, _in_order(self._parts, ahead, waiting))
+        super().__init__(schema, _in_order(self._parts, ahead))
 
     def read_all(self) -> pa.Table:
         """Return all remaining batches as one table."""
@@ -96,14 +93,12 @@ class _Part(ProcessBound):
             self._pairs.close()
 
 
-def _in_order(parts: list[_Part], ahead: int, waiting: WaitingStreams | None) -> Iterator[BatchAndMetadata]:
+def _in_order(parts: list[_Part], ahead: int) -> Iterator[BatchAndMetadata]:
     try:
         for number, part in enumerate(parts):
             following = parts[number + 1 : number + 1 + ahead]
             for pair in part.batches():
                 yield pair
-                if waiting is not None:
-                    waiting.say_alive()
                 while following:
                     following.pop(0).receive_ahead()
     finally:

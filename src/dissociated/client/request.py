@@ -11,7 +11,6 @@ from typing import Any
 
 from dissociated.base.buffers import MAX_BODY, MAX_METADATA
 from dissociated.client.idle import IdleConnections
-from dissociated.client.waiting import WaitingStreams
 from dissociated.codec.options import ReadOptions
 from dissociated.errors import OptionError
 from dissociated.memory.device.base import Device
@@ -77,7 +76,6 @@ class ReadRequest:
     spaces: list[AddressSpace] | None = None
     max_parallel: int = MAX_PARALLEL
     idle: IdleConnections | None = field(default=None, compare=False)
-    waiting: WaitingStreams | None = field(default=None, compare=False)
     traceparent: str | None = None
 
     def __post_init__(self) -> None:

@@ -18,10 +18,8 @@ from dissociated.client.request import ReadRequest
 from dissociated.errors import ConnectionClosed, DeviceError, DissociatedError, RemoteProtocolError
 from dissociated.format.message import is_compressed
 from dissociated.memory.device.base import Device
-from dissociated.protocol.bodies import ADDRESS_SIZE
 from dissociated.protocol.close_reason import close_reason
 from dissociated.protocol.delivery import Delivered
-from dissociated.protocol.message import Message
 from dissociated.protocol.receiver import Receiver
 from dissociated.transport.base import Connection
 
@@ -42,13 +40,8 @@ class ClientSession(ProcessBound):
         free_data: int | None,
         request: ReadRequest,
         on_freed: Callable[[Connection], None] | None = None,
-        alive: int | None = None,
     ) -> None:
-        """Own `connections`, and give back the only one by `on_freed` after a whole stream, if that is possible.
-
-        Messages with the tag `alive` tell the server that this client is still there; None if it takes none.
-        """
-        self._alive = alive
+        """Own `connections`, and give back the only one by `on_freed` after a whole stream, if that is possible."""
         self._connections = connections
         self._timeout = request.timeout
         self.max_body = request.max_body
@@ -73,13 +66,6 @@ class ClientSession(ProcessBound):
     def idle_time(self) -> float:
         """Return the number of seconds since a message arrived."""
         return time.monotonic() - self._received
-
-    def say_alive(self) -> None:
-        """Tell the server that this client is still there, if it takes such messages. Never raises."""
-        if self._alive is None or self._is_over or self.is_inherited:
-            return
-        with suppress(DissociatedError):  # whoever reads the stream gets its error
-            self._connections[-1].send([Message(self._alive, (bytes(ADDRESS_SIZE),))], self._timeout)
 
     @section
     def deliveries(self) -> Deliveries:

@@ -46,9 +46,6 @@ REQUEST_PARAMETER = ("request", "1")
 FILTER_PARAMETER = ("filter", "1")
 #: URI parameter of servers that support trace contexts in them, too.
 TRACE_PARAMETER = ("trace", "1")
-#: URI parameter with the tag of messages of eight zero bytes, by which a client that reads nothing says that it is
-#: there. The server then counts its `stall_timeout` from the beginning again.
-ALIVE_PARAMETER = "alive"
 #: Largest size of an identifier, in bytes.
 MAX_IDENTIFIER = 1 << 16
 

@@ -11,7 +11,7 @@ from dissociated.errors import DatasetNotFound, SourceError
 from dissociated.memory.device.segment import DeviceSegment
 from dissociated.memory.remote import with_spans
 from dissociated.protocol.events import Streams
-from dissociated.protocol.request import ALIVE_PARAMETER, FILTER_PARAMETER, REQUEST_PARAMETER, TRACE_PARAMETER
+from dissociated.protocol.request import FILTER_PARAMETER, REQUEST_PARAMETER, TRACE_PARAMETER
 from dissociated.server.requests import FREE_DATA, want_tag
 from dissociated.transport.base import Listener
 from dissociated.transport.registry import transport
@@ -126,8 +126,6 @@ class Endpoints:
             free_data=FREE_DATA if regions or (by_address and transport(uri.scheme).shares_memory) else None,
             parameters={**uri.parameters, **self._parameters},
         )
-        if transport(uri.scheme).carries_streams:
-            located = located.with_parameters(**{ALIVE_PARAMETER: str(FREE_DATA)})
         if by_address and transport(uri.scheme).shares_memory:
             located = located.with_parameters(**{PACKED: str(want_tag(streams, True))})
         if regions:
