@@ -50,16 +50,16 @@ def test_an_asset_is_a_dataset(client: dis.Client, table: pa.Table) -> None:
 
 
 def test_an_input_has_only_the_wanted_columns_and_rows(client: dis.Client, table: pa.Table) -> None:
-    got: list[pa.Table] = []
+    inputs: list[pa.Table] = []
     wanted = {"columns": ["n", "wide"], "filter": [["n", ">=", 59_990], ["n", "<", 60_000]]}
 
     @dg.asset(ins={"rows": dg.AssetIn(metadata=wanted)})
     def few(rows: pa.Table) -> None:
-        got.append(rows)
+        inputs.append(rows)
 
     with stored(client) as run:
         assert dg.materialize([dg.AssetSpec("rows"), few], selection=[few], **run).success
-    assert got[0].equals(table.select(["n", "wide"]).slice(59_990))
+    assert inputs[0].equals(table.select(["n", "wide"]).slice(59_990))
 
 
 def test_a_partition_is_a_dataset_of_its_own(client: dis.Client) -> None:
@@ -76,8 +76,8 @@ def test_a_partition_is_a_dataset_of_its_own(client: dis.Client) -> None:
     with stored(client) as run:
         for day in ("monday", "tuesday"):
             assert dg.materialize([trips, copied], partition_key=day, **run).success
-    assert client.read("copied/monday").read_all().to_pydict() == {"day": ["monday"]}
-    assert client.read("trips/tuesday").read_all().to_pydict() == {"day": ["tuesday"]}
+    assert client.read("copied/@monday").read_all().to_pydict() == {"day": ["monday"]}
+    assert client.read("trips/@tuesday").read_all().to_pydict() == {"day": ["tuesday"]}
 
 
 def test_what_is_no_asset_is_refused(client: dis.Client) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -18,10 +19,11 @@ if TYPE_CHECKING:
 def io_manager(client: Client) -> dagster.IOManager:
     """Return an IO manager that stores each asset as a dataset, named by the parts of its key with "/" between them.
 
-    A partition of an asset is a dataset of its own, whose name ends with the key of the partition. A function gets an
-    asset in the type of its annotation: `DatasetHandle`, `pyarrow.RecordBatchReader`, or else `pyarrow.Table`. The
-    metadata `columns` and `filter` of an `AssetIn` select columns and rows at the server: see `Client.read`. Dagster
-    takes no tuples there, so the filter is a list such as `["delay", ">", 60]`, or a list of such lists.
+    A partition of an asset is a dataset of its own, whose name ends with "/@" and the key of the partition: see
+    `dataset_name`. A function gets an asset in the type of its annotation: `DatasetHandle`,
+    `pyarrow.RecordBatchReader`, or else `pyarrow.Table`. The metadata `columns` and `filter` of an `AssetIn` select
+    columns and rows at the server: see `Client.read`. Dagster takes no tuples there, so the filter is a list such as
+    `["delay", ">", 60]`, or a list of such lists.
 
     Args:
         client: The client of the catalog.
@@ -61,6 +63,33 @@ def io_manager(client: Client) -> dagster.IOManager:
     return Dissociated()
 
 
+def dataset_name(asset: Sequence[str], partition: str | None = None) -> str:
+    """Return the name of the dataset for an asset, or for one of its partitions. No two of them have the same name.
+
+    "%", "/" and "@" in parts and partitions become "%25", "%2F" and "%40".
+
+    Args:
+        asset: The parts of the asset's key.
+        partition: The key of the partition.
+
+    Example:
+        ```python
+        from dissociated.adapters.dagster import dataset_name
+
+        assert dataset_name(["raw", "trips"]) == "raw/trips"
+        assert dataset_name(["raw", "trips"], "2026-11-24") == "raw/trips/@2026-11-24"
+        ```
+    """
+    parts = [*map(_escape, asset)]
+    if partition is not None:
+        parts.append("@" + _escape(partition))  # No part begins with "@".
+    return "/".join(parts)
+
+
+def _escape(part: str) -> str:
+    return part.replace("%", "%25").replace("/", "%2F").replace("@", "%40")
+
+
 def _load(client: Client, context: Any) -> DatasetHandle | pa.RecordBatchReader | pa.Table:
     annotation, metadata = context.dagster_type.typing_type, context.definition_metadata
     columns, condition = _plain(metadata.get("columns")), _condition(_plain(metadata.get("filter")))
@@ -88,9 +117,9 @@ def _name(context: Any) -> str:
     """Return the name of the dataset for an asset, or for one of its partitions."""
     if not context.has_asset_key:
         raise OptionError("only assets are stored as datasets: the output of an op has no name of its own")
-    parts = [*context.asset_key.path]
-    if context.has_asset_partitions:
-        if len(context.asset_partition_keys) != 1:
-            raise OptionError(f"read one partition of {'/'.join(parts)!r} at a time: each is a dataset of its own")
-        parts.append(context.asset_partition_key)
-    return "/".join(parts)
+    parts = context.asset_key.path
+    if not context.has_asset_partitions:
+        return dataset_name(parts)
+    if len(context.asset_partition_keys) != 1:
+        raise OptionError(f"read one partition of {dataset_name(parts)!r} at a time: each is a dataset of its own")
+    return dataset_name(parts, context.asset_partition_key)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import pyarrow as pa
 
@@ -16,7 +16,9 @@ from dissociated.adapters import imported
 from dissociated.client.client import Client
 from dissociated.client.dataset import DatasetHandle
 from dissociated.client.partitions import PARTITION_BYTES, Partition, partitions, selected_schema
-from dissociated.errors import CatalogUnreachable, DeadlineExceeded, DissociatedError, OptionError
+from dissociated.client.put import was_published
+from dissociated.codec.schemas import schema_difference
+from dissociated.errors import DissociatedError, OptionError
 from dissociated.node.local import stage_here
 from dissociated.store.commit import Commit, StagedSegment
 from dissociated.store.segment import SegmentWriter
@@ -114,15 +116,18 @@ def write_dissociated(
         rows: The rows.
         client: The client of the catalog.
         name: The name of the dataset.
-        schema: The schema to which blocks are cast; None for that of the blocks, which must then be the same.
+        schema: The schema of the dataset. Blocks have exactly its columns, in any order, and are cast to its types as
+            far as Arrow considers it safe. None for the schema of the blocks, which must then all have the same.
         mode: See `Client.put`.
         tags: See `Client.put`.
         ttl: See `Client.put`.
         **options: Further arguments of `ray.data.Dataset.write_datasink`, such as `concurrency`.
 
     Raises:
-        OptionError: Ray Data is not installed, an argument is invalid, or blocks have different schemas.
-        DissociatedError: The catalog refuses, or cannot be reached.
+        OptionError: Ray Data is not installed, an argument is invalid, blocks have different schemas, or a block does
+            not fit `schema`.
+        DissociatedError: The catalog refuses, or cannot be reached. The message says so if the rows may have been
+            published nevertheless.
 
     Example:
         ```python
@@ -134,77 +139,117 @@ def write_dissociated(
     """
     data = imported("ray.data", "ray")
     commit = Commit(name, schema=schema, key=secrets.token_hex(16), mode=mode, tags=tags or {}, ttl=ttl)
+    with DatasetWrite(client, commit) as write:
 
-    class Dissociated(data.Datasink):  # type: ignore[misc, name-defined]
-        """A sink whose tasks write segments, which are published together."""
+        class Dissociated(data.Datasink):  # type: ignore[misc, name-defined]
+            """A sink whose tasks write segments, which are published together."""
 
-        def write(self, blocks: Iterable[Any], context: Any) -> _Written | None:
-            return _write(client, commit, context.task_idx, blocks)
+            def write(self, blocks: Iterable[Any], context: Any) -> TaskResult | None:
+                accessor = imported("ray.data.block", "ray").BlockAccessor
+                return write.write(context.task_idx, (accessor.for_block(block).to_arrow() for block in blocks))
 
-        def on_write_complete(self, result: Any) -> None:
-            _commit(client, commit, [written for written in result.write_returns if written is not None])
+            def on_write_complete(self, result: Any) -> None:
+                write.publish([returned for returned in result.write_returns if returned is not None])
 
-        def on_write_failed(self, error: Exception) -> None:
-            with suppress(DissociatedError):  # the catalog itself gives up uncommitted segments later
-                client.abort(commit.key)
-
-    rows.write_datasink(Dissociated(), **options)
+        rows.write_datasink(Dissociated(), **options)
 
 
-class _Written(NamedTuple):
-    """The result of a task, for the driver: its segment, and the schema of its blocks."""
+class TaskResult(NamedTuple):
+    """The result of a task, for the driver: its segment, and the schema of its rows."""
 
     task: int
     segment: StagedSegment
     schema: pa.Schema
 
 
-def _write(client: Client, commit: Commit, task: int, blocks: Iterable[Any]) -> _Written | None:
-    """In a task: write blocks into a segment on this host. Return None if they have no rows."""
-    accessor = imported("ray.data.block", "ray").BlockAccessor
-    tables = (accessor.for_block(block).to_arrow() for block in blocks)
-    filled = (table for table in tables if table.num_rows)
-    first = next(filled, None)
-    if first is None:
-        return None
-    schema = commit.schema or first.schema.remove_metadata()
-    stage = stage_here(client.uri, client.with_uri)
-    segment = f"{commit.key}-{task:06}-{secrets.token_hex(8)}.arrows"  # a repeated task has a segment of its own
-    with ExitStack() as stack:
-        reserve = stack.enter_context(client.with_uri(stage.flight)).reserve if stage.limited else None
-        path = stack.enter_context(stage.open()) / segment
-        writer = stack.enter_context(SegmentWriter(path, schema, reserve=reserve))
-        for table in chain([first], filled):
-            for batch in _conform(table, schema).to_batches():
-                writer.write(batch)
-    return _Written(task, StagedSegment(segment, stage.node), schema)
+@dataclass(frozen=True)
+class DatasetWrite:
+    """A write of one dataset by several tasks. Its `with` block ends it: if that fails, no row is published later.
 
+    Ray copies this object to every task.
 
-def _conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    try:
-        return table.select(schema.names).cast(schema)
-    except (KeyError, ValueError, pa.ArrowException) as error:
-        raise OptionError(f"a block does not fit the schema of the dataset: give schema=... ({error})") from None
+    Args:
+        client: The client of the catalog.
+        commit: The commit, with its key and without segments. If it has no schema, all tables must have the same one.
+    """
 
+    client: Client
+    commit: Commit
 
-def _commit(client: Client, commit: Commit, results: Sequence[_Written]) -> None:
-    """On the driver: publish the segments of all tasks, in the order of the tasks."""
-    results = sorted(results, key=lambda written: written.task)
-    schemas = [written.schema for written in results] or [commit.schema]
-    if schemas[0] is None:
-        raise OptionError("there are no rows, so the columns are unknown: give schema=...")
-    for schema in schemas:
-        if not schema.equals(schemas[0]):
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        # Ray tells its sinks of exceptions, but not of Ctrl-C.
+        if error is not None:
+            with suppress(DissociatedError):  # the catalog itself gives up uncommitted segments later
+                self.client.abort(self.commit.key)
+
+    def write(self, task: int, tables: Iterable[pa.Table]) -> TaskResult | None:
+        """In a task: write tables into a segment on this host. Return None if they have no rows.
+
+        Raises:
+            OptionError: A table does not fit the schema of the commit or, if it has none, that of the first table.
+            DissociatedError: The catalog or the node of this host refuses, or cannot be reached.
+        """
+        nonempty = (table for table in tables if table.num_rows)
+        first = next(nonempty, None)
+        if first is None:
+            return None
+        schema = self.commit.schema or first.schema.remove_metadata()
+        stage = stage_here(self.client.uri, self.client.with_uri)
+        # A repeated task has a segment of its own.
+        segment = f"{self.commit.key}-{task:06}-{secrets.token_hex(8)}.arrows"
+        with ExitStack() as stack:
+            reserve = stack.enter_context(self.client.with_uri(stage.flight)).reserve if stage.limited else None
+            path = stack.enter_context(stage.open()) / segment
+            writer = stack.enter_context(SegmentWriter(path, schema, reserve=reserve))
+            for table in chain([first], nonempty):
+                for batch in self._conform(table, schema).to_batches():
+                    writer.write(batch)
+        return TaskResult(task, StagedSegment(segment, stage.node), schema)
+
+    def _conform(self, table: pa.Table, schema: pa.Schema) -> pa.Table:
+        """Return the table with this schema; its values differ in type only if the caller has given the schema."""
+        if self.commit.schema is None:
+            _require_same(schema, table.schema.remove_metadata())
+            return table.replace_schema_metadata(None)
+        if sorted(table.schema.names) != sorted(schema.names):
             raise OptionError(
-                f"tasks have written different schemas: give schema=... ({schemas[0].to_string()!r} and "
-                f"{schema.to_string()!r})"
+                f"a block has the columns {', '.join(table.schema.names)}, but the schema has "
+                f"{', '.join(schema.names)}: select the columns, or give another schema"
             )
-    segments = [written.segment for written in results]
-    if not segments:
-        segments = [StagedSegment("", stage_here(client.uri, client.with_uri).node)]
-    try:
-        client.commit(replace(commit, schema=schemas[0], segments=segments))
-    except (CatalogUnreachable, DeadlineExceeded):
-        client.abort(commit.key)  # waits for a commit in progress, or prevents it
-        if not client.committed(commit.key):
-            raise
+        try:
+            return table.select(schema.names).cast(schema, safe=True)
+        except (KeyError, ValueError, pa.ArrowException) as error:
+            raise OptionError(f"a block does not fit the schema, so give another: {error}") from None
+
+    def publish(self, results: Iterable[TaskResult]) -> None:
+        """On the driver: publish the segments of all tasks, in the order of the tasks.
+
+        Raises:
+            OptionError: There are no rows and no schema, or tasks have written different schemas.
+            CatalogUnreachable, DeadlineExceeded: The catalog does not answer. The message says so if it may have
+                published the dataset nevertheless.
+            CatalogError: The catalog refuses.
+        """
+        results = sorted(results, key=lambda result: result.task)
+        schema = results[0].schema if results else self.commit.schema
+        if schema is None:
+            raise OptionError("there are no rows, so the columns are unknown: give schema=...")
+        for result in results:
+            _require_same(schema, result.schema)
+        segments = [result.segment for result in results]
+        if not segments:
+            segments = [StagedSegment("", stage_here(self.client.uri, self.client.with_uri).node)]
+        try:
+            self.client.commit(replace(self.commit, schema=schema, segments=segments))
+        except DissociatedError as error:
+            if not was_published(self.client, self.commit, error):
+                raise
+
+
+def _require_same(first: pa.Schema, other: pa.Schema) -> None:
+    # Metadata of a field may be the only sign of an extension type.
+    if not other.equals(first, check_metadata=True):
+        raise OptionError(f"blocks have different schemas, so give schema=...: {schema_difference(first, other)}")

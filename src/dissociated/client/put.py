@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -95,20 +95,13 @@ class Put:
     def _was_published(self, client: CatalogClient, error: BaseException) -> bool:
         """Return whether a put that ended with `error` was published. If False, it never will be.
 
-        If the catalog does not answer, raise an error of the same type that adds this uncertainty.
+        Raises:
+            CatalogUnreachable, DeadlineExceeded: See `was_published`.
         """
-        failed = self.complete and isinstance(error, DissociatedError)  # neither interrupted nor incomplete
-        try:
+        if self.complete and isinstance(error, DissociatedError):  # neither interrupted nor incomplete
+            return was_published(client, self.commit, error)
+        with suppress(DissociatedError):  # the catalog itself gives up uncommitted segments later
             client.abort(self.commit.key)
-            return failed and client.committed(self.commit.key)
-        except (CatalogUnreachable, DeadlineExceeded):
-            if failed:
-                raise type(error)(
-                    f"{error}; nor did it say whether {self.commit.name!r} was published in the end: "
-                    "look at its versions before you put it again"
-                ) from error
-        except DissociatedError:
-            pass  # the server is not of this library, and does not know the action
         return False
 
     def pairs(self) -> Iterator[BatchAndMetadata]:
@@ -154,6 +147,30 @@ class Put:
         """Return a `reserve` that first requests the room for all data."""
         whole = self.nbytes or 0
         return lambda name, size, wish: reserve(name, max(size, whole), max(wish, whole))
+
+
+def was_published(client: CatalogClient, commit: Commit, error: DissociatedError) -> bool:
+    """Return whether a commit that ended with `error` took effect. If False, it never will.
+
+    Args:
+        client: The client of the catalog.
+        commit: The commit, with its key.
+        error: The error of the commit.
+
+    Raises:
+        CatalogUnreachable, DeadlineExceeded: The catalog does not answer this either. The error has the type of
+            `error`, and its message adds the uncertainty.
+    """
+    try:
+        client.abort(commit.key)  # waits for a commit in progress, or prevents it
+        return client.committed(commit.key)
+    except (CatalogUnreachable, DeadlineExceeded):
+        raise type(error)(
+            f"{error}; nor did it say whether {commit.name!r} was published in the end: look at its versions before "
+            "you put it again"
+        ) from error
+    except DissociatedError:
+        return False  # the server is not of this library, and does not know the action
 
 
 def _stage_here(client: CatalogClient) -> StagePlace | None:
