@@ -18,9 +18,9 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import SourceError
-from dissociated.spark import create_dataframe, map_in_arrow, publish, read, to_arrow, to_pandas, to_polars
+from dissociated.spark import create_dataframe, map_in_arrow, read, to_arrow, to_pandas, to_polars
 from support.helpers import wait_until
-from support.jvm import jvm
+from support.jvm import executed_plan, jvm
 
 from .conftest import IN_JVM
 from .test_datasource import NATIVE
@@ -77,17 +77,72 @@ def test_to_arrow_is_that_of_spark(spark: SparkSession) -> None:
     assert to_arrow(df.select()).num_rows == 120
 
 
-def test_to_arrow_takes_columns_from_where_spark_has_columns(spark: SparkSession, tmp_path: Path) -> None:
+@pytest.mark.skipif(IN_JVM == "false", reason="Spark's own toArrow stands in")
+def test_to_arrow_copies_columns_if_the_plan_ends_in_columns(spark: SparkSession, tmp_path: Path) -> None:
     every_type(spark).drop("span", "nothing", "hour").write.parquet(str(tmp_path / "data"))  # no such type in Parquet
     df = spark.read.parquet(str(tmp_path / "data"))
-    assert to_arrow(df).sort_by("id").to_pylist() == to_arrow(df.orderBy("id")).to_pylist()
-    numbers = spark.range(0, 300_000, numPartitions=2)
-    with dis.Server(["shm:"]) as server:
-        publish(numbers, "numbers", server.catalog_uri)
-        read_back = read(spark, "numbers", server.catalog_uri)
-        assert sorted(to_arrow(read_back)["id"].to_pylist()) == [*range(300_000)]
-        assert to_arrow(map_in_arrow(read_back, lambda batches: batches, "id long")).num_rows == 300_000
-        assert to_arrow(map_in_arrow(numbers, emptied, "id long")).num_rows == 0
+    found = to_arrow(df)
+    # Spark's page of queries shows these numbers.
+    assert output_rows(df) == {"FileSourceScanExec": 120, "ColumnarToRowExec": 0}
+    assert found.drop_columns("record") == df.drop("record").toArrow()
+    ids = found["id"].to_pylist()
+    assert sorted(ids) == [*range(120)]
+    assert found["record"].to_pylist() == [None if n % 3 == 1 else {"x": n, "y": {"z": f"z{n}"}} for n in ids]
+
+
+def output_rows(df: DataFrame) -> dict[str, int]:
+    """Return the number of rows that each operator of the last execution of `df` has reported."""
+    found, plans = {}, [executed_plan(df)]
+    for plan in plans:
+        plans += [plan.children().apply(index) for index in range(plan.children().size())]
+        metric = plan.metrics().get("numOutputRows")
+        if metric.isDefined():
+            found[plan.getClass().getSimpleName()] = metric.get().value()
+    return found
+
+
+@pytest.mark.skipif(IN_JVM == "false", reason="Spark's own toArrow stands in")
+def test_to_arrow_and_functions_divide_columns_into_batches(
+    spark: SparkSession, server: dis.Server, client: dis.Client
+) -> None:
+    table = pa.table({"id": range(600_000)})
+    assert len(table["id"].chunks) == 1
+    client.put("numbers", table)
+    numbers = read(spark, "numbers", server.catalog_uri, partitions=1)
+    found = to_arrow(numbers)
+    assert found["id"].to_pylist() == table["id"].to_pylist()
+    assert [len(chunk) for chunk in found["id"].chunks] == [262_144, 262_144, 75_712]
+    passed = to_arrow(map_in_arrow(map_in_arrow(numbers, lambda batches: batches, "id long"), shifted, "id long"))
+    assert passed["id"].to_pylist() == [*range(1, 600_001)]
+    assert to_arrow(map_in_arrow(numbers, emptied, "id long")).num_rows == 0
+
+
+def shifted(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    for batch in batches:
+        yield pa.record_batch({"id": [n + 1 for n in batch["id"].to_pylist()]})
+
+
+@pytest.mark.skipif(IN_JVM == "false", reason="Spark's own toArrow stands in")
+def test_batches_of_columns_with_large_values_are_small(spark: SparkSession, tmp_path: Path) -> None:
+    """Values of several MB come after a thousand that are null, so no mean of the rows before tells their size."""
+    values = spark.range(0, 1_030, numPartitions=1).selectExpr(
+        "id", "IF(id < 1000, NULL, CAST(REPEAT(CAST(id AS STRING), 700000) AS BINARY)) AS value"
+    )
+    values.write.parquet(str(tmp_path / "values"))
+    df = spark.read.parquet(str(tmp_path / "values"))
+    found = to_arrow(df)
+    assert found["id"].to_pylist() == [*range(1_030)]
+    for row, value in enumerate(found["value"]):
+        assert (value.as_py() == str(row).encode() * 700_000) if row >= 1_000 else not value.is_valid
+    assert max(batch.nbytes for batch in found.to_batches()) < (8 << 20) + 3_000_000
+    sizes = to_arrow(map_in_arrow(df, sizes_of_batches, "size long, rows long")).to_pydict()
+    assert sum(sizes["rows"]) == 1_030
+    assert max(sizes["size"]) < (8 << 20) + 3_000_000
+
+
+def sizes_of_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    for batch in batches:
+        yield pa.record_batch({"size": [batch.nbytes], "rows": [batch.num_rows]})
 
 
 def emptied(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -4,7 +4,6 @@ import scala.util.Try
 
 import org.apache.spark.sql.catalyst.expressions.SpecializedGetters
 import org.apache.spark.sql.types._
-import org.apache.spark.sql.vectorized.{ColumnarArray, ColumnVector}
 import org.apache.spark.unsafe.Platform
 
 /** Values of one type, taken from Spark's rows into the buffers of an Arrow array. */
@@ -39,12 +38,6 @@ abstract class Column extends Native {
 
   final protected def takeEach(from: RowBuffer, ordinal: Int): Unit =
     Loop.over(from.count)(index => put(from(index), ordinal))
-
-  /** Values of a vector, from one on. */
-  def take(from: ColumnVector, first: Int, count: Int): Unit = {
-    val values = new ColumnarArray(from, first, count)
-    Loop.over(count)(index => put(values, index))
-  }
 
   /** Bytes of the values. */
   def nbytes: Long
@@ -96,6 +89,13 @@ object Column {
   /** Whether there is one for this type. */
   def supports(wanted: DataType): Boolean = Try(of(wanted)).isSuccess
 
+  /** Returns the bytes of the values of all `columns`. It allocates nothing, because it is called for each row. */
+  def nbytes(columns: Array[Column]): Long = {
+    var total = 0L
+    Loop.over(columns.length)(index => total += columns(index).nbytes)
+    total
+  }
+
   def of(wanted: DataType): Column = wanted match { // for others there is none
     case NullType => new NullColumn
     case BooleanType => new BooleanColumn
@@ -106,8 +106,8 @@ object Column {
       if (decimal.precision <= Decimal.MAX_LONG_DIGITS) new ShortDecimalColumn(decimal) else new DecimalColumn(decimal)
     case _: StringType => new BytesColumn(true)
     case BinaryType => new BytesColumn(false)
-    case ArrayType(element, _) => new ListColumn(of(element))
-    case MapType(key, value, _) => new ListColumn(of(key), of(value))
+    case ArrayType(element, _) => new ListColumn(Array(of(element)))
+    case MapType(key, value, _) => new ListColumn(Array(of(key), of(value)))
     case StructType(fields) => new StructColumn(fields.map(field => of(field.dataType)), fields.map(_.nullable))
     case user: UserDefinedType[_] => of(user.sqlType)
   }
@@ -300,11 +300,11 @@ final class BytesColumn(strings: Boolean) extends Column {
 }
 
 /** Lists of one part; and maps, which are lists of structs of a key and a value in Arrow. */
-final class ListColumn(parts: Column*) extends Column {
+final class ListColumn(parts: Array[Column]) extends Column {
   private val ends = own(new Ends)
   parts.foreach(own(_))
 
-  override def nbytes: Long = 4L * length + parts.map(_.nbytes).sum
+  override def nbytes: Long = 4L * length + Column.nbytes(parts)
 
   override protected def add(from: SpecializedGetters, ordinal: Int): Unit = {
     if (parts.length == 1) {
@@ -335,7 +335,7 @@ final class ListColumn(parts: Column*) extends Column {
 final class StructColumn(fields: Array[Column], nullable: Array[Boolean]) extends Column {
   fields.foreach(own(_))
 
-  override def nbytes: Long = fields.iterator.map(_.nbytes).sum
+  override def nbytes: Long = Column.nbytes(fields)
 
   override protected def add(from: SpecializedGetters, ordinal: Int): Unit = {
     val struct = from.getStruct(ordinal, fields.length)

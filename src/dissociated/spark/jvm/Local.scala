@@ -56,7 +56,7 @@ object Export {
 
   def close(name: String): Unit = Sidecar.of(Python.ofDriver()).call("end_export", "name" -> name)
 
-  /** What `plan` gives before Spark makes rows of its columns, if it has columns. */
+  /** Returns the columns of `plan` if its last step converts columns to rows, and otherwise its rows. */
   private def columnsOrRows(plan: SparkPlan): RDD[Any] = (plan match {
     case WholeStageCodegenExec(ColumnarToRowExec(InputAdapter(columns))) => columns.executeColumnar()
     case ColumnarToRowExec(columns) => columns.executeColumnar()

@@ -174,16 +174,20 @@ final class BatchBuilder(schema: StructType, maxRows: Int = BatchBuilder.MaxRows
     })
   }
 
-  /** Adds rows of columns, from one on, and returns how many. 0 if the batch is full: take the batch first. */
-  def add(batch: ColumnarBatch, from: Int): Int = {
-    val count = Seq(BatchBuilder.Chunk, batch.numRows - from, maxRows - rows).min
-    if (count <= 0 || size > BatchBuilder.MaxBytes) 0
-    else {
-      Loop.over(columns.length)(index => columns(index).take(batch.column(index), from, count))
-      rows += count
-      size = columns.iterator.map(_.nbytes).sum
-      count
+  /**
+   * Adds the rows of `batch` from `first` on until this batch is full, and returns their number. The size is checked
+   * after each row, because a few rows can have values of several MB.
+   */
+  def add(batch: ColumnarBatch, first: Int): Int = {
+    var next = first
+    while (next < batch.numRows && rows < maxRows && size <= BatchBuilder.MaxBytes) {
+      val row = batch.getRow(next)
+      Loop.over(columns.length)(index => columns(index).put(row, index))
+      rows += 1
+      next += 1
+      size = Column.nbytes(columns)
     }
+    next - first
   }
 
   /** The rows that wait go into the columns. */
@@ -213,14 +217,13 @@ final class BatchBuilder(schema: StructType, maxRows: Int = BatchBuilder.MaxRows
 object BatchBuilder {
   val MaxRows: Int = 1 << 18
   private val MaxBytes = 1L << 23
-  private val Chunk = 1024 // rows of columns that are copied before anybody looks at their size
 }
 
 /** The record batches of rows or columns. */
 final class BatchesOf(input: Iterator[Any], schema: StructType, maxRows: Int = BatchBuilder.MaxRows) {
   private val builder = new BatchBuilder(schema, maxRows)
-  private var next: Any = _ // what is not added yet
-  private var from = 0 // rows of it that are
+  private var next: Any = _ // a row or columns, of which not all rows have been added to a batch
+  private var from = 0 // the first row of `next` that has not been added
 
   /** Gives the next batch to `write`. False if there is none. */
   def take(write: (Int, Layout) => Unit): Boolean = {
