@@ -157,6 +157,7 @@ def test_memory_that_is_kept_keeps_its_connection(server: dis.Server, client: di
     first, of_kept = serving(server), threading.enumerate()
     for name in "bcb":
         read(client, name, "shm", of_kept)
+    wait_until(lambda: len(server.status().consumers) == 1, "the end of the streams that were read")
     (consumer,) = server.status().consumers
     assert (consumer.dataset, consumer.state) == ("a", "holding")
     assert len(serving(server)) == 2

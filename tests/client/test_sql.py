@@ -100,6 +100,15 @@ def test_errors_tell_what_to_do(client: dis.Client) -> None:
     assert client.describe("orders").rows == ROWS
 
 
+def test_names_that_differ_in_case_are_not_confused() -> None:
+    with dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("a", pa.table({"x": [1]}))
+        server.publish("A", pa.table({"x": [2]}))
+        assert [client.sql(f'FROM "{name}"').to_pydict() for name in "aA"] == [{"x": [1]}, {"x": [2]}]
+        with pytest.raises(OptionError, match="does not distinguish 'A' and 'a'"):
+            client.sql('SELECT (SELECT x FROM "a"), (SELECT x FROM "A")')
+
+
 def test_tensors_have_no_rows() -> None:
     with dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
         server.publish("weights", pa.Tensor.from_numpy(np.eye(3)))

@@ -62,6 +62,11 @@ class Host:
             self.close()
             raise RuntimeError(f"the host {name} could not be made")
 
+    @property
+    def prefix(self) -> list[str]:
+        """The beginning of a command that runs on this host, for programs that are not forks of the tests' process."""
+        return ["nsenter", f"--target={self.pid}", *_NAMESPACES]
+
     def run(self, *arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run Python on this host, and return its result."""
         with Fork(*arguments, host=self.pid, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

@@ -89,12 +89,12 @@ def _rate(host: Host, parts: int, *program: str) -> float:
 
 def _iperf3(cluster: Cluster) -> float:
     """Return the MB a second of iperf3 from host b to host a."""
-    enter_a, enter_b = (["nsenter", f"--target={cluster[name].pid}", "--net", "--mount", "--uts"] for name in "ab")
-    server = subprocess.Popen([*enter_a, "iperf3", "-s", "-1", "--forceflush"], stdout=subprocess.PIPE, text=True)
+    serve = [*cluster["a"].prefix, "iperf3", "-s", "-1", "--forceflush"]
+    server = subprocess.Popen(serve, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     while "listening" not in server.stdout.readline():
         pass
-    command = [*enter_b, "iperf3", "-c", "a", "-J", "-n", str(SIZE)]
+    command = [*cluster["b"].prefix, "iperf3", "-c", "a", "-J", "-n", str(SIZE)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     server.communicate()
     return float(json.loads(done.stdout)["end"]["sum_received"]["bits_per_second"]) / 8e6

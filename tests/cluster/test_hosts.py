@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -204,8 +207,12 @@ def test_a_listener_on_all_interfaces_is_read_from_another_host_and_says_which_p
     monkeypatch.setenv("UCX_TCP_PORT_RANGE", f"{PORTS[0]}-{PORTS[-1]}")
     monkeypatch.setenv("FI_TCP_PORT_LOW_RANGE", str(PORTS[0]))
     monkeypatch.setenv("FI_TCP_PORT_HIGH_RANGE", str(PORTS[-1]))
-    with Cluster("a", "b") as cluster:
-        server = cluster["b"].start("-c", SERVER, uri, "b")
+    with Cluster("a", "b") as cluster, ExitStack() as exits:
+        # Not a fork: libfabric reads its variables when it is loaded.
+        command = [*cluster["b"].prefix, sys.executable, "-c", SERVER, uri, "b"]
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        exits.callback(server.communicate)
+        exits.callback(server.kill)
         assert answer(server).startswith(f"{announced}?")
         read = ("-c", READ, "grpc://b:8817", uri.partition(":")[0])
         cluster.allow("a")

@@ -15,7 +15,7 @@ from dissociated.client.conditions import implied_conditions
 from dissociated.client.mapped import MappedVersion
 from dissociated.client.version_reader import VersionReader
 
-_FRAME_ROWS = 1 << 17  # least rows of a frame, which are left out together
+_FRAME_ROWS = 1 << 17  # least number of rows of a frame, which is read or skipped as a whole
 
 
 class Resolver(LazyFrameResolver):
@@ -108,7 +108,7 @@ class _Frames:
         return pl.DataFrame([self._columns[number, name] for name in columns])
 
 
-#: Kept as long as the mapped version: `DatasetHandle.close` drops both.
+#: Kept as long as the mapped version. A LazyFrame that was collected keeps its DataFrame, also after `close`.
 _frames: weakref.WeakKeyDictionary[MappedVersion, _Frames] = weakref.WeakKeyDictionary()
 
 

@@ -86,10 +86,11 @@ class SqlSession:
             The result, which must be read before the next statement; None if the statement is no query.
 
         Raises:
-            OptionError: The statement fails.
+            OptionError: The statement fails, or names two datasets whose names differ only in case.
             DatasetNotFound: There is neither a table nor a dataset of a name.
             WrongKind: The dataset of a name holds tensors.
         """
+        self._check_names(statement.query)
         while True:
             try:
                 relation = self._connection.sql(statement.query)
@@ -101,6 +102,20 @@ class SqlSession:
                 if missing is None or missing[1] in self._names:
                     raise OptionError(str(error).strip()) from None
                 self._register(missing[1])
+
+    def _check_names(self, statement: str) -> None:
+        """Raise OptionError for two names that DuckDB takes for one, although datasets may have both."""
+        try:
+            table_names = self._connection.get_table_names(statement)
+        except duckdb.Error:  # no query, which names no two datasets; or the statement fails
+            return
+        spellings: dict[str, str] = {}
+        for name in sorted(self._names | table_names):
+            if (first_spelling := spellings.setdefault(name.casefold(), name)) != name:
+                raise OptionError(
+                    f"DuckDB does not distinguish {first_spelling!r} and {name!r}: query one dataset at a time, and "
+                    "write its name as the catalog does"
+                )
 
     def _register(self, name: str) -> None:
         try:

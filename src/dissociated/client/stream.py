@@ -132,7 +132,7 @@ class ClientStream:
         in_place = InPlace(self.header, self._bodies.address_space)
         for item in self._remaining:
             self._examined.append(item)
-            if len(self._examined) > _MAX_EXAMINED or not item.accept(in_place):
+            if len(self._examined) > _MAX_EXAMINED or not self._accepts(in_place, item):
                 return None
             if in_place.can_begin:
                 schema = self._examined.popleft()
@@ -141,11 +141,19 @@ class ClientStream:
                 return in_place.reader(self._bodies.lease, options, _Tail(self, in_place, options))
         return in_place.reader(self._bodies.lease, options)
 
+    def _accepts(self, in_place: InPlace, item: Delivered) -> bool:
+        """Return whether the next messages lie in place. The server learns of a rule that it broke."""
+        try:
+            return item.accept(in_place)
+        except RemoteProtocolError as error:
+            self._session.blame(error)
+            raise
+
     def compare(self, in_place: InPlace, at: int, options: ReadOptions) -> Place | StreamReader:
         """Compare the rest of a stream whose beginning lies in place. See `Tail.compare`."""
         for item in self._remaining:
             self._examined.append(item)
-            if len(self._examined) > _MAX_EXAMINED or not item.accept(in_place):
+            if len(self._examined) > _MAX_EXAMINED or not self._accepts(in_place, item):
                 return join_deliveries(self._deliveries(), self._attach, options, self._session.max_body)
         self._examined.clear()
         return in_place.place(self._bodies.lease, at)

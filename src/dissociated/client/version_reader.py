@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from dissociated.base.exit import StreamThread
+from dissociated.base.fork import ProcessBound
 from dissociated.client.calls import CatalogClient
 from dissociated.client.idle import MAX_AGE
 from dissociated.client.request import ReadRequest
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
 _MAX_ATTEMPTS = 3
 
 
-class VersionReader:
+class VersionReader(ProcessBound):
     """A reader of the version of a dataset that `info` describes, at its current locations, through `transport`.
 
-    It is internal: handles, scanners and lazy frames read through it. `described_now` tells that the catalog has just
-    given `info` to this process.
+    It is internal: handles, scanners and lazy frames read through it. `described_now`: whether the catalog has just
+    returned `info`.
 
     Every method that reads raises the errors of `Client.read`, and DatasetNotFound if the version is gone.
     """
@@ -47,6 +48,11 @@ class VersionReader:
         self._mapped: MappedVersion | None = None
         self._attempts = 0
         self._lock = threading.Lock()  # engines scan from several threads: the version is mapped once
+        self.bind_to_process()
+
+    def after_fork_in_child(self) -> None:
+        """Replace the lock."""
+        self._lock = threading.Lock()  # a thread of the parent may hold the other
 
     @property
     def mapped_nbytes(self) -> int:
@@ -75,12 +81,14 @@ class VersionReader:
         """Open a reader at the last known locations, while the catalog is asked whether the version still exists.
 
         Both together take one round trip. The answer of the catalog is needed, because the publisher may have chosen
-        one ticket for two versions.
+        one ticket for two versions. As if the catalog were asked first, a version that is replaced between its answer
+        and the request is not noticed.
 
         Returns:
-            The reader; None if the locations have to be looked up first.
+            The reader; None if the locations have to be looked up first, or the stream may be one that can be read only
+            once, which would be lost if the catalog does not answer.
         """
-        if self._latest is None or time.monotonic() - self._latest[1] > MAX_AGE:
+        if self.info.rows is None or self._latest is None or time.monotonic() - self._latest[1] > MAX_AGE:
             return None
         info = self._latest[0]
         try:
