@@ -16,7 +16,7 @@ flights: .venv/demo.stamp
 test: export PYTHONDONTWRITEBYTECODE =
 test: .venv/dev.stamp
 	$(MAKE) --jobs 2 --output-sync lint .venv/spark.jsa # a core for each: without its cache, mypy takes as long
-	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
@@ -28,7 +28,7 @@ coverage: export PYTHONDONTWRITEBYTECODE =
 coverage: .venv/dev.stamp .venv/coverage.stamp .venv/spark.jsa
 	rm -rf build/coverage
 	mkdir -p build/coverage
-	$(BIN)/python -m coverage run -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m coverage run -m pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder $(ARGS)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage html --quiet
 	$(BIN)/python -m coverage report --skip-covered --sort=cover
