@@ -65,7 +65,7 @@ class EndpointReader:
 
         def open_parts(info: DatasetInfo) -> pa.RecordBatchReader:
             planned = plan(traced, info, lambda endpoint: self._all_routes(info, endpoint, traced))
-            return self._chain(traced, info, planned, _open_all(planned, self._open_counted))
+            return self._chain(info, planned, _open_all(planned, self._open_counted))
 
         with _traced(request) as traced:
             return _retry_if_replaced(describe, open_parts)
@@ -156,7 +156,7 @@ class EndpointReader:
         return self._open(part if counting is None else part.within([batch.num_rows for batch in self._open(counting)]))
 
     def _chain(
-        self, request: ReadRequest, info: DatasetInfo, planned: ReadPlan, readers: Sequence[pa.RecordBatchReader]
+        self, info: DatasetInfo, planned: ReadPlan, readers: Sequence[pa.RecordBatchReader]
     ) -> pa.RecordBatchReader:
         """Return a reader of all rows of these readers, up to the limit of the plan."""
         schema = planned.schema if planned.schema is not None else readers[0].schema
@@ -168,8 +168,8 @@ class EndpointReader:
             parts = enumerate(zip(planned.parts, readers, strict=True))
             pairs = [self._pairs(*opened, waited=number > 0) for number, opened in parts]
             # With a limit, the parts that follow may not be needed.
-            distant = planned.limit is None and _count_distant(planned) > 1
-            chained = AheadReader(schema, pairs, request.max_parallel if distant else 1)
+            max_parallel = _max_parallel(planned) if planned.limit is None else 1
+            chained = AheadReader(schema, pairs, max_parallel)
         return chained if planned.limit is None else filter_batches(chained, None, range(len(schema)), planned.limit)
 
     def _pairs(self, part: PartPlan, reader: pa.RecordBatchReader, waited: bool) -> Pairs:
@@ -229,14 +229,17 @@ def _retry_if_replaced(describe: Describe, open_parts: Callable[[DatasetInfo], T
 
 
 def _open_all(planned: ReadPlan, open_one: Callable[[PartPlan], C]) -> list[C]:
-    """Open the parts: up to `max_parallel` at a time if several send their bodies, else one after the other."""
-    calls = [partial(open_one, part) for part in planned.parts]
-    return _open_together(calls, planned.parts[0].request.max_parallel if _count_distant(planned) > 1 else 1)
+    """Open the parts, up to `_max_parallel` at a time."""
+    return _open_together([partial(open_one, part) for part in planned.parts], _max_parallel(planned))
 
 
-def _count_distant(planned: ReadPlan) -> int:
-    """Return the number of parts whose bodies are sent, by their first routes, rather than mapped or fetched."""
-    return sum(not part.steps[0].route.server.shares_memory for part in planned.parts if part.steps)
+def _max_parallel(planned: ReadPlan) -> int:
+    """Return how many parts may be opened or received at a time: several only if the bodies of several are sent.
+
+    The first routes decide, because bodies may also be mapped or fetched.
+    """
+    distant = sum(not part.steps[0].route.server.shares_memory for part in planned.parts if part.steps)
+    return planned.parts[0].request.max_parallel if distant > 1 else 1
 
 
 def _open_together(calls: Sequence[Callable[[], C]], max_parallel: int) -> list[C]:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from dissociated.errors import FormatError, RemoteProtocolError
 from dissociated.format.flatbuffer import Table, root
 from dissociated.format.message import Header, HeaderType, buffer_extents
+from dissociated.format.record_batch import V5
 
-_V5 = 4
 _NULL, _STRUCT, _UNION, _FIXED_SIZE_LIST, _RUN_END_ENCODED = 1, 13, 14, 16, 22
 _VIEWS = (23, 24)
 #: A buffer: bits for each value, and whether it has an extra element, as offsets have. The metadata does not give the
@@ -100,7 +100,7 @@ def shape_of(field: Table, version: int) -> Shape:
     if type_ not in _BUFFERS:
         raise FormatError(f"the schema has a field of the unknown type {type_}")
     details = field.table(3, 3)
-    validity = not (type_ == _NULL or (type_ in (_UNION, _RUN_END_ENCODED) and version >= _V5))
+    validity = not (type_ == _NULL or (type_ in (_UNION, _RUN_END_ENCODED) and version >= V5))
     buffers = _BUFFERS[type_](details)
     if type_ == _FIXED_SIZE_LIST:
         items = details.scalar(0, "i")
