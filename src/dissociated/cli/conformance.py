@@ -17,10 +17,10 @@ from dissociated.errors import (
     UriError,
     error_number,
 )
-from dissociated.protocol.bodies import encode_free
 from dissociated.protocol.message import Message
 from dissociated.protocol.receiver import Receiver
 from dissociated.protocol.request import REQUEST_PARAMETER, announces, with_members
+from dissociated.protocol.wire import encode_free
 from dissociated.transport.base import Connection
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri

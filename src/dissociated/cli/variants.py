@@ -26,14 +26,10 @@ from dissociated.format.message import buffer_extents
 from dissociated.memory.leases import Ledger
 from dissociated.memory.region import reserve_base
 from dissociated.memory.shared import Backing, sealed_memfd, write_parts
-from dissociated.protocol.bodies import encode_addresses
 from dissociated.protocol.close_reason import close_reason
-from dissociated.protocol.events import AddressesFreed, Streams
 from dissociated.protocol.message import Message
-from dissociated.protocol.metadata import encode_end_of_stream
-from dissociated.protocol.request import StreamRequested
-from dissociated.protocol.sender import Body, Sender, Tags
-from dissociated.protocol.tags import BodyKind, body_tag
+from dissociated.protocol.sender import AddressesFreed, Body, Sender, StreamRequested, Tags
+from dissociated.protocol.wire import BodyKind, Streams, body_tag, encode_addresses, encode_end_of_stream
 from dissociated.transport.base import Connection, Listener
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri

@@ -10,13 +10,20 @@ from dissociated.base.buffers import MAX_METADATA, Buffer
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
 from dissociated.format.layout import SchemaLayout, layout_of
 from dissociated.format.message import Header, HeaderType, buffer_extents, parse_header
-from dissociated.protocol.bodies import AddressList, parse_addresses
 from dissociated.protocol.delivery import Delivered, Delivery
 from dissociated.protocol.message import Incoming, Run
-from dissociated.protocol.metadata import MetadataKind, parse_metadata
 from dissociated.protocol.run import recognise
 from dissociated.protocol.states import Machine, Move, Side, State
-from dissociated.protocol.tags import SEQUENCE_MASK, BodyKind, parse_body_tag, unwrap
+from dissociated.protocol.wire import (
+    SEQUENCE_MASK,
+    AddressList,
+    BodyKind,
+    MetadataKind,
+    parse_addresses,
+    parse_body_tag,
+    parse_metadata,
+    unwrap,
+)
 
 #: Most bytes of bodies, and of metadata, that may wait for a message that they have overtaken.
 MAX_WAITING_BYTES = 1 << 32

@@ -8,14 +8,11 @@ from typing import NamedTuple
 
 from dissociated.base.buffers import Buffer
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
-from dissociated.protocol.bodies import parse_free
-from dissociated.protocol.events import AddressesFreed, Streams
 from dissociated.protocol.message import Incoming, Message, Run
-from dissociated.protocol.metadata import encode_end_of_stream, encode_prefix
-from dissociated.protocol.request import Request, StreamRequested
+from dissociated.protocol.request import Request
 from dissociated.protocol.run import encode
 from dissociated.protocol.states import Machine, Move, Side, State
-from dissociated.protocol.tags import BodyKind, body_tag
+from dissociated.protocol.wire import BodyKind, Streams, body_tag, encode_end_of_stream, encode_prefix, parse_free
 
 
 @dataclass(frozen=True)
@@ -27,6 +24,20 @@ class Tags:
 
     want: Mapping[int, Streams]
     free_data: int | None = None
+
+
+class StreamRequested(NamedTuple):
+    """A client sent want_data: "an opaque binary identifier of the data stream being requested"."""
+
+    request: Request
+    streams: Streams
+    tag: int
+
+
+class AddressesFreed(NamedTuple):
+    """A client sent free_data: it no longer needs these addresses. An address that was sent twice is freed twice."""
+
+    addresses: tuple[int, ...]
 
 
 class Body(NamedTuple):

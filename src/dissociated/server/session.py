@@ -22,11 +22,11 @@ from dissociated.errors import (
 )
 from dissociated.monitoring.activity import ConnectionStats
 from dissociated.protocol.close_reason import close_reason, reason_text
-from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Incoming, Run
-from dissociated.protocol.request import Selection, StreamRequested
-from dissociated.protocol.sender import Sender
+from dissociated.protocol.request import Selection
+from dissociated.protocol.sender import Sender, StreamRequested
 from dissociated.protocol.states import State
+from dissociated.protocol.wire import Streams
 from dissociated.server.admission import Admission, Limits
 from dissociated.server.live import BroadcastSending, StreamedSending
 from dissociated.server.requests import TAGS, receive, wants_device, wants_packed
