@@ -110,8 +110,9 @@ class Sender:
         if streams is not None:
             if self.state is not State.IDLE:
                 raise RemoteProtocolError(
-                    "the client requested a second stream (want_data) before the first was complete: wait until it has "
-                    "ended and all of its memory was freed, or open another connection",
+                    "the client requested a second stream (want_data) on a connection that is not free for it: set "
+                    "keep in the first request, and wait until that stream has ended and all of its memory was freed; "
+                    "or open another connection",
                     rule="request-once",
                 )
             self._machine.move(Move.WANT, RemoteProtocolError)

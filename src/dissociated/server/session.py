@@ -16,6 +16,7 @@ from dissociated.datasets.streamed import StreamedDataset
 from dissociated.errors import (
     ColumnNotFound,
     ConnectionClosed,
+    DeadlineExceeded,
     DissociatedError,
     OptionError,
     SourceError,
@@ -35,6 +36,7 @@ from dissociated.transport.base import Connection
 
 _log = logging.getLogger(__name__)
 
+_LAST_LOOK = 0.001  # seconds to find out whether the client has received everything, after the wait for that
 _NO_TIMEOUT = 1e6  # seconds; the wait ends when the client has freed everything or is gone
 
 
@@ -180,9 +182,14 @@ class Session:
 
         Raises:
             ConnectionClosed: if the client disconnects before.
+            RemoteProtocolError: if the client sends something else instead of closing the connection.
         """
         if self._connection.discards_unread:
-            self._connection.close(linger=self._limits.stall_timeout)
+            with suppress(DeadlineExceeded):  # a client that stays may have received everything
+                message = receive(self._connection, self._limits.stall_timeout)
+                if message is not None:
+                    self._sender.receive(message)
+            self._connection.close(linger=_LAST_LOOK)
             if not self._connection.close():
                 raise ConnectionClosed("the client disconnected before it had received everything")
 
