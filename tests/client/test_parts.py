@@ -16,7 +16,8 @@ import pytest
 
 import dissociated as dis
 from dissociated.client.dataset import DatasetHandle
-from dissociated.control.locations import DatasetInfo, Endpoint
+from dissociated.control.dataset_info import DatasetInfo
+from dissociated.control.locations import Endpoint
 from dissociated.errors import ConnectionClosed, OptionError, TransportError
 from support.helpers import wait_until
 

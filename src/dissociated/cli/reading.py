@@ -23,7 +23,7 @@ from dissociated.cli.terminal import Advance, progress
 from dissociated.codec.columns import values_size
 from dissociated.codec.split import batches
 from dissociated.codec.validation import Validator
-from dissociated.control.locations import DatasetInfo
+from dissociated.control.dataset_info import DatasetInfo
 from dissociated.errors import OptionError, WrongKind
 from dissociated.store.files import NewFile
 

@@ -25,7 +25,8 @@ from dissociated.codec.columns import filter_batches
 from dissociated.codec.device import DeviceReader, chain_on_device, to_device
 from dissociated.codec.split import batches
 from dissociated.codec.tensor import Tensor
-from dissociated.control.locations import DatasetInfo, Endpoint, device_routes, flight_uris, locations, reachable_routes
+from dissociated.control.dataset_info import DatasetInfo
+from dissociated.control.locations import Endpoint, device_routes, flight_uris, locations, reachable_routes
 from dissociated.errors import CatalogError, DatasetNotFound, RemoteError, TransportError, WrongKind
 from dissociated.memory.device.base import Device
 from dissociated.uri import Uri

@@ -15,7 +15,8 @@ import pyarrow as pa
 
 from dissociated.client.request import Filtering, ReadRequest
 from dissociated.codec.columns import filter_batches, select_fields, slice_batches, slice_rows
-from dissociated.control.locations import DatasetInfo, Endpoint
+from dissociated.control.dataset_info import DatasetInfo
+from dissociated.control.locations import Endpoint
 from dissociated.errors import CatalogError, RemoteProtocolError
 from dissociated.protocol.request import (
     FILTER_PARAMETER,
