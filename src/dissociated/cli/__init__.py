@@ -39,7 +39,7 @@ COMMANDS = {
 
 #: Phrases in the library's error messages about parameters of Python, and their replacements for the command line.
 #: `_rephrase` replaces the names of options without this table.
-_PHRASES = {
+PHRASES = {
     "publish a reader, pyarrow.ipc.open_stream(path)": r"add the marker: printf '\377\377\377\377\0\0\0\0' >> FILE",
     "publish each stream by itself": "publish each stream by itself (dissociated put FILE NAME --append)",
     "is not certain: filter the rows after reading": "is not certain: write a value of that type",
@@ -154,7 +154,7 @@ def _run(parsed: argparse.Namespace) -> None:
 
 def _rephrase(message: str, parsed: argparse.Namespace) -> str:
     """Return a message in which the names of parameters are replaced by the command's options that set them."""
-    for phrase, replacement in _PHRASES.items():
+    for phrase, replacement in PHRASES.items():
         message = message.replace(phrase, replacement)
     for name in vars(parsed):
         if "_" in name:
