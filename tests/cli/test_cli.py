@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
-from dissociated.cli import COMMANDS, main, text
+from dissociated.cli import COMMANDS, main, quantities
 from dissociated.cli.rows import plain_rows
 from dissociated.errors import SourceError
 from dissociated.node.launch import running
@@ -681,7 +681,7 @@ def test_put_ls_get_and_drop(files: Path, tmp_path: Path) -> None:
         assert run("put", tmp_path, f"{uri}/directory").returncode != 0  # the directory contains the store
         assert run("put", tmp_path / "of=dir", f"{uri}/directory").stderr.startswith("directory: 1,000 rows in ")
         assert run("drop", f"{uri}/directory").returncode == 0
-        assert run("put", files / "planes.arrow", f"{uri}/both", "--append", "--ttl", "3600").returncode == 0
+        assert run("put", files / "planes.arrow", f"{uri}/both", "--append", "--ttl", "1h").returncode == 0
         (listed,) = json.loads(run("ls", "--json", uri).stdout)
         assert (listed["name"], listed["rows"]) == ("both", 3000)
         for name in ("", "bo*", "both"):
@@ -761,7 +761,15 @@ def test_put_starts_a_node_where_there_is_none(files: Path, tmp_path: Path) -> N
     [("4096", 4096), ("8GiB", 8 << 30), ("500MB", 500_000_000), ("1.5 kB", 1500), ("2k", 2000), ("1TiB", 1 << 40)],
 )
 def test_sizes_are_written_as_people_do(written: str, size: int) -> None:
-    assert text.parse_size(written) == size
+    assert quantities.size(written) == size
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"),
+    [("90", 90), ("0.5", 0.5), ("1e-05", 1e-5), ("15m", 900), ("5 min", 300), ("1.5h", 5400), ("2d", 172_800)],
+)
+def test_durations_are_written_as_people_do(written: str, seconds: float) -> None:
+    assert quantities.duration(written) == seconds
 
 
 @pytest.mark.parametrize("written", ["", "8 elephants", "-1", "GiB", "1e9"])
@@ -769,3 +777,10 @@ def test_what_is_no_size_is_told(written: str, tmp_path: Path) -> None:
     refused = run("node", "--store", tmp_path / "store", f"--limit={written}")
     assert refused.returncode == 2
     assert f"--limit: {written!r} is not a size: give 8GiB, 500MB, or a number of bytes" in refused.stderr
+
+
+@pytest.mark.parametrize("written", ["", "1 fortnight", "-1", "h", "nan"])
+def test_what_is_no_duration_is_told(written: str, tmp_path: Path) -> None:
+    refused = run("put", tmp_path / "f.arrow", "f", f"--ttl={written}")
+    assert refused.returncode == 2
+    assert f"--ttl: {written!r} is not a duration: give 90s, 15m, 1h, 2d, or a number of seconds" in refused.stderr

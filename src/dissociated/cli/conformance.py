@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from dissociated.base.buffers import MAX_BODY, MAX_METADATA
+from dissociated.cli import quantities
 from dissociated.codec.split import SplitMessage, split
 from dissociated.errors import (
     ConnectionClosed,
@@ -79,7 +80,11 @@ def add_conformance(parser: argparse.ArgumentParser) -> None:
     check.set_defaults(run=_run_check)
     for role in (serve, check):
         role.add_argument(
-            "--timeout", type=float, default=10.0, metavar="SECONDS", help="silence that ends a connection"
+            "--timeout",
+            type=quantities.duration,
+            default=10.0,
+            metavar="TIME",
+            help="silence that ends a connection (default: 10s)",
         )
 
 
