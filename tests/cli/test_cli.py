@@ -214,7 +214,7 @@ def test_sql_asks_datasets_by_their_names(catalog: str, files: Path) -> None:
     twice = "SELECT count(*) AS c FROM flights a JOIN planes b USING (n) JOIN planes p USING (n)"
     assert run("sql", given=twice.encode(), DISSOCIATED_CATALOG=catalog).stdout == "   c\n1000\n"
     for asked, why in [
-        ("SELECT * FROM nothing", "no dataset 'nothing' is published here, and DuckDB has no table of that name"),
+        ("SELECT * FROM nothing", "DuckDB has no table 'nothing', and no dataset 'nothing' is published here"),
         ("SELEC 1", "Parser Error: syntax error"),
         ("FROM client", "no dataset 'client' is published here"),  # SQL does not see variables of the command
         ("SELECT x FROM planes", 'Referenced column "x" not found'),
@@ -565,6 +565,7 @@ def test_get_replaces_files_alone(catalog: str, tmp_path: Path) -> None:
     [
         (["get", "CATALOG/nothing", "-o", "out.csv"], "no dataset 'nothing' is published here"),
         (["get", "CATALOG", "-o", "out.csv"], "has no dataset name"),
+        (["head", "CATALOG/flihgts"], "did you mean 'flights'? List the names with dissociated ls"),
         (["get", "CATALOG/planes", "-o", "out.xyz"], "none of the endings .arrow, .feather"),
         (["cat", "planes", "--store", "FILES/none"], "and no node with the store 'FILES/none' runs"),
         (["get", "CATALOG/planes", "-o", "no/such/out.csv"], "the directory 'no/such' does not exist"),
@@ -577,7 +578,7 @@ def test_get_replaces_files_alone(catalog: str, tmp_path: Path) -> None:
             ["head", "CATALOG/planes", "--filter", "text = 5"],
             "'=' 5 is not certain: write a",
         ),
-        (["versions", "CATALOG/nothing"], "no dataset 'nothing' is published at CATALOG"),
+        (["versions", "CATALOG/nothing"], "no dataset 'nothing' is published here: list the names with dissociated ls"),
         (["get", "CATALOG/planes", "-o", "FILES"], "is a directory: give a file in it"),
         (["ls", "--catalog", "nonsense"], "the URI scheme"),
         (["ls", "127.0.0.1:1234"], "'127.0.0.1:1234' has no scheme: give grpc://127.0.0.1:1234, or"),
@@ -699,7 +700,10 @@ def test_put_ls_get_and_drop(files: Path, tmp_path: Path) -> None:
         assert run("drop", f"{uri}/both").returncode == 0
         assert run("ls", uri).stdout == "no datasets\n"
         missing = run("drop", f"{uri}/both")
-        assert (missing.returncode, missing.stderr) == (1, "dissociated: no dataset 'both' is published here\n")
+        assert (missing.returncode, missing.stderr) == (
+            1,
+            "dissociated: no dataset 'both' is published here: list the names with dissociated ls\n",
+        )
         process.terminate()
         assert process.wait(PATIENCE) == 0
 
