@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from dissociated.base.buffers import MAX_BODY, MAX_METADATA
+from dissociated.cli import quantities
 from dissociated.cli.variants import serve_variants
 from dissociated.errors import (
     ConnectionClosed,
@@ -55,7 +56,11 @@ def add_conformance(parser: argparse.ArgumentParser) -> None:
     check.set_defaults(run=_run_check)
     for role in (serve, check):
         role.add_argument(
-            "--timeout", type=float, default=10.0, metavar="SECONDS", help="silence that ends a connection"
+            "--timeout",
+            type=quantities.duration,
+            default=10.0,
+            metavar="TIME",
+            help="silence that ends a connection (default: 10s)",
         )
 
 
