@@ -83,7 +83,9 @@ def _mappings(directory: Path) -> int:
 def test_errors_tell_what_to_do(client: dis.Client) -> None:
     variable = ORDERS
     assert variable.num_rows == ROWS
-    with pytest.raises(DatasetNotFound, match="no dataset 'variable' is published here, and DuckDB has no table"):
+    with pytest.raises(
+        DatasetNotFound, match="DuckDB has no table 'variable', and no dataset 'variable' is published here"
+    ):
         client.sql("FROM variable")
     for query, message in {
         "SELEC 1": "syntax error",
