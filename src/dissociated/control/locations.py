@@ -17,7 +17,7 @@ from dissociated.uri import DEVICE, Uri
 _REUSE_CONNECTION = "arrow-flight-reuse-connection"  # A scheme that stands for the server that described the endpoint
 
 #: The fields in the `app_metadata` of our catalogs, with their types: of a part, and of a node with the part.
-_PART_FIELDS: FieldTypes = {"nodes": (list,), "rows": (int, NoneType)}
+_PART_FIELDS: FieldTypes = {"nodes": (list,), "rows": (int, NoneType), "part": (str, NoneType)}
 _NODE_FIELDS: FieldTypes = {"id": (str,), "host": (str,), "boot_id": (str,)}
 
 
@@ -31,6 +31,7 @@ class Endpoint:
             respond. An endpoint of another Flight server may also have none, which means that server itself.
         hosts: The hosts of the nodes that have the part; empty for endpoints of other Flight servers.
         rows: The number of rows; None if the catalog does not know it.
+        part: The id of this publication; None if the ticket tells it apart from all others.
         seen: The time of the last heartbeat of these nodes, in seconds since the epoch; 0 if the catalog does not tell.
     """
 
@@ -38,6 +39,7 @@ class Endpoint:
     locations: tuple[str, ...]
     hosts: tuple[str, ...] = ()
     rows: int | None = None
+    part: str | None = None
     seen: float = field(default=0.0, compare=False)  # differs between two looks at the same version
 
     @classmethod
@@ -51,6 +53,7 @@ class Endpoint:
             locations=tuple(location.uri.decode(errors="replace") for location in endpoint.locations),
             hosts=tuple(node["host"] for node in nodes) if is_complete else (),
             rows=metadata.get("rows") if is_complete else None,
+            part=metadata.get("part") if is_complete else None,
             seen=max((moment(node.get("seen")) for node in nodes), default=0.0) if is_complete else 0.0,
         )
 
