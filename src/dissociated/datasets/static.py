@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
+from dissociated.base.buffers import Buffer
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import pick_batches, select_columns, select_fields
 from dissociated.codec.filter.statistics import Statistics
@@ -19,7 +20,8 @@ from dissociated.datasets.base import Dataset
 from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.static_message import MappedMessages, StaticMessage
 from dissociated.errors import FormatError, SourceError
-from dissociated.format.message import HeaderType
+from dissociated.format.encapsulated import END_OF_STREAM, encapsulate
+from dissociated.format.message import HeaderType, is_compressed
 from dissociated.format.projection import ProjectedMessage, Projection
 from dissociated.memory.region import MAX_REGIONS, Region
 from dissociated.protocol.request import Selection
@@ -64,6 +66,22 @@ class StaticDataset(Dataset):
     @property
     def packed_size(self) -> int:
         return sum(message.parsed.body_length for message in self.packed())
+
+    def small_stream(self, limit: int) -> bytes | None:
+        """Return the messages as an IPC stream.
+
+        Returns:
+            The stream; None if it would be longer than `limit` bytes, or has tensors or compressed bodies.
+        """
+        pieces: list[Buffer] = []
+        remaining = limit - len(END_OF_STREAM)
+        for message in self.packed():
+            head = encapsulate(message.header)
+            remaining -= len(head) + message.parsed.body_length
+            if remaining < 0 or message.parsed.is_tensor or is_compressed(message.header):
+                return None
+            pieces += (head, *(message.packed or ()))
+        return b"".join((*pieces, END_OF_STREAM))
 
     def encoded(self, key: Hashable, encode: Callable[[], T]) -> T:
         """Return the result of `encode` for `key`, which is computed once and kept as long as the dataset."""
