@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import pyarrow as pa
@@ -22,6 +23,8 @@ from dissociated.store.version import NodeRecord, Part, Version
 REUSE_CONNECTION = "arrow-flight-reuse-connection://?"
 
 _SAME_HOST = ("shm", "inproc")
+
+_deserialize = lru_cache(256)(deserialize)
 
 
 class Listing:
@@ -52,7 +55,7 @@ class Listing:
             "tags": dict(version.tags),
         }
         return flight.FlightInfo(
-            deserialize(version.schema),
+            _deserialize(version.schema),
             flight.FlightDescriptor.for_path(version.name),
             [
                 self.endpoint(part, caller, earliest_expiry(expires, version.expires), embed=embed)
@@ -75,7 +78,7 @@ class Listing:
             return None
         ticket = self._registry.issue_ticket(local)
         endpoint = flight.FlightEndpoint(ticket.data, pair)
-        return flight.FlightInfo(deserialize(version.schema), descriptor, [endpoint], -1, -1)
+        return flight.FlightInfo(_deserialize(version.schema), descriptor, [endpoint], -1, -1)
 
     def endpoint(
         self,
