@@ -19,6 +19,8 @@ from dissociated.transport.base import Connection
 
 #: Largest number of messages that are encoded and sent in one call.
 _GROUP_SIZE = 512
+#: The same for the first group, which a reader waits for. Clients read the beginning of a stream from 64 batches on.
+_FIRST_GROUP_SIZE = 128
 #: Largest number of messages of a dataset that are kept encoded, for each kind of connection. Encoding a message again
 #: takes as long as reading it. Keeping it encoded takes a third of the memory that the message itself takes.
 _MAX_CACHED_MESSAGES = 1 << 20
@@ -141,7 +143,7 @@ def _encode(
 
 def _group(messages: Sequence[StaticMessage], start: int, max_bytes: int) -> Sequence[StaticMessage]:
     """Return the messages from index `start` on until their bodies have `max_bytes` bytes, or the group is full."""
-    candidates = messages[start : start + _GROUP_SIZE]
+    candidates = messages[start : start + (_GROUP_SIZE if start else _FIRST_GROUP_SIZE)]
     nbytes = 0
     for count, message in enumerate(candidates):
         # A group ends at the end of a segment, so that its bodies lie in one piece of memory.
