@@ -44,7 +44,7 @@ _PHRASES = {
     "with client.list() or dissociated ls": "with dissociated ls",
     "with client.versions(name) or dissociated versions": "with dissociated versions",
     "publish each stream by itself": "publish each stream by itself (dissociated put FILE NAME --append)",
-    "is not certain: filter the rows after reading": "is not certain: write a value of that type",
+    "write a value of that type, or filter the rows after reading": "write a value of that type",
     "give a directory with the policy spill": "give --spill DIR with the policy spill",
     "connect(uri, token=...)": "--token-file FILE, or DISSOCIATED_TOKEN",
     "(tls_roots says which certificates are)": "(--tls-roots FILE says which certificates are)",
