@@ -179,9 +179,9 @@ def _open_reader(source: Source, schema: pa.Schema | None = None) -> pa.RecordBa
     if hasattr(source, "to_reader"):
         return source.to_reader()
     raise SourceError.for_peer(
-        f"cannot publish a {type(source).__name__}: give a Table (see pyarrow.table), record batches, a "
-        "RecordBatchReader, an object with __arrow_c_stream__, a pyarrow dataset, a callable that returns one of these, "
-        "the path of an Arrow IPC, Parquet, CSV or JSON lines file, or one or more tensors"
+        f"cannot publish a {type(source).__name__}: give a Table (see pyarrow.table), record batches, "
+        "a RecordBatchReader, an object with __arrow_c_stream__, a pyarrow dataset, a callable that returns one of "
+        "these, the path of an Arrow IPC, Parquet, CSV or JSON lines file, or one or more tensors"
     )
 
 
