@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -52,7 +53,7 @@ _PHRASES = {
 
 
 class _Help(argparse.HelpFormatter):
-    """A help formatter that fills the paragraphs of a description, except indented ones.
+    """A help formatter that fills the paragraphs of a description, except indented ones, and cuts no word.
 
     Commands are listed without the extra indentation of argparse, which would also wrap long names.
     """
@@ -65,11 +66,13 @@ class _Help(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = text.split("\n\n")
         return "\n\n".join(
-            paragraph
-            if re.search("^ ", paragraph, re.MULTILINE)
-            else super(_Help, self)._fill_text(paragraph, width, indent)
+            paragraph if re.search("^ ", paragraph, re.MULTILINE) else "\n".join(self._split_lines(paragraph, width))
             for paragraph in paragraphs
         )
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        # argparse would cut paths and URIs, after hyphens and at the width.
+        return textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)
 
 
 def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
