@@ -121,7 +121,7 @@ class Holdings:
             SourceError: The data cannot be read.
         """
         request = Request.parse(ticket)
-        published, granted = self.registry.resolve_ticket(request.ticket)
+        published, granted = self.registry.resolve_ticket(request.ticket, request.part)
         with source_errors(published.name):
             reader = self.registry.select(granted, request.selection).open_reader()
         self.activity.flight()

@@ -113,13 +113,15 @@ class Listing:
         ]
         if local is not None and not local.repeatable:
             expires = None  # A second request may return nothing, or another stream.
+        # Only this process publishes with chosen tickets. The ids of copies on other nodes differ.
+        is_sole = len(part.nodes) == 1 and self._registry.lookup_part(part.id) is not None
         ticket = self._registry.tickets.sign(Grant(part.ticket, columns), time.time())
         expirations = [end for end in (expires, ticket.expires) if end is not None]
         return flight.FlightEndpoint(
             ticket.data,
             locations,
             None if not expirations else pa.scalar(int(min(expirations) * 1e6), pa.timestamp("us", "UTC")),
-            json.dumps({"nodes": known_nodes, "rows": part.rows}),
+            json.dumps({"nodes": known_nodes, "rows": part.rows, "part": part.id if is_sole else None}),
         )
 
 

@@ -40,7 +40,7 @@ COMMANDS = {
 
 #: Phrases in the library's error messages about parameters of Python, and their replacements for the command line.
 #: `_rephrase` replaces the names of options without this table.
-_PHRASES = {
+PHRASES = {
     "publish a reader, pyarrow.ipc.open_stream(path)": r"add the marker: printf '\377\377\377\377\0\0\0\0' >> FILE",
     "with client.list() or dissociated ls": "with dissociated ls",
     "with client.versions(name) or dissociated versions": "with dissociated versions",
@@ -159,7 +159,7 @@ def _run(parsed: argparse.Namespace) -> None:
 
 def _rephrase(message: str, parsed: argparse.Namespace) -> str:
     """Return a message in which the names of parameters are replaced by the command's options that set them."""
-    for phrase, replacement in _PHRASES.items():
+    for phrase, replacement in PHRASES.items():
         message = message.replace(phrase, replacement)
     for name in vars(parsed):
         if "_" in name:

@@ -11,7 +11,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from dissociated.cli import access, target, terminal, text
-from dissociated.control.locations import DatasetInfo, Endpoint, describe_away
+from dissociated.control.dataset_info import DatasetInfo
+from dissociated.control.locations import Endpoint, describe_away
 from dissociated.errors import CatalogError, DatasetNotFound, OptionError
 
 if TYPE_CHECKING:

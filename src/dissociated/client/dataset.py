@@ -22,7 +22,7 @@ from dissociated.client.scanner import Scanner
 from dissociated.client.version_reader import VersionReader
 from dissociated.codec.filter.row_filter import RowFilter
 from dissociated.codec.inplace import MappedReader
-from dissociated.control.locations import DatasetInfo
+from dissociated.control.dataset_info import DatasetInfo
 from dissociated.errors import OptionError
 from dissociated.memory.device.registry import open_device
 
