@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dissociated.errors import ColumnNotFound, OptionError, RemoteProtocolError
-from dissociated.protocol.events import Streams
 from dissociated.protocol.request import MAX_IDENTIFIER, Request, RowSelection, Selection, with_members
+from dissociated.protocol.wire import Streams
 
 NAMES = ["a", "b", "a", "ü"]
 

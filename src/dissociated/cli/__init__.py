@@ -41,6 +41,8 @@ COMMANDS = {
 #: `_rephrase` replaces the names of options without this table.
 _PHRASES = {
     "publish a reader, pyarrow.ipc.open_stream(path)": r"add the marker: printf '\377\377\377\377\0\0\0\0' >> FILE",
+    "with client.list() or dissociated ls": "with dissociated ls",
+    "with client.versions(name) or dissociated versions": "with dissociated versions",
     "publish each stream by itself": "publish each stream by itself (dissociated put FILE NAME --append)",
     "is not certain: filter the rows after reading": "is not certain: write a value of that type",
     "give a directory with the policy spill": "give --spill DIR with the policy spill",

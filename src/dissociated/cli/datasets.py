@@ -223,8 +223,8 @@ def _run_versions(arguments: argparse.Namespace) -> None:
     catalog, name = target.find_dataset(arguments)
     with access.client(catalog, arguments) as client:
         versions = client.versions(name)
-    if not versions:
-        raise DatasetNotFound(f"no dataset {name!r} is published at {catalog}")
+        if not versions:
+            client.describe(name)  # raises DatasetNotFound, with advice
     if arguments.json:
         print(json.dumps([{**version, "created": version["created"].isoformat()} for version in versions], indent=2))
         return

@@ -174,7 +174,7 @@ _ROWS = re.compile(r"(\d*):(\d*)")
 _NO_END = 2**62  # more rows than there are
 
 
-class Reading(NamedTuple):
+class OpenDataset(NamedTuple):
     """An open reader of a dataset, with the number of rows if the catalog knows it."""
 
     info: DatasetInfo
@@ -223,7 +223,7 @@ def parse_rows(written: str) -> range:
 @contextmanager
 def open_dataset(
     arguments: argparse.Namespace, rows: range | None = None, limit: int | None = None
-) -> Iterator[Reading]:
+) -> Iterator[OpenDataset]:
     """Open the dataset of the command line for the `with` block.
 
     Args:
@@ -249,7 +249,7 @@ def open_dataset(
             filter=condition,
             limit=limit,
         )
-        yield Reading(info, reader, None if condition is not None else _rows_in(info.rows, rows))
+        yield OpenDataset(info, reader, None if condition is not None else _rows_in(info.rows, rows))
 
 
 def require_rows(info: DatasetInfo) -> None:

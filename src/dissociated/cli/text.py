@@ -15,20 +15,9 @@ from dissociated.base.display import plural as plural
 from dissociated.base.display import size as size
 from dissociated.control.catalog_uri import is_unix, split_unix
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kKMGTP])(i?))?B?")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _GAP = "  "
 _MIN_WIDTH = 8  # columns of a terminal to which a text may be cut
-
-
-def parse_size(written: str) -> int:
-    """Parse a size such as 8GiB, 500MB or 4096 into bytes. Raises ValueError."""
-    match = _SIZE.fullmatch(written.strip())
-    if match is None:
-        raise ValueError(f"{written!r} is not a size: give 8GiB, 500MB, or a number of bytes")
-    number, prefix, binary = match.groups()
-    power = "_KMGTP".index(prefix.upper()) if prefix else 0
-    return int(float(number) * (1024 if binary else 1000) ** power)
 
 
 def local_time(seconds: float) -> str:

@@ -19,11 +19,10 @@ from dissociated.errors import (
     UnsafeMemory,
     UriError,
 )
-from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message
-from dissociated.protocol.metadata import PREFIX_SIZE
 from dissociated.protocol.request import REQUEST_PARAMETER, announces, with_members
 from dissociated.protocol.sender import Tags
+from dissociated.protocol.wire import PREFIX_SIZE, Streams
 from dissociated.transport.base import Connection
 from dissociated.transport.registry import transport
 from dissociated.transport.trace import traced

@@ -121,7 +121,7 @@ class SqlSession:
         try:
             info = self._client.describe(name)
         except DatasetNotFound as unknown:
-            raise DatasetNotFound(f"{unknown}, and DuckDB has no table of that name") from None
+            raise DatasetNotFound(f"DuckDB has no table {name!r}, and {unknown}") from None
         if info.tensors is not None:
             raise WrongKind(
                 f"{name!r} holds tensors, which have no rows: client.read_tensors({name!r}) reads them in Python"

@@ -13,7 +13,7 @@ from dissociated.client.device import DeviceReceiver, place_on_device
 from dissociated.client.session import ClientSession, Deliveries
 from dissociated.codec.batches import RaisingAgain
 from dissociated.codec.device import DeviceMessage, DeviceReader, Mover, join_on_device
-from dissociated.codec.inplace import InPlace, Place
+from dissociated.codec.inplace import InPlace, StreamPlace
 from dissociated.codec.join import Messages, join
 from dissociated.codec.options import ReadOptions
 from dissociated.codec.reader import StreamReader
@@ -149,7 +149,7 @@ class ClientStream:
             self._session.blame(error)
             raise
 
-    def compare(self, in_place: InPlace, at: int, options: ReadOptions) -> Place | StreamReader:
+    def compare(self, in_place: InPlace, at: int, options: ReadOptions) -> StreamPlace | StreamReader:
         """Compare the rest of a stream whose beginning lies in place. See `Tail.compare`."""
         for item in self._remaining:
             self._examined.append(item)
@@ -200,7 +200,7 @@ class _Tail:
         self._in_place = in_place
         self._options = options
 
-    def compare(self, at: int) -> Place | StreamReader:
+    def compare(self, at: int) -> StreamPlace | StreamReader:
         return self._stream.compare(self._in_place, at, self._options)
 
     @property

@@ -13,7 +13,7 @@ import pyarrow as pa
 from dissociated.base import strict_json
 from dissociated.base.display import count, html, html_table, plain_table, plural, shorten, size
 from dissociated.control.messages import FieldTypes, has_fields, is_moment
-from dissociated.datasets.tensor_info import TensorsInfo, parse_tensors_info
+from dissociated.datasets.tensors import TensorsInfo, parse_tensors_info
 from dissociated.errors import CatalogError, NodeUnreachable, UriError
 from dissociated.transport import registry
 from dissociated.uri import DEVICE, Uri

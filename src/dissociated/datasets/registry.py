@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from dissociated.base.access import Grant, Signer, Ticket, Unsigned
+from dissociated.base.display import advise_name
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.filtered import select
 from dissociated.datasets.sources import isolate_columns
@@ -123,7 +124,8 @@ class Registry:
         dataset = self.find_name(name)
         if dataset is None:
             self._check_open()
-            raise DatasetNotFound(f"no dataset {name!r} is published here")
+            advice = advise_name(name, self.names(), "server.names()")
+            raise DatasetNotFound(f"no dataset {name!r} is published here: {advice}")
         return dataset
 
     def lookup(self, identifier: bytes) -> Dataset | None:

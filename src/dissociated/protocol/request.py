@@ -30,12 +30,12 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from dissociated.base import strict_json
 from dissociated.base.tracing import TRACEPARENT, is_traceparent
 from dissociated.errors import ColumnNotFound, OptionError, RemoteProtocolError
-from dissociated.protocol.events import Streams
+from dissociated.protocol.wire import Streams
 from dissociated.uri import Uri
 
 #: First bytes of every structured request. No ticket begins with them.
@@ -197,14 +197,6 @@ class Request:
             keep,
             traceparent if is_traceparent(traceparent) else None,
         )
-
-
-class StreamRequested(NamedTuple):
-    """A client sent want_data: "an opaque binary identifier of the data stream being requested"."""
-
-    request: Request
-    streams: Streams
-    tag: int
 
 
 def with_members(identifier: bytes, **members: Any) -> bytes:

@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from dissociated.datasets.static_message import SharedSegment
 from dissociated.errors import ConnectionClosed, ServerFull, SourceError
 from dissociated.monitoring.activity import Activity
-from dissociated.monitoring.kept_memory import Mappable
 from dissociated.transport.base import Connection
 
 #: Seconds that every new connection has for its request before it may be interrupted to make room for another. This is
@@ -135,7 +135,7 @@ class Admission:
         if self._pending.pop(connection, None) is not None:
             self._changed.notify()
 
-    def watch_kept(self, segments: Iterable[Mappable]) -> None:
+    def watch_kept(self, segments: Iterable[SharedSegment]) -> None:
         """Watch `segments`, which a client that is gone or was cut off may still have mapped."""
         for segment in segments:
             self._activity.kept_memory.watch(segment)

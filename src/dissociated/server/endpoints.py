@@ -10,8 +10,8 @@ from dissociated.datasets.base import Dataset
 from dissociated.errors import DatasetNotFound, SourceError
 from dissociated.memory.device.segment import DeviceSegment
 from dissociated.memory.remote import with_spans
-from dissociated.protocol.events import Streams
 from dissociated.protocol.request import FILTER_PARAMETER, REQUEST_PARAMETER, TRACE_PARAMETER
+from dissociated.protocol.wire import Streams
 from dissociated.server.requests import FREE_DATA, want_tag
 from dissociated.transport.base import Listener
 from dissociated.transport.registry import transport

@@ -16,11 +16,9 @@ from dissociated.datasets.streamed import StreamedDataset
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, SourceError
 from dissociated.format.message import buffer_extents
 from dissociated.memory.live import LiveMemory, LiveRegion
-from dissociated.protocol.bodies import encode_addresses
-from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message, Run
 from dissociated.protocol.sender import Body
-from dissociated.protocol.tags import BodyKind
+from dissociated.protocol.wire import BodyKind, Streams, encode_addresses
 from dissociated.server.coalescer import COALESCE_INTERVAL, MIN_BURST, Coalescer
 from dissociated.server.sending import ClientRequest, Sending
 

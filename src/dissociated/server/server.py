@@ -28,8 +28,8 @@ from dissociated.errors import DissociatedError, OptionError
 from dissociated.monitoring.activity import Activity
 from dissociated.monitoring.changes import Change
 from dissociated.monitoring.status import ConsumerStatus, ServerStatus
-from dissociated.protocol.events import Streams
 from dissociated.protocol.request import REQUEST_MAGIC
+from dissociated.protocol.wire import Streams
 from dissociated.server.connections import Connections, open_listener
 from dissociated.server.endpoints import Endpoints
 from dissociated.server.options import ServerOptions, takes_fields
