@@ -73,15 +73,15 @@ def encode_groups(
     """
     group_bytes = STEP if is_growing else _UNLIMITED
     by_address = segment_number is not None
-    kept: _KeptGroups | None = None
+    kept_groups: _KeptGroups | None = None
     if not is_growing and first + len(messages) <= _MAX_CACHED_MESSAGES:
-        kept = dataset.encoded((connection.encoding, streams, segment_number, inline_limit), _KeptGroups)
+        kept_groups = dataset.encoded((connection.encoding, streams, segment_number, inline_limit), _KeptGroups)
     start = number = 0
     while start < len(messages):
         encode = partial(
             _encode, messages, start, first + start, connection, streams, by_address, group_bytes, inline_limit
         )
-        group = encode() if kept is None else kept.get(number, encode)
+        group = encode() if kept_groups is None else kept_groups.get(number, encode)
         yield group
         start += group.message_count
         number += 1
