@@ -42,7 +42,7 @@ COMMANDS = {
 #: `_rephrase` replaces the names of options without this table.
 PHRASES = {
     "publish a reader, pyarrow.ipc.open_stream(path)": r"add the marker: printf '\377\377\377\377\0\0\0\0' >> FILE",
-    "with client.list() or dissociated ls": "with dissociated ls",
+    "client.list() or dissociated ls": "dissociated ls",
     "with client.versions(name) or dissociated versions": "with dissociated versions",
     "publish each stream by itself": "publish each stream by itself (dissociated put FILE NAME --append)",
     "write a value of that type, or filter the rows after reading": "write a value of that type",

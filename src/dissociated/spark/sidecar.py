@@ -246,8 +246,8 @@ def load_table(
         try:
             info = request.describe(client)
         except DatasetNotFound:
-            kept = _kept_versions(client.versions(name))
-            raise DatasetNotFound(f"no version {request.version} of {name!r} is kept. {kept}") from None
+            sentence = _kept_versions(client.versions(name))
+            raise DatasetNotFound(f"no version {request.version} of {name!r} is kept. {sentence}") from None
     return {"schema": spark_schema(info.schema).json(), "tags": dict(info.tags), "version": info.version}
 
 
