@@ -313,11 +313,16 @@ class DatasetHandle(_Rows):
     """
 
     def __init__(
-        self, client: CatalogClient, info: DatasetInfo, transport: str | None = None, described_now: bool = False
+        self,
+        client: CatalogClient,
+        info: DatasetInfo,
+        transport: str | None = None,
+        described_now: bool = False,
+        reader: VersionReader | None = None,
     ) -> None:
         super().__init__(info.schema)
         self._client = client
-        self._reader = VersionReader(client, info, transport, described_now)
+        self._reader = reader or VersionReader(client, info, transport, described_now)
         #: Description of the version by the catalog.
         self.info = info
 
@@ -372,7 +377,8 @@ class DatasetHandle(_Rows):
     def close(self) -> None:
         """Give back the shared memory that the handle keeps mapped. A later read maps it again.
 
-        Memory in which there are arrays is given back when the last of them is collected.
+        Memory in which there are arrays is given back when the last of them is collected. A LazyFrame of `scan` that
+        was collected keeps such arrays, as long as it lives.
 
         Example:
             ```python
