@@ -60,9 +60,9 @@ def find(arguments: argparse.Namespace) -> Target:
     uri = catalog(arguments)
     if uri is None:
         store = arguments.store or default_store()
-        if kept := sum(1 for _ in store.glob(f"{SEGMENTS}/*")):
+        if versions := sum(1 for _ in store.glob(f"{SEGMENTS}/*")):
             raise CatalogError(
-                f"no node serves the store {str(store)!r}, which holds {text.plural(kept, 'version')}: "
+                f"no node serves the store {str(store)!r}, which holds {text.plural(versions, 'version')}: "
                 f"dissociated start{'' if arguments.store is None else f' --store {store}'} serves them again"
             )
         raise CatalogError(
