@@ -115,6 +115,7 @@ def test_clean_frees_what_a_stopped_node_left_after_asking(own_store: Path) -> N
         client.put("e", TABLE)
     assert "dissociated stop" in run("clean")
     run("stop")
+    assert re.search("which holds [23] versions: dissociated start serves them again", run("ls", status=1))
     assert "--yes" in run("clean", status=1)
     command = [sys.executable, "-m", "dissociated", "clean"]
     around = {**os.environ, "TERM": "dumb"}

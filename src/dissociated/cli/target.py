@@ -13,6 +13,7 @@ from dissociated.cli import access, text
 from dissociated.control.catalog_uri import CATALOG_VARIABLE
 from dissociated.errors import CatalogError, DissociatedError, OptionError, UriError
 from dissociated.node.launch import default_store, running
+from dissociated.store.layout import SEGMENTS
 
 _COMPLETION_TIMEOUT = 1.0  # seconds to wait for the names of datasets in a shell
 _ADDRESS = re.compile(r"(localhost|[\w-]+(\.[\w-]+)+|\[[0-9a-fA-F:]+\]):\d+(/.*)?")  # a URI without its scheme
@@ -58,8 +59,14 @@ def find(arguments: argparse.Namespace) -> Target:
     """Return the target. Raises UriError, and CatalogError if no catalog is named and no node is running."""
     uri = catalog(arguments)
     if uri is None:
+        store = arguments.store or default_store()
+        if versions := sum(1 for _ in store.glob(f"{SEGMENTS}/*")):
+            raise CatalogError(
+                f"no node serves the store {str(store)!r}, which holds {text.plural(versions, 'version')}: "
+                f"dissociated start{'' if arguments.store is None else f' --store {store}'} serves them again"
+            )
         raise CatalogError(
-            f"no catalog is given, and no node with the store {str(arguments.store or default_store())!r} runs on "
+            f"no catalog is given, and no node with the store {str(store)!r} runs on "
             f"this host: give grpc://HOST:PORT/NAME, set {CATALOG_VARIABLE}, or start a node: dissociated start, or "
             "dissociated put FILE NAME"
         )
