@@ -245,8 +245,8 @@ class Client(CatalogClient):
 
         The tables are the current versions of the datasets. Write a name in double quotes if it has other characters
         than letters, digits and underscores. DuckDB resolves all other names: "other.parquet" is a file. Data in shared
-        memory is not copied; else only the needed columns and rows are read. Of several statements, the last must return
-        rows: a query, also `PIVOT` or `EXPLAIN`. Statements that would change a dataset are refused.
+        memory is not copied; else only the needed columns and rows are read. Of several statements, the last must
+        return rows: a query, also `PIVOT` or `EXPLAIN`. Statements that would change a dataset are refused.
 
         Returns:
             The result. It has memory of its own, and needs neither the client nor the datasets.
