@@ -123,7 +123,7 @@ class Holdings:
             SourceError: The data cannot be read.
         """
         request = Request.parse(ticket)
-        published, granted = self.registry.resolve_ticket(request.ticket)
+        published, granted = self.registry.resolve_ticket(request.ticket, request.part)
         with source_errors(published.name):
             reader = self.registry.select(granted, request.selection).open_reader()
         self.activity.flight()
@@ -147,6 +147,7 @@ class Holdings:
             published.check_unchanged()
             opened = published.open()
             stream = opened.small_stream(limit) if isinstance(opened, StaticDataset) else None
+            published.check_unchanged()
             if stream is not None:
                 self.activity.flight()
             return stream

@@ -124,6 +124,8 @@ class Listing:
         ]
         if local is not None and not local.repeatable:
             expires = None  # A second request may return nothing, or another stream.
+        # Only this process publishes with chosen tickets. The ids of copies on other nodes differ.
+        sole = self._registry.lookup_part(part.id) if len(part.nodes) == 1 else None
         ticket = self._registry.tickets.sign(Grant(part.ticket, columns), time.time())
         expirations = [end for end in (expires, ticket.expires) if end is not None]
         return flight.FlightEndpoint(
@@ -131,8 +133,8 @@ class Listing:
             locations,
             None if not expirations else pa.scalar(int(min(expirations) * 1e6), pa.timestamp("us", "UTC")),
             with_embedded(
-                json.dumps({"nodes": known_nodes, "rows": part.rows}),
-                self._holdings.read_small(local, embed) if local is not None and embed else None,
+                json.dumps({"nodes": known_nodes, "rows": part.rows, "part": None if sole is None else part.id}),
+                self._holdings.read_small(sole, embed) if sole is not None and embed else None,
             ),
         )
 

@@ -17,7 +17,8 @@ import pyarrow.flight as flight
 from dissociated.base.host import boot_id, host_name
 from dissociated.client.flight_connection import CatalogConnection
 from dissociated.codec.reader import check_field_names
-from dissociated.control.locations import DatasetInfo, DatasetList, descriptor_name
+from dissociated.control.dataset_info import DatasetInfo, DatasetList
+from dissociated.control.descriptors import descriptor_name
 from dissociated.errors import CatalogError, CatalogUnreachable, DatasetNotFound
 
 _ESCAPED = re.compile(rb"\\x([0-9a-f]{2})")  # a byte that is not UTF-8, as `descriptor_name` escapes it

@@ -144,7 +144,7 @@ def _open_over_flight(part: PartPlan, open_flight: OpenFlight | None, step: Step
     assert open_flight is not None, "only a catalog describes parts that are reached by Flight"
     if not part.request.decompress:
         raise OptionError("Flight always decompresses: with decompress=False, take another transport than grpc")
-    reader = open_flight(part.endpoint, step.identifier, part.request)
+    reader = open_flight(part.endpoint, part.identifier(step), part.request)
     fields = step.residual.positions(reader.schema.names)
     return reader if fields is None else select_columns(reader, fields)
 

@@ -52,6 +52,7 @@ class ReadRequest:
         spaces: A list to which the address space of each connection is added. Bodies may lie in these spaces.
         idle: Keeps connections for the next requests. None: each stream has a connection of its own.
         max_parallel: Largest number of parts of a dataset that are opened at once.
+        ahead: Whether other parts of the dataset are read first.
         traceparent: Trace context that servers get, if they trace.
 
     Raises:
@@ -76,6 +77,7 @@ class ReadRequest:
     keep_files: bool = False
     spaces: list[AddressSpace] | None = None
     max_parallel: int = MAX_PARALLEL
+    ahead: bool = False
     idle: IdleConnections | None = field(default=None, compare=False)
     traceparent: str | None = None
 

@@ -18,7 +18,7 @@ from dissociated.client.request import ReadRequest
 from dissociated.client.version_reader import VersionReader
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, batches
-from dissociated.control.locations import DatasetInfo
+from dissociated.control.dataset_info import DatasetInfo
 from dissociated.errors import DatasetNotFound, DissociatedError, Failure, OptionError, WrongKind
 
 try:
@@ -154,7 +154,7 @@ class SqlSession:
         try:
             info = self._client.describe(name)
         except DatasetNotFound as unknown:
-            raise DatasetNotFound(f"{unknown}, and DuckDB has no table of that name") from None
+            raise DatasetNotFound(f"DuckDB has no table {name!r}, and {unknown}") from None
         if info.tensors is not None:
             raise WrongKind(
                 f"{name!r} holds tensors, which have no rows: client.read_tensors({name!r}) reads them in Python"

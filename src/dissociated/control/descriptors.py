@@ -42,6 +42,12 @@ def parse_put(descriptor: flight.FlightDescriptor) -> dict[str, Any]:
     return _parse(descriptor, _PUT)
 
 
+def descriptor_name(descriptor: Any) -> str:
+    """Return the name in a FlightDescriptor."""
+    content = b"/".join(descriptor.path or ()) or descriptor.command or b""
+    return content.decode(errors="backslashreplace")
+
+
 def _parse(descriptor: flight.FlightDescriptor, types: Mapping[str, type]) -> dict[str, Any]:
     """Return the content of a descriptor: the name, and the other keys of a command."""
     if descriptor.descriptor_type == flight.DescriptorType.PATH and len(descriptor.path) == 1:

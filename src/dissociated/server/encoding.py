@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 
 from dissociated.datasets.static import StaticDataset
 from dissociated.datasets.static_message import StaticMessage
-from dissociated.protocol.bodies import encode_addresses
-from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message
 from dissociated.protocol.sender import Body, Sender
-from dissociated.protocol.tags import BodyKind
+from dissociated.protocol.wire import BodyKind, Streams, encode_addresses
 from dissociated.store.copying import STEP
 from dissociated.transport.base import Connection
 

@@ -10,8 +10,8 @@ from dissociated.datasets.base import Dataset
 from dissociated.errors import DatasetNotFound, SourceError
 from dissociated.memory.device.segment import DeviceSegment
 from dissociated.memory.remote import with_spans
-from dissociated.protocol.events import Streams
-from dissociated.protocol.request import FILTER_PARAMETER, REQUEST_PARAMETER, TRACE_PARAMETER
+from dissociated.protocol.request import FILTER_PARAMETER, MISSED_PARAMETER, REQUEST_PARAMETER, TRACE_PARAMETER
+from dissociated.protocol.wire import Streams
 from dissociated.server.requests import FREE_DATA, want_tag
 from dissociated.transport.base import Listener
 from dissociated.transport.registry import transport
@@ -138,6 +138,8 @@ class Endpoints:
         )
         if by_address and transport(uri.scheme).shares_memory:
             located = located.with_parameters(**{PACKED: str(want_tag(streams, True))})
+        if dataset is not None and dataset.notes_missed:
+            located = located.with_parameters(**dict([MISSED_PARAMETER]))
         if regions:
             located = with_spans(located, [listener.expose(region) for region in regions])
         return located if streams is Streams.BOTH else located.with_parameters(stream=str(streams.name).lower())

@@ -23,11 +23,11 @@ from dissociated.errors import (
 )
 from dissociated.monitoring.activity import ConnectionStats
 from dissociated.protocol.close_reason import close_reason, reason_text
-from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Incoming, Run
-from dissociated.protocol.request import Selection, StreamRequested
-from dissociated.protocol.sender import Sender
+from dissociated.protocol.request import Selection
+from dissociated.protocol.sender import Sender, StreamRequested
 from dissociated.protocol.states import State
+from dissociated.protocol.wire import Streams
 from dissociated.server.admission import Admission, Limits
 from dissociated.server.live import BroadcastSending, StreamedSending
 from dissociated.server.requests import TAGS, receive, wants_device, wants_packed
@@ -100,7 +100,9 @@ class Session:
     def _answer(self, requested: StreamRequested) -> bool:
         """Serve the stream that the client requested. Return whether the connection may carry another."""
         request = requested.request
-        published, granted = self._registry.resolve_ticket(request.ticket)
+        published, granted = self._registry.resolve_ticket(request.ticket, request.part)
+        if request.ahead:
+            self._limits = self._limits.ahead
         self._stats.dataset = published
         with published.reading():
             published.check_unchanged()
