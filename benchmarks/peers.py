@@ -1,4 +1,4 @@
-"""The peers of the benchmarks: a server of this library with its Flight, a bare socket, a mapped file, Ray, and Vineyard."""
+"""The peers of the benchmarks: our server with its Flight, a bare socket, a mapped file, Ray, and Vineyard."""
 
 from __future__ import annotations
 

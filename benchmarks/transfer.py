@@ -24,6 +24,7 @@ PROMISES = [
     ("1 MB", "shm", "Flight", 100.0),
     ("1 MB", "shm", "by hand", 0.67),
     ("1 MB", "shm", "Ray", 5.0),
+    ("1 MB", "shm", "Vineyard", 20.0),
     ("16 MB", "tcp", "socket", 0.9),
     ("16 MB", "tcp", "Flight", 1.6),
     ("1 MB", "tcp", "socket", 0.9),
