@@ -1,9 +1,11 @@
-"""The peers of the benchmarks: a server of this library with its Flight, a bare socket, a mapped file, and Ray."""
+"""The peers of the benchmarks: our server with its Flight, a bare socket, a mapped file, Ray, and Vineyard."""
 
 from __future__ import annotations
 
 import multiprocessing
 import socket
+import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -157,3 +159,30 @@ def in_ray(shapes: Sequence[Shape]) -> Iterator[Readers]:
         objects = {shape.name: make.remote(shape) for shape in shapes}
         ray.wait([*objects.values()], num_returns=len(objects))
         yield {name: partial(ray.get, object) for name, object in objects.items()}
+
+
+@contextmanager
+def in_vineyard(shapes: Sequence[Shape]) -> Iterator[Readers]:
+    """Put the shapes into a server of Vineyard, and yield functions that get them, or none if it is not installed."""
+    try:
+        import vineyard
+        import vineyard.bdist
+    except ImportError:
+        print("left out: Vineyard is not installed (pip install --no-build-isolation vineyard)")
+        yield {}
+        return
+    memory = 2 * sum(shape.nbytes for shape in shapes)
+    with TemporaryDirectory() as directory:
+        place = Path(directory, "socket")
+        program = Path(vineyard.bdist.__file__).with_name("vineyardd")
+        command = [str(program), f"--socket={place}", f"--size={memory}", "--meta=local"]
+        server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            while not place.exists() and server.poll() is None:
+                time.sleep(0.1)
+            client = vineyard.connect(str(place))
+            objects = {shape.name: client.put(shape.table()) for shape in shapes}
+            yield {name: partial(client.get, object) for name, object in objects.items()}
+        finally:
+            server.kill()
+            server.wait()

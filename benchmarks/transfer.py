@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import dissociated as dis
-from benchmarks.peers import Peers, Readers, Shape, in_files, in_ray, receive_bare, running
+from benchmarks.peers import Peers, Readers, Shape, in_files, in_ray, in_vineyard, receive_bare, running
 from benchmarks.rounds import medians
 from dissociated.cli import text
 
@@ -24,6 +24,7 @@ PROMISES = [
     ("1 MB", "shm", "Flight", 100.0),
     ("1 MB", "shm", "by hand", 0.67),
     ("1 MB", "shm", "Ray", 5.0),
+    ("1 MB", "shm", "Vineyard", 20.0),
     ("16 MB", "tcp", "socket", 0.9),
     ("16 MB", "tcp", "Flight", 1.6),
     ("1 MB", "tcp", "socket", 0.9),
@@ -48,7 +49,11 @@ def run(gigabytes: float, rounds: int) -> None:
     with ExitStack() as opened:
         peers = opened.enter_context(running(measured))
         client = opened.enter_context(dis.connect(peers.catalog))
-        others = {"by hand": opened.enter_context(in_files(measured)), "Ray": opened.enter_context(in_ray(measured))}
+        others = {
+            "by hand": opened.enter_context(in_files(measured)),
+            "Ray": opened.enter_context(in_ray(measured)),
+            "Vineyard": opened.enter_context(in_vineyard(measured)),
+        }
         measured_in = {
             shape.name: _measure(client, peers, others, index, shape, rounds) for index, shape in enumerate(measured)
         }

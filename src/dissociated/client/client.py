@@ -246,15 +246,15 @@ class Client(CatalogClient):
 
         The tables are the current versions of the datasets. Write a name in double quotes if it has other characters
         than letters, digits and underscores. DuckDB resolves all other names: "other.parquet" is a file. Data in shared
-        memory is not copied; else only the needed columns and rows are read. Of several statements, the last must be a
-        query. Statements that would change a dataset are refused.
+        memory is not copied; else only the needed columns and rows are read. Of several statements, the last must
+        return rows: a query, also `PIVOT` or `EXPLAIN`. Statements that would change a dataset are refused.
 
         Returns:
             The result. It has memory of its own, and needs neither the client nor the datasets.
 
         Raises:
             OptionError: The query is invalid or fails, or DuckDB is not installed.
-            DatasetNotFound: There is neither a dataset nor a table of a name.
+            DatasetNotFound: There is neither a dataset nor a table of a name. Errors of `read` are raised, too.
 
         Example:
             ```python
