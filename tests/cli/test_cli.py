@@ -665,9 +665,10 @@ def test_help_and_version() -> None:
     assert run("help", "ls").stdout == run("ls", "--help").stdout
     assert run().stdout == run("--help").stdout
     for name in (None, *COMMANDS):
-        helped = run(*filter(None, [name]), "--help")
+        helped = run(*filter(None, [name]), "--help", COLUMNS="80")
         assert helped.returncode == 0
         assert helped.stdout.startswith("usage: ")
+        assert max(map(len, helped.stdout.splitlines())) <= 80
 
 
 def test_put_ls_get_and_drop(files: Path, tmp_path: Path) -> None:

@@ -206,7 +206,14 @@ def add_rows_argument(parser: argparse.ArgumentParser) -> None:
 
 def add_format_argument(parser: argparse.ArgumentParser, choices: Iterable[str], default: str) -> None:
     """Add the option for the output format."""
-    parser.add_argument("-f", "--format", choices=[*choices], help=f"format of the output (default: {default})")
+    names = [*choices]
+    parser.add_argument(
+        "-f",
+        "--format",
+        choices=names,
+        metavar="FORMAT",
+        help=f"format of the output: {', '.join(names)} (default: {default})",
+    )
 
 
 def parse_rows(written: str) -> range:

@@ -114,7 +114,7 @@ class Client(CatalogClient):
             max_body=max_body,
             allow_rma=allow_rma,
         )
-        return self.endpoints.read(partial(self.describe, name, version), request)
+        return self.endpoints.read(partial(self._lookup.describe, name, version, request.embed), request)
 
     read_async = asynchronous(read)
     """Open an `AsyncStreamReader` for `async for`. Arguments and errors are those of `read`.

@@ -16,7 +16,7 @@ import pyarrow as pa
 from dissociated.base import tracing
 from dissociated.base.exit import StreamThread
 from dissociated.client.parts import OpenFlight, open_part, open_part_on_device, open_part_tensors
-from dissociated.client.plan import PartPlan, ReadPlan, Route, plan, plan_part
+from dissociated.client.plan import Capabilities, PartPlan, ReadPlan, Route, plan, plan_part
 from dissociated.client.readahead import AheadReader
 from dissociated.client.request import ReadRequest
 from dissociated.client.stream import TensorReader
@@ -135,7 +135,12 @@ class EndpointReader:
         return [*trusted, self._by_flight(endpoint)]
 
     def _all_routes(self, info: DatasetInfo, endpoint: Endpoint, request: ReadRequest) -> list[Route]:
-        """Return the routes to an endpoint, with Flight as the last unless the request excludes it."""
+        """Return the routes to an endpoint, with Flight as the last unless the request excludes it.
+
+        The description is the only route if it has the rows.
+        """
+        if endpoint.embedded is not None and request.embed:
+            return [Route((), Capabilities(), endpoint.embedded)]
         routes = self.routes(info, endpoint, request)
         excluded = request.transport is not None or not request.decompress or request.options.memory_pool is not None
         if excluded or not routes[-1].uris or not flight_uris(endpoint):

@@ -72,9 +72,14 @@ class Lookup:
             return False
         return any(action.type == _OUR_ACTION for action in actions)
 
-    def describe(self, name: str, version: int | None) -> DatasetInfo:
-        """Describe a dataset. See `CatalogClient.describe`."""
+    def describe(self, name: str, version: int | None, embed: int = 0) -> DatasetInfo:
+        """Describe a dataset. See `CatalogClient.describe`.
+
+        If all of its rows fit into `embed` bytes, the catalog may send them with the answer.
+        """
         command = {"name": name, **caller_identity(), **({} if version is None else {"version": version})}
+        if embed:
+            command["embed"] = embed
         descriptor = flight.FlightDescriptor.for_command(json.dumps(command))
         try:
             info = self._get_flight_info(descriptor, name)

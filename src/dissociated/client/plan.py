@@ -67,10 +67,14 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Route:
-    """A way to a part: `uris` has one URI, or a URI for metadata and a URI for bodies. It is empty for Flight."""
+    """A way to a part: `uris` has one URI, or a URI for metadata and a URI for bodies. It is empty for Flight.
+
+    It is also empty if the rows are `embedded` in the description of the part.
+    """
 
     uris: tuple[Uri, ...]
     server: Capabilities
+    embedded: bytes | None = None
 
     @classmethod
     def of(cls, uris: Sequence[Uri]) -> Route:
@@ -90,7 +94,7 @@ class Route:
     @property
     def is_flight(self) -> bool:
         """Return whether this is the route by Flight."""
-        return not self.uris
+        return not self.uris and self.embedded is None
 
     @property
     def on_device(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from dissociated.base.buffers import MAX_BODY, MAX_METADATA
 from dissociated.client.idle import IdleConnections
 from dissociated.codec.options import ReadOptions
+from dissociated.control.locations import MAX_EMBEDDED
 from dissociated.errors import OptionError
 from dissociated.memory.device.base import Device
 from dissociated.memory.region import AddressSpace
@@ -104,6 +105,15 @@ class ReadRequest:
     def chooses_rows(self) -> bool:
         """Return whether a filter or a limit selects rows."""
         return self.filter is not None or self.limit is not None
+
+    @property
+    def embed(self) -> int:
+        """Return the size in bytes up to which all rows of a dataset may come with its description; 0 if they may not.
+
+        They may not if the caller chooses a transport, or where the rows are placed, or accepts smaller messages only.
+        """
+        is_free = self.transport is None and self.device is None and self.options.memory_pool is None
+        return MAX_EMBEDDED if is_free and min(self.max_body, self.max_metadata) >= MAX_EMBEDDED else 0
 
     @property
     def columns_selected(self) -> Selection | None:

@@ -59,7 +59,11 @@ class ClientStream:
         reader = self._in_place(options) if self._bodies.address_space.static else None
         if reader is not None:
             return reader
-        return join_deliveries(self._deliveries(), self._attach, options, self._session.max_body)
+        return self._join(options)
+
+    def _join(self, options: ReadOptions) -> StreamReader:
+        session = self._session
+        return join_deliveries(self._deliveries(), self._attach, options, session.max_body, session.takes_missed)
 
     def map_on_device(self, device: Device, spans: Sequence[Span]) -> DeviceReader:
         """Return a reader of batches in the server's memory on a device. It ends the stream like that of `batches`.
@@ -154,7 +158,7 @@ class ClientStream:
         for item in self._remaining:
             self._examined.append(item)
             if len(self._examined) > _MAX_EXAMINED or not self._accepts(in_place, item):
-                return join_deliveries(self._deliveries(), self._attach, options, self._session.max_body)
+                return self._join(options)
         self._examined.clear()
         return in_place.place(self._bodies.lease, at)
 

@@ -16,8 +16,9 @@ from dissociated.control.messages import FieldTypes, is_moment, parse_app_metada
 from dissociated.datasets.tensors import TensorsInfo, parse_tensors_info
 
 _HTML_WIDTH = 4096  # the same in a notebook, which wraps long types
-_NAME_WIDTH = 24  # the maximum number of characters of a name in text
+_NAME_WIDTH = 34  # the maximum number of characters of a name in text
 _WIDTH = 60  # the maximum number of characters in a line of a description
+_MIN_TYPE_WIDTH = 24  # the number of characters of a type that are shown beside long names
 _MAX_LINES = 40  # the maximum number of lines in a table
 
 #: The fields in the `app_metadata` of our catalogs, with their types.
@@ -88,11 +89,12 @@ class DatasetInfo:
         )
 
     def __repr__(self) -> str:
-        head, rows = self._columns(_NAME_WIDTH, _WIDTH - _NAME_WIDTH - 2)
+        longest = max(map(len, self.schema.names[:_MAX_LINES]), default=0)
+        head, rows = self._columns(_NAME_WIDTH, max(_WIDTH - longest - 2, _MIN_TYPE_WIDTH))
         cut = ["(types that end in … are whole in .schema)"] if any(row[-1].endswith("…") for row in rows) else []
         return "\n".join(
             [
-                f"{shorten(self.name, _NAME_WIDTH)}{self._version_text}",
+                f"{shorten(self.name, _WIDTH)}{self._version_text}",
                 *self._summary(_WIDTH),
                 "",
                 plain_table(head, rows),
@@ -177,7 +179,7 @@ class DatasetList(list[DatasetInfo]):
     _RIGHT = (1, 2, 3, 4)
 
     def __repr__(self) -> str:
-        table = plain_table(self._HEAD, self._rows(_NAME_WIDTH), self._RIGHT)
+        table = plain_table(self._HEAD, self._rows(_WIDTH), self._RIGHT)
         return "\n".join([table, *self._omitted]) if self else "no datasets"
 
     def _repr_html_(self) -> str:

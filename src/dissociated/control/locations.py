@@ -14,6 +14,9 @@ from dissociated.errors import CatalogError, NodeUnreachable, UriError
 from dissociated.transport import registry
 from dissociated.uri import DEVICE, Uri
 
+#: The largest IPC stream that a catalog sends with the description of a dataset, in bytes.
+MAX_EMBEDDED = 1 << 16
+_BEFORE_EMBEDDED = b"\0"  # between the JSON of an endpoint, which has no such byte, and its IPC stream
 _REUSE_CONNECTION = "arrow-flight-reuse-connection"  # A scheme that stands for the server that described the endpoint
 
 #: The fields in the `app_metadata` of our catalogs, with their types: of a part, and of a node with the part.
@@ -33,6 +36,7 @@ class Endpoint:
         rows: The number of rows; None if the catalog does not know it.
         part: The id of this publication; None if the ticket tells it apart from all others.
         seen: The time of the last heartbeat of these nodes, in seconds since the epoch; 0 if the catalog does not tell.
+        embedded: All rows of the part as an IPC stream, if the catalog has sent them with the description.
     """
 
     ticket: bytes = field(repr=False)  # The ticket gives access to the data, so it is not shown.
@@ -41,11 +45,13 @@ class Endpoint:
     rows: int | None = None
     part: str | None = None
     seen: float = field(default=0.0, compare=False)  # differs between two looks at the same version
+    embedded: bytes | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def parse(cls, endpoint: Any) -> Self:
         """Return the endpoint in a FlightEndpoint."""
-        metadata = parse_app_metadata(endpoint.app_metadata, _PART_FIELDS)
+        text, _, embedded = endpoint.app_metadata.partition(_BEFORE_EMBEDDED)
+        metadata = parse_app_metadata(text, _PART_FIELDS)
         nodes = metadata.get("nodes", ())
         is_complete = all(has_fields(node, _NODE_FIELDS) for node in nodes)
         return cls(
@@ -55,6 +61,7 @@ class Endpoint:
             rows=metadata.get("rows") if is_complete else None,
             part=metadata.get("part") if is_complete else None,
             seen=max((moment(node.get("seen")) for node in nodes), default=0.0) if is_complete else 0.0,
+            embedded=embedded if is_complete and nodes and 0 < len(embedded) <= MAX_EMBEDDED else None,
         )
 
     @property
@@ -116,6 +123,11 @@ def locations(endpoint: Endpoint) -> list[list[Uri]]:
     metadata = [uri for uri in uris if uri.parameters.get("stream") == "metadata"]
     bodies = [uri for uri in uris if uri.parameters.get("stream") == "bodies"]
     return single + [[metadata_uri, bodies_uri] for metadata_uri in metadata for bodies_uri in bodies]
+
+
+def with_embedded(metadata: str, stream: bytes | None) -> bytes:
+    """Return the `app_metadata` of an endpoint: its JSON, and all its rows as an IPC stream if they are given."""
+    return metadata.encode() if stream is None else _BEFORE_EMBEDDED.join((metadata.encode(), stream))
 
 
 def flight_uris(endpoint: Endpoint) -> list[str | None]:

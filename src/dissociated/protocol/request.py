@@ -53,6 +53,8 @@ REQUEST_PARAMETER = ("request", "1")
 FILTER_PARAMETER = ("filter", "1")
 #: URI parameter of servers that support trace contexts in them, too.
 TRACE_PARAMETER = ("trace", "1")
+#: URI parameter of live streams whose batches may have a note of missed batches.
+MISSED_PARAMETER = ("missed", "1")
 #: Largest size of an identifier, in bytes.
 MAX_IDENTIFIER = 1 << 16
 
