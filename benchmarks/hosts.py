@@ -145,16 +145,14 @@ def _iperf3(gigabytes: float) -> Cost | None:
         return None
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    with subprocess.Popen(["iperf3", "-s", "-1", "-p", port], stdout=subprocess.DEVNULL) as server:
+    serve = ["iperf3", "-s", "-1", "-p", port, "--forceflush"]
+    with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        while "listening" not in server.stdout.readline():
+            pass
         client = ["iperf3", "-c", "127.0.0.1", "-p", port, "-J", "-n", str(round(gigabytes * 1e9))]
-        for _ in range(50):  # the server does not tell when it listens
-            done = subprocess.run(client, capture_output=True, text=True)
-            if not done.returncode:
-                break
-            time.sleep(0.1)
-        else:
-            server.kill()
-            return None
+        done = subprocess.run(client, capture_output=True, text=True, check=True)
+        server.communicate()
     end = json.loads(done.stdout)["end"]
     sent, used = end["sum_sent"], end["cpu_utilization_percent"]
     seconds = sent["seconds"] / sent["bytes"] * 1e9

@@ -37,6 +37,7 @@ for transport in ("tcp", "grpc"):
         count(f"read over {transport} by name, the first call of a client", lambda: read("d"))
         count(f"read over {transport} by name, warm", lambda: read("d"))
         count(f"read over {transport} of nine parts, warm", lambda: read("parts"))
+        count(f"read over {transport} of nine parts, again", lambda: read("parts"))
         dataset = count("look up a handle, warm", lambda: client.dataset("d", transport=transport))
         count(f"read over {transport} by handle", dataset.to_table)
 """

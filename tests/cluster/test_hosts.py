@@ -188,6 +188,7 @@ def test_a_reader_whose_host_is_gone_is_noticed_and_one_that_only_pauses_is_kept
     [
         pytest.param("tcp://0.0.0.0:8820", "tcp://b:8820", "", id="tcp"),
         pytest.param("ucx://0.0.0.0:8820", "ucx://b:8820", "UCX_TCP_PORT_RANGE", id="ucx", marks=needs("ucx")),
+        pytest.param("ucx://0.0.0.0:8820", "ucx://a:8820", "UCX_TCP_PORT_RANGE", id="back", marks=needs("ucx")),
         pytest.param(
             "fabric://0.0.0.0:8820", "fabric://10.87.0.2:8820", "FI_TCP_PORT_LOW_RANGE", id="rxm", marks=needs("fabric")
         ),
@@ -203,23 +204,25 @@ def test_a_reader_whose_host_is_gone_is_noticed_and_one_that_only_pauses_is_kept
 def test_a_listener_on_all_interfaces_is_read_from_another_host_and_says_which_ports_are_closed(
     monkeypatch: pytest.MonkeyPatch, uri: str, announced: str, advice: str
 ) -> None:
-    """The reader's host needs no open port."""
+    """All connections for data go to b, which has the greater address. Else the reader's host needs no open port."""
     monkeypatch.setenv("UCX_TCP_PORT_RANGE", f"{PORTS[0]}-{PORTS[-1]}")
     monkeypatch.setenv("FI_TCP_PORT_LOW_RANGE", str(PORTS[0]))
     monkeypatch.setenv("FI_TCP_PORT_HIGH_RANGE", str(PORTS[-1]))
     with Cluster("a", "b") as cluster, ExitStack() as exits:
         # Not a fork: libfabric reads its variables when it is loaded.
-        command = [*cluster["b"].prefix, sys.executable, "-c", SERVER, uri, "b"]
+        server_host, reader_host = ("a", "b") if announced.endswith("//a:8820") else ("b", "a")
+        command = [*cluster[server_host].prefix, sys.executable, "-c", SERVER, uri, server_host]
         server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         exits.callback(server.communicate)
         exits.callback(server.kill)
         assert answer(server).startswith(f"{announced}?")
-        read = ("-c", READ, "grpc://b:8817", uri.partition(":")[0])
-        cluster.allow("a")
-        cluster.allow("b", 8817, 8820, *PORTS)
-        assert cluster["a"].run(*read).stdout == "[1, 2, 3]\n"
-        cluster.allow("b", 8817, 8820)
-        done = cluster["a"].run(*read, check=False)
+        read = ("-c", READ, f"grpc://{server_host}:8817", uri.partition(":")[0])
+        ports = {server_host: (8817, 8820), reader_host: ()}
+        cluster.allow("a", *ports["a"])
+        cluster.allow("b", *ports["b"], *PORTS)
+        assert cluster[reader_host].run(*read).stdout == "[1, 2, 3]\n"
+        cluster.allow("b", *ports["b"])
+        done = cluster[reader_host].run(*read, check=False)
         assert (done.stdout == "[1, 2, 3]\n") != bool(advice)
         assert advice in done.stderr
 

@@ -177,13 +177,14 @@ class UcxConnection(NativeConnection):
             if self._under_way and not self._peer_gone:
                 raise DeadlineExceeded(
                     f"connecting to {self.peer}: no answer for {timeout:g} s; UCX uses further ports for data: set "
-                    "UCX_TCP_PORT_RANGE for the server, and open these ports of its host"
+                    "UCX_TCP_PORT_RANGE for the server and for its clients, and open these ports of their hosts"
                 )
             if self._peer_gone:
                 mode = "none" if self._endpoint.err_mode_none else "peer"
                 raise TransportError(
                     f"connecting to {self.peer} failed: {self._ucp.explain(self._status)}: check that the server "
-                    f"runs, has UCX {self._ucp.version} as well, and takes err_mode={mode}"
+                    f"runs, has UCX {self._ucp.version} as well, and takes err_mode={mode}, and that its ports for "
+                    "data are open on both hosts (UCX_TCP_PORT_RANGE)"
                 )
 
     # Sending
