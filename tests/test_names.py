@@ -1,9 +1,10 @@
-"""Names in the source tell what they hold: a participle or a pronoun has a noun beside it."""
+"""Names in the source: a participle or a pronoun has a noun beside it, and a class or a type has a name of its own."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,9 @@ KEYS = {
     ("store/numbers.py", "used"),
     ("store/version.py", "seen"),
 }
+
+#: Names with two meanings, which other projects chose: Arrow in C++ for `ipc`, and UCX for the transports.
+SHARED = {"Listener"}
 
 
 def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -46,3 +50,23 @@ def test_names_have_a_noun() -> None:
         for line, name in names(ast.parse((SOURCE / place).read_text()))
         if ALONE.fullmatch(name) and (place, name) not in KEYS
     ] == []
+
+
+def types_of(tree: ast.Module) -> Iterator[str]:
+    """Yield the name of each public class and type alias of a module."""
+    for node in tree.body:
+        match node:
+            case ast.ClassDef(name=name) | ast.AnnAssign(target=ast.Name(id=name), annotation=ast.Name("TypeAlias")):
+                if not name.startswith("_"):
+                    yield name
+            case _:
+                pass
+
+
+def test_a_name_of_a_type_means_one_thing() -> None:
+    places = defaultdict(list)
+    for path in SOURCE.rglob("*.py"):
+        for name in types_of(ast.parse(path.read_text())):
+            places[name].append(path.relative_to(SOURCE).as_posix())
+    assert len(places) > 300
+    assert {name: sorted(found) for name, found in places.items() if len(found) > 1 and name not in SHARED} == {}

@@ -81,8 +81,17 @@ def test_a_column_that_does_not_exist(client: dis.Client, transport: str | None)
 
 def test_a_dataset_that_does_not_exist(client: dis.Client) -> None:
     for ask in (client.describe, client.read, client.drop):
-        with pytest.raises(dis.errors.DatasetNotFound, match=r"^no dataset 'it''s' is published here$|no dataset"):
+        with pytest.raises(dis.errors.DatasetNotFound, match='no dataset "it\'s" is published here: list the names'):
             ask("it's")
+        with pytest.raises(dis.errors.DatasetNotFound, match=r"did you mean 'static'\? List .* with client\.list\(\)"):
+            ask("sttaic")
+    with pytest.raises(dis.errors.DatasetNotFound, match=r"no version 9 of .* with client\.versions\(name\)"):
+        client.describe("static", 9)
+
+
+def test_a_server_names_the_dataset_that_may_be_meant(server: dis.Server) -> None:
+    with pytest.raises(dis.errors.DatasetNotFound, match=r"did you mean 'static'\? .* with server\.names\(\)"):
+        server.drop("sttaic")
 
 
 def test_a_name_is_never_taken_for_another(server: dis.Server, client: dis.Client) -> None:
@@ -105,7 +114,7 @@ def test_a_transport_that_is_not_offered(client: dis.Client) -> None:
 
 def test_the_nearest_transport_is_used(server: dis.Server, client: dis.Client) -> None:
     """The transport inproc copies nothing: its arrays are those of the table itself."""
-    server.publish("near", pa.table({"n": np.arange(1000)}))
+    server.publish("near", pa.table({"n": np.arange(10_000)}))  # too large for an answer of the catalog
     reader = client.read("near")
     sent = server.dataset("near").open_reader().read_all()["n"].chunk(0).buffers()[1]
     assert reader.read_all()["n"].chunk(0).buffers()[1].address == sent.address

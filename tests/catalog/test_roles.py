@@ -134,7 +134,7 @@ def test_every_call_action_and_page_has_a_role(place: dict[str, Any]) -> None:
         urllib.request.urlopen(told, timeout=PATIENCE)
     with caught.value as answer:
         assert {*answer.read().decode().partition("the paths are ")[2].strip().split(", ")} == {*PAGES}
-    assert {call: str(role) for call, role in roles.CALLS.items()} == CALLS
+    assert {call: str(role) for call, role in roles.FLIGHT_CALLS.items()} == CALLS
     assert {action: str(role) for action, role in roles.ACTIONS.items()} == ACTIONS
     assert {page: None if role is None else str(role) for page, role in roles.PAGES.items()} == PAGES
 

@@ -232,7 +232,7 @@ def test_metrics_and_the_log_of_serve(guarded: tuple[str, str, Path], certified:
     [
         (["--tls-cert", "x"], "give both"),
         (["--token-file", "/nowhere"], "cannot read tokens"),
-        (["--ticket-lifetime", "-1"], "positive number of seconds"),
+        (["--ticket-lifetime", "0"], "positive number of seconds"),
         (["--metrics", "nowhere"], "is not an address for metrics"),
         (["--catalog", "grpc+tls://127.0.0.1:0"], "needs a certificate"),
     ],

@@ -14,8 +14,8 @@ from dissociated.codec.inplace import InPlace
 from dissociated.format.encapsulated import walk
 from dissociated.format.message import buffer_extents
 from dissociated.memory.region import AddressSpace, Region
-from dissociated.protocol.bodies import AddressList
 from dissociated.protocol.delivery import Delivery
+from dissociated.protocol.wire import AddressList
 from dissociated.store.segment import Segment, SegmentWriter
 
 

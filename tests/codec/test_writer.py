@@ -17,8 +17,8 @@ import pytest
 
 from dissociated.errors import FormatError, LocalProtocolError, OptionError, StoreError
 from dissociated.ipc import DissociatedWriter, FileWriter, RecordBatchWriter, StreamWriter, WriteOptions, WriteStats
-from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message
+from dissociated.protocol.wire import Streams
 from support.arrow_cases import ARRAYS, batches, dictionary_batch
 from support.helpers import case, leaving_nothing
 

@@ -83,6 +83,11 @@ def test_one_who_breaks_the_protocol_is_told_and_harms_nobody(serve: Serve, medi
             with suppress(ConnectionClosed):
                 connection.send(lie(good, Tags(uri.want_data, uri.free_data or 0)), PATIENCE)
             assert re.search(phrase, last_word(connection))
+    with case("a second request after the whole stream"), connect(good)[0] as connection:
+        connection.send([wanted(good, Tags(uri.want_data or 0, 0))], PATIENCE)
+        wait_until(lambda: [one.state for one in good.server.status().consumers] == ["holding"], "all is sent")
+        connection.send([wanted(good, Tags(uri.want_data or 0, 0))], PATIENCE)
+        assert re.search("a second stream", last_word(connection))
     good.check()
     wait_until(good.alone, "all have gone")
 

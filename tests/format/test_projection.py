@@ -14,7 +14,7 @@ from dissociated.errors import FormatError
 from dissociated.format.encapsulated import END_OF_STREAM, encapsulate
 from dissociated.format.layout import dictionary_of
 from dissociated.format.message import HeaderType, parse_header
-from dissociated.format.missed import note_missed, take_missed
+from dissociated.format.missed import MAX_NOTE_SIZE, note_missed, take_missed
 from dissociated.format.projection import Projection
 from support.arrow_cases import ARRAYS, ROWS
 from support.helpers import case
@@ -82,6 +82,8 @@ def check_columns_beside_others(arrays: list[pa.Array], options: str) -> None:
     # libarrow takes metadata of a batch in version 4 for an unknown compression.
     metadata = None if options == "version 4" else METADATA
     split = messages(sent, OPTIONS[options], metadata)
+    batch_headers = [one.header for one in split if one.parsed.type is HeaderType.RECORD_BATCH]
+    assert all(len(note_missed(header, 10**19)) <= len(header) + MAX_NOTE_SIZE for header in batch_headers)
     for indices in ([1], [0], [last], [0, last], [1, last], []):
         reader = pa.ipc.open_stream(project(split, indices))
         for batch in sent:

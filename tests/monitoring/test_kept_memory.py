@@ -15,7 +15,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.memory.region import Region, reserve_base
-from dissociated.memory.shared import create_memfd, map_read_only, reopen_read_only
+from dissociated.memory.shared import Backing, create_memfd, map_read_only, reopen_read_only
 from dissociated.monitoring.kept_memory import KeptMemory
 from support.helpers import Serve, connections_left, descriptors, no_threads
 
@@ -25,11 +25,16 @@ SIZE = 1 << 20
 class Segment:
     """A segment that is no longer served when it is collected."""
 
+    backing = Backing.SEALED
+
     def __init__(self) -> None:
         self.descriptor = create_memfd("kept")
         weakref.finalize(self, os.close, self.descriptor)
         os.ftruncate(self.descriptor, SIZE)
         self.region = Region(reserve_base(SIZE), map_read_only(self.descriptor, SIZE))
+
+    def wait(self, until: int) -> None:
+        """Return at once, since all of the segment is written."""
 
     def client(self) -> pa.Buffer:
         """Return the memory of the segment as a client maps it."""

@@ -15,15 +15,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dissociated.errors import RemoteProtocolError
 from dissociated.format.message import HeaderType
-from dissociated.protocol.bodies import AddressList
 from dissociated.protocol.delivery import Delivery
-from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Incoming
 from dissociated.protocol.receiver import Receiver
-from dissociated.protocol.request import Request, StreamRequested
-from dissociated.protocol.sender import Body, Sender, Tags
+from dissociated.protocol.request import Request
+from dissociated.protocol.sender import Body, Sender, StreamRequested, Tags
 from dissociated.protocol.states import State
-from dissociated.protocol.tags import BodyKind
+from dissociated.protocol.wire import AddressList, BodyKind, Streams
 
 from .steps import check_steps
 from .wire import (

@@ -3,12 +3,11 @@ from __future__ import annotations
 import pytest
 
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
-from dissociated.protocol.events import AddressesFreed, Streams
 from dissociated.protocol.message import Incoming, Run
-from dissociated.protocol.request import Request, StreamRequested
-from dissociated.protocol.sender import Body, Sender, Tags
+from dissociated.protocol.request import Request
+from dissociated.protocol.sender import AddressesFreed, Body, Sender, StreamRequested, Tags
 from dissociated.protocol.states import State
-from dissociated.protocol.tags import BodyKind
+from dissociated.protocol.wire import BodyKind, Streams
 
 from .steps import check_steps
 from .wire import joined, uint64s

@@ -3,12 +3,12 @@ from itertools import product
 import pytest
 
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
-from dissociated.protocol.states import TRANSITIONS, Machine, Side, State, Step
+from dissociated.protocol.states import TRANSITIONS, Machine, Move, Side, State
 from support.helpers import case
 
 STATES = [(side, state) for side in Side for state in TRANSITIONS[side]]
 LEGAL = [(*where, step, to) for where in STATES for step, to in TRANSITIONS[where[0]][where[1]].items()]
-ILLEGAL = [(side, state, step) for (side, state), step in product(STATES, Step) if step not in TRANSITIONS[side][state]]
+ILLEGAL = [(side, state, step) for (side, state), step in product(STATES, Move) if step not in TRANSITIONS[side][state]]
 
 
 def machine(side: Side, state: State) -> Machine:
@@ -50,7 +50,7 @@ def test_a_step_outside_the_table_blames_the_side_that_took_it_and_changes_nothi
 @pytest.mark.parametrize("side", Side)
 def test_both_sides_begin_idle_and_only_want_data_begins_a_stream(side):
     assert Machine(side).state is State.IDLE
-    assert TRANSITIONS[side][State.IDLE] == {Step.WANT: State.STREAMING, Step.FAIL: State.FAILED}
+    assert TRANSITIONS[side][State.IDLE] == {Move.WANT: State.STREAMING, Move.FAIL: State.FAILED}
 
 
 @pytest.mark.parametrize(
@@ -71,14 +71,14 @@ def test_done_and_failed_are_final_and_every_other_state_can_become_either(side)
 
 @pytest.mark.parametrize("side", Side)
 def test_want_data_comes_once(side):
-    taking = [state for state, steps in TRANSITIONS[side].items() if Step.WANT in steps]
+    taking = [state for state, steps in TRANSITIONS[side].items() if Move.WANT in steps]
     assert taking == [State.IDLE]
 
 
 def test_a_sender_sends_nothing_after_its_end_of_stream_but_still_hears_free_data():
-    assert set(TRANSITIONS[Side.SENDER][State.ENDING]) == {Step.FREE, Step.DRAINED, Step.FAIL}
+    assert set(TRANSITIONS[Side.SENDER][State.ENDING]) == {Move.FREE, Move.DRAINED, Move.FAIL}
 
 
 def test_a_receiver_still_takes_what_the_end_of_stream_overtook_until_nothing_is_missing():
-    assert {Step.METADATA, Step.BODY} <= set(TRANSITIONS[Side.RECEIVER][State.ENDING])
-    assert {Step.METADATA, Step.BODY}.isdisjoint(TRANSITIONS[Side.RECEIVER][State.COMPLETE])
+    assert {Move.METADATA, Move.BODY} <= set(TRANSITIONS[Side.RECEIVER][State.ENDING])
+    assert {Move.METADATA, Move.BODY}.isdisjoint(TRANSITIONS[Side.RECEIVER][State.COMPLETE])

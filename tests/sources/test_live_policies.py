@@ -12,13 +12,14 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from support.helpers import PATIENCE, Serve, connections_left, open_live, wait_until
+from support.helpers import PATIENCE, Serve, connections_left, location, open_live, wait_until
 
 Policy: TypeAlias = Literal["drop_oldest", "latest"]
 
 MB = 1 << 20
 LIMIT = 8 * MB
 COUNT = 200
+METADATA_SIZE = 136  # bytes of metadata of one of the batches, without a note
 
 
 def large(number: int) -> pa.RecordBatch:
@@ -55,11 +56,11 @@ class Source:
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
 @pytest.mark.parametrize("policy", ["drop_oldest", "latest"])
 def test_a_consumer_that_pauses_does_not_hold_up_the_source(serve: Serve, policy: Policy, scheme: str) -> None:
-    server = serve("shm:", "tcp://127.0.0.1:0", live_limit=LIMIT)
+    server = serve("shm:", "tcp://127.0.0.1:0", live_limit=LIMIT, max_metadata=METADATA_SIZE)
     source = Source(large, COUNT)
     live = dis.Live(policy=policy, stall_timeout=3600)
     server.publish("live", source.reader, live=live)
-    reader = open_live(server, scheme)
+    reader = open_live(server, scheme, max_metadata=METADATA_SIZE)  # the note does not count
     assert source.exhausted.wait(PATIENCE), "the source waits for the consumer"
     (missed,) = [one.missed for one in server.status().consumers]
     source.goes_on.set()
@@ -137,6 +138,24 @@ def test_a_consumer_that_keeps_up_misses_nothing(serve: Serve, policy: Policy) -
     assert missed[0] == 0
     assert missed[1] == COUNT - len(numbers)
     assert numbers[-1] == COUNT - 1
+
+
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+def test_metadata_named_like_the_note_stays_where_nothing_is_dropped(serve: Serve, scheme: str) -> None:
+    metadata = {"dissociated.missed": "7"}
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, small(0).schema) as writer:
+        for number in range(COUNT):
+            writer.write_batch(small(number), custom_metadata=metadata)
+    stream = sink.getvalue()
+    server = serve("shm:", "tcp://127.0.0.1:0")
+    server.publish("static", stream)
+    server.publish("live", pa.ipc.open_stream(stream), live=dis.Live())
+    for name in ("static", "live"):
+        reader = dis.open_stream(location(server, name, scheme), server.ticket(name), timeout=PATIENCE)
+        found = [*reader.iter_batches_with_custom_metadata()]
+        assert [batch["n"][0].as_py() for batch, _ in found] == [*range(COUNT)]
+        assert [dict(kept or {}) for _, kept in found] == COUNT * [{b"dissociated.missed": b"7"}]
 
 
 def test_blocking_is_the_default(serve: Serve) -> None:

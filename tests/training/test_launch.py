@@ -14,7 +14,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import OptionError
-from dissociated.training.launch import check_accelerate, find_place
+from dissociated.training.launch import check_accelerate, find_rank
 
 ROWS = 1000
 
@@ -30,16 +30,16 @@ def test_the_place_of_a_process_is_that_of_torchrun(monkeypatch: pytest.MonkeyPa
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(sys.modules, "torch.distributed", None)
-    assert find_place() == (0, 1)
+    assert find_rank() == (0, 1)
     monkeypatch.setenv("RANK", "3")  # a scheduler's variable that is no launcher's
-    assert find_place() == (0, 1)
+    assert find_rank() == (0, 1)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert find_place() == (3, 4)
+    assert find_rank() == (3, 4)
     for wrong in ("4", "-1", "first"):
         monkeypatch.setenv("RANK", wrong)
         with pytest.raises(OptionError, match=r"give rank= and world_size="):
-            find_place()
+            find_rank()
 
 
 def test_rows_that_accelerate_would_divide_twice_are_refused() -> None:

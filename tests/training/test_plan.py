@@ -9,7 +9,7 @@ from itertools import accumulate, product
 import numpy as np
 
 from dissociated.training.permutation import Permutation
-from dissociated.training.plan import Order, Plan, Progress, RowSpan, Shard, turns
+from dissociated.training.plan import LayoutProgress, Order, Plan, RowSpan, Shard, turns
 
 LAYOUTS: tuple[list[int], ...] = ([], [0], [1], [7], [3, 0, 4, 1], [10] * 10, [64, 1, 1, 1, 33], [0, 0, 5, 0])
 
@@ -66,7 +66,7 @@ def test_an_epoch_is_finished_by_other_numbers_of_ranks_and_workers() -> None:
         plan = planned(rows, size, order, 5 if order is Order.WINDOW else 0, drop_last=drop_last)
         whole = Counter((block, row) for block, length in enumerate(rows) for row in range(length))
         for layouts in ([(2, 1, 1), (3, 1, 0)], [(1, 2, 3), (2, 1, 1), (1, 1, 0)], [(2, 2, 3), (1, 3, 2), (2, 3, 0)]):
-            before: list[Progress] = []
+            before: list[LayoutProgress] = []
             seen: list[tuple[int, int]] = []
             for ranks, workers, step in layouts:
                 shards = [plan.shard(at, ranks * workers, 1, before) for at in range(ranks * workers)]
@@ -81,7 +81,7 @@ def test_an_epoch_is_finished_by_other_numbers_of_ranks_and_workers() -> None:
                     seen += [row for batch in in_turn[: steps[-1]] for row in batch]
                 if len({*steps}) > 1:
                     break  # ranks of less than one batch, which have not received as many
-                before.append(Progress(ranks, workers, steps[0]))
+                before.append(LayoutProgress(ranks, workers, steps[0]))
             else:
                 assert max(Counter(seen).values(), default=1) == 1, (rows, order, layouts)
                 left = [row for at in range(1) for row in rows_at(shards[at], [*plan.remaining(before, 1)])]

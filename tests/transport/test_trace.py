@@ -13,9 +13,9 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import ConnectionClosed, DeadlineExceeded
-from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message
 from dissociated.protocol.sender import Tags
+from dissociated.protocol.wire import Streams
 from dissociated.transport.base import Connection
 from dissociated.transport.registry import transport
 from dissociated.transport.trace import traced

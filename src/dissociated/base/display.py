@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from html import escape
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -39,6 +40,12 @@ def duration(seconds: float) -> str:
     if whole < 86_400:
         return f"{whole // 3600} h {whole % 3600 // 60:02} min"
     return f"{whole // 86_400} d {whole % 86_400 // 3600:02} h"
+
+
+def advise_name(name: str, names: Sequence[str], how: str) -> str:
+    """Return advice for a name that is none of `names`: the closest of them, and how to list all."""
+    close = [repr(match) for match in get_close_matches(name, names)]
+    return f"did you mean {' or '.join(close)}? List the names with {how}" if close else f"list the names with {how}"
 
 
 def plain_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:

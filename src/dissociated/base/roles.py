@@ -55,7 +55,7 @@ class Identity(NamedTuple):
 
 
 #: The calls of Flight. DoAction needs the role of its action, too.
-CALLS: Mapping[str, Role] = {
+FLIGHT_CALLS: Mapping[str, Role] = {
     "Handshake": Role.READ,
     "ListFlights": Role.READ,
     "GetFlightInfo": Role.READ,

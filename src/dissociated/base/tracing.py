@@ -20,7 +20,7 @@ _API = "opentelemetry.trace"
 _FORM = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
-class Span:
+class TraceSpan:
     """A span that has begun. Its owner ends it."""
 
     def __init__(self, span: trace.Span) -> None:
@@ -60,7 +60,7 @@ class Span:
             yield
 
 
-def begin(name: str, parent: str | None = None, *, server: bool = False, **attributes: Any) -> Span | None:
+def begin(name: str, parent: str | None = None, *, server: bool = False, **attributes: Any) -> TraceSpan | None:
     """Begin a span.
 
     Args:
@@ -68,7 +68,7 @@ def begin(name: str, parent: str | None = None, *, server: bool = False, **attri
         parent: Trace context that a peer sent. An invalid one is ignored. If omitted, the parent of a client's span is
             the current span of this thread, and a server's span begins a trace.
         server: Whether the span is that of a server.
-        attributes: See `Span.set`.
+        attributes: See `TraceSpan.set`.
 
     Returns:
         The span; None if this process does not trace.
@@ -82,13 +82,13 @@ def begin(name: str, parent: str | None = None, *, server: bool = False, **attri
     remote = parent is not None and is_traceparent(parent)
     context = _extract(parent) if remote else Context() if server else None
     kind = trace.SpanKind.SERVER if server else trace.SpanKind.CLIENT
-    span = Span(provider.get_tracer("dissociated", __version__).start_span(name, context, kind))
+    span = TraceSpan(provider.get_tracer("dissociated", __version__).start_span(name, context, kind))
     span.set(**attributes)
     return span
 
 
 @contextmanager
-def traced(name: str, parent: str | None = None, **attributes: Any) -> Iterator[Span | None]:
+def traced(name: str, parent: str | None = None, **attributes: Any) -> Iterator[TraceSpan | None]:
     """Trace the block by a client's span, which is the parent of the spans that the block begins. See `begin`."""
     span = begin(name, parent, **attributes)
     if span is None:
@@ -106,11 +106,11 @@ def traced(name: str, parent: str | None = None, **attributes: Any) -> Iterator[
 
 
 def annotate(**attributes: Any) -> None:
-    """Set attributes of the current span of this thread, if this process traces. See `Span.set`."""
+    """Set attributes of the current span of this thread, if this process traces. See `TraceSpan.set`."""
     if _provider() is not None:
         from opentelemetry import trace
 
-        Span(trace.get_current_span()).set(**attributes)
+        TraceSpan(trace.get_current_span()).set(**attributes)
 
 
 def is_active() -> bool:

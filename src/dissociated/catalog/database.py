@@ -379,6 +379,12 @@ class Database:
             matching = (versions.record(row) for row in rows if row["name"].startswith(prefix))
             return [version for version in matching if (tags or {}).items() <= version.tags.items()]
 
+    def names(self, limit: int) -> list[str]:
+        """Return the names of at most `limit` datasets, sorted."""
+        with self._transaction():
+            sql = "SELECT name FROM versions WHERE replaced IS NULL ORDER BY name LIMIT ?"
+            return [row["name"] for row in self._tables.all(sql, limit)]
+
     def find(self, name: str, version: int | None = None, retain: float = 0.0) -> Version:
         """Return the dataset `name`, or an earlier version that still exists.
 

@@ -141,7 +141,7 @@ class _Tracing(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow
 
 
 class _TracedCall(flight.ServerMiddleware):  # type: ignore[misc]  # pyarrow has no type hints
-    def __init__(self, span: tracing.Span) -> None:
+    def __init__(self, span: tracing.TraceSpan) -> None:
         self.span = span
 
     def call_completed(self, exception: BaseException | None) -> None:

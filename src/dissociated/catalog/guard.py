@@ -11,7 +11,7 @@ import pyarrow.flight as flight
 
 from dissociated.base.access import Security, identify
 from dissociated.base.limited_log import LimitedLog
-from dissociated.base.roles import ACTIONS, CALLS, Role
+from dissociated.base.roles import ACTIONS, FLIGHT_CALLS, Role
 from dissociated.errors import OptionError
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Guard(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow ha
         """Admit the call, or raise. Neither tokens nor values derived from them are logged."""
         caller = self._identify(info, headers)
         call = CALL_NAMES.get(info.method, "")
-        caller.require(call, CALLS.get(call, Role.PEER))
+        caller.require(call, FLIGHT_CALLS.get(call, Role.PEER))
         return caller
 
     def _identify(self, info: Any, headers: dict[str, list[str]]) -> Caller:

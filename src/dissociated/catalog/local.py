@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from dissociated.base.access import Security
+from dissociated.base.display import advise_name
 from dissociated.catalog.backend import Prepared
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.database import FOREVER, Database
@@ -31,6 +32,8 @@ from dissociated.protocol.request import Request
 from dissociated.store.commit import Commit
 from dissociated.store.numbers import Removal
 from dissociated.store.version import NodeRecord, Part, Version
+
+_MAX_COMPARED = 1000  # names that an unknown name is compared with
 
 
 class LocalCatalog(Catalog):
@@ -77,7 +80,22 @@ class LocalCatalog(Catalog):
 
     def _find(self, command: Mapping[str, Any], retain: float = 0.0) -> Version:
         """Return the version that a parsed descriptor selects. Raise DatasetNotFound if it does not exist."""
-        return self._database.find(command["name"], command.get("version"), retain)
+        name, version = command["name"], command.get("version")
+        with self._advising(name, version):
+            return self._database.find(name, version, retain)
+
+    @contextmanager
+    def _advising(self, name: str, version: int | None = None) -> Iterator[None]:
+        """Add advice to DatasetNotFound."""
+        try:
+            yield
+        except DatasetNotFound as error:
+            if version is None:
+                names = self._database.names(_MAX_COMPARED)
+                advice = advise_name(name, names, "client.list() or dissociated ls")
+            else:
+                advice = "list those that are kept with client.versions(name) or dissociated versions"
+            raise DatasetNotFound(f"{error}: {advice}") from None
 
     def _ticket_expiry(self) -> float | None:
         """Return the earliest end of a ticket issued now; None if no lifetime is guaranteed."""
@@ -142,7 +160,7 @@ class LocalCatalog(Catalog):
         self._clean_up(self._delete_unreferenced)
 
     def drop(self, name: str) -> None:
-        with self._publishing:
+        with self._advising(name), self._publishing:
             if not self._database.is_durable:
                 # A restart publishes every version in the store, so delete the versions before the drop is reported.
                 self._database.find(name)

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from dissociated.base.access import Security, Tokens, read_secret, read_token
+from dissociated.cli import quantities
 from dissociated.client.client import Client
 from dissociated.client.request import TIMEOUT
 from dissociated.control.catalog_uri import ROOTS_VARIABLE, TOKEN_VARIABLE, describe_reach
@@ -38,8 +39,9 @@ def _add_log_arguments(group: argparse._ArgumentGroup, level: str | None) -> Non
         "--log-level",
         choices=log.LOG_LEVELS,
         default=level,
-        help=f"lowest level of the log (default: {level or 'no log'}); debug has a line for each message of the "
-        "protocol, without its content",
+        metavar="LEVEL",
+        help=f"lowest level of the log: {', '.join(log.LOG_LEVELS)} (default: {level or 'no log'}); debug has a line "
+        "for each message of the protocol, without its content",
     )
 
 
@@ -64,10 +66,10 @@ def add_serving_arguments(parser: argparse.ArgumentParser, peers: bool = False) 
     )
     group.add_argument(
         "--ticket-lifetime",
-        type=float,
-        metavar="S",
-        help="sign tickets, and let them expire after this time (default: tickets are valid until the dataset is "
-        "replaced)",
+        type=quantities.duration,
+        metavar="TIME",
+        help="sign tickets, and let them expire after this time: 90s, 15m, 1h, 2d (default: tickets are valid "
+        "until the dataset is replaced)",
     )
     if peers:
         group.add_argument(

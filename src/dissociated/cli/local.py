@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dissociated.cli import terminal, text
+from dissociated.cli import quantities, terminal, text
 from dissociated.cli.serving import add_node
 from dissociated.errors import OptionError, StoreError
 from dissociated.node.launch import NodeAddress, NodeProcess, default_store, ensure, log_file, running
@@ -73,7 +73,7 @@ def add_stop(parser: argparse.ArgumentParser) -> None:
     parser.description = _STOP
     _add_store(parser)
     parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="SECONDS", help="how long to wait (default: %(default)g)"
+        "--timeout", type=quantities.duration, default=60.0, metavar="TIME", help="how long to wait (default: 60s)"
     )
     parser.set_defaults(run=_run_stop)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from dissociated.cli import access, target, text
+from dissociated.cli import access, quantities, target, text
 from dissociated.cli.datasets import parse_tags
 from dissociated.cli.inputs import open_input
 from dissociated.cli.terminal import progress
@@ -49,7 +49,9 @@ def add_put(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tag", action="append", default=[], metavar="KEY=VALUE", help="tag of the version; may be repeated"
     )
-    parser.add_argument("--ttl", type=float, metavar="SECONDS", help="time after which the dataset is removed")
+    parser.add_argument(
+        "--ttl", type=quantities.duration, metavar="TIME", help="remove the dataset after this time: 90s, 15m, 1h, 2d"
+    )
     target.add_options(parser)
     parser.set_defaults(run=_run_put)
 

@@ -23,7 +23,7 @@ from dissociated.cli.terminal import Advance, progress
 from dissociated.codec.columns import values_size
 from dissociated.codec.split import batches
 from dissociated.codec.validation import Validator
-from dissociated.control.locations import DatasetInfo
+from dissociated.control.dataset_info import DatasetInfo
 from dissociated.errors import OptionError, WrongKind
 from dissociated.store.files import NewFile
 
@@ -174,7 +174,7 @@ _ROWS = re.compile(r"(\d*):(\d*)")
 _NO_END = 2**62  # more rows than there are
 
 
-class Reading(NamedTuple):
+class OpenDataset(NamedTuple):
     """An open reader of a dataset, with the number of rows if the catalog knows it."""
 
     info: DatasetInfo
@@ -206,7 +206,14 @@ def add_rows_argument(parser: argparse.ArgumentParser) -> None:
 
 def add_format_argument(parser: argparse.ArgumentParser, choices: Iterable[str], default: str) -> None:
     """Add the option for the output format."""
-    parser.add_argument("-f", "--format", choices=[*choices], help=f"format of the output (default: {default})")
+    names = [*choices]
+    parser.add_argument(
+        "-f",
+        "--format",
+        choices=names,
+        metavar="FORMAT",
+        help=f"format of the output: {', '.join(names)} (default: {default})",
+    )
 
 
 def parse_rows(written: str) -> range:
@@ -223,7 +230,7 @@ def parse_rows(written: str) -> range:
 @contextmanager
 def open_dataset(
     arguments: argparse.Namespace, rows: range | None = None, limit: int | None = None
-) -> Iterator[Reading]:
+) -> Iterator[OpenDataset]:
     """Open the dataset of the command line for the `with` block.
 
     Args:
@@ -249,7 +256,7 @@ def open_dataset(
             filter=condition,
             limit=limit,
         )
-        yield Reading(info, reader, None if condition is not None else _rows_in(info.rows, rows))
+        yield OpenDataset(info, reader, None if condition is not None else _rows_in(info.rows, rows))
 
 
 def require_rows(info: DatasetInfo) -> None:

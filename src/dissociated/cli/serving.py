@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dissociated.cli import access, text
+from dissociated.cli import access, quantities, text
 from dissociated.cli.signals import StopSignal
 from dissociated.errors import SourceError
 
@@ -56,10 +56,10 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 def _add_retain(parser: argparse.ArgumentParser, default: float) -> None:
     parser.add_argument(
         "--retain",
-        type=float,
+        type=quantities.duration,
         default=default,
-        metavar="SECONDS",
-        help="time for which tickets of a replaced version stay valid (default: %(default)g)",
+        metavar="TIME",
+        help="time for which tickets of a replaced version stay valid: 90s, 15m, 1h, 2d (default: %(default)gs)",
     )
 
 
@@ -147,7 +147,10 @@ def add_node(parser: argparse.ArgumentParser) -> None:
         help="directory of the store (default: %(default)s)",
     )
     parser.add_argument(
-        "--limit", type=_size, metavar="SIZE", help="maximum size of the store, as in 8GiB or 500MB (default: no limit)"
+        "--limit",
+        type=quantities.size,
+        metavar="SIZE",
+        help="maximum size of the store, as in 8GiB or 500MB (default: no limit)",
     )
     parser.add_argument(
         "--policy",
@@ -177,39 +180,32 @@ def add_node(parser: argparse.ArgumentParser) -> None:
     _add_retain(parser, RETAIN)
     parser.add_argument(
         "--forget",
-        type=float,
+        type=quantities.duration,
         default=FORGOTTEN,
-        metavar="SECONDS",
-        help="time after which an uncommitted segment is removed (default: %(default)g)",
+        metavar="TIME",
+        help=f"time after which an uncommitted segment is removed (default: {FORGOTTEN / 3600:g}h)",
     )
     parser.add_argument(
         "--drain",
-        type=float,
+        type=quantities.duration,
         default=30.0,
-        metavar="SECONDS",
-        help="time that streams in progress have after SIGTERM (default: %(default)g)",
+        metavar="TIME",
+        help="time that streams in progress have after SIGTERM (default: %(default)gs)",
     )
     parser.add_argument(
-        "--idle-exit", type=float, metavar="SECONDS", help="end after this time without readers and writers"
+        "--idle-exit", type=quantities.duration, metavar="TIME", help="end after this time without readers and writers"
     )
     parser.add_argument(
         "--empty-exit",
-        type=float,
-        metavar="SECONDS",
+        type=quantities.duration,
+        metavar="TIME",
         help="end after this time with an empty store, without readers and writers",
     )
     access.add_serving_arguments(parser, peers=True)
-    parser.add_argument("--beat", type=float, default=5.0, metavar="SECONDS", help=argparse.SUPPRESS)
+    parser.add_argument("--beat", type=quantities.duration, default=5.0, metavar="TIME", help=argparse.SUPPRESS)
     parser.add_argument("--ready-fd", type=int, metavar="N", help=argparse.SUPPRESS)
     parser.add_argument("--starter-fd", type=int, metavar="N", help=argparse.SUPPRESS)
     parser.set_defaults(run=_run_node)
-
-
-def _size(written: str) -> int:
-    try:
-        return text.parse_size(written)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _run_node(arguments: argparse.Namespace) -> None:

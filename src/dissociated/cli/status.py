@@ -10,9 +10,8 @@ import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 
-from dissociated.cli import access, target, terminal, text
+from dissociated.cli import access, quantities, target, terminal, text
 from dissociated.errors import DissociatedError
 from dissociated.monitoring.status import ConsumerStatus, DatasetStatus, NodeStatus, ServerStatus, StoreStatus
 
@@ -32,16 +31,16 @@ def add_status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--once", action="store_true", help="show the status once, also in a terminal")
     parser.add_argument("--json", action="store_true", help="print JSON once, for other programs")
     parser.add_argument(
-        "--interval", type=_seconds, default=1.0, metavar="S", help="seconds between updates (default: 1)"
+        "--interval", type=_interval, default=1.0, metavar="TIME", help="time between updates (default: 1s)"
     )
     parser.set_defaults(run=_run_status)
 
 
-def _seconds(value: str) -> float:
-    with suppress(ValueError):
-        if 0.1 <= (seconds := float(value)) <= 3600:
-            return seconds
-    raise argparse.ArgumentTypeError(f"{value!r} is not a number of seconds from 0.1 to 3600")
+def _interval(written: str) -> float:
+    seconds = quantities.duration(written)
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{written!r} is not within 0.1s and 1h")
+    return seconds
 
 
 def _run_status(arguments: argparse.Namespace) -> None:

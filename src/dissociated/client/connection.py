@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 
 from dissociated.base.buffers import Buffer
@@ -19,11 +20,11 @@ from dissociated.errors import (
     UnsafeMemory,
     UriError,
 )
-from dissociated.protocol.events import Streams
+from dissociated.format.missed import MAX_NOTE_SIZE
 from dissociated.protocol.message import Message
-from dissociated.protocol.metadata import PREFIX_SIZE
-from dissociated.protocol.request import REQUEST_PARAMETER, announces, with_members
+from dissociated.protocol.request import MISSED_PARAMETER, REQUEST_PARAMETER, announces, with_members
 from dissociated.protocol.sender import Tags
+from dissociated.protocol.wire import PREFIX_SIZE, Streams
 from dissociated.transport.base import Connection
 from dissociated.transport.registry import transport
 from dissociated.transport.trace import traced
@@ -114,6 +115,9 @@ def _open_session(
     If `idle` is given, it gets the connection when the stream is over.
     """
     timeout = request.timeout
+    takes_missed = announces(uris[0], MISSED_PARAMETER)
+    if takes_missed:  # the limit is for the publisher's metadata
+        request = replace(request, max_metadata=request.max_metadata + MAX_NOTE_SIZE)
     with ExitStack() as connections:
         for connection in opened:
             connections.enter_context(connection)
@@ -128,7 +132,7 @@ def _open_session(
                 connection.receive(timeout, _refuse_body)  # raises RemoteError if the server has sent a reason
                 raise
         keep = None if idle is None else partial(idle.put, uris[0])
-        session = ClientSession(opened, uris[-1].free_data, request, keep)
+        session = ClientSession(opened, uris[-1].free_data, request, keep, takes_missed)
         connections.pop_all()  # the session owns them now
     return session
 

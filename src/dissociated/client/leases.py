@@ -14,8 +14,8 @@ from dissociated.base.interrupts import interrupts_held
 from dissociated.errors import DissociatedError, TransportError
 from dissociated.memory.device.base import Device
 from dissociated.memory.leases import RETRY_INTERVAL, STILL_HELD, FreeQueue
-from dissociated.protocol.bodies import encode_free
 from dissociated.protocol.message import Message
+from dissociated.protocol.wire import encode_free
 from dissociated.transport.base import Connection
 
 _log = logging.getLogger(__name__)

@@ -40,11 +40,16 @@ class ClientSession(ProcessBound):
         free_data: int | None,
         request: ReadRequest,
         on_freed: Callable[[Connection], None] | None = None,
+        takes_missed: bool = False,
     ) -> None:
-        """Own `connections`, and give back the only one by `on_freed` after a whole stream, if that is possible."""
+        """Own `connections`, and give back the only one by `on_freed` after a whole stream, if that is possible.
+
+        `takes_missed` says whether batches may have notes of missed batches, which readers remove.
+        """
         self._connections = connections
         self._timeout = request.timeout
         self.max_body = request.max_body
+        self.takes_missed = takes_missed
         self._decompress = request.decompress
         self._receiver = Receiver.with_limits(request.max_metadata, request.max_body)
         self._is_over = False

@@ -13,7 +13,7 @@ from dissociated.client.device import DeviceReceiver, place_on_device
 from dissociated.client.session import ClientSession, Deliveries
 from dissociated.codec.batches import RaisingAgain
 from dissociated.codec.device import DeviceMessage, DeviceReader, Mover, join_on_device
-from dissociated.codec.inplace import InPlace, Place
+from dissociated.codec.inplace import InPlace, StreamPlace
 from dissociated.codec.join import Messages, join
 from dissociated.codec.options import ReadOptions
 from dissociated.codec.reader import StreamReader
@@ -59,7 +59,11 @@ class ClientStream:
         reader = self._in_place(options) if self._bodies.address_space.static else None
         if reader is not None:
             return reader
-        return join_deliveries(self._deliveries(), self._attach, options, self._session.max_body)
+        return self._join(options)
+
+    def _join(self, options: ReadOptions) -> StreamReader:
+        session = self._session
+        return join_deliveries(self._deliveries(), self._attach, options, session.max_body, session.takes_missed)
 
     def map_on_device(self, device: Device, spans: Sequence[Span]) -> DeviceReader:
         """Return a reader of batches in the server's memory on a device. It ends the stream like that of `batches`.
@@ -149,12 +153,12 @@ class ClientStream:
             self._session.blame(error)
             raise
 
-    def compare(self, in_place: InPlace, at: int, options: ReadOptions) -> Place | StreamReader:
+    def compare(self, in_place: InPlace, at: int, options: ReadOptions) -> StreamPlace | StreamReader:
         """Compare the rest of a stream whose beginning lies in place. See `Tail.compare`."""
         for item in self._remaining:
             self._examined.append(item)
             if len(self._examined) > _MAX_EXAMINED or not self._accepts(in_place, item):
-                return join_deliveries(self._deliveries(), self._attach, options, self._session.max_body)
+                return self._join(options)
         self._examined.clear()
         return in_place.place(self._bodies.lease, at)
 
@@ -200,7 +204,7 @@ class _Tail:
         self._in_place = in_place
         self._options = options
 
-    def compare(self, at: int) -> Place | StreamReader:
+    def compare(self, at: int) -> StreamPlace | StreamReader:
         return self._stream.compare(self._in_place, at, self._options)
 
     @property

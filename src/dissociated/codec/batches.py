@@ -16,7 +16,7 @@ import pyarrow as pa
 from dissociated.base.buffers import Buffer
 from dissociated.codec.join import Messages, message_file
 from dissociated.codec.options import WriteOptions
-from dissociated.codec.reader import Reading, ReadOnce, close_idle
+from dissociated.codec.reader import OneTimeReader, Reading, close_idle
 from dissociated.codec.split import BatchAndMetadata, SplitMessage, Splitter
 from dissociated.format.message import buffer_extents, relocate
 
@@ -52,7 +52,7 @@ class RaisingAgain(Generic[T]):
             close_idle(items)
 
 
-class BatchReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyarrow has no type hints
+class BatchReader(OneTimeReader, pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyarrow has no type hints
     """A reader of batches of one `schema` and their metadata from `pairs`.
 
     Errors of `pairs` are raised by the reader.

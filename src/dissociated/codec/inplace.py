@@ -35,7 +35,7 @@ _LONG = 64
 Hold = Callable[[pa.Buffer, Sequence[int]], pa.Buffer]
 
 
-class Place(NamedTuple):
+class StreamPlace(NamedTuple):
     """The memory from which libarrow reads a stream, or the beginning of one.
 
     Attributes:
@@ -54,7 +54,7 @@ class Place(NamedTuple):
 class Tail(Protocol):
     """The rest of a stream, of which only the beginning was compared."""
 
-    def compare(self, at: int) -> Place | pa.RecordBatchReader:
+    def compare(self, at: int) -> StreamPlace | pa.RecordBatchReader:
         """Compare the rest. This is called once.
 
         Args:
@@ -78,7 +78,9 @@ class Tail(Protocol):
 class MappedReader(PeerReader):
     """A reader of a stream in shared memory, whose batches take no other memory if it `is_mapped`."""
 
-    def __init__(self, schema: bytes, place: Place, options: ReadOptions | None, tail: Tail | None = None) -> None:
+    def __init__(
+        self, schema: bytes, place: StreamPlace, options: ReadOptions | None, tail: Tail | None = None
+    ) -> None:
         """Open the stream.
 
         Args:
@@ -205,7 +207,7 @@ class MappedReader(PeerReader):
         if self._tail is None or self._closed:
             return
         continuation = self._comparing.take(partial(self._tail.compare, self._place.source.tell()))
-        if isinstance(continuation, Place):
+        if isinstance(continuation, StreamPlace):
             self._before, at_end = self.stats, self._at_end
             self._before = self._before._replace(num_messages=self._before.num_messages - 1)  # the schema comes again
             super().__init__(continuation.source, self._options)
@@ -229,7 +231,7 @@ class MappedReader(PeerReader):
             super().close()
             # libarrow's reader keeps its source until it is deleted. Opening another one deletes it.
             pa.ipc.RecordBatchStreamReader.__init__(self, self._empty_stream)
-            self._place = Place(pa.BufferReader(self._empty_stream), (), ())
+            self._place = StreamPlace(pa.BufferReader(self._empty_stream), (), ())
             self._tail = None
             if tail is not None:
                 tail.close()
@@ -305,7 +307,7 @@ class InPlace:
         """
         return MappedReader(self._schema, self.place(hold), options, tail) if self._streams else None
 
-    def place(self, hold: Hold, at: int = 0) -> Place:
+    def place(self, hold: Hold, at: int = 0) -> StreamPlace:
         """Return the place of the messages that were compared.
 
         Args:
@@ -323,10 +325,10 @@ class InPlace:
             pieces.append(part.whole.slice(start, part.end - start))
         regions, ends = [part.region for part in self._streams], [part.end for part in self._streams]
         if len(pieces) == 1:
-            return Place(pa.BufferReader(pieces[0]), regions, ends, at or None)
+            return StreamPlace(pa.BufferReader(pieces[0]), regions, ends, at or None)
         if at:
             pieces[:1] = [pieces[0].slice(0, len(self._schema)), pieces[0].slice(at)]
-        return Place(pa.PythonFile(_ChainedFile(pieces), mode="r"), regions, ends)
+        return StreamPlace(pa.PythonFile(_ChainedFile(pieces), mode="r"), regions, ends)
 
     def message(self, delivery: Delivery) -> bool:
         """Return whether this message lies in place."""

@@ -162,7 +162,7 @@ class Reading:
         self._closed = not self.at_end
 
 
-class ReadOnce:
+class OneTimeReader:
     """A reader that remembers whether it was read to its end. Reading it again raises StoreError."""
 
     _at_end = False
@@ -176,7 +176,7 @@ class ReadOnce:
             )
 
 
-class StreamReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyarrow has no type hints
+class StreamReader(OneTimeReader, pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyarrow has no type hints
     """A reader of an IPC stream, from any source that pyarrow accepts. `stats` counts the messages read.
 
     Raises:

@@ -35,13 +35,18 @@ Attach: TypeAlias = Callable[[Delivery], EncodedMessage]
 
 
 def join_deliveries(
-    deliveries: Generator[Delivered, None, None], attach: Attach, options: ReadOptions, max_body: int = MAX_BODY
+    deliveries: Generator[Delivered, None, None],
+    attach: Attach,
+    options: ReadOptions,
+    max_body: int = MAX_BODY,
+    takes_missed: bool = False,
 ) -> StreamReader:
     """Return a reader over the stream of `deliveries`, with the errors of `join`.
 
-    `attach` is called for each message except runs of small batches, and never after the end of the stream.
+    `attach` is called for each message except runs of small batches, and never after the end of the stream. Notes of
+    missed batches are removed if `takes_missed`.
     """
-    return _RunReader(_DeliveryFile(deliveries, attach, options, max_body), options)
+    return _RunReader(_DeliveryFile(deliveries, attach, options, max_body, takes_missed), options)
 
 
 class _BatchRun:
@@ -94,12 +99,18 @@ class _DeliveryFile(StreamFile):
     """A file of the messages of deliveries, for libarrow, from which whole runs can be taken instead."""
 
     def __init__(
-        self, deliveries: Generator[Delivered, None, None], attach: Attach, options: ReadOptions, max_body: int
+        self,
+        deliveries: Generator[Delivered, None, None],
+        attach: Attach,
+        options: ReadOptions,
+        max_body: int,
+        takes_missed: bool,
     ) -> None:
         super().__init__(deliveries, max_body, _RunReader.error_type)
         self._deliveries = deliveries
         self._attach = attach
         self._options = options
+        self._takes_missed = takes_missed
         self._schema = b""
         self._run: _BatchRun | None = None  # the current run
         self._messages: Iterator[EncodedMessage] = iter(())  # of the current delivery
@@ -125,7 +136,7 @@ class _DeliveryFile(StreamFile):
             if self._run is not None:
                 return None
         self._schema = self._schema or message[0]
-        header, missed = take_missed(message[0])
+        header, missed = take_missed(message[0]) if self._takes_missed else (b"", None)
         if missed is None:
             return message
         self.missed = missed

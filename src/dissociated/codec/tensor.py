@@ -34,7 +34,7 @@ from dissociated.format.tensor import (
 #: pa.Tensor, or one of pyarrow's four sparse ones. pyarrow has no type hints.
 Tensor: TypeAlias = Any
 #: A NumPy array.
-Array: TypeAlias = Any
+_Array: TypeAlias = Any
 
 TENSOR_FORMATS = {
     pa.Tensor: TensorFormat.DENSE,
@@ -127,7 +127,7 @@ def join_tensor(header: bytes, buffers: Sequence[Buffer]) -> Tensor:
         return matrix.from_numpy(values, indptr[0], indices[0], tensor.shape, names)
 
 
-def _coordinates(tensor: TensorHeader, buffer: Buffer) -> Array:
+def _coordinates(tensor: TensorHeader, buffer: Buffer) -> _Array:
     shape = (tensor.non_zero, len(tensor.shape))
     coordinates = _array(buffer, tensor.indices_type, shape, tensor.strides)
     for axis, size in enumerate(tensor.shape):
@@ -139,7 +139,7 @@ def _coordinates(tensor: TensorHeader, buffer: Buffer) -> Array:
     return np.ndarray(shape, "<i8", np.array(coordinates, "<i8", order="C"), 0, expected_strides)
 
 
-def _levels(tensor: TensorHeader, buffers: Sequence[Buffer]) -> tuple[list[Array], list[Array]]:
+def _levels(tensor: TensorHeader, buffers: Sequence[Buffer]) -> tuple[list[_Array], list[_Array]]:
     """Return the indptr and the indices of CSR, CSC and CSF."""
     shape, types = tensor.shape, (tensor.indptr_type, tensor.indices_type)
     if tensor.format is TensorFormat.CSF:
@@ -159,24 +159,24 @@ def _levels(tensor: TensorHeader, buffers: Sequence[Buffer]) -> tuple[list[Array
     return indptr, indices
 
 
-def _array(buffer: Buffer, type_: str, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> Array:
+def _array(buffer: Buffer, type_: str, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> _Array:
     """Return the array in this buffer, which must be long enough. A misaligned array is copied."""
     if 0 in shape:
         strides = row_major(shape, type_)
     return np.require(np.ndarray(shape, type_, buffer, 0, strides), requirements="A")
 
 
-def _check_indices(indices: Array, size: int) -> None:
+def _check_indices(indices: _Array, size: int) -> None:
     if len(indices) and (indices.min() < 0 or indices.max() >= size):
         raise FormatError(f"the sparse tensor has an index outside a dimension of {size}")
 
 
-def _check_begins(begins: Array, end: int) -> None:
+def _check_begins(begins: _Array, end: int) -> None:
     if begins[0] != 0 or begins[-1] != end or (begins[1:] < begins[:-1]).any():
         raise FormatError("the sparse tensor has rows or fibers that are not in order")
 
 
-def _disassemble(tensor: Tensor) -> tuple[TensorHeader, list[Array]]:
+def _disassemble(tensor: Tensor) -> tuple[TensorHeader, list[_Array]]:
     """Return the description of `tensor` in its message, without buffers, and the arrays of the buffers."""
     format_ = TENSOR_FORMATS.get(type(tensor))
     if format_ is None:
@@ -206,11 +206,11 @@ def _disassemble(tensor: Tensor) -> tuple[TensorHeader, list[Array]]:
     return header, [*map(np.ascontiguousarray, index), values]
 
 
-def _type(array: Array) -> str:
+def _type(array: _Array) -> str:
     return array.dtype.str.replace("|", "<")  # type: ignore[no-any-return]  # NumPy's arrays are Any here
 
 
-def _axis_order(tensor: Tensor, values: Array, indptr: list[Array], indices: list[Array]) -> tuple[int, ...]:
+def _axis_order(tensor: Tensor, values: _Array, indptr: list[_Array], indices: list[_Array]) -> tuple[int, ...]:
     """Find the dimension of each level of a CSF tensor by comparing values: pyarrow does not expose it."""
     shape = tensor.shape
     if len(shape) > _MAX_ORDERED:

@@ -20,7 +20,7 @@ import pyarrow as pa
 from dissociated.codec.nesting import contains, has_children, is_extension
 from dissociated.errors import SourceError
 
-Metadata = TypeVar("Metadata")
+T = TypeVar("T")
 
 _STORED_AS = {
     pa.string(): pa.binary(),
@@ -106,9 +106,7 @@ class OnceValidator:
     def __init__(self) -> None:
         self._batches = 0
 
-    def check(
-        self, schema: pa.Schema, pairs: Iterable[tuple[pa.RecordBatch, Metadata]]
-    ) -> Iterator[tuple[pa.RecordBatch, Metadata]]:
+    def check(self, schema: pa.Schema, pairs: Iterable[tuple[pa.RecordBatch, T]]) -> Iterator[tuple[pa.RecordBatch, T]]:
         """Yield the batches of the stream, from its first on. Raises SourceError if one is not valid."""
         validator = Validator(schema)
         for number, (batch, metadata) in enumerate(pairs):

@@ -20,10 +20,9 @@ from dissociated.errors import FormatError, LocalProtocolError, OptionError
 from dissociated.format.encapsulated import encapsulate, encode_footer, encode_magic, end_of_stream
 from dissociated.format.footer import BLOCK, parse_footer
 from dissociated.format.message import Header, HeaderType
-from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message
 from dissociated.protocol.sender import Body, Sender
-from dissociated.protocol.tags import BodyKind
+from dissociated.protocol.wire import BodyKind, Streams
 
 #: The counters of a reader: num_messages, num_record_batches, num_dictionary_batches, num_dictionary_deltas,
 #: num_replaced_dictionaries.

@@ -43,6 +43,8 @@ class Dataset(ABC):
     nbytes: int | None = None
     #: Whether metadata and bodies can be sent over separate connections.
     splits_streams = True
+    #: Whether batches may have a note that their client missed batches before: see `format/missed.py`.
+    notes_missed = False
     #: Whether every reading gives the same batches. Otherwise the source is opened anew for each reading, and may give
     #: different batches or none.
     repeatable = True

@@ -26,6 +26,10 @@ class BroadcastDataset(Dataset):
     #: The publisher's options.
     live: Live
 
+    @property
+    def notes_missed(self) -> bool:  # type: ignore[override]
+        return self.live.policy != "block"
+
     @abstractmethod
     def join(self, wake: Callable[[], None], on_cut_off: Callable[[], None] | None = None) -> Consumer:
         """Add a consumer: see `Fanout.join`."""

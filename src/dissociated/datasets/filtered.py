@@ -41,7 +41,7 @@ def select(whole: Dataset, selection: Selection | None) -> Dataset:
     whole = whole.open()
     indices = selection.indices(whole.schema.names)
     if selection.rows.filter is None:
-        return FilteredDataset(whole.select(selection), None, range(len(indices)), selection.rows)
+        return FilteredStream(whole.select(selection), None, range(len(indices)), selection.rows)
     # Imported on first use, since pyarrow.compute loads slowly.
     from dissociated.codec.filter.substrait import parse_filter
 
@@ -57,7 +57,7 @@ def select(whole: Dataset, selection: Selection | None) -> Dataset:
     if not selection.rows.exact:
         return dataset
     rows = rows.at_columns([needed.index(index) for index in filter_columns])
-    return FilteredDataset(dataset, rows, [needed.index(index) for index in indices], selection.rows)
+    return FilteredStream(dataset, rows, [needed.index(index) for index in indices], selection.rows)
 
 
 def _batches(dataset: Dataset, passing: Sequence[bool] | None, batch_range: tuple[int, int] | None) -> Dataset:
@@ -72,7 +72,7 @@ def _batches(dataset: Dataset, passing: Sequence[bool] | None, batch_range: tupl
     return dataset if len(numbers) == len(passing) else dataset.pick_batches(numbers)
 
 
-class FilteredDataset(StreamedDataset):
+class FilteredStream(StreamedDataset):
     """The rows of `source` that pass `rows`, up to the limit of `selection`, with the given `columns` alone."""
 
     def __init__(

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from dissociated.base.access import Grant, Signer, Ticket, Unsigned
+from dissociated.base.display import advise_name
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.filtered import select
 from dissociated.datasets.sources import isolate_columns
@@ -123,7 +124,8 @@ class Registry:
         dataset = self.find_name(name)
         if dataset is None:
             self._check_open()
-            raise DatasetNotFound(f"no dataset {name!r} is published here")
+            advice = advise_name(name, self.names(), "server.names()")
+            raise DatasetNotFound(f"no dataset {name!r} is published here: {advice}")
         return dataset
 
     def lookup(self, identifier: bytes) -> Dataset | None:
@@ -131,8 +133,12 @@ class Registry:
         with self._lock:
             return self._by_identifier.get(identifier)
 
-    def resolve_ticket(self, ticket: bytes) -> tuple[Dataset, Dataset]:
+    def resolve_ticket(self, ticket: bytes, part: str | None = None) -> tuple[Dataset, Dataset]:
         """Resolve a ticket.
+
+        Args:
+            ticket: the ticket.
+            part: the id of the part, which tells publications with the same ticket apart; None for the current one.
 
         Returns:
             The published dataset, and the part of it that the ticket grants: the dataset itself, or some columns.
@@ -142,8 +148,8 @@ class Registry:
             AccessDenied: if the ticket is foreign, altered or expired.
         """
         identifier, columns = self.tickets.check(ticket, self.now())
-        dataset = self.lookup(identifier)
-        if dataset is None:
+        dataset = self.lookup(identifier) if part is None else self.lookup_part(part)
+        if dataset is None or dataset.ticket != identifier:
             raise DatasetNotFound(
                 "no dataset has this ticket, which may have been replaced or dropped: look the dataset up again"
             )

@@ -1,7 +1,8 @@
 """The note in a record batch of a live stream that its consumer missed batches before it.
 
 It is a value of the custom metadata of the message: the number of batches that were missed since the stream began, in
-decimal. Servers add it to the first batch after a gap, and our clients remove it.
+decimal. Servers add it to the first batch after a gap, and our clients remove it. Only streams whose URI has
+`missed=1` have such notes: in other streams, metadata of this name is the user's own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dissociated.format.projection import with_custom_metadata
 from dissociated.format.record_batch import V5
 
 KEY = b"dissociated.missed"
+#: The most bytes that a note adds to the metadata of a batch.
+MAX_NOTE_SIZE = 256
 _MAX_DIGITS = 20
 
 

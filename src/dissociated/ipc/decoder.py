@@ -119,7 +119,7 @@ class DissociatedDecoder(Decoder):
         address_space: The regions of shared memory in which bodies that are sent by address lie.
         returns: An object whose method `put` gets the addresses of a message, as one sequence, when the last array
             that refers to its body is collected. Send them to the peer as `free_data`
-            (`protocol.bodies.encode_free`). Finalizers call `put`, so it should only enqueue, and not refer to this
+            (`protocol.wire.encode_free`). Finalizers call `put`, so it should only enqueue, and not refer to this
             decoder: a `queue.SimpleQueue` is suitable.
         max_metadata: The largest metadata of a message, in bytes.
         max_body: The largest body of a message, in bytes. Dictionaries that wait for a batch may have

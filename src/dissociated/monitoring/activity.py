@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from dissociated._version import __version__
 from dissociated.base.host import host_name
-from dissociated.base.tracing import Span
+from dissociated.base.tracing import TraceSpan
 from dissociated.datasets.base import Dataset
 from dissociated.monitoring.changes import Changes
 from dissociated.monitoring.kept_memory import KeptMemory
@@ -72,7 +72,7 @@ class ConnectionStats:
         #: The requested dataset; None before the request.
         self.dataset: Dataset | None = None
         #: The span of the stream; None if the server does not trace.
-        self.span: Span | None = None
+        self.span: TraceSpan | None = None
         #: The number of messages sent.
         self.messages = 0
         # The state of the bytes of bodies sent: the number of bytes that the medium had taken when this was set. While

@@ -7,23 +7,16 @@ import threading
 import weakref
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from dissociated.base.fork import ProcessBound
-from dissociated.memory.region import Region
+from dissociated.datasets.static_message import SharedSegment
 from dissociated.memory.shared import can_tell_unused, is_unused, reopen_read_only
 
 _INTERVAL = 1.0  # seconds
 _JOIN_TIMEOUT = 5.0
 
 _Mapping: TypeAlias = tuple[int, int]  # a descriptor, and the number of bytes that it keeps
-
-
-class Mappable(Protocol):
-    """A segment: the memory of `descriptor`, which is closed when this process no longer uses the segment."""
-
-    descriptor: int
-    region: Region
 
 
 class KeptMemory(ProcessBound):
@@ -38,7 +31,7 @@ class KeptMemory(ProcessBound):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._watched: weakref.WeakSet[Mappable] = weakref.WeakSet()
+        self._watched: weakref.WeakSet[SharedSegment] = weakref.WeakSet()
         # A queue whose `put` is reentrant, since finalizers run at any point of any thread
         self._queue: SimpleQueue[_Mapping | None] = SimpleQueue()
         self._mappings: list[_Mapping] = []
@@ -51,7 +44,7 @@ class KeptMemory(ProcessBound):
         for descriptor, _ in self._mappings:
             os.close(descriptor)
 
-    def watch(self, segment: Mappable) -> None:
+    def watch(self, segment: SharedSegment) -> None:
         """Watch a segment that a disconnected client may still have mapped. Files that have a name are not counted."""
         with self._lock:
             if self._closed.is_set() or segment in self._watched or os.fstat(segment.descriptor).st_nlink:

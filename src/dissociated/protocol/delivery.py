@@ -10,7 +10,7 @@ import numpy as np
 from dissociated.base.buffers import Buffer
 from dissociated.errors import RemoteProtocolError
 from dissociated.format.message import Header, buffer_extents, parse_header
-from dissociated.protocol.bodies import AddressList
+from dissociated.protocol.wire import AddressList
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

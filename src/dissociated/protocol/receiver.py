@@ -10,13 +10,20 @@ from dissociated.base.buffers import MAX_METADATA, Buffer
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
 from dissociated.format.layout import SchemaLayout, layout_of
 from dissociated.format.message import Header, HeaderType, buffer_extents, parse_header
-from dissociated.protocol.bodies import AddressList, parse_addresses
 from dissociated.protocol.delivery import Delivered, Delivery
 from dissociated.protocol.message import Incoming, Run
-from dissociated.protocol.metadata import MetadataKind, parse_metadata
 from dissociated.protocol.run import recognise
-from dissociated.protocol.states import Machine, Side, State, Step
-from dissociated.protocol.tags import SEQUENCE_MASK, BodyKind, parse_body_tag, unwrap
+from dissociated.protocol.states import Machine, Move, Side, State
+from dissociated.protocol.wire import (
+    SEQUENCE_MASK,
+    AddressList,
+    BodyKind,
+    MetadataKind,
+    parse_addresses,
+    parse_body_tag,
+    parse_metadata,
+    unwrap,
+)
 
 #: Most bytes of bodies, and of metadata, that may wait for a message that they have overtaken.
 MAX_WAITING_BYTES = 1 << 32
@@ -77,7 +84,7 @@ class Receiver:
             max_body: Most bytes of bodies that wait for their turn, but at least MAX_WAITING_BYTES.
         """
         receiver = cls(max_metadata, max(MAX_WAITING_BYTES, max_body), max(MAX_WAITING_METADATA, max_metadata))
-        receiver._machine.move(Step.WANT, LocalProtocolError)
+        receiver._machine.move(Move.WANT, LocalProtocolError)
         return receiver
 
     @property
@@ -92,7 +99,7 @@ class Receiver:
 
     def want(self) -> None:
         """Record that the stream was requested."""
-        self._machine.move(Step.WANT, LocalProtocolError)
+        self._machine.move(Move.WANT, LocalProtocolError)
 
     def receive(self, arrived: Incoming | Run, of_run: bool = False) -> None:
         """Take an arrived message or run.
@@ -119,10 +126,10 @@ class Receiver:
         """
         kind, wire_sequence, header = parse_metadata(message)
         if kind is MetadataKind.END_OF_STREAM:
-            self._machine.move(Step.END, RemoteProtocolError)
+            self._machine.move(Move.END, RemoteProtocolError)
             self._end(unwrap(wire_sequence, self.sequence))
             return
-        self._machine.move(Step.METADATA, RemoteProtocolError)
+        self._machine.move(Move.METADATA, RemoteProtocolError)
         if len(header) > self._max_metadata:
             raise RemoteProtocolError(
                 f"the peer sent metadata of {len(header)} bytes; at most {self._max_metadata} are accepted "
@@ -171,7 +178,7 @@ class Receiver:
         kind, wire_sequence = parse_body_tag(tag)
         if self._schema_known and unwrap(wire_sequence, self.sequence) == 0:
             return self._take_spare(kind, body)
-        self._machine.move(Step.BODY, RemoteProtocolError)
+        self._machine.move(Move.BODY, RemoteProtocolError)
         sequence = self._full_sequence(wire_sequence, self._bodies, "body")
         self._waiting_bytes += len(body) + WAITING_OVERHEAD
         if self._waiting_bytes > self._max_waiting_bytes and sequence != self.sequence:
@@ -237,7 +244,7 @@ class Receiver:
             self._check_buffers(batches.headers[0].tobytes(), batches.parsed, self.sequence)
             self.sequence = end
             if end == self._count:
-                self._machine.move(Step.DELIVERED, RemoteProtocolError)
+                self._machine.move(Move.DELIVERED, RemoteProtocolError)
         return batches
 
     def _is_new(self, length: int) -> bool:
@@ -312,7 +319,7 @@ class Receiver:
         self._waiting_metadata -= len(header) + WAITING_OVERHEAD
         self.sequence = sequence + 1
         if self.sequence == self._count:
-            self._machine.move(Step.DELIVERED, RemoteProtocolError)
+            self._machine.move(Move.DELIVERED, RemoteProtocolError)
         return Delivery(sequence, header, parsed, body, addresses)
 
     def _check_buffers(self, header: bytes, parsed: Header, sequence: int) -> None:
@@ -349,7 +356,7 @@ class Receiver:
 
     def fail(self) -> None:
         """Record that the stream failed before its end."""
-        self._machine.move(Step.FAIL, LocalProtocolError)
+        self._machine.move(Move.FAIL, LocalProtocolError)
 
     def _full_sequence(self, wire_sequence: int, arrived: Container[int], part: str) -> int:
         """Return the full sequence number of a message, which must be new and must not lie beyond the stream's end."""
@@ -379,7 +386,7 @@ class Receiver:
             raise RemoteProtocolError("the peer ended the stream before its first message", rule="end-count")
         self._count = count
         if self.sequence == count:
-            self._machine.move(Step.DELIVERED, RemoteProtocolError)
+            self._machine.move(Move.DELIVERED, RemoteProtocolError)
 
 
 def _check_address_list(address_list: AddressList, header: bytes, parsed: Header, sequence: int) -> None:

@@ -6,11 +6,18 @@ URIs have `request=1` also accept this identifier:
     8 bytes  "DISSREQ" and 1, the version
     4 bytes  length of the ticket, little-endian
     the ticket
-    JSON     one object with any of {"keep": true}, {"streams": "metadata" or "bodies"}, {"columns": [names]} or
-             {"fields": [indices]}, {"batches": [first, stop]}, {"rows": ROWS}, {"traceparent": W3C trace context}
+    JSON     one object with any of {"keep": true}, {"ahead": true}, {"part": id}, {"streams": "metadata" or "bodies"},
+             {"columns": [names]} or {"fields": [indices]}, {"batches": [first, stop]}, {"rows": ROWS},
+             {"traceparent": W3C trace context}
 
 With "keep", the server waits for another request on the connection after the stream. Clients that do not know requests
 often read until the server closes the connection.
+
+With "ahead", the client reads other streams first. So the server lets it take no bytes for as long as it may hold
+memory in silence.
+
+"part" is the id of the part in the catalog's answer. It differs for each publication, even if they have the same
+ticket.
 
 ROWS needs a server whose URI also has `filter=1`. It is {"filter": F, "limit": N, "exact": true}. It selects the rows
 for which the filter F, a Substrait expression in base64, is true, and of these the first N. Both F and N may be left
@@ -30,12 +37,12 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from dissociated.base import strict_json
 from dissociated.base.tracing import TRACEPARENT, is_traceparent
 from dissociated.errors import ColumnNotFound, OptionError, RemoteProtocolError
-from dissociated.protocol.events import Streams
+from dissociated.protocol.wire import Streams
 from dissociated.uri import Uri
 
 #: First bytes of every structured request. No ticket begins with them.
@@ -46,6 +53,8 @@ REQUEST_PARAMETER = ("request", "1")
 FILTER_PARAMETER = ("filter", "1")
 #: URI parameter of servers that support trace contexts in them, too.
 TRACE_PARAMETER = ("trace", "1")
+#: URI parameter of live streams whose batches may have a note of missed batches.
+MISSED_PARAMETER = ("missed", "1")
 #: Largest size of an identifier, in bytes.
 MAX_IDENTIFIER = 1 << 16
 
@@ -160,6 +169,8 @@ class Request:
         selection: The selected part of the stream; None for all.
         streams: The requested streams; None for those of the want_data tag.
         keep: Whether another request may follow on the connection.
+        ahead: Whether the client reads other streams first.
+        part: The id of the requested publication; None for the current one with this ticket.
         traceparent: The trace context of the client, if it has sent a valid one.
     """
 
@@ -167,6 +178,8 @@ class Request:
     selection: Selection | None = None
     streams: Streams | None = None
     keep: bool = False
+    ahead: bool = False
+    part: str | None = None
     traceparent: str | None = None
 
     @classmethod
@@ -180,12 +193,15 @@ class Request:
             return cls(identifier)
         ticket, members = _split(identifier)
         traceparent, keep = members.pop(TRACEPARENT, None), members.pop("keep", False)
+        ahead, part = members.pop("ahead", False), members.pop("part", None)
         try:
             rows = RowSelection.parse(members.pop("rows")) if "rows" in members else None
             streams = _STREAMS[members.pop("streams")] if "streams" in members else None
         except (KeyError, TypeError, ValueError):
             raise _unreadable() from None
-        if not isinstance(keep, bool) or not all(_readable(kind, items) for kind, items in members.items()):
+        if not all(_readable(kind, items) for kind, items in members.items()):
+            raise _unreadable()
+        if not (isinstance(keep, bool) and isinstance(ahead, bool) and isinstance(part, str | None)):
             raise _unreadable()
         if members.keys() >= {"columns", "fields"}:
             raise _unreadable()
@@ -195,16 +211,10 @@ class Request:
             None if selection == Selection() else selection,
             streams,
             keep,
+            ahead,
+            part,
             traceparent if is_traceparent(traceparent) else None,
         )
-
-
-class StreamRequested(NamedTuple):
-    """A client sent want_data: "an opaque binary identifier of the data stream being requested"."""
-
-    request: Request
-    streams: Streams
-    tag: int
 
 
 def with_members(identifier: bytes, **members: Any) -> bytes:

@@ -16,8 +16,7 @@ from dissociated.errors import RemoteProtocolError
 from dissociated.format.message import Header, parse_header, varying_ranges
 from dissociated.protocol.delivery import Bytes, PackedBatches, SharedBatches, Uint64s
 from dissociated.protocol.message import Run
-from dissociated.protocol.metadata import PREFIX_SIZE, MetadataKind
-from dissociated.protocol.tags import SEQUENCE_MASK, BodyKind, body_tag
+from dissociated.protocol.wire import PREFIX_SIZE, SEQUENCE_MASK, BodyKind, MetadataKind, body_tag
 
 _MAX_ADDRESS = np.uint64(1 << 62)  # below this limit, no sum in this file can overflow
 

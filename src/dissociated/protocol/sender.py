@@ -8,14 +8,11 @@ from typing import NamedTuple
 
 from dissociated.base.buffers import Buffer
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
-from dissociated.protocol.bodies import parse_free
-from dissociated.protocol.events import AddressesFreed, Streams
 from dissociated.protocol.message import Incoming, Message, Run
-from dissociated.protocol.metadata import encode_end_of_stream, encode_prefix
-from dissociated.protocol.request import Request, StreamRequested
+from dissociated.protocol.request import Request
 from dissociated.protocol.run import encode
-from dissociated.protocol.states import Machine, Side, State, Step
-from dissociated.protocol.tags import BodyKind, body_tag
+from dissociated.protocol.states import Machine, Move, Side, State
+from dissociated.protocol.wire import BodyKind, Streams, body_tag, encode_end_of_stream, encode_prefix, parse_free
 
 
 @dataclass(frozen=True)
@@ -27,6 +24,20 @@ class Tags:
 
     want: Mapping[int, Streams]
     free_data: int | None = None
+
+
+class StreamRequested(NamedTuple):
+    """A client sent want_data: "an opaque binary identifier of the data stream being requested"."""
+
+    request: Request
+    streams: Streams
+    tag: int
+
+
+class AddressesFreed(NamedTuple):
+    """A client sent free_data: it no longer needs these addresses. An address that was sent twice is freed twice."""
+
+    addresses: tuple[int, ...]
 
 
 class Body(NamedTuple):
@@ -70,7 +81,7 @@ class Sender:
         """
         sender = cls(Tags({}))
         sender.sequence = first
-        sender._machine.move(Step.WANT, LocalProtocolError)
+        sender._machine.move(Move.WANT, LocalProtocolError)
         sender.streams = streams
         return sender
 
@@ -99,11 +110,12 @@ class Sender:
         if streams is not None:
             if self.state is not State.IDLE:
                 raise RemoteProtocolError(
-                    "the client requested a second stream (want_data) before the first was complete: wait until it has "
-                    "ended and all of its memory was freed, or open another connection",
+                    "the client requested a second stream (want_data) on a connection that is not free for it: set "
+                    "keep in the first request, and wait until that stream has ended and all of its memory was freed; "
+                    "or open another connection",
                     rule="request-once",
                 )
-            self._machine.move(Step.WANT, RemoteProtocolError)
+            self._machine.move(Move.WANT, RemoteProtocolError)
             request = Request.parse(body)
             self.streams = streams if request.streams is None else request.streams
             if self.streams not in streams:
@@ -112,7 +124,7 @@ class Sender:
                 )
             return StreamRequested(request, self.streams, tag)
         if tag == self._tags.free_data:
-            self._machine.move(Step.FREE, RemoteProtocolError)
+            self._machine.move(Move.FREE, RemoteProtocolError)
             return AddressesFreed(parse_free(body))
         raise RemoteProtocolError(f"the client sent a message with the unknown tag {tag:#018x}", rule="client-tags")
 
@@ -122,7 +134,7 @@ class Sender:
         Raises:
             LocalProtocolError: The stream is not running.
         """
-        self._machine.move(Step.METADATA, LocalProtocolError)
+        self._machine.move(Move.METADATA, LocalProtocolError)
         messages = _encode(self.sequence, header, body, self.streams)
         self.sequence += 1
         return messages
@@ -133,7 +145,7 @@ class Sender:
         Raises:
             LocalProtocolError: The stream is not running.
         """
-        self._machine.move(Step.METADATA, LocalProtocolError)
+        self._machine.move(Move.METADATA, LocalProtocolError)
         first, self.sequence = self.sequence, self.sequence + len(bodies)
         return encode(first, header, bodies)
 
@@ -145,7 +157,7 @@ class Sender:
         """
         if first != self.sequence:
             raise LocalProtocolError(f"messages from number {first} on were sent; number {self.sequence} comes next")
-        self._machine.move(Step.METADATA, LocalProtocolError)
+        self._machine.move(Move.METADATA, LocalProtocolError)
         self.sequence += count
 
     def end(self) -> list[Message]:
@@ -156,15 +168,15 @@ class Sender:
         """
         if self.state is State.STREAMING and not self.sequence:
             raise LocalProtocolError("a stream cannot end before its first message")
-        self._machine.move(Step.END, LocalProtocolError)
+        self._machine.move(Move.END, LocalProtocolError)
         if not self.streams & Streams.METADATA:
             return []
         return [Message(None, (encode_end_of_stream(self.sequence),))]
 
     def drained(self) -> None:
         """Record that every address that was sent has been freed: "the work for this stream is complete"."""
-        self._machine.move(Step.DRAINED, LocalProtocolError)
+        self._machine.move(Move.DRAINED, LocalProtocolError)
 
     def fail(self) -> None:
         """Record that the stream failed before its end."""
-        self._machine.move(Step.FAIL, LocalProtocolError)
+        self._machine.move(Move.FAIL, LocalProtocolError)

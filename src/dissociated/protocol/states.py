@@ -32,7 +32,7 @@ class State(Enum):
     FAILED = "failed"
 
 
-class Step(Enum):
+class Move(Enum):
     """The event that moves a stream from one state to the next."""
 
     __hash__ = object.__hash__
@@ -56,40 +56,40 @@ class Side(Enum):
     RECEIVER = "receiver"
 
 
-_RUNNING = {Step.METADATA: State.STREAMING, Step.BODY: State.STREAMING, Step.FREE: State.STREAMING}
+_RUNNING = {Move.METADATA: State.STREAMING, Move.BODY: State.STREAMING, Move.FREE: State.STREAMING}
 
-TRANSITIONS: dict[Side, dict[State, dict[Step, State]]] = {
+TRANSITIONS: dict[Side, dict[State, dict[Move, State]]] = {
     Side.SENDER: {
-        State.IDLE: {Step.WANT: State.STREAMING, Step.FAIL: State.FAILED},
-        State.STREAMING: {**_RUNNING, Step.END: State.ENDING, Step.FAIL: State.FAILED},
-        State.ENDING: {Step.FREE: State.ENDING, Step.DRAINED: State.DONE, Step.FAIL: State.FAILED},
+        State.IDLE: {Move.WANT: State.STREAMING, Move.FAIL: State.FAILED},
+        State.STREAMING: {**_RUNNING, Move.END: State.ENDING, Move.FAIL: State.FAILED},
+        State.ENDING: {Move.FREE: State.ENDING, Move.DRAINED: State.DONE, Move.FAIL: State.FAILED},
         State.DONE: {},
-        State.FAILED: {Step.FREE: State.FAILED, Step.FAIL: State.FAILED},
+        State.FAILED: {Move.FREE: State.FAILED, Move.FAIL: State.FAILED},
     },
     Side.RECEIVER: {
-        State.IDLE: {Step.WANT: State.STREAMING, Step.FAIL: State.FAILED},
-        State.STREAMING: {**_RUNNING, Step.END: State.ENDING, Step.FAIL: State.FAILED},
+        State.IDLE: {Move.WANT: State.STREAMING, Move.FAIL: State.FAILED},
+        State.STREAMING: {**_RUNNING, Move.END: State.ENDING, Move.FAIL: State.FAILED},
         State.ENDING: {
-            Step.METADATA: State.ENDING,  # overtaken by the end of stream
-            Step.BODY: State.ENDING,
-            Step.FREE: State.ENDING,
-            Step.DELIVERED: State.COMPLETE,
-            Step.FAIL: State.FAILED,
+            Move.METADATA: State.ENDING,  # overtaken by the end of stream
+            Move.BODY: State.ENDING,
+            Move.FREE: State.ENDING,
+            Move.DELIVERED: State.COMPLETE,
+            Move.FAIL: State.FAILED,
         },
-        State.COMPLETE: {Step.FREE: State.COMPLETE, Step.DRAINED: State.DONE, Step.FAIL: State.FAILED},
+        State.COMPLETE: {Move.FREE: State.COMPLETE, Move.DRAINED: State.DONE, Move.FAIL: State.FAILED},
         State.DONE: {},
-        State.FAILED: {Step.FREE: State.FAILED, Step.FAIL: State.FAILED},
+        State.FAILED: {Move.FREE: State.FAILED, Move.FAIL: State.FAILED},
     },
 }
 
 
-#: The rule of docs/framing.md that a peer breaks which takes a step too early, too late or too often.
+#: The rule of docs/framing.md that a peer breaks which makes a move too early, too late or too often.
 _RULES = {
-    Step.WANT: "request-once",
-    Step.METADATA: "end-count",
-    Step.BODY: "end-count",
-    Step.END: "end-once",
-    Step.FREE: "free-leased",
+    Move.WANT: "request-once",
+    Move.METADATA: "end-count",
+    Move.BODY: "end-count",
+    Move.END: "end-once",
+    Move.FREE: "free-leased",
 }
 
 
@@ -101,12 +101,12 @@ class Machine:
         self.state = State.IDLE
         self._table = TRANSITIONS[side]
 
-    def move(self, step: Step, error_type: type[ProtocolError]) -> None:
-        """Take `step`, or raise `error_type` and keep the state."""
-        following = self._table[self.state].get(step)
+    def move(self, move: Move, error_type: type[ProtocolError]) -> None:
+        """Make `move`, or raise `error_type` and keep the state."""
+        following = self._table[self.state].get(move)
         if following is None:
             raise error_type(
-                f"{step.value} is not allowed while the {self.side.value} of this stream is {self.state.value}",
-                rule=_RULES.get(step),
+                f"{move.value} is not allowed while the {self.side.value} of this stream is {self.state.value}",
+                rule=_RULES.get(move),
             )
         self.state = following

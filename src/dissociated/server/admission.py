@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from dissociated.datasets.static_message import SharedSegment
 from dissociated.errors import ConnectionClosed, ServerFull, SourceError
 from dissociated.monitoring.activity import Activity
-from dissociated.monitoring.kept_memory import Mappable
 from dissociated.transport.base import Connection
 
 #: Seconds that every new connection has for its request before it may be interrupted to make room for another. This is
@@ -34,6 +34,11 @@ class Limits:
     max_pending: int
     idle_timeout: float
     max_idle: int
+
+    @property
+    def ahead(self) -> Limits:
+        """The limits of a stream whose client reads others first. It may stall for as long as it may hold memory."""
+        return replace(self, stall_timeout=max(self.stall_timeout, self.lease_timeout))
 
 
 class Admission:
@@ -135,7 +140,7 @@ class Admission:
         if self._pending.pop(connection, None) is not None:
             self._changed.notify()
 
-    def watch_kept(self, segments: Iterable[Mappable]) -> None:
+    def watch_kept(self, segments: Iterable[SharedSegment]) -> None:
         """Watch `segments`, which a client that is gone or was cut off may still have mapped."""
         for segment in segments:
             self._activity.kept_memory.watch(segment)

@@ -15,12 +15,11 @@ from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.streamed import StreamedDataset
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, SourceError
 from dissociated.format.message import buffer_extents
+from dissociated.format.missed import MAX_NOTE_SIZE
 from dissociated.memory.live import LiveMemory, LiveRegion
-from dissociated.protocol.bodies import encode_addresses
-from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message, Run
 from dissociated.protocol.sender import Body
-from dissociated.protocol.tags import BodyKind
+from dissociated.protocol.wire import BodyKind, Streams, encode_addresses
 from dissociated.server.coalescer import COALESCE_INTERVAL, MIN_BURST, Coalescer
 from dissociated.server.sending import ClientRequest, Sending
 
@@ -37,6 +36,7 @@ class _LiveSending(Sending):
         self._name = name
         self._admission = client.admission
         self._mapped = self._by_address and self._connection.shares_memory
+        self._max_metadata = self._limits.max_metadata
         self._shared: set[int] = set()  # base addresses of the regions that were shared with the client
 
     def _admit(self) -> None:
@@ -75,7 +75,7 @@ class _LiveSending(Sending):
         return self._sender.send(header, body)
 
     def _check(self, header: bytes) -> None:
-        why = metadata_too_long(repr(self._name), len(header), self._limits.max_metadata)
+        why = metadata_too_long(repr(self._name), len(header), self._max_metadata)
         if why is not None:
             raise SourceError(why)
 
@@ -192,6 +192,8 @@ class BroadcastSending(_LiveSending):
         super().__init__(client, dataset.name)
         self._dataset = dataset
         self._consumer: Consumer | None = None
+        if dataset.notes_missed:
+            self._max_metadata += MAX_NOTE_SIZE  # clients accept this, too
         self._noted = 0  # number of missed batches of which the client knows
 
     def send(self) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dissociated.base.buffers import Buffer
 from dissociated.errors import RemoteProtocolError
-from dissociated.protocol.bodies import ADDRESS_SIZE
-from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Incoming, Run
 from dissociated.protocol.request import MAX_IDENTIFIER
 from dissociated.protocol.sender import Tags
+from dissociated.protocol.wire import ADDRESS_SIZE, Streams
 from dissociated.transport.base import Connection
 
 # The specification leaves the values of tags to the server, and no client interprets them. These spell DISS. Bits 0 and

@@ -15,11 +15,9 @@ from dissociated.memory.device.segment import DeviceSegment
 from dissociated.memory.leases import Ledger
 from dissociated.memory.shared import Backing
 from dissociated.monitoring.activity import ConnectionStats
-from dissociated.protocol.bodies import encode_addresses
-from dissociated.protocol.events import AddressesFreed, Streams
 from dissociated.protocol.message import Incoming, Run
-from dissociated.protocol.sender import Body, Sender
-from dissociated.protocol.tags import BodyKind
+from dissociated.protocol.sender import AddressesFreed, Body, Sender
+from dissociated.protocol.wire import BodyKind, Streams, encode_addresses
 from dissociated.server.admission import Admission, Limits
 from dissociated.server.encoding import encode_groups
 from dissociated.server.requests import max_message, receive

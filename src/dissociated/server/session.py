@@ -16,17 +16,18 @@ from dissociated.datasets.streamed import StreamedDataset
 from dissociated.errors import (
     ColumnNotFound,
     ConnectionClosed,
+    DeadlineExceeded,
     DissociatedError,
     OptionError,
     SourceError,
 )
 from dissociated.monitoring.activity import ConnectionStats
 from dissociated.protocol.close_reason import close_reason, reason_text
-from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Incoming, Run
-from dissociated.protocol.request import Selection, StreamRequested
-from dissociated.protocol.sender import Sender
+from dissociated.protocol.request import Selection
+from dissociated.protocol.sender import Sender, StreamRequested
 from dissociated.protocol.states import State
+from dissociated.protocol.wire import Streams
 from dissociated.server.admission import Admission, Limits
 from dissociated.server.live import BroadcastSending, StreamedSending
 from dissociated.server.requests import TAGS, receive, wants_device, wants_packed
@@ -35,6 +36,7 @@ from dissociated.transport.base import Connection
 
 _log = logging.getLogger(__name__)
 
+_LAST_LOOK = 0.001  # seconds to find out whether the client has received everything, after the wait for that
 _NO_TIMEOUT = 1e6  # seconds; the wait ends when the client has freed everything or is gone
 
 
@@ -98,7 +100,9 @@ class Session:
     def _answer(self, requested: StreamRequested) -> bool:
         """Serve the stream that the client requested. Return whether the connection may carry another."""
         request = requested.request
-        published, granted = self._registry.resolve_ticket(request.ticket)
+        published, granted = self._registry.resolve_ticket(request.ticket, request.part)
+        if request.ahead:
+            self._limits = self._limits.ahead
         self._stats.dataset = published
         with published.reading():
             published.check_unchanged()
@@ -180,9 +184,14 @@ class Session:
 
         Raises:
             ConnectionClosed: if the client disconnects before.
+            RemoteProtocolError: if the client sends something else instead of closing the connection.
         """
         if self._connection.discards_unread:
-            self._connection.close(linger=self._limits.stall_timeout)
+            with suppress(DeadlineExceeded):  # a client that stays may have received everything
+                message = receive(self._connection, self._limits.stall_timeout)
+                if message is not None:
+                    self._sender.receive(message)
+            self._connection.close(linger=_LAST_LOOK)
             if not self._connection.close():
                 raise ConnectionClosed("the client disconnected before it had received everything")
 

@@ -245,8 +245,9 @@ def load_table(
         request = DatasetRequest.parse({**options, "path": name, **({} if version is None else {"version": version})})
         try:
             info = request.describe(client)
-        except DatasetNotFound as error:
-            raise DatasetNotFound(f"{error}. {_kept_versions(client.versions(name))}") from None
+        except DatasetNotFound:
+            kept = _kept_versions(client.versions(name))
+            raise DatasetNotFound(f"no version {request.version} of {name!r} is kept. {kept}") from None
     return {"schema": spark_schema(info.schema).json(), "tags": dict(info.tags), "version": info.version}
 
 

@@ -21,8 +21,8 @@ from dissociated.training.access import Access
 from dissociated.training.batches import Position
 from dissociated.training.columns import Lists
 from dissociated.training.examples import Examples
-from dissociated.training.launch import check_accelerate, end_with_parent, find_place, processes_of_accelerate
-from dissociated.training.plan import Progress, Shard, turns
+from dissociated.training.launch import check_accelerate, end_with_parent, find_rank, processes_of_accelerate
+from dissociated.training.plan import LayoutProgress, Shard, turns
 from dissociated.training.sampling import Sampling
 
 #: Options of a DataLoader that would change the order of the batches.
@@ -80,10 +80,10 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
         return super().part if self.rank is not None else self._launched()[0]
 
     def _launched(self) -> tuple[tuple[int, int], int]:
-        """Return the place of the process that trains, and the number of its processes of Accelerate."""
+        """Return the rank of the process that trains, and the number of its processes of Accelerate."""
         if self._launched_in_parent is not None and get_worker_info() is not None:
             return self._launched_in_parent
-        return find_place(), processes_of_accelerate()
+        return find_rank(), processes_of_accelerate()
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker that is no fork does not know the ranks that torch.distributed has assigned, nor Accelerate.
@@ -98,7 +98,7 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
         """Set the epoch that is read next."""
         self.begin_at(epoch, 0)
 
-    def begin_at(self, epoch: int, step: int, before: Sequence[Progress] = ()) -> None:
+    def begin_at(self, epoch: int, step: int, before: Sequence[LayoutProgress] = ()) -> None:
         """Set the epoch that is read next, without its first batches.
 
         A DataLoader returns a batch of each worker in turn.
@@ -144,7 +144,7 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
                 )
             return self._tensors(position, self.shard(number, count, position))
         epoch, step, *numbers = begin
-        position.move_to(epoch, [Progress(*numbers[at : at + 3]) for at in range(0, len(numbers), 3)])
+        position.move_to(epoch, [LayoutProgress(*numbers[at : at + 3]) for at in range(0, len(numbers), 3)])
         # The DataLoader always asks its first worker first. So the shard whose turn it is moves to the first worker.
         lengths = [len(self.shard(worker_id, count, position)) for worker_id in range(count)]
         number, position.step = turns(lengths, step)[number]

@@ -13,7 +13,7 @@ from dissociated.errors import OptionError
 from dissociated.training.access import Access
 from dissociated.training.columns import Column
 from dissociated.training.examples import Examples
-from dissociated.training.plan import Progress, Shard
+from dissociated.training.plan import LayoutProgress, Shard
 from dissociated.training.sampling import Sampling, is_count
 
 
@@ -27,7 +27,7 @@ class Position:
         self.examples = examples
         self.epoch = 0
         self._layout = layout
-        self._progress: list[Progress] = []  # of this epoch, in each layout that has read a part of it
+        self._progress: list[LayoutProgress] = []  # of this epoch, in each layout that has read a part of it
         self._resumed = False  # whether a state was loaded, and reading has not begun since
 
     @property
@@ -37,16 +37,16 @@ class Position:
 
     @step.setter
     def step(self, step: int) -> None:
-        self._progress = [*self.before, Progress(*self._layout(), step)]
+        self._progress = [*self.before, LayoutProgress(*self._layout(), step)]
 
     @property
-    def before(self) -> list[Progress]:
+    def before(self) -> list[LayoutProgress]:
         """The progress of this epoch in earlier layouts."""
         return self._split_progress()[0]
 
-    def _split_progress(self) -> tuple[list[Progress], int]:
+    def _split_progress(self) -> tuple[list[LayoutProgress], int]:
         """Return the progress in earlier layouts, and the step in the current layout."""
-        *before, last = self._progress or [Progress(*self._layout(), 0)]
+        *before, last = self._progress or [LayoutProgress(*self._layout(), 0)]
         if last[:2] == self._layout():
             return before, last.step
         return ([*before, last] if last.step else before), 0
@@ -58,7 +58,7 @@ class Position:
         if not (self._resumed and epoch == self.epoch):
             self.epoch, self._progress, self._resumed = epoch, [], False
 
-    def move_to(self, epoch: int, before: Sequence[Progress]) -> None:
+    def move_to(self, epoch: int, before: Sequence[LayoutProgress]) -> None:
         """Move to the rest of an epoch, after the progress of earlier layouts."""
         self.epoch, self._progress = epoch, [*before]
 
@@ -71,7 +71,7 @@ class Position:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as a dict of strings, numbers, booleans and lists, which can be written as JSON."""
-        progress = self._progress or [Progress(*self._layout(), 0)]
+        progress = self._progress or [LayoutProgress(*self._layout(), 0)]
         return {"epoch": self.epoch, "progress": [[*each] for each in progress], **self.examples.describe()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -87,7 +87,7 @@ class Position:
         epoch, progress = state["epoch"], state["progress"]
         if not is_count(epoch) or not isinstance(progress, list) or not all(map(_is_progress, progress)):
             raise OptionError(f"the state has an invalid position: epoch {epoch!r}, progress {progress!r}")
-        self.epoch, self._progress, self._resumed = epoch, [Progress(*each) for each in progress], True
+        self.epoch, self._progress, self._resumed = epoch, [LayoutProgress(*each) for each in progress], True
 
 
 @dataclass(kw_only=True, eq=False)

@@ -1,4 +1,4 @@
-"""The processes that train together: the place of this process among them, and the end of a worker with its parent."""
+"""The processes that train together: the rank of this process among them, and the end of a worker with its parent."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from dissociated.errors import OptionError
 _RANK, _WORLD_SIZE, _ADDRESS, _LOCAL_WORLD_SIZE = "RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_WORLD_SIZE"
 
 
-class Place(NamedTuple):
+class ProcessRank(NamedTuple):
     """The number of this process, and the number of processes that train together."""
 
     rank: int
     world_size: int
 
 
-def find_place() -> Place:
-    """Return the place of this process: that of `torch.distributed` if it is initialised, or that of `torchrun`.
+def find_rank() -> ProcessRank:
+    """Return the rank of this process: that of `torch.distributed` if it is initialised, or that of `torchrun`.
 
     PyTorch is not imported for this. Lightning and Ray Train initialise `torch.distributed` before they read batches.
 
@@ -33,16 +33,16 @@ def find_place() -> Place:
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return Place(distributed.get_rank(), distributed.get_world_size())
+        return ProcessRank(distributed.get_rank(), distributed.get_world_size())
     if not all(name in os.environ for name in (_RANK, _WORLD_SIZE, _ADDRESS)):
-        return Place(0, 1)
+        return ProcessRank(0, 1)
     rank, world_size = os.environ[_RANK], os.environ[_WORLD_SIZE]
     if not (rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)):
         raise OptionError(
             f"the environment has {_RANK}={rank!r} and {_WORLD_SIZE}={world_size!r}, not a rank below a number of "
             "processes: give rank= and world_size="
         )
-    return Place(int(rank), int(world_size))
+    return ProcessRank(int(rank), int(world_size))
 
 
 def is_on_one_host(world_size: int) -> bool:

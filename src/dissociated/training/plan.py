@@ -38,7 +38,7 @@ class RowSpan(NamedTuple):
     stop: int
 
 
-class Progress(NamedTuple):
+class LayoutProgress(NamedTuple):
     """The number of batches, `step`, that each of `ranks` ranks has received, which `workers` workers have read."""
 
     ranks: int
@@ -86,11 +86,11 @@ class Plan:
         """The total number of rows."""
         return int(self.rows.sum())
 
-    def shard(self, number: int, count: int, epoch: int, before: Sequence[Progress] = ()) -> Shard:
+    def shard(self, number: int, count: int, epoch: int, before: Sequence[LayoutProgress] = ()) -> Shard:
         """Return shard `number` of `count` of the rows of an epoch that were not read in the progress `before`."""
         return Shard(self, number, count, EpochOrder(self, epoch), self.remaining(before, epoch))
 
-    def remaining(self, before: Sequence[Progress], epoch: int) -> tuple[RowSpan, ...]:
+    def remaining(self, before: Sequence[LayoutProgress], epoch: int) -> tuple[RowSpan, ...]:
         """Return the positions of the rows of an epoch that were not read in the progress `before`."""
         spans: tuple[RowSpan, ...] = (RowSpan(0, self.total),)
         for ranks, workers, step in before:

@@ -20,9 +20,8 @@ from dissociated.memory.region import Region
 from dissociated.memory.shared import Backing
 from dissociated.protocol.close_reason import reason_text
 from dissociated.protocol.message import Incoming, Message, Run
-from dissociated.protocol.metadata import MetadataKind, parse_metadata
 from dissociated.protocol.sender import Tags
-from dissociated.protocol.tags import BodyKind, parse_body_tag
+from dissociated.protocol.wire import BodyKind, MetadataKind, parse_body_tag, parse_metadata
 from dissociated.transport.base import Allocate, Connection, RemoteMemory
 from dissociated.transport.runs import Alike, find_runs
 

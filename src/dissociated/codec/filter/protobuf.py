@@ -8,14 +8,14 @@ from typing import TypeAlias
 from dissociated.base.buffers import Buffer
 from dissociated.errors import FormatError
 
-Value: TypeAlias = int | memoryview
-Fields: TypeAlias = list[tuple[int, Value]]
+FieldValue: TypeAlias = int | memoryview
+Fields: TypeAlias = list[tuple[int, FieldValue]]
 #: The content of a field: a number of any value, a number in a range (0 if the field is missing), text, bytes, 4 or 8
 #: bytes, or the name of a message in the same grammar.
-Kind: TypeAlias = str | range
+FieldKind: TypeAlias = str | range
 #: Messages by name, each as the kinds of its fields by number. A `*` before the name of a kind allows repetition.
 #: `ONE_OF` in place of a number: exactly one of the fields in this mapping is present.
-Grammar: TypeAlias = Mapping[str, Mapping[int, "Kind | Mapping[int, Kind]"]]
+Grammar: TypeAlias = Mapping[str, Mapping[int, "FieldKind | Mapping[int, FieldKind]"]]
 
 ONE_OF = 0
 NUMBER, TEXT, BYTES, FIXED32, FIXED64 = "number", "text", "bytes", "fixed32", "fixed64"
@@ -60,7 +60,7 @@ def _check(message: Buffer, name: str, grammar: Grammar, depth: int) -> None:
             raise FormatError(f"{name}, field {number} is missing")
 
 
-def _check_value(value: Value, wire_type: int, place: str, kind: Kind, grammar: Grammar, depth: int) -> None:
+def _check_value(value: FieldValue, wire_type: int, place: str, kind: FieldKind, grammar: Grammar, depth: int) -> None:
     named = NUMBER if isinstance(kind, range) else kind
     if wire_type != _WIRE_TYPES.get(named, _DELIMITED):
         raise FormatError(f"{place} has the wire type {wire_type}")
@@ -76,13 +76,13 @@ def _check_value(value: Value, wire_type: int, place: str, kind: Kind, grammar: 
         _check(value, kind, grammar, depth + 1)
 
 
-def fields(message: Buffer) -> Iterator[tuple[int, Value]]:
+def fields(message: Buffer) -> Iterator[tuple[int, FieldValue]]:
     """Yield the number and the value, a number or bytes, of each field. Raises FormatError."""
     for number, _, value in _wire_fields(message):
         yield number, value
 
 
-def _wire_fields(message: Buffer) -> Iterator[tuple[int, int, Value]]:
+def _wire_fields(message: Buffer) -> Iterator[tuple[int, int, FieldValue]]:
     remaining = memoryview(message)
     while remaining:
         key, remaining = _varint(remaining)
@@ -111,14 +111,14 @@ def _varint(remaining: memoryview) -> tuple[int, memoryview]:
     raise FormatError("the protobuf message is cut off")
 
 
-def messages(parsed_fields: Sequence[tuple[int, Value]], field_number: int) -> list[Fields]:
+def messages(parsed_fields: Sequence[tuple[int, FieldValue]], field_number: int) -> list[Fields]:
     """Return the fields of each message in the fields of this number."""
     return [
         [*fields(value)] for number, value in parsed_fields if number == field_number and not isinstance(value, int)
     ]
 
 
-def number(parsed_fields: Sequence[tuple[int, Value]], field_number: int) -> int:
+def number(parsed_fields: Sequence[tuple[int, FieldValue]], field_number: int) -> int:
     """Return the number in the field of this number, 0 if there is none."""
     return next((value for number, value in parsed_fields if number == field_number and isinstance(value, int)), 0)
 

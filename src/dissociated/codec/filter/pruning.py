@@ -13,7 +13,7 @@ import pyarrow.acero as acero
 import pyarrow.compute as pc
 
 from dissociated.codec.filter.statistics import Bounds, Statistics
-from dissociated.codec.filter.substrait import Call, ColumnRef, FilterNode, Value
+from dissociated.codec.filter.substrait import ColumnRef, FilterNode, FunctionCall, Value
 
 _FLIPPED = {"lt": "gt", "lte": "gte", "gt": "lt", "gte": "lte", "equal": "equal", "not_equal": "not_equal"}
 _ALWAYS = pc.scalar(True)
@@ -84,23 +84,23 @@ def _in_utc(values: pa.Array) -> pa.Array:
 
 def _may(node: FilterNode, numbers: object) -> pc.Expression:
     match node:
-        case Call("and", arguments):
+        case FunctionCall("and", arguments):
             return _joined(pc.and_kleene, [_may(argument, numbers) for argument in arguments])
-        case Call("or", arguments):
+        case FunctionCall("or", arguments):
             return _joined(pc.or_kleene, [_may(argument, numbers) for argument in arguments])
-        case Call("if_else", (_, then, _)):  # otherwise null
+        case FunctionCall("if_else", (_, then, _)):  # otherwise null
             return _may(then, numbers)
-        case Call("not", (Call("is_null", inner),)):
-            return _may(Call("is_not_null", inner), numbers)
-        case Call("not", (Call("is_not_null", inner),)):
-            return _may(Call("is_null", inner), numbers)
-        case Call("is_null", (ColumnRef(number, False),)) if _has(numbers, number):
+        case FunctionCall("not", (FunctionCall("is_null", inner),)):
+            return _may(FunctionCall("is_not_null", inner), numbers)
+        case FunctionCall("not", (FunctionCall("is_not_null", inner),)):
+            return _may(FunctionCall("is_null", inner), numbers)
+        case FunctionCall("is_null", (ColumnRef(number, False),)) if _has(numbers, number):
             return pc.field(f"{number}.null_count") > 0
-        case Call("is_not_null", (ColumnRef(number, False),)) if _has(numbers, number):
+        case FunctionCall("is_not_null", (ColumnRef(number, False),)) if _has(numbers, number):
             return pc.field(f"{number}.null_count") < pc.field("num_rows")
-        case Call(name, (ColumnRef(number, False), Value(value))) if name in _FLIPPED and _has(numbers, number):
+        case FunctionCall(name, (ColumnRef(number, False), Value(value))) if name in _FLIPPED and _has(numbers, number):
             return _compared(name, number, value)
-        case Call(name, (Value(value), ColumnRef(number, False))) if name in _FLIPPED and _has(numbers, number):
+        case FunctionCall(name, (Value(value), ColumnRef(number, False))) if name in _FLIPPED and _has(numbers, number):
             return _compared(_FLIPPED[name], number, value)
     return _ALWAYS
 
@@ -121,23 +121,23 @@ def _compared(name: str, number: int, value: pc.Expression) -> pc.Expression:
 def _all(node: FilterNode, columns: dict[int, Bounds]) -> pc.Expression:
     """Return an expression of the statistics that is true only if the node is true for all rows of a batch."""
     match node:
-        case Call("and", arguments):
+        case FunctionCall("and", arguments):
             return _joined(pc.and_kleene, [_all(argument, columns) for argument in arguments])
-        case Call("or", arguments):
+        case FunctionCall("or", arguments):
             return _joined(pc.or_kleene, [_all(argument, columns) for argument in arguments])
-        case Call("if_else", (condition, then, _)):
+        case FunctionCall("if_else", (condition, then, _)):
             return pc.and_kleene(_all(condition, columns), _all(then, columns))
-        case Call("not", (Call("is_null", inner),)):
-            return _all(Call("is_not_null", inner), columns)
-        case Call("not", (Call("is_not_null", inner),)):
-            return _all(Call("is_null", inner), columns)
-        case Call("is_null", (ColumnRef(number, False),)) if number in columns:
+        case FunctionCall("not", (FunctionCall("is_null", inner),)):
+            return _all(FunctionCall("is_not_null", inner), columns)
+        case FunctionCall("not", (FunctionCall("is_not_null", inner),)):
+            return _all(FunctionCall("is_null", inner), columns)
+        case FunctionCall("is_null", (ColumnRef(number, False),)) if number in columns:
             return pc.field(f"{number}.null_count") == pc.field("num_rows")
-        case Call("is_not_null", (ColumnRef(number, False),)) if number in columns:
+        case FunctionCall("is_not_null", (ColumnRef(number, False),)) if number in columns:
             return pc.field(f"{number}.null_count") == 0
-        case Call(name, (ColumnRef(number, False), Value(value))) if name in _FLIPPED and number in columns:
+        case FunctionCall(name, (ColumnRef(number, False), Value(value))) if name in _FLIPPED and number in columns:
             return _all_compared(name, number, value, columns[number])
-        case Call(name, (Value(value), ColumnRef(number, False))) if name in _FLIPPED and number in columns:
+        case FunctionCall(name, (Value(value), ColumnRef(number, False))) if name in _FLIPPED and number in columns:
             return _all_compared(_FLIPPED[name], number, value, columns[number])
     return _NEVER
 

@@ -126,7 +126,7 @@ _GRAMMAR: Grammar = {
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """A call of a function with these arguments."""
 
     name: str
@@ -148,7 +148,7 @@ class Value:
     expression: pc.Expression
 
 
-FilterNode: TypeAlias = Call | ColumnRef | Value
+FilterNode: TypeAlias = FunctionCall | ColumnRef | Value
 
 
 @dataclass(frozen=True)
@@ -228,17 +228,19 @@ def _check_sets(received: ReceivedFilter) -> None:
 
     def check(node: FilterNode) -> None:
         match node:
-            case Call("and" | "or", arguments):
+            case FunctionCall("and" | "or", arguments):
                 for argument in arguments:
                     check(argument)
-            case Call("if_else", (_, then, _)):
+            case FunctionCall("if_else", (_, then, _)):
                 check(then)
-            case Call("equal", (ColumnRef(number, nested), Value(value))):
+            case FunctionCall("equal", (ColumnRef(number, nested), Value(value))):
                 if nested or _is_null(value) or pa.types.is_floating(received.schema.field(number).type):
                     raise FormatError(
                         "the set of values of the filter has a null, or is of floats, which sets compare differently"
                     )
-            case Call(name, parts) if name in _OF_COLUMNS and not any(isinstance(argument, Call) for argument in parts):
+            case FunctionCall(name, parts) if name in _OF_COLUMNS and not any(
+                isinstance(argument, FunctionCall) for argument in parts
+            ):
                 pass  # no set is part of this call
             case _:
                 raise FormatError(
@@ -284,10 +286,10 @@ def _check_nulls(node: FilterNode, schema: pa.Schema) -> None:
     match node:
         case Value(value) if _is_null(value) and str(value) != f"null[{pa.bool_()}]":
             raise FormatError("the filter has a null in a place that has no type")
-        case Call(name, (ColumnRef(number, False), Value(value))) if name in _COMPARISONS and _is_null(value):
+        case FunctionCall(name, (ColumnRef(number, False), Value(value))) if name in _COMPARISONS and _is_null(value):
             if number >= len(schema) or str(value) != f"null[{schema.field(number).type}]":
                 raise FormatError("the filter compares a column with a null of another type")
-        case Call(_, arguments):
+        case FunctionCall(_, arguments):
             for argument in arguments:
                 _check_nulls(argument, schema)
 
@@ -368,13 +370,13 @@ class _Parser:
             if name is None:
                 raise FormatError("the filter has a function without a name")
             arguments = [value for argument in protobuf.messages(inner, 4) for value in protobuf.messages(argument, 3)]
-            return Call(name, tuple(self._node(part, depth + 1) for part in arguments))
+            return FunctionCall(name, tuple(self._node(part, depth + 1) for part in arguments))
         if number == _SINGULAR_OR_LIST:
             match self._parts(inner, depth):
                 case [ColumnRef() as column, _, *_] as set_test if all(
                     isinstance(part, Value) for part in set_test[1:]
                 ):
-                    return Call("or", tuple(Call("equal", (column, part)) for part in set_test[1:]))
+                    return FunctionCall("or", tuple(FunctionCall("equal", (column, part)) for part in set_test[1:]))
             raise FormatError("the filter has a set test whose arguments are not a column and values")
         if number == _IF:
             clauses = protobuf.messages(inner, 1)
@@ -383,8 +385,8 @@ class _Parser:
                 *self._parts(inner, depth, 2),
             )
             match parts:
-                case (Call("is_not_null", (ColumnRef(),)), _, Value(value)) if _is_null(value):
-                    return Call("if_else", parts)
+                case (FunctionCall("is_not_null", (ColumnRef(),)), _, Value(value)) if _is_null(value):
+                    return FunctionCall("if_else", parts)
             raise FormatError("the filter tests a null in a way that servers do not compute")
         if number == _SELECTION:
             return _column(inner)
@@ -435,5 +437,5 @@ def _alike(first: pa.DataType, second: pa.DataType) -> bool:
     return bool(first == second)
 
 
-def _is_bytes(value: protobuf.Value) -> bool:
+def _is_bytes(value: protobuf.FieldValue) -> bool:
     return not isinstance(value, int)

@@ -46,7 +46,7 @@ from dissociated.transport.native.fabric.dual_endpoint import ConnectionEndpoint
 from dissociated.transport.native.fabric.endpoint import MAX_SMALL_UNTAGGED, PeekedMessage
 from dissociated.transport.native.fabric.libfabric import QUEUE
 from dissociated.transport.native.fabric.memory import RMA_KEY, Completion, Done
-from dissociated.transport.native.fabric.outbox import Outbox, Outgoing, PendingSend
+from dissociated.transport.native.fabric.outbox import FabricMessage, Outbox, PendingSend
 from dissociated.transport.native.threads import heartbeat_of
 from dissociated.transport.states import ConnectionState
 
@@ -181,10 +181,10 @@ class FabricConnection(NativeConnection):
 
     # Sending
 
-    def _encode(self, message: Message) -> Outgoing:
+    def _encode(self, message: Message) -> FabricMessage:
         return self._outbox.encode(message)
 
-    def _start(self, message: Outgoing) -> None:
+    def _start(self, message: FabricMessage) -> None:
         self._credit.send(message.size)
         sending = self._outbox.send_message(message, self._on_sent)
         if not sending.has_ended:

@@ -21,7 +21,7 @@ _SINGLY = 1 << 22  # size in bytes from which copying a message costs more than 
 _STAGING = 4  # buffers that are kept for joining further messages
 
 
-class Outgoing(NamedTuple):
+class FabricMessage(NamedTuple):
     """An encoded message. If it has more pieces than libfabric accepts, some are joined when it is sent."""
 
     tag: int | None
@@ -29,7 +29,7 @@ class Outgoing(NamedTuple):
     pieces: Sequence[Any]
 
 
-def encode(ffi: Any, max_message: int, max_untagged: int, message: Message) -> Outgoing:
+def encode(ffi: Any, max_message: int, max_untagged: int, message: Message) -> FabricMessage:
     """Encode `message` for libfabric. An untagged message of more than `max_untagged` bytes is tagged LARGE.
 
     Raises:
@@ -45,7 +45,7 @@ def encode(ffi: Any, max_message: int, max_untagged: int, message: Message) -> O
         tag = LARGE
     if not parts or (len(parts) > 1 and size <= _JOIN_LIMIT):
         parts = [b"".join(parts)]
-    return Outgoing(tag, size, [view_of(ffi, part) for part in parts])
+    return FabricMessage(tag, size, [view_of(ffi, part) for part in parts])
 
 
 class PendingSend:
@@ -66,7 +66,7 @@ class Joiner:
         self._ffi, self._most = ffi, most
         self._staging: list[bytearray] = []  # buffers that were used for joining, to be used again
 
-    def fitted(self, message: Outgoing) -> PendingSend:
+    def fitted(self, message: FabricMessage) -> PendingSend:
         """Return `message` with at most as many pieces as libfabric accepts."""
         tag, size, pieces = message
         return PendingSend(tag, pieces) if len(pieces) <= self._most else self._joined(tag, size, pieces)
@@ -120,11 +120,11 @@ class Outbox:
         """The oldest waiting message; None if none waits."""
         return self._waiting[0] if self._waiting else None
 
-    def encode(self, message: Message) -> Outgoing:
+    def encode(self, message: Message) -> FabricMessage:
         """Encode `message` for libfabric. Raise LocalProtocolError if its tag is reserved, or it is too long."""
         return encode(self._ffi, self._endpoint.max_message, self._endpoint.max_untagged, message)
 
-    def send_message(self, message: Outgoing, settled: Settled) -> PendingSend:
+    def send_message(self, message: FabricMessage, settled: Settled) -> PendingSend:
         """Send `message` after the waiting ones, in at most as many pieces as libfabric accepts."""
         sending = self._joiner.fitted(message)
         sending.size = message.size

@@ -67,7 +67,7 @@ class _Receiving(NamedTuple):
     data: Buffer
 
 
-class Outgoing(NamedTuple):
+class UcxMessage(NamedTuple):
     """An encoded message: `length` bytes at `pointer`, or `length` pieces if `pieces`. `owner` owns that memory."""
 
     tag: int | None
@@ -78,7 +78,7 @@ class Outgoing(NamedTuple):
     owner: Any
 
 
-def encode(u: Ucp, message: Message) -> Outgoing:
+def encode(u: Ucp, message: Message) -> UcxMessage:
     """Encode `message` for UCX: in its parts, unless it is small enough to join them."""
     parts: list[Buffer] = [part for part in message.parts if len(part)]
     size = sum(map(len, parts))
@@ -89,18 +89,18 @@ def encode(u: Ucp, message: Message) -> Outgoing:
             view = view_of(u.ffi, part)
             views.append(view)
             pieces.extend((u.address(view), len(view)))
-        return Outgoing(message.tag, size, u.ffi.from_buffer(pieces), len(parts), True, views)
+        return UcxMessage(message.tag, size, u.ffi.from_buffer(pieces), len(parts), True, views)
     data = parts[0] if len(parts) == 1 else b"".join(parts)
-    return Outgoing(message.tag, size, view_of(u.ffi, data), size, False, None)
+    return UcxMessage(message.tag, size, view_of(u.ffi, data), size, False, None)
 
 
-def gather(u: Ucp, message: Outgoing) -> Outgoing:
+def gather(u: Ucp, message: UcxMessage) -> UcxMessage:
     """Copy `message` into one piece. UCX writes single pieces, and no others, directly into the receiver's memory."""
     pointer, at = u.ffi.from_buffer(pa.allocate_buffer(message.size)), 0
     for piece in message.owner:
         u.ffi.memmove(pointer + at, piece, len(piece))
         at += len(piece)
-    return Outgoing(message.tag, message.size, pointer, message.size, False, None)
+    return UcxMessage(message.tag, message.size, pointer, message.size, False, None)
 
 
 class UcxConnection(NativeConnection):
@@ -188,10 +188,10 @@ class UcxConnection(NativeConnection):
 
     # Sending
 
-    def _encode(self, message: Message) -> Outgoing:
+    def _encode(self, message: Message) -> UcxMessage:
         return encode(self._ucp, message)
 
-    def _start(self, message: Outgoing) -> None:
+    def _start(self, message: UcxMessage) -> None:
         if message.pieces and (self._endpoint.err_mode_none or message.size <= _GATHER):
             message = gather(self._ucp, message)
         tag, size, pointer, length, pieces, _ = message

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
-from dissociated.protocol.bodies import (
+from dissociated.protocol.wire import (
     AddressList,
     encode_addresses,
     encode_free,

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dissociated.errors import RemoteProtocolError
-from dissociated.protocol.metadata import (
+from dissociated.protocol.wire import (
     PREFIX_SIZE,
     MetadataKind,
     encode_end_of_stream,

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dissociated.errors import RemoteProtocolError
-from dissociated.protocol.tags import RESERVED_MASK, SEQUENCE_MASK, BodyKind, body_tag, parse_body_tag, unwrap
+from dissociated.protocol.wire import RESERVED_MASK, SEQUENCE_MASK, BodyKind, body_tag, parse_body_tag, unwrap
 from support.helpers import case
 
 uint32 = st.integers(0, 2**32 - 1)
