@@ -19,6 +19,7 @@ from benchmarks import (
     live,
     live_peers,
     many,
+    migrating,
     scaling,
     spark,
     training,
@@ -37,6 +38,7 @@ PARTS = {
     "handles": "DuckDB and Polars over datasets, their Tables and Parquet; small datasets, and first batches.",
     "scaling": "opening, by how many batches, columns, bytes, datasets, consumers and versions there are.",
     "many": "commits, by how many datasets a node has already.",
+    "migrating": "processor time for each gigabyte: the ways that docs/migrating.md replaces, and ours.",
     "spark": "publishing from Spark and reading into it, beside mapInArrow, toArrow, toPandas, Parquet and Flight.",
     "training": "an epoch of shuffled batches, beside Parquet, arrays in memory and other loaders.",
     "ucx": "ucx with both error modes, tcp, Flight and ucx_perftest.",
@@ -88,9 +90,9 @@ def _run(part: str, arguments: argparse.Namespace) -> None:
     elif part == "spark":
         spark.run(arguments.scale, arguments.rounds)
     else:
-        {"transfer": transfer, "ipc": ipc, "fabric": fabric, "hosts": hosts, "training": training, "ucx": ucx}[
-            part
-        ].run(arguments.gigabytes, arguments.rounds)
+        parts = {"transfer": transfer, "ipc": ipc, "fabric": fabric, "hosts": hosts, "migrating": migrating}
+        parts |= {"training": training, "ucx": ucx}
+        parts[part].run(arguments.gigabytes, arguments.rounds)
 
 
 if __name__ == "__main__":
