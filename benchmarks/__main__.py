@@ -54,7 +54,7 @@ def main() -> None:
     )
     parser.add_argument("--tcp", action="store_true", help="live: with a consumer over tcp too")
     parser.add_argument("--scale", type=float, default=0.1, help="spark, handles: of TPC-H (default: %(default)s)")
-    parser.add_argument("--of", choices=handles.PARTS, action="append", help="handles: which (default: not million)")
+    parser.add_argument("--of", choices=handles.PARTS, action="append", help="handles: which (default: all)")
     parser.add_argument("--processor", action="store_true", help="handles: processor time of queries, not wall time")
     parser.add_argument("--datasets", type=int, default=10_000, help="many: how many (default: %(default)s)")
     parser.add_argument("--kind", choices=many.KINDS, action="append", help="many: of which node (default: all)")
@@ -86,7 +86,7 @@ def _run(part: str, arguments: argparse.Namespace) -> None:
         many.run(arguments.datasets, arguments.kind or many.KINDS, arguments.filled)
     elif part == "handles":
         clock = time.process_time if arguments.processor else time.perf_counter
-        handles.run(arguments.scale, arguments.rounds, arguments.of or handles.DEFAULT_PARTS, clock)
+        handles.run(arguments.scale, arguments.rounds, arguments.of or handles.PARTS, clock)
     elif part == "spark":
         spark.run(arguments.scale, arguments.rounds)
     else:

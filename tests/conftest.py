@@ -20,7 +20,7 @@ from xdist.scheduler import LoadFileScheduling
 
 import dissociated as dis
 from dissociated.node.launch import running
-from spark.archive import OPTIONS
+from spark.archive import OPTIONS, OPTIONS_FOR_PLANS
 from support.arrow_cases import Celsius
 from support.certificates import Certificates, certificates
 from support.forks import forking
@@ -117,12 +117,24 @@ _WITHOUT_SESSION = (
 )
 
 
+#: Tests of Spark in a second session, which take two fifths of the time: one worker would run all of them to the end.
+_SECOND_SESSION = (
+    "test_functions.py",
+    "test_functions_limits.py",
+    "test_killed.py",
+    "test_killed_writer.py",
+    "test_local.py",
+)
+
+
 class _Groups(LoadFileScheduling):  # type: ignore[misc]
     """A scheduler that keeps each file, and all files that share a Spark session, on one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = str(super()._split_scope(nodeid))
-        return "spark" if "/spark/" in file and not file.endswith(_WITHOUT_SESSION) else file
+        if "/spark/" not in file or file.endswith(_WITHOUT_SESSION):
+            return file
+        return "second spark" if file.endswith(_SECOND_SESSION) else "spark"
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
@@ -174,10 +186,14 @@ def _process_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _java_for_minutes() -> Iterator[None]:
-    """Start Java without its optimizing compiler and parallel collector, which do not pay off in short runs."""
+    """Start Java without its optimizing compiler and parallel collector, and Spark without code for each query.
+
+    None of them pays off in short runs.
+    """
     archive = Path(sys.prefix, "spark.jsa")  # made by tests/spark/archive.py
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JDK_JAVA_OPTIONS", f"{OPTIONS} -XX:SharedArchiveFile={archive}" if archive.exists() else OPTIONS)
+        options = f"{OPTIONS} -XX:SharedArchiveFile={archive}" if archive.exists() else OPTIONS
+        patch.setenv("JDK_JAVA_OPTIONS", f"{options} {OPTIONS_FOR_PLANS}")
         yield
 
 

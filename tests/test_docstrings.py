@@ -75,7 +75,7 @@ REQUIRED = [
     "codec/options.WriteOptions",
     "codec/writer.FileWriter",
     "codec/writer.StreamWriter",
-    "control/locations.DatasetInfo",
+    "control/dataset_info.DatasetInfo",
     "datasets/live.Live",
     "ipc/asynchronous.open_async",
     "ipc/decoder.StreamDecoder",

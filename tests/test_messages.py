@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from dissociated import errors
+from dissociated import cli, errors
 
 SOURCE = Path(__file__).parents[1] / "src" / "dissociated"
 #: A message that begins with one of these hides its subject.
@@ -193,3 +193,14 @@ def test_the_message_of_a_log_call_is_written_in_the_call() -> None:
     """Otherwise the tests above would not see it. `LimitedLog` passes the messages of its callers on."""
     hidden = [place for place, message in log_calls() if not [*templates(message)]]
     assert [place for place in hidden if not place.startswith("base/limited_log.py")] == []
+
+
+def test_each_phrase_that_the_command_line_replaces_is_in_a_message() -> None:
+    texts = {
+        node.value
+        for name, module in modules()
+        for node in ast.walk(module)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and name != "cli/__init__.py"
+    }
+    assert len(cli.PHRASES) > 5
+    assert [phrase for phrase in cli.PHRASES if not any(phrase in text for text in texts)] == []

@@ -489,8 +489,9 @@ int dis_next(dis_stream *s, dis_message *m) {
                 if (!taken) return fail(s, "no memory");
                 *taken = *one;
                 memmove(s->slots, s->slots + 1, --s->slot_count * sizeof(slot));
-                *m = (dis_message){s->next++, h.type, taken->metadata, taken->metadata_length, h.body_length, NULL, NULL, 0, taken};
+                *m = (dis_message){s->next++, h.type, taken->metadata, taken->metadata_length, 0, NULL, NULL, 0, taken};
                 if (h.type == DIS_SCHEMA) return s->has_schema = 1;
+                m->body_length = h.body_length;
                 m->packed = taken->kind ? NULL : taken->body;
                 return attach(s, m, taken, &h) ? -1 : 1;
             }
@@ -499,14 +500,18 @@ int dis_next(dis_stream *s, dis_message *m) {
     }
 }
 
-void dis_pack(const dis_message *m, uint8_t *target) {
-    if (m->packed) {
-        memcpy(target, m->packed, m->body_length);
-        return;
-    }
-    memset(target, 0, m->body_length);
-    for (size_t i = 0; i < m->buffer_count; i++)
-        if (m->buffers[i].length) memcpy(target + m->buffers[i].offset, m->buffers[i].data, m->buffers[i].length);
+uint8_t *dis_encapsulate(const dis_message *m, size_t *size) {
+    if (m->type == DIS_SPARSE_TENSOR && !m->packed) return NULL;
+    size_t padded = (m->metadata_length + 7) & ~(size_t)7;
+    uint32_t prefix[2] = {0xffffffff, (uint32_t)padded};
+    uint8_t *bytes = calloc(1, *size = 8 + padded + m->body_length), *body = bytes ? bytes + 8 + padded : NULL;
+    if (!bytes) return NULL;
+    memcpy(bytes, prefix, 8);
+    memcpy(bytes + 8, m->metadata, m->metadata_length);
+    if (m->packed && m->body_length) memcpy(body, m->packed, m->body_length);
+    for (size_t i = 0; !m->packed && i < m->buffer_count; i++)
+        if (m->buffers[i].length) memcpy(body + m->buffers[i].offset, m->buffers[i].data, m->buffers[i].length);
+    return bytes;
 }
 
 static void flush_frees(dis_stream *s) {

@@ -54,8 +54,10 @@ int dis_open(dis_stream **stream, const char *uri, const void *ticket, size_t ti
 /* Return 1 with the next message, 0 at the end of the stream, or -1 with an error. */
 int dis_next(dis_stream *stream, dis_message *message);
 
-/* Copy the body of a message in its packed form to `target`, of body_length bytes. */
-void dis_pack(const dis_message *message, uint8_t *target);
+/* Return a copy of the message as in an Arrow IPC stream, which free() gives back: prefix, metadata and packed body.
+ * `*size` is set to the number of its bytes. NULL: there is no memory, or the message is a sparse tensor that came by
+ * address, whose layout is not known here. */
+uint8_t *dis_encapsulate(const dis_message *message, size_t *size);
 
 /* Give a message back, once: its pointers are not valid any more, and its addresses are freed. */
 void dis_release(dis_stream *stream, dis_message *message);

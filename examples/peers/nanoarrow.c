@@ -12,33 +12,24 @@
 typedef struct {
     dis_stream *stream;
     uint8_t *bytes; /* the current message, as in an Arrow IPC stream */
-    int64_t size, at;
+    size_t size, at;
 } source;
-
-/* Copy the next message to `bytes`: prefix, metadata and packed body. At the end of the stream, there are none. */
-static int take(source *from) {
-    dis_message message = {0};
-    int found = dis_next(from->stream, &message);
-    if (found != 1) return found;
-    size_t padded = (message.metadata_length + 7) & ~(size_t)7;
-    uint32_t prefix[2] = {0xffffffff, (uint32_t)padded};
-    free(from->bytes);
-    from->at = 0, from->size = (int64_t)(8 + padded + message.body_length);
-    if (!(from->bytes = calloc(1, (size_t)from->size))) abort();
-    memcpy(from->bytes, prefix, 8);
-    memcpy(from->bytes + 8, message.metadata, message.metadata_length);
-    if (message.body_length) dis_pack(&message, from->bytes + 8 + padded);
-    dis_release(from->stream, &message);
-    return 1;
-}
 
 static ArrowErrorCode read_bytes(struct ArrowIpcInputStream *stream, uint8_t *target, int64_t most, int64_t *read,
                                  struct ArrowError *error) {
     source *from = stream->private_data;
-    if (from->at == from->size && take(from) < 0) return ArrowErrorSet(error, "%s", dis_error(from->stream)), EIO;
-    *read = from->size - from->at < most ? from->size - from->at : most;
+    dis_message message;
+    int found = from->at < from->size ? 0 : dis_next(from->stream, &message);
+    if (found < 0) return ArrowErrorSet(error, "%s", dis_error(from->stream)), EIO;
+    if (found) {
+        free(from->bytes), from->at = 0;
+        if (!(from->bytes = dis_encapsulate(&message, &from->size))) return ENOMEM;
+        dis_release(from->stream, &message);
+    }
+    size_t rest = from->size - from->at; /* 0 at the end of the stream */
+    *read = rest < (size_t)most ? (int64_t)rest : most;
     if (*read) memcpy(target, from->bytes + from->at, (size_t)*read);
-    from->at += *read;
+    from->at += (size_t)*read;
     return NANOARROW_OK;
 }
 

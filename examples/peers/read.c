@@ -9,20 +9,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-static void write_message(const dis_message *message, FILE *out) {
-    const uint8_t zeros[8] = {0};
-    uint32_t prefix[2] = {0xffffffff, (uint32_t)((message->metadata_length + 7) & ~(size_t)7)};
-    fwrite(prefix, 4, 2, out);
-    fwrite(message->metadata, 1, message->metadata_length, out);
-    fwrite(zeros, 1, prefix[1] - message->metadata_length, out);
-    if (message->type == DIS_SCHEMA || !message->body_length) return;
-    uint8_t *body = malloc(message->body_length);
-    if (!body) abort();
-    dis_pack(message, body);
-    fwrite(body, 1, message->body_length, out);
-    free(body);
-}
-
 int main(int count, char **arguments) {
     if (count != 3) return fprintf(stderr, "usage: read URI TICKET > FILE\n"), 2;
     dis_stream *stream;
@@ -30,7 +16,11 @@ int main(int count, char **arguments) {
     const uint32_t end[2] = {0xffffffff, 0};
     if (!dis_open(&stream, arguments[1], arguments[2], strlen(arguments[2]), 60))
         while (dis_next(stream, &message) == 1) {
-            write_message(&message, stdout);
+            size_t size;
+            uint8_t *bytes = dis_encapsulate(&message, &size);
+            if (!bytes) abort();
+            fwrite(bytes, 1, size, stdout);
+            free(bytes);
             dis_release(stream, &message);
         }
     if (dis_error(stream)) {

@@ -2,26 +2,16 @@
 //
 //     node read.mjs "tcp://127.0.0.1:4711?want_data=..." TICKET > stream.arrows
 import { connect } from "node:net";
-import { writeSync } from "node:fs";
 
 const [uri, ticket] = process.argv.slice(2);
 const location = new URL(uri);
+const preamble = Buffer.from("DISSOC\0\x01");
 const [headers, bodies] = [new Map(), new Map()];
 let [received, greeted, next, count] = [Buffer.alloc(0), false, 0, undefined];
 
-function frame(tag, payload) {
-  const head = Buffer.alloc(16);
-  head.writeUIntLE(payload.length, 0, 6);
-  head[7] = 2;
-  head.writeBigUInt64LE(tag, 8); // a tag exceeds the integers of a number, so it is a BigInt
-  return Buffer.concat([head, payload, Buffer.alloc(-payload.length & 7)]);
-}
+const padding = (data) => Buffer.alloc(-data.length & 7);
 
-function write(...parts) {
-  const data = Buffer.concat(parts);
-  for (let at = 0; at < data.length; ) at += writeSync(1, data, at);
-}
-
+// Take a message by the kind of its frame: 1 UNTAGGED, 2 TAGGED, 4 ABORT, 5 RUN.
 function take(kind, tag, payload) {
   if (kind === 1 && payload[0] === 1) headers.set(payload.readUInt32LE(1), payload.subarray(5));
   else if (kind === 1) count = payload.readUInt32LE(1);
@@ -37,8 +27,11 @@ function take(kind, tag, payload) {
 }
 
 const socket = connect(Number(location.port), location.hostname.replace(/[[\]]/g, ""));
-const preamble = Buffer.from("DISSOC\0\x01");
-socket.write(Buffer.concat([preamble, frame(BigInt(location.searchParams.get("want_data")), Buffer.from(ticket))]));
+const identifier = Buffer.from(ticket), head = Buffer.alloc(16);
+head.writeUIntLE(identifier.length, 0, 6);
+head[7] = 2;
+head.writeBigUInt64LE(BigInt(location.searchParams.get("want_data")), 8); // it may exceed the integers of a number
+socket.write(Buffer.concat([preamble, head, identifier, padding(identifier)]));
 for await (const chunk of socket) {
   received = Buffer.concat([received, chunk]);
   if (!greeted && received.length >= 8) {
@@ -51,13 +44,12 @@ for await (const chunk of socket) {
     take(received[7], received.readBigUInt64LE(8), received.subarray(16, 16 + length));
     received = received.subarray(end);
   }
-  for (; headers.has(next) && (next === 0 || bodies.has(next)); next++) {
-    const header = headers.get(next), prefix = Buffer.alloc(8, 0xff), padding = Buffer.alloc(-header.length & 7);
-    prefix.writeUInt32LE(header.length + padding.length, 4);
-    write(prefix, header, padding, bodies.get(next) ?? Buffer.alloc(0));
-    headers.delete(next), bodies.delete(next);
+  for (; headers.has(next) && (next === 0 || bodies.has(next)); headers.delete(next), bodies.delete(next), next++) {
+    const header = headers.get(next), prefix = Buffer.alloc(8, 0xff);
+    prefix.writeUInt32LE(header.length + padding(header).length, 4);
+    process.stdout.write(Buffer.concat([prefix, header, padding(header), bodies.get(next) ?? Buffer.alloc(0)]));
   }
   if (next === count) break;
 }
 if (next !== count) throw new Error(`stream-whole: message ${next} is missing`);
-write(Buffer.from("ffffffff00000000", "hex"));
+process.stdout.write(Buffer.from("ffffffff00000000", "hex"));

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         open_tensors,
     )
     from dissociated.codec.options import ReadOptions, WriteOptions
-    from dissociated.control.locations import DatasetInfo
+    from dissociated.control.dataset_info import DatasetInfo
     from dissociated.datasets.live import Live
     from dissociated.node.client import connect
     from dissociated.server.options import ServerOptions
@@ -40,7 +40,7 @@ else:
     _PLACES = {
         "Client": "client.client",
         "Commit": "store.commit",
-        "DatasetInfo": "control.locations",
+        "DatasetInfo": "control.dataset_info",
         "Live": "datasets.live",
         "ReadOptions": "codec.options",
         "Server": "server.server",

@@ -99,19 +99,20 @@ class Failure(NamedTuple):
     kind: type[DissociatedError]
     reason: str
     reference: str | None
+    peer_reason: str | None = None
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """Return the failure that describes `error`."""
         reason = str(error) or type(error).__name__
         if isinstance(error, DissociatedError):
-            return cls(type(error), reason, error.reference)
+            return cls(type(error), reason, error.reference, error.peer_reason)
         return cls(DissociatedError, reason, None)
 
     def error(self) -> DissociatedError:
-        """Return a new exception of the same class, with the same message and reference."""
+        """Return a new exception of the same class, with the same messages and reference."""
         error = self.kind(self.reason)
-        error.reference = self.reference
+        error.reference, error.peer_reason = self.reference, self.peer_reason
         return error
 
 

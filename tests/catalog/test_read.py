@@ -5,23 +5,27 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
-from dissociated.errors import CatalogError, OptionError, RemoteProtocolError, TransportError
+from dissociated.errors import CatalogError, ColumnNotFound, OptionError, RemoteProtocolError, TransportError
 from dissociated.node.node import Node
 from dissociated.store.commit import StagedSegment
 from dissociated.store.store import Store
 from dissociated.uri import Uri
-from support.helpers import PATIENCE, commit_of, connections_left
+from support.helpers import PATIENCE, case, commit_of, connections_left
 
-TABLE = pa.table({"n": range(1000)})
+TABLE = pa.table({"n": range(10_000)})  # too large for an answer of the catalog
+SMALL = pa.table({"n": range(1000), "text": pa.array(["a", None, "b", "a"] * 250).dictionary_encode()})
 
 
 def test_the_next_nearest_transport_is_tried() -> None:
@@ -35,6 +39,59 @@ def test_the_next_nearest_transport_is_tried() -> None:
         with pytest.raises(TransportError, match="Connection refused"):
             client.read("data", transport="shm")
         os.unlink(path)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[dis.Client]:
+    """A client of a node that has the dataset "small" in two versions, the second of which has two segments."""
+    with Node(Store(tmp_path / "store"), ["tcp://127.0.0.1:0"]) as node, dis.connect(node.uri) as client:
+        client.put("small", SMALL)
+        client.put("small", SMALL, mode="append")
+        yield client
+
+
+def _accepted(client: dis.Client) -> int:
+    return sum(listener.accepted for listener in client.status().listeners)
+
+
+def test_a_small_dataset_comes_with_its_description(small: dis.Client) -> None:
+    both = pa.concat_tables([SMALL, SMALL])
+    assert small.read("small").read_all() == both
+    assert small.read("small", version=2).read_all() == both
+    assert small.read("small", columns=["text"], rows=range(998, 1002)).read_all() == both[998:1002].select(["text"])
+    assert small.read("small", columns=[]).read_all().num_rows == 2000
+    filtered = small.read("small", columns=["text"], filter=pc.field("n") > 997, limit=3).read_all()
+    assert filtered["text"].to_pylist() == ["b", "a", "b"]
+    with pytest.raises(ColumnNotFound):
+        small.read("small", columns=["m"])
+    assert (_accepted(small), small.status().totals.flight) == (0, 6)
+    small.put("small", SMALL[:1])
+    assert small.read("small").read_all() == SMALL[:1]
+    assert small.read("small", transport="tcp").read_all() == SMALL[:1]
+    assert (_accepted(small), small.status().totals.flight) == (1, 7)
+
+
+def test_other_datasets_do_not_come_with_their_descriptions() -> None:
+    with dis.Server(["tcp://127.0.0.1:0"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("compressed", SMALL, options=dis.WriteOptions(codec="lz4"))
+        server.publish("live", lambda: SMALL.to_reader())
+        server.publish("large", TABLE)
+        server.publish("many", pa.Table.from_batches(SMALL[:1].to_batches() * 1000))
+        for name in ("compressed", "live", "large", "many"):
+            with case(name):
+                expected = {"large": TABLE, "many": pa.concat_tables([SMALL[:1]] * 1000)}.get(name, SMALL)
+                assert client.read(name).read_all() == expected
+        assert client.status().totals.flight == 0
+
+
+def test_an_answer_of_the_catalog_is_checked(small: dis.Client) -> None:
+    info = small.describe("small")
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, SMALL.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
+        writer.write_table(SMALL)
+    for stream in (b"junk", bytes(8), sink.getvalue().to_pybytes()):
+        with case(stream), pytest.raises(RemoteProtocolError, match="the catalog sent rows"):
+            small.read_endpoint(info, replace(info.endpoints[0], embedded=stream))
 
 
 def test_where_no_transport_leads_flight_does() -> None:

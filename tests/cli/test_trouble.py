@@ -41,7 +41,7 @@ def test_a_node_that_is_away_is_described_as_that(memory: Path, tmp_path: Path, 
         with pytest.raises(NodeUnreachable, match=told):
             client.dataset("orders").to_table()
     listed = run("ls", catalog.uri)
-    assert listed.splitlines()[1].endswith(f"cannot be read: {host} is away")
+    assert listed.splitlines()[1].startswith(f"orders  cannot be read: {host} is away")
     assert f"dissociated forget {host}" in listed
     assert re.search(told, run("describe", f"{catalog.uri}/orders"))
     (plain,) = json.loads(run("ls", "--json", catalog.uri))
@@ -134,5 +134,11 @@ def test_ls_fits_into_a_narrow_terminal_and_describe_shows_whole_types() -> None
             assert max(map(len, lines)) <= 60
             assert lines[0].split()[:5] == ["NAME", "ROWS", "SIZE", "COLUMNS", "VERSION"]
             assert re.search(r" in 59 min \d\d s", lines[1]) or arguments == ["ls", "--long"]
+        name = f"team/{'features-of-' * 4}origin"  # 57 characters
+        client.put(name, pa.table({"n": [1]}))
+        lines = processes.in_terminal(60, [*command, "ls", server.catalog_uri], around).splitlines()
+        assert max(map(len, lines)) <= 60
+        assert lines[0].split()[:3] == ["NAME", "ROWS", "SIZE"]
+        assert re.match(r"team/features-\S+…\S+-of-origin +1  ", lines[2])
         described = processes.in_terminal(60, [*command, "describe", f"{server.catalog_uri}/d"], around)
         assert str(wide) in described

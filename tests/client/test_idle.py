@@ -18,7 +18,7 @@ import pytest
 import dissociated as dis
 from dissociated.client import idle
 from dissociated.client.dataset import DatasetHandle
-from dissociated.control.locations import DatasetInfo
+from dissociated.control.dataset_info import DatasetInfo
 from dissociated.errors import DatasetNotFound
 from memory.maps import shared_bytes
 from support.certificates import certificates

@@ -15,10 +15,13 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from dissociated.client import readahead
 from dissociated.client.dataset import DatasetHandle
-from dissociated.control.locations import DatasetInfo, Endpoint
+from dissociated.control.dataset_info import DatasetInfo
+from dissociated.control.locations import Endpoint
 from dissociated.errors import ConnectionClosed, OptionError, TransportError
 from support.helpers import wait_until
+from support.machine import needs
 
 PARTS = 10
 
@@ -137,15 +140,33 @@ def test_a_part_that_fails_to_open_ends_the_others(server: dis.Server) -> None:
         wait_until(lambda: not client.status().consumers, "all connections are closed")
 
 
-@pytest.mark.parametrize("limit", [None, 4_000_000])
-def test_a_part_that_waits_for_its_turn_may_be_cut_off(server: dis.Server, limit: int | None) -> None:
-    large = pa.Table.from_batches(pa.table({"n": np.arange(4_000_000)}).to_batches(50_000))  # more than sockets hold
-    first = pa.table({"n": [-1, -2]})
-    with dis.connect(str(server.catalog_uri)) as client:
-        data = DatasetHandle(client, in_parts(client, server, [first, large, first]), "tcp")
+@pytest.mark.parametrize(
+    ("transport", "limit"),
+    [
+        ("tcp", None),
+        ("tcp", 3_000_000),
+        ("shm", None),
+        pytest.param("ucx", None, marks=needs("ucx")),
+        pytest.param("fabric", 3_000_000, marks=needs("fabric")),
+    ],
+)
+def test_a_part_that_waits_for_its_turn_is_not_cut_off(
+    monkeypatch: pytest.MonkeyPatch, transport: str, limit: int | None
+) -> None:
+    """A stream that is read alone is cut off meanwhile. With a limit, the parts are opened and not received ahead."""
+    monkeypatch.setattr(readahead, "MAX_BYTES", 1 << 20)
+    # More bytes than sockets hold and, over shm, more metadata.
+    large = pa.Table.from_batches(
+        pa.table({"n": np.arange(4_000_000)}).to_batches(200 if transport == "shm" else 50_000)
+    )
+    first = pa.Table.from_batches(pa.table({"n": [-1, -2]}).to_batches(1))
+    uri = "tcp://127.0.0.1:0" if transport == "tcp" else f"{transport}:"
+    with dis.Server([uri], stall_timeout=0.5) as server, dis.connect(str(server.catalog_uri)) as client:
+        data = DatasetHandle(client, in_parts(client, server, [first, large, first]), transport)
         with data.scanner(limit=limit).to_reader() as reader:
-            batches = [reader.read_next_batch()]
-            wait_until(lambda: not client.status().consumers, "the server has cut the large part off")
+            batches = [reader.read_next_batch() for _ in range(2)]
+            with client.read("part 1", transport=transport):
+                wait_until(lambda: server.status().totals.gone, "the server has cut off the stream that is read alone")
             batches += reader
         assert pa.Table.from_batches(batches) == pa.concat_tables([first, large, first])[:limit]
 

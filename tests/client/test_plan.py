@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from dissociated.client.plan import Capabilities, PartPlan, Route, Step, plan, plan_part
 from dissociated.client.request import Filtering, ReadRequest
 from dissociated.codec.options import ReadOptions
-from dissociated.control.locations import DatasetInfo, Endpoint
+from dissociated.control.dataset_info import DatasetInfo
+from dissociated.control.locations import Endpoint
 from dissociated.errors import CatalogError, ColumnNotFound, OptionError, RemoteProtocolError
 from dissociated.protocol.request import MAX_IDENTIFIER, Request
 from dissociated.uri import Uri

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.errors import DatasetNotFound, OptionError, WrongKind
+from dissociated.errors import DatasetNotFound, OptionError, SourceError, WrongKind
 from dissociated.node.node import Node
 from dissociated.store.store import Store
 from support.helpers import case
@@ -49,6 +49,7 @@ def test_answers_are_those_over_tables(client: dis.Client) -> None:
             'SELECT name FROM orders JOIN "team/customers" USING (customer) WHERE n BETWEEN 5 AND 7 ORDER BY n',
             "WITH customer AS (SELECT 1 AS a) SELECT a FROM customer",
             "SELECT n FROM main.orders LIMIT 3",
+            "PIVOT (SELECT n % 2 AS odd, customer, price FROM orders) ON odd USING sum(price) ORDER BY customer",
         ):
             with case(query):
                 assert client.sql(query).equals(database.sql(query).to_arrow_table())
@@ -98,6 +99,23 @@ def test_errors_tell_what_to_do(client: dis.Client) -> None:
         with case(query), pytest.raises(OptionError, match=message):
             client.sql(query)
     assert client.describe("orders").rows == ROWS
+
+
+def test_a_plan_is_a_result(client: dis.Client) -> None:
+    assert "Projections: n" in client.sql("EXPLAIN SELECT sum(n) FROM orders")["explain_value"][0].as_py()
+
+
+def test_errors_of_datasets_keep_their_class() -> None:
+    def batches() -> Iterator[pa.RecordBatch]:
+        yield CUSTOMERS.to_batches()[0]
+        raise ValueError("no more")
+
+    with dis.Server(["tcp://127.0.0.1:0"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("broken", lambda: pa.RecordBatchReader.from_batches(CUSTOMERS.schema, batches()))
+        for query in ("SELECT count(customer) FROM broken", "FROM broken", "SELECT error('x') FROM broken, broken b"):
+            with case(query), pytest.raises(SourceError, match="the source of 'broken' failed") as caught:
+                client.sql(query)
+            assert caught.value.code == "source_failed"
 
 
 def test_names_that_differ_in_case_are_not_confused() -> None:

@@ -136,6 +136,33 @@ def real_server(spawn: Spawn) -> tuple[subprocess.Popen[str], tuple[bytes, list[
     return process, dataset(), dataset()
 
 
+FLIGHT_SERVER = """
+import sys, numpy as np, pyarrow as pa, dissociated as dis
+numbers = pa.table({"n": np.arange(1 << 24)})  # more than sockets and gRPC hold
+with dis.Server([], catalog="grpc://127.0.0.1:0") as server:
+    server.publish("numbers", pa.Table.from_batches(numbers.to_batches(1 << 16)))
+    print(server.catalog_uri, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_flight_server_is_stopped(spawn: Spawn) -> None:
+    """A read ends by its deadline, within a stream and before its first message. Later reads work again."""
+    process = spawn("-c", FLIGHT_SERVER)
+    with dis.connect(line(process), timeout=2) as client:
+        ticket = client.describe("numbers").endpoints[0].ticket
+        reader = client.do_get(ticket)
+        rows = reader.read_next_batch().num_rows
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(DeadlineExceeded, match="silent for 2 s"):
+            rows += sum(batch.num_rows for batch in reader)
+        assert rows < 1 << 24
+        with pytest.raises(DeadlineExceeded, match="silent for 2 s"):
+            client.do_get(ticket)
+        process.send_signal(signal.SIGCONT)
+        assert client.do_get(ticket).read_all().num_rows == 1 << 24
+
+
 def test_real_server_is_killed(spawn: Spawn, runtime: str) -> None:
     process, (ticket, (shm, tcp)), (stuck, stuck_uris) = real_server(spawn)
     held = dis.open_stream(shm, ticket, timeout=PATIENCE).read_all()

@@ -13,8 +13,10 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import AccessDenied, CatalogError
+from dissociated.node.node import Node
 from dissociated.store.commit import StagedSegment
 from dissociated.store.segment import SegmentWriter
+from dissociated.store.store import Store
 from monitoring.test_metrics import scrape
 from support.helpers import PATIENCE, wait_until
 from support.injection import CLOCK
@@ -217,6 +219,31 @@ def test_forget_removes_a_node_for_good_and_its_datasets(memory: Path, tmp_path:
         put(again.uri, "d", table(2))
         assert client.describe("d").version == 2
         assert read(catalog.uri, "d") == [2]
+
+
+@pytest.mark.parametrize("live", [None, dis.Live()], ids=["once", "live"])
+def test_a_stream_that_was_read_leaves_the_list_of_a_node_too(
+    memory: Path, start: Start, live: dis.Live | None
+) -> None:
+    """Only the catalog of a server has streams. The nodes that belong to it, and their clients, get its list."""
+    with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server:
+        node = start("node", "--store", memory / "store", "--catalog", server.catalog_uri, "--beat", "0.5")
+        server.publish("stream", table(2).to_reader(), live=live)
+        put(node.uri, "stored", table(1))
+        with dis.connect(node.uri) as client:
+            assert [*client] == ["stored", "stream"]
+            assert client.read("stream").read_all() == table(2)
+            wait_until(lambda: [*client] == ["stored"], "the end is known")
+            with pytest.raises(dis.errors.SourceError, match=r"can be read once and was read|has ended"):
+                client.read("stream").read_all()
+
+
+def test_a_node_of_another_catalog_publishes_nothing_by_itself(memory: Path, tmp_path: Path, start: Start) -> None:
+    catalog = start_catalog(start, tmp_path)
+    with Node(Store(memory / "store"), catalog=catalog.uri) as node, dis.connect(catalog.uri) as client:
+        with pytest.raises(CatalogError, match="put the dataset through that catalog"):
+            node.server.publish("stream", table(1).to_reader())
+        assert ([*client], node.server.names()) == ([], [])
 
 
 def test_a_node_behind_a_port_mapping_announces_the_mapped_ports(memory: Path, tmp_path: Path, start: Start) -> None:

@@ -83,6 +83,8 @@ HEAD = b"DISSREQ\x01\x01\x00\x00\x00t"
         b'{"streams": null}',
         b'{"streams": ["metadata"]}',
         b'{"keep": 1}',
+        b'{"ahead": null}',
+        b'{"part": 1}',
         b'{"rows": null}',
         b'{"other": 1}',
         b'{"columns": "n"}',
@@ -118,11 +120,12 @@ def test_what_is_no_selection_is_refused(rest: bytes) -> None:
         Request.parse(HEAD + rest)
 
 
-def test_streams_and_keep_are_members_beside_a_selection() -> None:
+def test_other_members_stand_beside_a_selection() -> None:
     assert Request.parse(HEAD + b"{}") == Request(b"t")
     asked = HEAD + b'{"columns": ["n"], "streams": "metadata", "keep": true}'
     assert Request.parse(asked) == Request(b"t", Selection(("n",)), Streams.METADATA, keep=True)
     assert Request.parse(HEAD + b'{"streams": "bodies", "keep": false}') == Request(b"t", streams=Streams.BODIES)
+    assert Request.parse(HEAD + b'{"ahead": true, "part": "p"}') == Request(b"t", ahead=True, part="p")
     assert with_members(b"t", keep=True) == HEAD + b'{"keep": true}'
     assert with_members(HEAD + b'{"columns": ["n"]}', keep=True) == HEAD + b'{"columns": ["n"], "keep": true}'
     assert with_members(bytes(MAX_IDENTIFIER), keep=True) == bytes(MAX_IDENTIFIER)

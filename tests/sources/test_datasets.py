@@ -158,8 +158,11 @@ def test_a_stream_that_shows_its_damage_when_it_is_read(tmp_path: Path) -> None:
 
 def test_a_file_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "data.txt").write_text("a,b\n1,2\n")
-    with pytest.raises(StoreError, match=r"data\.txt: not an Arrow IPC stream"):
+    with pytest.raises(SourceError, match=r"data\.txt', which is text: give Arrow IPC, Parquet, CSV \(\.csv\)"):
         make_dataset("data", tmp_path / "data.txt")
+    (tmp_path / "data").write_bytes(b"\0\1\2")
+    with pytest.raises(StoreError, match=r"data: not an Arrow IPC stream"):
+        make_dataset("data", tmp_path / "data")
 
 
 def test_a_reader_is_given_once() -> None:

@@ -15,9 +15,17 @@ from dissociated.errors import JavaNotFound
 from dissociated.spark import publish, read, session
 from support.jvm import java_process
 
+#: Settings for plans: Spark's defaults, which compile a class for most queries and plan each of them again while it
+#: runs, and those of the tests. The defaults pay off over many rows; over a few, they take a fifth of Java's time.
+PLANS = {
+    "spark.sql.adaptive.enabled": ("true", "false"),
+    "spark.sql.codegen.factoryMode": ("FALLBACK", "NO_CODEGEN"),
+    "spark.sql.codegen.wholeStage": ("true", "false"),
+}
 #: Options for the Java processes of these tests. Without `-Xlog:disable`, messages about the archive go to standard
 #: output.
 OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xlog:disable"
+OPTIONS_FOR_PLANS = " ".join(f"-D{key}={of_tests}" for key, (_, of_tests) in PLANS.items())
 
 
 def write(file: str) -> None:
@@ -25,10 +33,13 @@ def write(file: str) -> None:
     os.environ["JDK_JAVA_OPTIONS"] = f"{OPTIONS} -XX:ArchiveClassesAtExit={file}"
     with dis.Server(["shm:"]) as server, session("archive", "local[2]", **{"spark.log.level": "OFF"}) as spark:
         java = java_process(spark)
-        publish(spark.range(1000).selectExpr("id", "id % 10 AS k"), "numbers", server.catalog_uri)
-        rows = read(spark, "numbers", server.catalog_uri).mapInArrow(lambda batches: batches, "id long, k long")
-        rows.groupBy("k").sum("id").orderBy("k").collect()
-        rows.write.format("dissociated").option("catalog", server.catalog_uri).mode("overwrite").save("again")
+        for settings in zip(*PLANS.values(), strict=True):
+            for key, value in zip(PLANS, settings, strict=True):
+                spark.conf.set(key, value)
+            publish(spark.range(1000).selectExpr("id", "id % 10 AS k"), "numbers", server.catalog_uri)
+            rows = read(spark, "numbers", server.catalog_uri).mapInArrow(lambda batches: batches, "id long, k long")
+            rows.groupBy("k").sum("id").orderBy("k").collect()
+            rows.write.format("dissociated").option("catalog", server.catalog_uri).mode("overwrite").save("again")
     assert java.stdin is not None
     java.stdin.close()
     java.wait()

@@ -12,6 +12,7 @@ import pytest
 import dissociated as dis
 from dissociated.errors import JavaNotFound
 from dissociated.spark import java_home, session
+from spark.archive import PLANS
 from support.forks import parent
 from support.processes import forking_python
 
@@ -88,6 +89,16 @@ def spark(java: str, python: Path) -> Iterator[SparkSession]:
         running = session("tests", "local[2,2]", **settings)
     yield running
     running.stop()
+
+
+@pytest.fixture
+def plans(spark: SparkSession) -> Iterator[None]:
+    """Make Spark plan and compile queries as it does by default. `PLANS` says what the other tests go without."""
+    for key, (default, _) in PLANS.items():
+        spark.conf.set(key, default)
+    yield
+    for key, (_, of_tests) in PLANS.items():
+        spark.conf.set(key, of_tests)
 
 
 @pytest.fixture

@@ -168,7 +168,7 @@ def test_what_is_not_certain_is_refused_with_the_column(condition: list[Any]) ->
     for decide in (filters.expression, lambda schema: filters.mask(pa.RecordBatch.from_pylist([], schema))):
         with pytest.raises(
             OptionError,
-            match=f"column '{filters.columns[0]}.* (is not certain: filter|cannot be one: write)",
+            match=f"column '{filters.columns[0]}.* (is not certain|cannot be one): write",
         ):
             decide(TABLE.schema)
 

@@ -72,6 +72,7 @@ def left_in_memory() -> set[str]:
     return found
 
 
+@pytest.mark.usefixtures("plans")
 @pytest.mark.parametrize("source", ["rows", "parquet", "cached", "dataset", "tcp"])
 def test_every_type_keeps_its_values(spark: SparkSession, node: Node, tmp_path: Path, source: str) -> None:
     df = every_type(spark)
@@ -124,6 +125,7 @@ def test_empty_skewed_and_filtered_partitions(spark: SparkSession) -> None:
     assert map_in_arrow(df.where("id < 0"), identity, "id bigint").count() == 0
 
 
+@pytest.mark.usefixtures("plans")
 def test_it_goes_into_any_plan(spark: SparkSession) -> None:
     numbers = map_in_arrow(spark.range(0, 10_000, numPartitions=3), identity, "n bigint")
     twice = map_in_arrow(map_in_arrow(numbers, identity, "n bigint"), doubled, "n bigint")

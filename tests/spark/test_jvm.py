@@ -28,6 +28,8 @@ from support.jvm import executed_plan, jvm
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+pytestmark = pytest.mark.usefixtures("plans")
+
 ROWS = 1000
 TABLE = pa.table(
     {

@@ -24,6 +24,8 @@ from spark.test_datasource import NATIVE
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+pytestmark = pytest.mark.usefixtures("plans")
+
 VALUES = {
     **NATIVE,
     "few digits": "CAST(500 - id AS DECIMAL(9, 4)) / 7",

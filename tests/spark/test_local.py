@@ -78,6 +78,7 @@ def test_to_arrow_is_that_of_spark(spark: SparkSession) -> None:
 
 
 @pytest.mark.skipif(IN_JVM == "false", reason="Spark's own toArrow stands in")
+@pytest.mark.usefixtures("plans")
 def test_to_arrow_copies_columns_if_the_plan_ends_in_columns(spark: SparkSession, tmp_path: Path) -> None:
     every_type(spark).drop("span", "nothing", "hour").write.parquet(str(tmp_path / "data"))  # no such type in Parquet
     df = spark.read.parquet(str(tmp_path / "data"))

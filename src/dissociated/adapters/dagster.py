@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -55,7 +56,9 @@ def io_manager(client: Client) -> dagster.IOManager:
         """An IO manager whose assets are datasets."""
 
         def handle_output(self, context: Any, obj: Any) -> None:
-            context.add_output_metadata({"rows": client.put(_name(context), obj)})
+            # Dagster keeps outputs for long, and a reader keeps its connection until it is closed.
+            with closing(obj) if isinstance(obj, pa.RecordBatchReader) else nullcontext():
+                context.add_output_metadata({"rows": client.put(_name(context), obj)})
 
         def load_input(self, context: Any) -> Any:
             return _load(client, context)

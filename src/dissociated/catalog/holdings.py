@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.registry import Registry
 from dissociated.datasets.source_errors import source_errors
+from dissociated.datasets.static import StaticDataset
 from dissociated.errors import DissociatedError
 from dissociated.monitoring.activity import Activity
 from dissociated.monitoring.changes import Change
@@ -121,7 +123,7 @@ class Holdings:
             SourceError: The data cannot be read.
         """
         request = Request.parse(ticket)
-        published, granted = self.registry.resolve_ticket(request.ticket)
+        published, granted = self.registry.resolve_ticket(request.ticket, request.part)
         with source_errors(published.name):
             reader = self.registry.select(granted, request.selection).open_reader()
         self.activity.flight()
@@ -131,6 +133,25 @@ class Holdings:
                 yield from batches(reader)
 
         return BatchReader(reader.schema, pairs())
+
+    def read_small(self, published: Dataset, limit: int) -> bytes | None:
+        """Return a small dataset as an IPC stream, for clients that want its rows with its description.
+
+        Returns:
+            The stream; None if it would be longer than `limit` bytes, or the dataset has to be read in another way. A
+            client that then requests the dataset gets its error, if there is one.
+        """
+        if published.nbytes is None or published.nbytes > limit or not published.repeatable:
+            return None
+        with suppress(DissociatedError), published.reading():
+            published.check_unchanged()
+            opened = published.open()
+            stream = opened.small_stream(limit) if isinstance(opened, StaticDataset) else None
+            published.check_unchanged()
+            if stream is not None:
+                self.activity.flight()
+            return stream
+        return None
 
     def record_change(self, kind: str, name: str, number: int | None, rows: int | None, nbytes: int | None) -> None:
         """Record an eviction or spill of a part."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import pyarrow as pa
@@ -14,6 +15,7 @@ from dissociated.base.access import Grant
 from dissociated.base.host import boot_id, host_name
 from dissociated.catalog.holdings import Holdings
 from dissociated.codec.schemas import deserialize
+from dissociated.control.locations import MAX_EMBEDDED, with_embedded
 from dissociated.store.version import NodeRecord, Part, Version
 
 #: A location that tells a client to reuse the connection over which it called GetFlightInfo. Clients that know only
@@ -21,6 +23,8 @@ from dissociated.store.version import NodeRecord, Part, Version
 REUSE_CONNECTION = "arrow-flight-reuse-connection://?"
 
 _SAME_HOST = ("shm", "inproc")
+
+_deserialize = lru_cache(256)(deserialize)
 
 
 class Listing:
@@ -35,10 +39,12 @@ class Listing:
 
         Args:
             version: The version.
-            caller: The host and boot id of the caller, if it sent them.
+            caller: The host and boot id of the caller, if it sent them, and as `embed` the size up to which it wants
+                the rows with the answer.
             expires: The time at which its tickets may end, in seconds since the epoch; None if no lifetime is
                 guaranteed.
         """
+        embed = min(caller.get("embed") or 0, MAX_EMBEDDED) if len(version.parts) == 1 else 0
         app_metadata = {
             "host": host_name(),
             "boot_id": boot_id(),
@@ -49,9 +55,12 @@ class Listing:
             "tags": dict(version.tags),
         }
         return flight.FlightInfo(
-            deserialize(version.schema),
+            _deserialize(version.schema),
             flight.FlightDescriptor.for_path(version.name),
-            [self.endpoint(part, caller, earliest_expiry(expires, version.expires)) for part in version.parts],
+            [
+                self.endpoint(part, caller, earliest_expiry(expires, version.expires), embed=embed)
+                for part in version.parts
+            ],
             -1 if version.rows is None else version.rows,
             -1 if version.nbytes is None else version.nbytes,
             ordered=True,
@@ -69,7 +78,7 @@ class Listing:
             return None
         ticket = self._registry.issue_ticket(local)
         endpoint = flight.FlightEndpoint(ticket.data, pair)
-        return flight.FlightInfo(deserialize(version.schema), descriptor, [endpoint], -1, -1)
+        return flight.FlightInfo(_deserialize(version.schema), descriptor, [endpoint], -1, -1)
 
     def endpoint(
         self,
@@ -77,6 +86,7 @@ class Listing:
         caller: Mapping[str, Any],
         expires: float | None,
         columns: tuple[str, ...] | None = None,
+        embed: int = 0,
     ) -> flight.FlightEndpoint:
         """Return the endpoint of one part, with the locations nearest to the caller first.
 
@@ -88,6 +98,7 @@ class Listing:
             caller: The host and boot id of the caller, if it sent them.
             expires: The time at which the ticket may end, in seconds since the epoch; None without a guarantee.
             columns: The columns that the ticket gives access to; None for all.
+            embed: The size in bytes up to which all rows are sent with the answer.
         """
         host, boot_id_of_caller = caller.get("host"), caller.get("boot_id")
         local = self._registry.lookup(part.ticket)
@@ -113,13 +124,18 @@ class Listing:
         ]
         if local is not None and not local.repeatable:
             expires = None  # A second request may return nothing, or another stream.
+        # Only this process publishes with chosen tickets. The ids of copies on other nodes differ.
+        sole = self._registry.lookup_part(part.id) if len(part.nodes) == 1 else None
         ticket = self._registry.tickets.sign(Grant(part.ticket, columns), time.time())
         expirations = [end for end in (expires, ticket.expires) if end is not None]
         return flight.FlightEndpoint(
             ticket.data,
             locations,
             None if not expirations else pa.scalar(int(min(expirations) * 1e6), pa.timestamp("us", "UTC")),
-            json.dumps({"nodes": known_nodes, "rows": part.rows}),
+            with_embedded(
+                json.dumps({"nodes": known_nodes, "rows": part.rows, "part": None if sole is None else part.id}),
+                self._holdings.read_small(sole, embed) if sole is not None and embed else None,
+            ),
         )
 
 

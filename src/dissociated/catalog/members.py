@@ -40,6 +40,7 @@ _log = logging.getLogger(__name__)
 PEER_TIMEOUT = 60.0  # seconds in which a peer must answer
 _ANSWER_TIMEOUT = 2.0  # seconds in which a live node answers a check of its id
 _REACH_TIMEOUT = 10.0  # seconds in which a node that registers must answer the catalog
+_MAX_PEERS = 64  # nodes to which connections are kept
 _MAX_REFUSALS = 100  # refused nodes that are remembered
 #: The seconds by which the clocks of a node and of its catalog may differ without a warning.
 CLOCK_TOLERANCE = 2.0
@@ -98,6 +99,7 @@ class Members:
         self._security = security
         self._clocks: dict[str, float] = {}  # by node: the seconds by which its clock is ahead
         self._refusals: dict[str, Refusal] = {}  # by Flight URI, the oldest first
+        self._peers: dict[str, Peer] = {}  # by Flight URI: the connections that reads were relayed over
 
     def find(self, ids: Iterable[str]) -> dict[str, NodeRecord]:
         """Return the known nodes by id. Raise CatalogError if one of `ids` has not registered."""
@@ -202,17 +204,27 @@ class Members:
         raise NodeUnreachable(describe_away(name, hosts, max((node.seen for node in part.nodes), default=0.0)))
 
     def _open_on(self, node: NodeRecord, ticket: bytes) -> pa.RecordBatchReader:
-        peer = Peer(node.flight, self._security)
-        reader = peer.do_get(ticket)
+        reader = self._get(node.flight, ticket)
         validator = Validator(reader.schema)
 
         def pairs() -> Iterator[BatchAndMetadata]:
-            with peer:
-                for batch, metadata in batches(reader):
-                    # The other process may have sent an invalid batch, on which libarrow would abort this process.
-                    yield validator.check(batch, full=True), metadata
+            for batch, metadata in batches(reader):
+                # The other process may have sent an invalid batch, on which libarrow would abort this process.
+                yield validator.check(batch, full=True), metadata
 
         return BatchReader(reader.schema, pairs())
+
+    def _get(self, uri: str, ticket: bytes) -> pa.RecordBatchReader:
+        """Request a stream from a node, over the connection of the last read if that still works."""
+        peer = self._peers.get(uri)
+        if peer is not None:
+            with suppress(CatalogUnreachable):
+                return peer.do_get(ticket)
+        peer = self._peers[uri] = Peer(uri, self._security)
+        while len(self._peers) > _MAX_PEERS:
+            with suppress(KeyError, RuntimeError):  # another thread may do the same
+                del self._peers[next(iter(self._peers))]
+        return peer.do_get(ticket)
 
     def prepare(self, node: NodeRecord, body: Mapping[str, Any]) -> dict[str, Any]:
         """Have a node make segments ready to be published. Return its answer: see `Catalog.prepare`."""

@@ -4,8 +4,10 @@ An ordinary Flight client can list (ListFlights), describe (GetFlightInfo, GetSc
 every dataset. A client of this library finds in the FlightInfo the locations that it can read without Flight.
 
 A descriptor is a path with one part, the name of the dataset, or a command. A command is the name, or JSON:
-    {"name": N, "version": V, "host": H, "boot_id": B}     V is an earlier version; H and B identify the caller's host
-and for DoPut
+    {"name": N, "version": V, "host": H, "boot_id": B, "embed": E}
+V is an earlier version; H and B identify the caller's host. If the dataset has one part, in this process, and all its
+rows fit into E bytes and into 64 KiB as an IPC stream, the stream follows in the endpoint's app_metadata, after the
+JSON and a zero byte. So a small dataset is described and read by one call. For DoPut, a command is
     {"name": N, "mode": "overwrite" or "append", "tags": {...}, "ttl": seconds, "key": K, "end": true, "nbytes": B}
 With "end", the stream is published only if it has an end marker: see `dissociated.control.flight_streams`. "nbytes" is
 the expected size; room for all of it is made in advance, or the call fails.

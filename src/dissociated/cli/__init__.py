@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -39,12 +40,12 @@ COMMANDS = {
 
 #: Phrases in the library's error messages about parameters of Python, and their replacements for the command line.
 #: `_rephrase` replaces the names of options without this table.
-_PHRASES = {
+PHRASES = {
     "publish a reader, pyarrow.ipc.open_stream(path)": r"add the marker: printf '\377\377\377\377\0\0\0\0' >> FILE",
     "with client.list() or dissociated ls": "with dissociated ls",
     "with client.versions(name) or dissociated versions": "with dissociated versions",
     "publish each stream by itself": "publish each stream by itself (dissociated put FILE NAME --append)",
-    "is not certain: filter the rows after reading": "is not certain: write a value of that type",
+    "write a value of that type, or filter the rows after reading": "write a value of that type",
     "give a directory with the policy spill": "give --spill DIR with the policy spill",
     "connect(uri, token=...)": "--token-file FILE, or DISSOCIATED_TOKEN",
     "(tls_roots says which certificates are)": "(--tls-roots FILE says which certificates are)",
@@ -52,7 +53,7 @@ _PHRASES = {
 
 
 class _Help(argparse.HelpFormatter):
-    """A help formatter that fills the paragraphs of a description, except indented ones.
+    """A help formatter that fills the paragraphs of a description, except indented ones, and cuts no word.
 
     Commands are listed without the extra indentation of argparse, which would also wrap long names.
     """
@@ -65,11 +66,13 @@ class _Help(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = text.split("\n\n")
         return "\n\n".join(
-            paragraph
-            if re.search("^ ", paragraph, re.MULTILINE)
-            else super(_Help, self)._fill_text(paragraph, width, indent)
+            paragraph if re.search("^ ", paragraph, re.MULTILINE) else "\n".join(self._split_lines(paragraph, width))
             for paragraph in paragraphs
         )
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        # argparse would cut paths and URIs, after hyphens and at the width.
+        return textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)
 
 
 def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
@@ -156,7 +159,7 @@ def _run(parsed: argparse.Namespace) -> None:
 
 def _rephrase(message: str, parsed: argparse.Namespace) -> str:
     """Return a message in which the names of parameters are replaced by the command's options that set them."""
-    for phrase, replacement in _PHRASES.items():
+    for phrase, replacement in PHRASES.items():
         message = message.replace(phrase, replacement)
     for name in vars(parsed):
         if "_" in name:

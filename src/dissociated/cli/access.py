@@ -39,8 +39,9 @@ def _add_log_arguments(group: argparse._ArgumentGroup, level: str | None) -> Non
         "--log-level",
         choices=log.LOG_LEVELS,
         default=level,
-        help=f"lowest level of the log (default: {level or 'no log'}); debug has a line for each message of the "
-        "protocol, without its content",
+        metavar="LEVEL",
+        help=f"lowest level of the log: {', '.join(log.LOG_LEVELS)} (default: {level or 'no log'}); debug has a line "
+        "for each message of the protocol, without its content",
     )
 
 

@@ -11,14 +11,17 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from dissociated.cli import access, target, terminal, text
-from dissociated.control.locations import DatasetInfo, Endpoint, describe_away
+from dissociated.control.dataset_info import DatasetInfo
+from dissociated.control.locations import Endpoint, describe_away
 from dissociated.errors import CatalogError, DatasetNotFound, OptionError
 
 if TYPE_CHECKING:
     from dissociated.client.client import Client
 
 _LS = """\
-List the datasets of a catalog: all, one, or all whose names begin with a prefix, as in "team/*"."""
+List the datasets of a catalog: all, one, or all whose names match a pattern in quotes, as in "team/*".
+
+In a terminal, long names lose their middle, and columns that do not fit are left out. In a pipe the list is whole."""
 
 
 def add_ls(parser: argparse.ArgumentParser) -> None:
@@ -66,10 +69,16 @@ def _problems(client: Client) -> list[str]:
     return [*away, *(f"node on {node['host']}: {node['problem']}" for node in nodes if node.get("problem"))]
 
 
+#: The columns of numbers and times, which are not cut: a part of them would mislead.
+_WHOLE = {"ROWS", "SIZE", "COLUMNS", "VERSION", "CREATED", "EXPIRES"}
+
+
 def _print_list(datasets: list[DatasetInfo], long: bool) -> None:
     """Print a table of datasets. A column is left out if no dataset has a value for it."""
-    columns = [
-        ("NAME", [info.name for info in datasets]),
+    columns = [("NAME", [info.name for info in datasets])]
+    if any(endpoint.is_away for info in datasets for endpoint in info.endpoints):
+        columns.append(("STATE", [_state(info) for info in datasets]))  # next to the name: narrow terminals show it
+    columns += [
         ("ROWS", [text.count(info.rows) for info in datasets]),
         ("SIZE", [text.size(info.nbytes) for info in datasets]),
         ("COLUMNS", [_column_count(info) for info in datasets]),
@@ -77,8 +86,6 @@ def _print_list(datasets: list[DatasetInfo], long: bool) -> None:
     ]
     if long:
         columns.append(("CREATED", [text.local_time(info.created) if info.created else "-" for info in datasets]))
-    if any(endpoint.is_away for info in datasets for endpoint in info.endpoints):
-        columns.append(("STATE", [_state(info) for info in datasets]))
     if long or any(info.expires for info in datasets):
         columns.append(("EXPIRES", [text.time_until(info.expires) for info in datasets]))
     if long:
@@ -87,12 +94,12 @@ def _print_list(datasets: list[DatasetInfo], long: bool) -> None:
     if long or any(info.tags for info in datasets):
         columns.append(("TAGS", [" ".join(f"{key}={value}" for key, value in info.tags.items()) for info in datasets]))
     heads = [head for head, _ in columns]
-    whole = [heads.index(head) for head in ("CREATED", "EXPIRES") if head in heads]  # a part of a time misleads
-    terminal.print_table(heads, zip(*(cells for _, cells in columns), strict=True), right=(1, 2, 3, 4, *whole))
+    right = [index for index, head in enumerate(heads) if head in _WHOLE]
+    terminal.print_table(heads, zip(*(cells for _, cells in columns), strict=True), right)
 
 
 def _state(info: DatasetInfo) -> str:
-    """Return whether a dataset can be read, as text."""
+    """Return whether a dataset can be read, as text. Its beginning is enough in a narrow terminal."""
     away = {host for endpoint in info.endpoints if endpoint.is_away for host in endpoint.hosts}
     return f"cannot be read: {', '.join(sorted(away))} is away" if away else "readable"
 

@@ -88,10 +88,21 @@ def _csv(sink: Any, schema: pa.Schema, choose: str) -> AbstractContextManager[An
 
     try:
         writer: AbstractContextManager[Any] = pyarrow.csv.CSVWriter(sink, schema)
-    except pa.ArrowInvalid as error:
-        refused = ", ".join(f"{field.name!r}, {field.type}" for field in schema if str(field.type) in str(error))
-        raise OptionError(f"CSV cannot hold column {refused}: choose {choose}, or --format jsonl") from None
+    except pa.ArrowInvalid:
+        refused = ", ".join(f"column {field.name!r} of the type {field.type}" for field in schema if not _is_csv(field))
+        raise OptionError(f"CSV cannot hold {refused}: choose {choose}, or --format jsonl") from None
     return writer
+
+
+def _is_csv(field: pa.Field) -> bool:
+    """Return whether CSV can hold values of a column."""
+    import pyarrow.csv
+
+    try:
+        pyarrow.csv.CSVWriter(pa.BufferOutputStream(), pa.schema([field])).close()
+    except pa.ArrowInvalid:
+        return False
+    return True
 
 
 def _json_lines(sink: Any, schema: pa.Schema, choose: str) -> AbstractContextManager[Any]:

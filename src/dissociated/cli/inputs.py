@@ -16,20 +16,12 @@ from dissociated.codec.batches import BatchReader
 from dissociated.codec.filter.statistics import MAX_STATISTICS
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.datasets.base import Dataset
-from dissociated.datasets.file import check_rest
+from dissociated.datasets.file import PARQUET, check_rest, foreign_kind
 from dissociated.datasets.sources import make_dataset
 from dissociated.datasets.text import TEXT_FORMATS, open_text, text_file
 from dissociated.errors import OptionError, SourceError
 
 _STDIN = Path("-")
-_KIND_BY_MAGIC = {
-    b"PAR1": "a Parquet file",
-    b"ORC": "an ORC file",
-    b"Obj\x01": "an Avro file",
-    b"\x1f\x8b": "compressed by gzip",
-    b"\x28\xb5\x2f\xfd": "compressed by zstd",
-    b"PK\x03\x04": "a zip archive",
-}
 
 
 def open_input(path: Path, written: str | None, owned: ExitStack) -> Dataset:
@@ -54,25 +46,9 @@ def open_input(path: Path, written: str | None, owned: ExitStack) -> Dataset:
 
 def check_arrow(path: Path, advice: str, parquet: bool = True) -> None:
     """Raise SourceError with the kind of a file if it is not Arrow IPC, nor Parquet if `parquet` is set."""
-    kind = _kind(path)
-    if kind is not None and not (parquet and kind == _KIND_BY_MAGIC[b"PAR1"]):
+    kind = foreign_kind(path)
+    if kind is not None and not (parquet and kind == PARQUET):
         raise SourceError(f"{str(path)!r} is {kind}, not Arrow IPC{' or Parquet' if parquet else ''}: {advice}")
-
-
-def _kind(path: Path) -> str | None:
-    """Return the kind of a file by its first bytes. Return None if it may be Arrow IPC."""
-    if not path.is_file():
-        return None
-    with path.open("rb") as file:
-        begin = file.read(64)
-    for magic, kind in _KIND_BY_MAGIC.items():
-        if begin.startswith(magic):
-            return kind
-    return "text" if begin and not begin.startswith(b"ARROW1") and _is_text(begin) else None
-
-
-def _is_text(begin: bytes) -> bool:
-    return all(byte >= 0x20 or byte in b"\t\r\n" for byte in begin) and begin[:1] != b"\xff"
 
 
 def _open_stdin(written: str | None, owned: ExitStack) -> Dataset:

@@ -23,7 +23,7 @@ from dissociated.cli.terminal import Advance, progress
 from dissociated.codec.columns import values_size
 from dissociated.codec.split import batches
 from dissociated.codec.validation import Validator
-from dissociated.control.locations import DatasetInfo
+from dissociated.control.dataset_info import DatasetInfo
 from dissociated.errors import OptionError, WrongKind
 from dissociated.store.files import NewFile
 
@@ -206,7 +206,14 @@ def add_rows_argument(parser: argparse.ArgumentParser) -> None:
 
 def add_format_argument(parser: argparse.ArgumentParser, choices: Iterable[str], default: str) -> None:
     """Add the option for the output format."""
-    parser.add_argument("-f", "--format", choices=[*choices], help=f"format of the output (default: {default})")
+    names = [*choices]
+    parser.add_argument(
+        "-f",
+        "--format",
+        choices=names,
+        metavar="FORMAT",
+        help=f"format of the output: {', '.join(names)} (default: {default})",
+    )
 
 
 def parse_rows(written: str) -> range:

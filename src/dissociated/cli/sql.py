@@ -21,7 +21,7 @@ quotes if it has other characters than letters, digits and underscores. Only the
 are read. DuckDB resolves all other names, so 'other.parquet' is a file.
 
     dissociated sql "SELECT dest, count(*) FROM flights GROUP BY dest"
-    dissociated sql "SELECT * FROM flights JOIN planes USING (tailnum)" --into joined
+    dissociated sql "FROM flights JOIN planes USING (tailnum)" --into joined
     dissociated sql -f csv < question.sql > answer.csv"""
 _ADVICE = 'publish a result instead: dissociated sql "SELECT ..." --into NAME. dissociated drop NAME drops a dataset'
 

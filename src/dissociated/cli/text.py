@@ -75,12 +75,17 @@ def narrow_table(
 ) -> str:
     """Format a table with as many columns, from the left, as fit into `width`; "…" stands for the others.
 
-    If not even the first column fits, it is cut. With `cut`, texts in other columns are cut first, as `table` does.
-    Otherwise, long texts in the first column lose their middle, so that the next two columns can be read.
+    Long texts in the first column lose their middle, so that the next two columns can be read. With `cut`, texts in
+    other columns are cut before columns are left out, as `table` does.
     """
-    if width is not None and not cut:
-        next_widths = sum(max(cell_len(line[index]) for line in (head, *rows)) for index in range(1, min(3, len(head))))
-        room = max(width - next_widths - 3 * len(_GAP) - 1, 2 * _MIN_WIDTH)
+    if width is not None:
+        widths = [max(cell_len(line[index]) for line in (head, *rows)) for index in range(1, min(3, len(head)))]
+        if cut:
+            widths = [
+                length if index in right else min(length, max(cell_len(head[index]), _MIN_WIDTH))
+                for index, length in enumerate(widths, 1)
+            ]
+        room = max(width - sum(widths) - 3 * len(_GAP) - 1, 2 * _MIN_WIDTH)
         rows = [[_shorten_middle(printable(row[0]), room), *row[1:]] for row in rows]
     for number in range(len(head), 0, -1):
         ellipsis = ["…"] if number < len(head) else []

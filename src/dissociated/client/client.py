@@ -19,7 +19,8 @@ from dissociated.client.put import Progress, Put
 from dissociated.codec.device import DeviceReader
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.tensor import Tensor
-from dissociated.control.locations import DatasetInfo, Endpoint
+from dissociated.control.dataset_info import DatasetInfo
+from dissociated.control.locations import Endpoint
 from dissociated.datasets.base import Source
 from dissociated.datasets.sources import make_dataset
 from dissociated.errors import DatasetNotFound, OptionError, WrongKind
@@ -113,7 +114,7 @@ class Client(CatalogClient):
             max_body=max_body,
             allow_rma=allow_rma,
         )
-        return self.endpoints.read(partial(self.describe, name, version), request)
+        return self.endpoints.read(partial(self._lookup.describe, name, version, request.embed), request)
 
     read_async = asynchronous(read)
     """Open an `AsyncStreamReader` for `async for`. Arguments and errors are those of `read`.

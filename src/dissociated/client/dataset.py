@@ -22,7 +22,7 @@ from dissociated.client.scanner import Scanner
 from dissociated.client.version_reader import VersionReader
 from dissociated.codec.filter.row_filter import RowFilter
 from dissociated.codec.inplace import MappedReader
-from dissociated.control.locations import DatasetInfo
+from dissociated.control.dataset_info import DatasetInfo
 from dissociated.errors import OptionError
 from dissociated.memory.device.registry import open_device
 
@@ -243,10 +243,23 @@ class _Rows(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no type hints
         except pa.ArrowTypeError as error:
             raise OptionError(f"{error}: convert the values by to_table().cast(schema)") from None
 
+    def get_fragments(self, filter: Any = None) -> Iterator[ds.Fragment]:
+        """Read all rows, and return an iterator over fragments in memory. DataFusion calls this.
+
+        Args:
+            filter: An expression of pyarrow, which is ignored: rows are filtered when fragments are scanned.
+
+        Example:
+            ```python
+            rows = sum(fragment.count_rows() for fragment in client["flights"].get_fragments())
+            ```
+        """
+        return iter(ds.InMemoryDataset(self.to_table()).get_fragments())
+
     def __iter__(self) -> Iterator[Any]:
         raise OptionError(
-            "a dataset cannot be iterated over: to_batches() gives its batches, and to_pandas() or "
-            "pandas.DataFrame.from_arrow() a DataFrame"
+            "a dataset cannot be iterated over: to_batches() gives its batches, to_pandas() or "
+            "pandas.DataFrame.from_arrow() a DataFrame of pandas, and to_polars() or polars.DataFrame() one of Polars"
         )
 
 
@@ -300,11 +313,16 @@ class DatasetHandle(_Rows):
     """
 
     def __init__(
-        self, client: CatalogClient, info: DatasetInfo, transport: str | None = None, described_now: bool = False
+        self,
+        client: CatalogClient,
+        info: DatasetInfo,
+        transport: str | None = None,
+        described_now: bool = False,
+        reader: VersionReader | None = None,
     ) -> None:
         super().__init__(info.schema)
         self._client = client
-        self._reader = VersionReader(client, info, transport, described_now)
+        self._reader = reader or VersionReader(client, info, transport, described_now)
         #: Description of the version by the catalog.
         self.info = info
 
@@ -359,7 +377,8 @@ class DatasetHandle(_Rows):
     def close(self) -> None:
         """Give back the shared memory that the handle keeps mapped. A later read maps it again.
 
-        Memory in which there are arrays is given back when the last of them is collected.
+        Memory in which there are arrays is given back when the last of them is collected. A LazyFrame of `scan` that
+        was collected keeps such arrays, as long as it lives.
 
         Example:
             ```python

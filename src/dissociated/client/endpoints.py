@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,20 +16,19 @@ import pyarrow as pa
 from dissociated.base import tracing
 from dissociated.base.exit import StreamThread
 from dissociated.client.parts import OpenFlight, open_part, open_part_on_device, open_part_tensors
-from dissociated.client.plan import PartPlan, ReadPlan, Route, plan, plan_part
-from dissociated.client.readahead import AheadReader, Pairs
+from dissociated.client.plan import Capabilities, PartPlan, ReadPlan, Route, plan, plan_part
+from dissociated.client.readahead import AheadReader
 from dissociated.client.request import ReadRequest
 from dissociated.client.stream import TensorReader
 from dissociated.codec.columns import filter_batches
 from dissociated.codec.device import DeviceReader, chain_on_device, to_device
 from dissociated.codec.split import batches
 from dissociated.codec.tensor import Tensor
-from dissociated.control.locations import DatasetInfo, Endpoint, device_routes, flight_uris, locations, reachable_routes
+from dissociated.control.dataset_info import DatasetInfo
+from dissociated.control.locations import Endpoint, device_routes, flight_uris, locations, reachable_routes
 from dissociated.errors import CatalogError, DatasetNotFound, RemoteError, TransportError, WrongKind
 from dissociated.memory.device.base import Device
 from dissociated.uri import Uri
-
-_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -137,7 +135,12 @@ class EndpointReader:
         return [*trusted, self._by_flight(endpoint)]
 
     def _all_routes(self, info: DatasetInfo, endpoint: Endpoint, request: ReadRequest) -> list[Route]:
-        """Return the routes to an endpoint, with Flight as the last unless the request excludes it."""
+        """Return the routes to an endpoint, with Flight as the last unless the request excludes it.
+
+        The description is the only route if it has the rows.
+        """
+        if endpoint.embedded is not None and request.embed:
+            return [Route((), Capabilities(), endpoint.embedded)]
         routes = self.routes(info, endpoint, request)
         excluded = request.transport is not None or not request.decompress or request.options.memory_pool is not None
         if excluded or not routes[-1].uris or not flight_uris(endpoint):
@@ -165,35 +168,10 @@ class EndpointReader:
         if len(readers) == 1:
             (chained,) = readers
         else:
-            parts = enumerate(zip(planned.parts, readers, strict=True))
-            pairs = [self._pairs(*opened, waited=number > 0) for number, opened in parts]
             # With a limit, the parts that follow may not be needed.
             max_parallel = _max_parallel(planned) if planned.limit is None else 1
-            chained = AheadReader(schema, pairs, max_parallel)
+            chained = AheadReader(schema, [*map(batches, readers)], max_parallel)
         return chained if planned.limit is None else filter_batches(chained, None, range(len(schema)), planned.limit)
-
-    def _pairs(self, part: PartPlan, reader: pa.RecordBatchReader, waited: bool) -> Pairs:
-        """Yield the batches of a part.
-
-        A server may have cut off a part that has `waited` for its turn. The part is then opened again, and the rows
-        that were already read are skipped. This needs a catalog of ours, which tells the number of rows: its parts
-        always have the same rows, in the same order.
-        """
-        rows = 0
-        try:
-            for pair in batches(reader):
-                yield pair
-                rows += pair[0].num_rows
-            return
-        except TransportError as error:
-            if not waited or part.endpoint.rows is None:
-                raise
-            _log.info("part was cut off while it waited for its turn, it is opened again: error=%s", error)
-        for batch, metadata in batches(self._open_counted(part)):
-            skipped = min(rows, batch.num_rows)
-            rows -= skipped
-            if skipped < batch.num_rows or not skipped:
-                yield batch.slice(skipped), metadata
 
     def _with_trust(self, uri: Uri) -> Uri:
         """Return the location with this client's parameters of trust. Such parameters of the catalog are removed."""

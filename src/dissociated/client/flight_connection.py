@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ import pyarrow.flight as flight
 
 from dissociated.base import tracing
 from dissociated.base.access import check_token
+from dissociated.base.exit import StreamThread
 from dissociated.base.fork import ProcessBound, leak, use_grpc
 from dissociated.client.request import ReadRequest
 from dissociated.codec.batches import BatchReader
@@ -31,11 +33,13 @@ from dissociated.errors import (
     DissociatedError,
     OptionError,
     RemoteProtocolError,
+    TransportError,
     UriError,
     parse_details,
     reported_error,
 )
 from dissociated.transport.base import check_timeout
+from dissociated.transport.mailbox import Mailbox
 from dissociated.uri import Uri
 
 T = TypeVar("T")
@@ -240,12 +244,11 @@ def read_flight(calls: CatalogConnection, ticket: bytes, request: ReadRequest) -
         read_options=replace(options, included_fields=()).to_pyarrow(),
         headers=tracing.headers(request.traceparent or tracing.current_traceparent()),
     )
-    reader = calls.call(lambda client: client.do_get(flight.Ticket(ticket), call_options))
-    with calls.errors():
-        schema = check_field_names(reader.schema)
+    chunks = _FlightBatches(calls, ticket, call_options, request.timeout)
+    schema = next(chunks)
     options.check_depth(schema)
     _check_metadata(schema.serialize().size, request)
-    return BatchReader(schema, receive_get(_limited(_FlightBatches(calls, reader), request)))
+    return BatchReader(schema, receive_get(_limited(chunks, request)))
 
 
 def _limited(chunks: _FlightBatches, request: ReadRequest) -> Iterator[Any]:
@@ -269,23 +272,64 @@ def _check_metadata(size: int, request: ReadRequest) -> None:
 
 
 class _FlightBatches(ProcessBound):
-    """The batches of a stream that was opened by one of these `calls`."""
+    """The schema of a Flight stream, and then its batches.
 
-    def __init__(self, calls: CatalogConnection, reader: Any) -> None:
-        self._calls = calls
-        self._reader = reader
+    A thread receives them, because the calls of pyarrow wait for a silent server for ever. This object does not wait
+    longer than `timeout` seconds.
+    """
+
+    def __init__(self, calls: CatalogConnection, ticket: bytes, options: Any, timeout: float) -> None:
+        self._uri, self._timeout = calls.uri, timeout
+        self._download = _Download(calls)
+        weakref.finalize(self, self._download.stop).atexit = False
         self.bind_to_process()
+        StreamThread(self._download, self._download.run, (flight.Ticket(ticket), options), "receive").start()
 
     def __iter__(self) -> _FlightBatches:
         return self
 
     def __next__(self) -> Any:
         self.check_process()
-        with self._calls.errors():
-            batch = next(self._reader, None)
-        if batch is None:
+        try:
+            item = self._download.inbox.get(self._timeout)
+        except DeadlineExceeded:
+            self._download.stop()
+            raise DeadlineExceeded(f"the server at {self._uri} was silent for {self._timeout:g} s") from None
+        if item is None:
             raise StopIteration
-        return batch
+        return item
 
     def after_fork_in_child(self) -> None:
-        leak(self._reader)
+        leak(self)  # the thread is missing here, and may have held its lock
+
+
+class _Download:
+    """The thread that receives a Flight stream."""
+
+    def __init__(self, calls: CatalogConnection) -> None:
+        self.inbox: Mailbox[Any] = Mailbox(1)
+        self._calls = calls
+        self._reader: Any = None
+
+    def run(self, ticket: flight.Ticket, options: Any) -> None:
+        """Receive the schema and the batches, until `stop` is called."""
+        try:
+            self._reader = reader = self._calls.call(lambda client: client.do_get(ticket, options))
+            with self._calls.errors():
+                self.inbox.put(check_field_names(reader.schema), 1, None)
+                for chunk in reader:
+                    self.inbox.put(chunk, 1, None)
+                    del chunk  # the consumer frees it
+            self.inbox.close()
+        except DissociatedError as error:
+            self.inbox.close(error)
+            self.stop()
+        except BaseException as error:
+            self.inbox.close(TransportError(f"receiving failed: {type(error).__name__}: {error}"))
+            raise
+
+    def stop(self) -> None:
+        """Make the thread end. If the server has not answered yet, it ends when the connection does."""
+        self.inbox.close()
+        if self._reader is not None:
+            self._reader.cancel()

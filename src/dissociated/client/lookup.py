@@ -17,7 +17,8 @@ import pyarrow.flight as flight
 from dissociated.base.host import boot_id, host_name
 from dissociated.client.flight_connection import CatalogConnection
 from dissociated.codec.reader import check_field_names
-from dissociated.control.locations import DatasetInfo, DatasetList, descriptor_name
+from dissociated.control.dataset_info import DatasetInfo, DatasetList
+from dissociated.control.descriptors import descriptor_name
 from dissociated.errors import CatalogError, CatalogUnreachable, DatasetNotFound
 
 _ESCAPED = re.compile(rb"\\x([0-9a-f]{2})")  # a byte that is not UTF-8, as `descriptor_name` escapes it
@@ -71,9 +72,14 @@ class Lookup:
             return False
         return any(action.type == _OUR_ACTION for action in actions)
 
-    def describe(self, name: str, version: int | None) -> DatasetInfo:
-        """Describe a dataset. See `CatalogClient.describe`."""
+    def describe(self, name: str, version: int | None, embed: int = 0) -> DatasetInfo:
+        """Describe a dataset. See `CatalogClient.describe`.
+
+        If all of its rows fit into `embed` bytes, the catalog may send them with the answer.
+        """
         command = {"name": name, **caller_identity(), **({} if version is None else {"version": version})}
+        if embed:
+            command["embed"] = embed
         descriptor = flight.FlightDescriptor.for_command(json.dumps(command))
         try:
             info = self._get_flight_info(descriptor, name)

@@ -21,7 +21,8 @@ import pyarrow as pa
 from dissociated.client.plan import Capabilities, row_filter
 from dissociated.client.request import ReadRequest
 from dissociated.codec.columns import positions, select_fields
-from dissociated.control.locations import DatasetInfo, Endpoint, locations
+from dissociated.control.dataset_info import DatasetInfo
+from dissociated.control.locations import Endpoint, locations
 from dissociated.errors import OptionError, WrongKind
 from dissociated.protocol.request import Selection
 

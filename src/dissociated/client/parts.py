@@ -17,7 +17,7 @@ from dissociated.client.request import ReadRequest
 from dissociated.client.stream import ClientStream, TensorReader
 from dissociated.codec.columns import select_columns
 from dissociated.codec.device import DeviceReader, to_device
-from dissociated.codec.reader import read_schema
+from dissociated.codec.reader import PeerReader, read_schema
 from dissociated.control.locations import Endpoint
 from dissociated.errors import (
     CatalogError,
@@ -25,11 +25,14 @@ from dissociated.errors import (
     Failure,
     FilterRefused,
     ForkedError,
+    FormatError,
     OptionError,
     RemoteProtocolError,
     TransportError,
     WrongKind,
 )
+from dissociated.format.encapsulated import walk
+from dissociated.format.message import is_compressed
 from dissociated.memory.device.base import Device
 from dissociated.memory.remote import parse_spans
 
@@ -112,6 +115,8 @@ def _first(part: PartPlan, open_step: Callable[[Step], T]) -> T:
 def _open(part: PartPlan, open_flight: OpenFlight | None, step: Step) -> pa.RecordBatchReader:
     if step.route.is_flight:
         return step.residual.apply(_open_over_flight(part, open_flight, step))
+    if step.route.embedded is not None:
+        return step.residual.apply(_open_embedded(part, step, step.route.embedded))
     return step.residual.apply(_decode(*_request(part, step), part))
 
 
@@ -139,9 +144,23 @@ def _open_over_flight(part: PartPlan, open_flight: OpenFlight | None, step: Step
     assert open_flight is not None, "only a catalog describes parts that are reached by Flight"
     if not part.request.decompress:
         raise OptionError("Flight always decompresses: with decompress=False, take another transport than grpc")
-    reader = open_flight(part.endpoint, step.identifier, part.request)
+    reader = open_flight(part.endpoint, part.identifier(step), part.request)
     fields = step.residual.positions(reader.schema.names)
     return reader if fields is None else select_columns(reader, fields)
+
+
+def _open_embedded(part: PartPlan, step: Step, stream: bytes) -> pa.RecordBatchReader:
+    """Open the rows that a catalog has sent with its description."""
+    try:
+        headers = [message.header for message in walk(memoryview(stream))]
+    except FormatError as error:
+        raise RemoteProtocolError(f"the catalog sent rows that cannot be read: {error}") from None
+    if not headers or any(map(is_compressed, headers)):
+        raise RemoteProtocolError("the catalog sent rows with no schema, or compressed")
+    fields = step.residual.positions(read_schema(headers[0], RemoteProtocolError).names)
+    return _select(
+        PeerReader(pa.BufferReader(stream), replace(part.request.options, included_fields=fields or ())), fields
+    )
 
 
 def _request(part: PartPlan, step: Step) -> tuple[ClientStream, list[int] | None]:
@@ -156,6 +175,10 @@ def _request(part: PartPlan, step: Step) -> tuple[ClientStream, list[int] | None
 def _decode(stream: ClientStream, fields: list[int] | None, part: PartPlan) -> pa.RecordBatchReader:
     with _closed_on_error(stream):
         reader = stream.batches(replace(part.request.options, included_fields=fields or ()))
+    return _select(reader, fields)
+
+
+def _select(reader: pa.RecordBatchReader, fields: list[int] | None) -> pa.RecordBatchReader:
     return select_columns(reader, []) if fields == [] else reader  # libarrow reads all fields for an empty list
 
 

@@ -15,7 +15,8 @@ import pyarrow as pa
 
 from dissociated.client.request import Filtering, ReadRequest
 from dissociated.codec.columns import filter_batches, select_fields, slice_batches, slice_rows
-from dissociated.control.locations import DatasetInfo, Endpoint
+from dissociated.control.dataset_info import DatasetInfo
+from dissociated.control.locations import Endpoint
 from dissociated.errors import CatalogError, RemoteProtocolError
 from dissociated.protocol.request import (
     FILTER_PARAMETER,
@@ -66,10 +67,14 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Route:
-    """A way to a part: `uris` has one URI, or a URI for metadata and a URI for bodies. It is empty for Flight."""
+    """A way to a part: `uris` has one URI, or a URI for metadata and a URI for bodies. It is empty for Flight.
+
+    It is also empty if the rows are `embedded` in the description of the part.
+    """
 
     uris: tuple[Uri, ...]
     server: Capabilities
+    embedded: bytes | None = None
 
     @classmethod
     def of(cls, uris: Sequence[Uri]) -> Route:
@@ -89,7 +94,7 @@ class Route:
     @property
     def is_flight(self) -> bool:
         """Return whether this is the route by Flight."""
-        return not self.uris
+        return not self.uris and self.embedded is None
 
     @property
     def on_device(self) -> bool:
@@ -206,11 +211,16 @@ class PartPlan:
     bound_filter: BoundFilter | None = None
 
     def identifier(self, step: Step) -> bytes:
-        """Return the identifier of a step, with the trace context of the request if the server takes it."""
-        traceparent = self.request.traceparent
-        if traceparent is None or not step.route.server.traces:
-            return step.identifier
-        return with_members(step.identifier, traceparent=traceparent)
+        """Return the identifier of a step, with the members that select nothing, as far as the server takes them."""
+        server, traceparent = step.route.server, self.request.traceparent
+        members: dict[str, Any] = {}
+        if server.selects and self.endpoint.part is not None:
+            members["part"] = self.endpoint.part
+        if server.selects and self.request.ahead:
+            members["ahead"] = True
+        if server.traces and traceparent is not None:
+            members["traceparent"] = traceparent
+        return with_members(step.identifier, **members) if members else step.identifier
 
     def without_filter(self, step: Step) -> Step:
         """Return the step that replaces `step` after its server has refused to select rows. The client filters."""
@@ -268,8 +278,8 @@ def plan(request: ReadRequest, info: DatasetInfo, routes_to: Callable[[Endpoint]
     """
     bound_filter = _bind(request, info.schema)
     parts = tuple(
-        _plan_part(part_request, bound_filter, endpoint, routes_to(endpoint))
-        for endpoint, part_request in _parts_with_rows(info, request)
+        _plan_part(replace(part_request, ahead=number > 0), bound_filter, endpoint, routes_to(endpoint))
+        for number, (endpoint, part_request) in enumerate(_parts_with_rows(info, request))
     )
     _check_columns(request, info.schema, parts)
     return ReadPlan(None if parts else _result_schema(request, info.schema), parts, request.limit)

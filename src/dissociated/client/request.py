@@ -12,6 +12,7 @@ from typing import Any
 from dissociated.base.buffers import MAX_BODY, MAX_METADATA
 from dissociated.client.idle import IdleConnections
 from dissociated.codec.options import ReadOptions
+from dissociated.control.locations import MAX_EMBEDDED
 from dissociated.errors import OptionError
 from dissociated.memory.device.base import Device
 from dissociated.memory.region import AddressSpace
@@ -51,6 +52,7 @@ class ReadRequest:
         spaces: A list to which the address space of each connection is added. Bodies may lie in these spaces.
         idle: Keeps connections for the next requests. None: each stream has a connection of its own.
         max_parallel: Largest number of parts of a dataset that are opened at once.
+        ahead: Whether other parts of the dataset are read first.
         traceparent: Trace context that servers get, if they trace.
 
     Raises:
@@ -75,6 +77,7 @@ class ReadRequest:
     keep_files: bool = False
     spaces: list[AddressSpace] | None = None
     max_parallel: int = MAX_PARALLEL
+    ahead: bool = False
     idle: IdleConnections | None = field(default=None, compare=False)
     traceparent: str | None = None
 
@@ -102,6 +105,15 @@ class ReadRequest:
     def chooses_rows(self) -> bool:
         """Return whether a filter or a limit selects rows."""
         return self.filter is not None or self.limit is not None
+
+    @property
+    def embed(self) -> int:
+        """Return the size in bytes up to which all rows of a dataset may come with its description; 0 if they may not.
+
+        They may not if the caller chooses a transport, or where the rows are placed, or accepts smaller messages only.
+        """
+        is_free = self.transport is None and self.device is None and self.options.memory_pool is None
+        return MAX_EMBEDDED if is_free and min(self.max_body, self.max_metadata) >= MAX_EMBEDDED else 0
 
     @property
     def columns_selected(self) -> Selection | None:

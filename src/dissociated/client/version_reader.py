@@ -17,7 +17,7 @@ from dissociated.client.calls import CatalogClient
 from dissociated.client.idle import MAX_AGE
 from dissociated.client.request import ReadRequest
 from dissociated.codec.device import DeviceReader
-from dissociated.control.locations import DatasetInfo
+from dissociated.control.dataset_info import DatasetInfo
 from dissociated.errors import AccessDenied, CatalogError, RemoteError, TransportError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ Only buffers that libarrow must create (rebased offsets of a slice, compressed b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
@@ -276,7 +276,7 @@ def split(reader: pa.RecordBatchReader, options: WriteOptions | None = None) -> 
         yield from splitter.split(batch, metadata)
 
 
-def batches(reader: pa.RecordBatchReader) -> Iterator[BatchAndMetadata]:
+def batches(reader: pa.RecordBatchReader) -> Generator[BatchAndMetadata, None, None]:
     """Yield each batch of `reader` with its metadata."""
     if not isinstance(reader, pa.ipc.RecordBatchStreamReader):  # other readers have no metadata of batches
         for batch in reader:

@@ -18,7 +18,7 @@ _FIRST_FIELD = 0x0A  # the tag of field 1, of the wire type for bytes, in a prot
 #: The keys that a command may have besides `name`, with the type of each value. Unknown keys are errors, since they are
 #: misspelt or ask for something that this version cannot do.
 _CALLER: Mapping[str, type] = {"host": str, "boot_id": str}
-_GET: Mapping[str, type] = {"version": int, **_CALLER}
+_GET: Mapping[str, type] = {"version": int, **_CALLER, "embed": int}
 # `Commit` checks these values itself.
 _COMMIT: Mapping[str, type] = {"mode": object, "tags": object, "ttl": object}
 _PUT: Mapping[str, type] = {**_COMMIT, "key": str, "end": bool, "nbytes": int, "staged": bool}
@@ -40,6 +40,12 @@ def parse_get(descriptor: flight.FlightDescriptor) -> dict[str, Any]:
 def parse_put(descriptor: flight.FlightDescriptor) -> dict[str, Any]:
     """Return the name and options of a dataset to publish. Raise CatalogError if the descriptor is invalid."""
     return _parse(descriptor, _PUT)
+
+
+def descriptor_name(descriptor: Any) -> str:
+    """Return the name in a FlightDescriptor."""
+    content = b"/".join(descriptor.path or ()) or descriptor.command or b""
+    return content.decode(errors="backslashreplace")
 
 
 def _parse(descriptor: flight.FlightDescriptor, types: Mapping[str, type]) -> dict[str, Any]:

@@ -21,6 +21,17 @@ from dissociated.format.encapsulated import FILE_MAGIC
 from dissociated.format.index import Index
 from dissociated.store.segment import Segment
 
+#: The kind of a Parquet file.
+PARQUET = "a Parquet file"
+_KIND_BY_MAGIC = {
+    b"PAR1": PARQUET,
+    b"ORC": "an ORC file",
+    b"Obj\x01": "an Avro file",
+    b"\x1f\x8b": "compressed by gzip",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    b"PK\x03\x04": "a zip archive",
+}
+
 
 class FileDataset(SegmentsDataset):
     """The Arrow IPC stream or file at a path.
@@ -94,3 +105,19 @@ def check_rest(where: str, trailing_bytes: Buffer) -> None:
             f"{where!r} has data after its end-of-stream marker, where Arrow readers stop: publish each stream by "
             "itself"
         )
+
+
+def foreign_kind(path: Path) -> str | None:
+    """Return the kind of a file by its first bytes, such as "text". Return None if it may be Arrow IPC."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        begin = file.read(64)
+    for magic, kind in _KIND_BY_MAGIC.items():
+        if begin.startswith(magic):
+            return kind
+    return "text" if begin and not begin.startswith(b"ARROW1") and _is_text(begin) else None
+
+
+def _is_text(begin: bytes) -> bool:
+    return all(byte >= 0x20 or byte in b"\t\r\n" for byte in begin) and begin[:1] != b"\xff"

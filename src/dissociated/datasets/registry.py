@@ -133,8 +133,12 @@ class Registry:
         with self._lock:
             return self._by_identifier.get(identifier)
 
-    def resolve_ticket(self, ticket: bytes) -> tuple[Dataset, Dataset]:
+    def resolve_ticket(self, ticket: bytes, part: str | None = None) -> tuple[Dataset, Dataset]:
         """Resolve a ticket.
+
+        Args:
+            ticket: the ticket.
+            part: the id of the part, which tells publications with the same ticket apart; None for the current one.
 
         Returns:
             The published dataset, and the part of it that the ticket grants: the dataset itself, or some columns.
@@ -144,8 +148,8 @@ class Registry:
             AccessDenied: if the ticket is foreign, altered or expired.
         """
         identifier, columns = self.tickets.check(ticket, self.now())
-        dataset = self.lookup(identifier)
-        if dataset is None:
+        dataset = self.lookup(identifier) if part is None else self.lookup_part(part)
+        if dataset is None or dataset.ticket != identifier:
             raise DatasetNotFound(
                 "no dataset has this ticket, which may have been replaced or dropped: look the dataset up again"
             )

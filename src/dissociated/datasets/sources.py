@@ -16,7 +16,7 @@ from dissociated.codec.options import WriteOptions, check_options
 from dissociated.codec.schemas import schema_difference
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.datasets.base import Dataset, Source
-from dissociated.datasets.file import FileDataset, check_alone
+from dissociated.datasets.file import FileDataset, check_alone, foreign_kind
 from dissociated.datasets.parquet import is_parquet, parquet_directory, parquet_file
 from dissociated.datasets.source_errors import foreign_errors, foreign_reader, source_errors
 from dissociated.datasets.static import SegmentsDataset
@@ -98,6 +98,11 @@ def _make_dataset(name: str, source: Source, options: WriteOptions | None, schem
             return parquet_file(name, path, options)
         if path.suffix in TEXT_FORMATS:
             return text_file(name, path, options)
+        if (kind := foreign_kind(path)) is not None:
+            raise SourceError(
+                f"cannot publish {str(path)!r}, which is {kind}: give Arrow IPC, Parquet, CSV (.csv), JSON lines "
+                "(.jsonl, .ndjson), or the Table that another library reads from it"
+            )
         if options is not None:
             raise SourceError(
                 f"cannot publish {str(path)!r} with options: an Arrow IPC file is served unchanged; publish a "
@@ -174,9 +179,9 @@ def _open_reader(source: Source, schema: pa.Schema | None = None) -> pa.RecordBa
     if hasattr(source, "to_reader"):
         return source.to_reader()
     raise SourceError.for_peer(
-        f"cannot publish a {type(source).__name__}: give a Table, record batches, a RecordBatchReader, an object "
-        "with __arrow_c_stream__, a pyarrow dataset, a callable that returns one of these, the path of an Arrow IPC, "
-        "Parquet, CSV or JSON lines file, or one or more tensors"
+        f"cannot publish a {type(source).__name__}: give a Table (see pyarrow.table), record batches, "
+        "a RecordBatchReader, an object with __arrow_c_stream__, a pyarrow dataset, a callable that returns one of "
+        "these, the path of an Arrow IPC, Parquet, CSV or JSON lines file, or one or more tensors"
     )
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import pyarrow as pa
 
+from dissociated.base.buffers import Buffer
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import pick_batches, select_columns, select_fields
 from dissociated.codec.filter.statistics import Statistics
@@ -19,7 +22,8 @@ from dissociated.datasets.base import Dataset
 from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.static_message import MappedMessages, StaticMessage
 from dissociated.errors import FormatError, SourceError
-from dissociated.format.message import HeaderType
+from dissociated.format.encapsulated import END_OF_STREAM, encapsulate
+from dissociated.format.message import HeaderType, is_compressed
 from dissociated.format.projection import ProjectedMessage, Projection
 from dissociated.memory.region import MAX_REGIONS, Region
 from dissociated.protocol.request import Selection
@@ -64,6 +68,22 @@ class StaticDataset(Dataset):
     @property
     def packed_size(self) -> int:
         return sum(message.parsed.body_length for message in self.packed())
+
+    def small_stream(self, limit: int) -> bytes | None:
+        """Return the messages as an IPC stream.
+
+        Returns:
+            The stream; None if it would be longer than `limit` bytes, or has tensors or compressed bodies.
+        """
+        pieces: list[Buffer] = []
+        remaining = limit - len(END_OF_STREAM)
+        for message in self.packed():
+            head = encapsulate(message.header)
+            remaining -= len(head) + message.parsed.body_length
+            if remaining < 0 or message.parsed.is_tensor or is_compressed(message.header):
+                return None
+            pieces += (head, *(message.packed or ()))
+        return b"".join((*pieces, END_OF_STREAM))
 
     def encoded(self, key: Hashable, encode: Callable[[], T]) -> T:
         """Return the result of `encode` for `key`, which is computed once and kept as long as the dataset."""
@@ -170,27 +190,33 @@ class _StaticBatches(StaticDataset):
         return pick_batches(self._whole.open_reader(), self._ascending)
 
     def packed(self) -> Sequence[StaticMessage]:
-        return [*self._pick(self._whole.packed(), 0)]
+        return self._pick(self._whole.packed(), 0)[0]
 
     def mapped(self) -> Iterator[MappedMessages]:
         number = 0
         for segment, messages in self._whole.mapped():
-            picked = [*self._pick(messages, number)]
+            picked, number = self._pick(messages, number)
             if picked:
                 yield MappedMessages(segment, picked)
-            number += sum(message.parsed.type is HeaderType.RECORD_BATCH for message in messages)
             if number >= self._stop:
                 break
 
-    def _pick(self, messages: Sequence[StaticMessage], number: int) -> Iterator[StaticMessage]:
-        """Yield the selected messages. `number` is the number of the first batch in `messages`."""
+    def _pick(self, messages: Sequence[StaticMessage], number: int) -> tuple[Sequence[StaticMessage], int]:
+        """Return the selected messages, and the number of the batch that follows them.
+
+        Args:
+            messages: Consecutive messages.
+            number: The number of the first batch among them.
+        """
+        picked = []
         for message in messages:
             is_batch = message.parsed.type is HeaderType.RECORD_BATCH
             if number == self._stop and message.parsed.type is not HeaderType.SCHEMA:
                 break
             if not is_batch or number in self._numbers:
-                yield message
+                picked.append(message)
             number += is_batch
+        return picked, number
 
 
 def _project_message(message: StaticMessage, chosen: ProjectedMessage) -> StaticMessage:
@@ -224,7 +250,7 @@ class SegmentsDataset(StaticDataset):
         self.segments = segments
         first = segments[0]
         for segment in segments[1:]:
-            if segment.messages[0].header != first.messages[0].header:
+            if segment.message(0).header != first.message(0).header:
                 raise SourceError(
                     f"the segments of {name!r} must have one schema, and in the added ones "
                     f"{schema_difference(first.schema, segment.schema)}"
@@ -232,8 +258,11 @@ class SegmentsDataset(StaticDataset):
         super().__init__(name, first.schema)
         self.rows = sum(segment.rows for segment in segments)
         self.nbytes = sum(segment.nbytes for segment in segments)
-        self._mapped = [_mapped_messages(segment, number) for number, segment in enumerate(segments)]
-        self._messages = [message for mapped in self._mapped for message in mapped.messages]
+        for segment in segments:
+            segment.check_buffers()
+        parts = [*enumerate(segments)]
+        self._mapped = [MappedMessages(segment, _SegmentMessages([(number, segment)])) for number, segment in parts]
+        self._messages = _SegmentMessages(parts)
 
     def open_reader(self) -> pa.RecordBatchReader:
         return BatchReader(self.schema, self._batches())
@@ -250,6 +279,10 @@ class SegmentsDataset(StaticDataset):
     def packed(self) -> Sequence[StaticMessage]:
         return self._messages
 
+    @property
+    def packed_size(self) -> int:
+        return sum(segment.nbytes for segment in self.segments)
+
     def mapped(self) -> Sequence[MappedMessages]:
         return self._mapped
 
@@ -264,20 +297,37 @@ class SegmentsDataset(StaticDataset):
         return self
 
 
-def _mapped_messages(segment: Segment, number: int) -> MappedMessages:
-    """Return the messages of segment `number` of a dataset. Only those of segment 0 include the schema."""
-    messages = [
-        StaticMessage(
-            message.header,
-            message.parsed,
-            (segment.body(message),) if message.parsed.has_body else None,
-            segment.addresses(message) if message.parsed.has_body else None,
-            number,
+class _SegmentMessages(Sequence[StaticMessage]):
+    """The messages of numbered segments of a dataset, which are read when they are needed.
+
+    Of the schemas, only that of segment 0 is among them. Slices are lists.
+    """
+
+    def __init__(self, segments: Sequence[tuple[int, Segment]]) -> None:
+        self._segments = segments
+        # The schema is the first message of each segment, and there is no other.
+        self._starts = [0, *accumulate(len(segment.index) - bool(number) for number, segment in segments)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @overload
+    def __getitem__(self, index: int) -> StaticMessage: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[StaticMessage]: ...
+    def __getitem__(self, index: int | slice) -> StaticMessage | list[StaticMessage]:
+        chosen = range(len(self))[index]
+        return self._message(chosen) if isinstance(chosen, int) else [*map(self._message, chosen)]
+
+    def _message(self, index: int) -> StaticMessage:
+        part = bisect_right(self._starts, index) - 1
+        number, segment = self._segments[part]
+        message = segment.message(index - self._starts[part] + bool(number))
+        if not message.parsed.has_body:
+            return StaticMessage(message.header, message.parsed, None, None, number)
+        return StaticMessage(
+            message.header, message.parsed, (segment.body(message),), segment.addresses(message), number
         )
-        for message in segment.messages
-        if message.parsed.has_body or (number == 0 and message is segment.messages[0])
-    ]
-    return MappedMessages(segment, messages)
 
 
 class StoredDataset(Dataset):

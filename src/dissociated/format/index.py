@@ -64,6 +64,8 @@ class Index:
         self.offsets: np.ndarray
         self.metadata_lengths: np.ndarray
         self.body_lengths: np.ndarray
+        #: Runs of messages that have the same size and layout: the number of the first, and how many there are.
+        self.runs: list[tuple[int, int]] = []
         self.types, self.offsets, self.metadata_lengths, self.body_lengths = (
             self._read_footer(start) if self.is_file else self._walk_stream()
         )
@@ -110,6 +112,22 @@ class Index:
             raise FormatError(f"the footer of the Arrow IPC file disagrees with the message at byte {entry.offset}")
         return encapsulated
 
+    def integers(self, run: tuple[int, int], at: int, width: int) -> np.ndarray:
+        """Read `width` integers of 64 bits of each message of a run, from the position `at` in its flatbuffer on.
+
+        Returns:
+            An array with a row for each message.
+
+        Raises:
+            FormatError: The first message is damaged.
+        """
+        number, count = run
+        first = self.message(number)
+        size = int(self.metadata_lengths[number] + self.body_lengths[number])
+        start = first.body_at - len(first.header) + at
+        whole = np.frombuffer(self._memory, np.uint8, (count - 1) * size + 8 * width, start)
+        return np.ascontiguousarray(np.lib.stride_tricks.as_strided(whole, (count, 8 * width), (size, 1))).view("<i8")
+
     def _read_footer(self, start: int) -> tuple[np.ndarray, ...]:
         """Return the schema and the messages that the footer lists."""
         footer = parse_footer(self._footer())
@@ -121,6 +139,7 @@ class Index:
         self.trailing_bytes = self._memory[ends.max() if len(blocks) else start : self._end]
         kinds = [HeaderType.DICTIONARY_BATCH] * len(footer.dictionaries)
         kinds += [HeaderType.RECORD_BATCH] * len(footer.record_batches)
+        self.runs = [(number, 1) for number in range(1 + len(kinds))]
         return (
             np.array([schema.type, *kinds], np.uint8),
             np.concatenate([[schema.offset], blocks["offset"]]),
@@ -142,8 +161,7 @@ class Index:
     def _walk_stream(self) -> tuple[np.ndarray, ...]:
         """Return the messages of a stream, up to its end."""
         entries: list[Entry] = []
-        runs: list[tuple[int, int]] = []  # index of an entry, and the number of consecutive messages it stands for
-        at = 0
+        at = number = 0
         lookahead = _MIN_LOOKAHEAD
         while at < self._end and (encapsulated := message_at(self._memory, at, self._end)) is not None:
             entry = Entry(encapsulated.parsed.type, at, encapsulated.body_at - at, encapsulated.parsed.body_length)
@@ -152,11 +170,12 @@ class Index:
             if entries and entries[-1][2:] == entry[2:]:
                 count = self._count_alike(encapsulated, at, size, lookahead)
                 lookahead = min(2 * lookahead, _MAX_LOOKAHEAD) if count == lookahead else _MIN_LOOKAHEAD
-            runs.append((len(entries), count))
+            self.runs.append((number, count))
+            number += count
             entries.append(entry)
             at += count * size
         self._set_end(at)
-        repeats = [count for _, count in runs]
+        repeats = [count for _, count in self.runs]
         types, offsets, metadata_lengths, body_lengths = (
             np.repeat(np.array([entry[field] for entry in entries], np.int64), repeats) for field in range(4)
         )

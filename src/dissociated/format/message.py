@@ -287,13 +287,29 @@ def row_count(header: bytes) -> int:
     Raises:
         RemoteProtocolError: `header` is not a message.
     """
+    at = row_count_at(header)
+    return 0 if at is None else int(_read_i64(header, at)[0])
+
+
+def row_count_at(header: bytes) -> int | None:
+    """Return the position of the number of rows of a record batch message.
+
+    Returns:
+        The position in `header`; None if the message is of another type, or leaves the number out because it is 0.
+
+    Raises:
+        RemoteProtocolError: `header` is not a message.
+    """
     try:
         root = _u32(header)[0]
         _, type_at, table_at = fields(header, root, 3)
         if not type_at or header[root + type_at] != HeaderType.RECORD_BATCH:
-            return 0
+            return None
         table = follow(header, root + table_at)
         length_at = fields(header, table, 1)[0]
-        return int(_read_i64(header, table + length_at)[0]) if length_at else 0
+        if not length_at:
+            return None
+        _read_i64(header, table + length_at)
+        return table + length_at
     except (struct.error, IndexError) as error:
         raise _no_message(error) from None

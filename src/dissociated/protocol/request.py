@@ -6,11 +6,18 @@ URIs have `request=1` also accept this identifier:
     8 bytes  "DISSREQ" and 1, the version
     4 bytes  length of the ticket, little-endian
     the ticket
-    JSON     one object with any of {"keep": true}, {"streams": "metadata" or "bodies"}, {"columns": [names]} or
-             {"fields": [indices]}, {"batches": [first, stop]}, {"rows": ROWS}, {"traceparent": W3C trace context}
+    JSON     one object with any of {"keep": true}, {"ahead": true}, {"part": id}, {"streams": "metadata" or "bodies"},
+             {"columns": [names]} or {"fields": [indices]}, {"batches": [first, stop]}, {"rows": ROWS},
+             {"traceparent": W3C trace context}
 
 With "keep", the server waits for another request on the connection after the stream. Clients that do not know requests
 often read until the server closes the connection.
+
+With "ahead", the client reads other streams first. So the server lets it take no bytes for as long as it may hold
+memory in silence.
+
+"part" is the id of the part in the catalog's answer. It differs for each publication, even if they have the same
+ticket.
 
 ROWS needs a server whose URI also has `filter=1`. It is {"filter": F, "limit": N, "exact": true}. It selects the rows
 for which the filter F, a Substrait expression in base64, is true, and of these the first N. Both F and N may be left
@@ -162,6 +169,8 @@ class Request:
         selection: The selected part of the stream; None for all.
         streams: The requested streams; None for those of the want_data tag.
         keep: Whether another request may follow on the connection.
+        ahead: Whether the client reads other streams first.
+        part: The id of the requested publication; None for the current one with this ticket.
         traceparent: The trace context of the client, if it has sent a valid one.
     """
 
@@ -169,6 +178,8 @@ class Request:
     selection: Selection | None = None
     streams: Streams | None = None
     keep: bool = False
+    ahead: bool = False
+    part: str | None = None
     traceparent: str | None = None
 
     @classmethod
@@ -182,12 +193,15 @@ class Request:
             return cls(identifier)
         ticket, members = _split(identifier)
         traceparent, keep = members.pop(TRACEPARENT, None), members.pop("keep", False)
+        ahead, part = members.pop("ahead", False), members.pop("part", None)
         try:
             rows = RowSelection.parse(members.pop("rows")) if "rows" in members else None
             streams = _STREAMS[members.pop("streams")] if "streams" in members else None
         except (KeyError, TypeError, ValueError):
             raise _unreadable() from None
-        if not isinstance(keep, bool) or not all(_readable(kind, items) for kind, items in members.items()):
+        if not all(_readable(kind, items) for kind, items in members.items()):
+            raise _unreadable()
+        if not (isinstance(keep, bool) and isinstance(ahead, bool) and isinstance(part, str | None)):
             raise _unreadable()
         if members.keys() >= {"columns", "fields"}:
             raise _unreadable()
@@ -197,6 +211,8 @@ class Request:
             None if selection == Selection() else selection,
             streams,
             keep,
+            ahead,
+            part,
             traceparent if is_traceparent(traceparent) else None,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dissociated.datasets.static_message import SharedSegment
 from dissociated.errors import ConnectionClosed, ServerFull, SourceError
@@ -34,6 +34,11 @@ class Limits:
     max_pending: int
     idle_timeout: float
     max_idle: int
+
+    @property
+    def ahead(self) -> Limits:
+        """The limits of a stream whose client reads others first. It may stall for as long as it may hold memory."""
+        return replace(self, stall_timeout=max(self.stall_timeout, self.lease_timeout))
 
 
 class Admission:

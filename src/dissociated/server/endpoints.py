@@ -29,10 +29,12 @@ class Endpoints:
         self._selections = dict((REQUEST_PARAMETER, FILTER_PARAMETER) if chooses_rows else (REQUEST_PARAMETER,))
         self._default_host = default_host
         self._advertised: dict[Listener, Uri] = {}  # the hosts and ports that replace those of listeners
+        self._texts: dict[tuple[Listener, bool, bool], str] = {}  # locations that are the same for all datasets
 
     def advertise(self, listener: Listener, advertised: Uri) -> None:
         """Announce a listener by the host and the port of `advertised`, as far as it has them."""
         self._advertised[listener] = advertised
+        self._texts.clear()
 
     @property
     def _parameters(self) -> dict[str, str]:
@@ -67,11 +69,19 @@ class Endpoints:
         segment = dataset.device_segment
         on_device = [] if segment is None or not segment.span.key else self._device_locations(segment)
         on_host = [
-            str(self._location(listener, dataset, Streams.BOTH, packed))
+            self._text(listener, dataset, packed)
             for listener in self._listeners
             for packed in ((False, True) if listener.exposes_memory else (False,))
         ]
         return [*on_device, *on_host]
+
+    def _text(self, listener: Listener, dataset: Dataset, packed: bool) -> str:
+        if listener.exposes_memory:  # the location of each dataset has its memory
+            return str(self._location(listener, dataset, Streams.BOTH, packed))
+        key = listener, packed, tracing.is_active()
+        if key not in self._texts:
+            self._texts[key] = str(self._location(listener, dataset, Streams.BOTH, packed))
+        return self._texts[key]
 
     def _device_locations(self, segment: DeviceSegment) -> list[str]:
         """Return the locations at which clients on this host can request addresses in `segment`."""

@@ -37,7 +37,8 @@ class ServerOptions:
     Timeouts:
 
     - `handshake_timeout`: limit for a client's request to arrive, handshake included.
-    - `stall_timeout`: limit for a client that takes no bytes from its connection.
+    - `stall_timeout`: limit for a client that takes no bytes from its connection. For a part that waits because the
+      client reads other parts first, `lease_timeout` is the limit.
     - `lease_timeout`: limit for a client that holds memory and sends no message.
     - `idle_timeout`: limit for a client that has read a stream and requests no other on the same connection.
     - `retain`: lifetime of the tickets that the catalog gives out. Datasets stay in memory for as long after they were

@@ -278,7 +278,13 @@ class Server(ProcessBound):
                 raise DissociatedError("the server is closed")
         old = self.registry.publish(new)
         if self._catalog is not None:
-            self._catalog.record_publication(new, ttl)  # the catalog withdraws the old dataset when nobody needs it
+            try:
+                self._catalog.record_publication(new, ttl)  # the catalog withdraws the old dataset if nobody needs it
+            except DissociatedError:
+                self.registry.withdraw(new)
+                if old is not None:
+                    self.registry.publish(old)
+                raise
         else:
             self._record_change("committed", new, "it is new" if old is None else "it replaces another")
             if old is not None:

@@ -100,7 +100,9 @@ class Session:
     def _answer(self, requested: StreamRequested) -> bool:
         """Serve the stream that the client requested. Return whether the connection may carry another."""
         request = requested.request
-        published, granted = self._registry.resolve_ticket(request.ticket)
+        published, granted = self._registry.resolve_ticket(request.ticket, request.part)
+        if request.ahead:
+            self._limits = self._limits.ahead
         self._stats.dataset = published
         with published.reading():
             published.check_unchanged()

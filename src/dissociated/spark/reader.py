@@ -28,7 +28,8 @@ from dissociated.client.partitions import PARTITION_BYTES, Slice, cut_endpoint, 
 from dissociated.client.plan import PartPlan, plan_part
 from dissociated.client.request import Filtering, ReadRequest
 from dissociated.codec.join import Messages, join
-from dissociated.control.locations import DatasetInfo, Endpoint
+from dissociated.control.dataset_info import DatasetInfo
+from dissociated.control.locations import Endpoint
 from dissociated.errors import DatasetNotFound, DissociatedError, NodeUnreachable, ReadOnce, SourceError
 from dissociated.memory.region import AddressSpace
 from dissociated.spark.columns import ColumnConverter, spark_schema

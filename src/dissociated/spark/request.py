@@ -15,7 +15,8 @@ from dissociated.base.tracing import TRACEPARENT, is_traceparent
 from dissociated.client.client import Client
 from dissociated.client.request import ReadRequest
 from dissociated.codec.filter.conditions import Conditions
-from dissociated.control.locations import DatasetInfo, Endpoint
+from dissociated.control.dataset_info import DatasetInfo
+from dissociated.control.locations import Endpoint
 from dissociated.errors import (
     CatalogError,
     CatalogUnreachable,

@@ -26,7 +26,7 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import StructType
 
 from dissociated.client.client import Client
-from dissociated.control.locations import DatasetInfo
+from dissociated.control.dataset_info import DatasetInfo
 from dissociated.errors import CatalogError, DatasetNotFound, OptionError, PySparkNotFound, StoreError
 from dissociated.spark.columns import ColumnConverter
 from dissociated.spark.fitting import Fitting

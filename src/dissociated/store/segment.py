@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 
 from dissociated.base.buffers import Buffer, metadata_too_long
@@ -29,7 +30,7 @@ from dissociated.codec.writer import EncapsulatedWriter
 from dissociated.errors import FormatError, RemoteProtocolError, SourceError, StoreError, StoreFull
 from dissociated.format.encapsulated import FILE_MAGIC, Encapsulated, encapsulate, end_of_stream
 from dissociated.format.index import Index
-from dissociated.format.message import HeaderType, buffer_extents, row_count
+from dissociated.format.message import HeaderType, buffer_extents, row_count_at
 from dissociated.format.tensor import ALIGNMENT
 from dissociated.memory.region import Region
 from dissociated.memory.shared import (
@@ -103,21 +104,47 @@ class Segment:
                 writer.write_batch(batch, metadata)
         return segments[0]
 
-    @cached_property
-    def messages(self) -> list[Encapsulated]:
-        """The messages, in the order in which they are sent. Raises StoreError if one is damaged."""
+    def message(self, number: int) -> Encapsulated:
+        """Return a message, of those in the order in which they are sent. Raises StoreError if it is damaged."""
         try:
-            return [self.index.message(number) for number in range(len(self.index))]
+            return self.index.message(number)
         except FormatError as error:
             raise StoreError(f"{self.name}: {error}") from None
 
     @cached_property
     def rows(self) -> int:
         """The number of rows of all record batches. Raises StoreError if a batch has no length."""
+        return int(self._row_counts.sum())
+
+    @cached_property
+    def _row_counts(self) -> np.ndarray:
+        """The number of rows of each message; 0 for messages other than record batches."""
+        counts = np.zeros(len(self.index), np.int64)
         try:
-            return sum(row_count(message.header) for message in self.messages)
+            for run in self.index.runs:
+                message = self.message(run[0])
+                if message.parsed.type is HeaderType.RECORD_BATCH:
+                    at = row_count_at(message.header)
+                    rows = 0 if at is None else self.index.integers(run, at, 1)[:, 0]
+                    counts[run[0] : run[0] + run[1]] = rows
         except RemoteProtocolError:
             raise StoreError(f"{self.name} has a record batch without a length") from None
+        return counts
+
+    def check_buffers(self) -> None:
+        """Raise SourceError if a buffer lies outside the body of its message."""
+        for run in self.index.runs:
+            message = self.message(run[0])
+            parsed = message.parsed
+            if not parsed.buffer_count:
+                continue
+            if run[1] == 1:
+                extents = np.array([buffer_extents(message.header, parsed)], np.int64).swapaxes(1, 2)
+            else:
+                flat = self.index.integers(run, parsed.buffers_at, 2 * parsed.buffer_count)
+                extents = flat.reshape(run[1], parsed.buffer_count, 2)
+            if (extents < 0).any() or (extents[:, :, 0] > parsed.body_length - extents[:, :, 1]).any():
+                raise SourceError(f"{self.name} has a message whose buffers lie outside its body")
 
     @property
     def nbytes(self) -> int:
@@ -136,9 +163,8 @@ class Segment:
     @property
     def batch_rows(self) -> list[int]:
         """The number of rows of each record batch."""
-        return [
-            row_count(message.header) for message in self.messages if message.parsed.type is HeaderType.RECORD_BATCH
-        ]
+        counts: list[int] = self._row_counts[self.index.types == HeaderType.RECORD_BATCH].tolist()
+        return counts
 
     def batches(self) -> Iterator[BatchAndMetadata]:
         """Decode the record batches, for use by libarrow or gRPC. Each is validated in full the first time.
@@ -172,14 +198,9 @@ class Segment:
         return self._memory[message.body_at : message.body_at + message.parsed.body_length]
 
     def addresses(self, message: Encapsulated) -> list[tuple[int, int]]:
-        """Return the address and the length of each buffer of `message`.
-
-        Raises SourceError if a buffer lies outside the body.
-        """
+        """Return the address and the length of each buffer of `message`, which `check_buffers` has checked."""
         start = self.region.base + message.body_at
         offsets, lengths = buffer_extents(message.header, message.parsed)
-        if any(n < 0 or o < 0 or o + n > message.parsed.body_length for o, n in zip(offsets, lengths, strict=True)):
-            raise SourceError(f"{self.name} has a message whose buffers lie outside its body")
         return [(start + offset, length) for offset, length in zip(offsets, lengths, strict=True)]
 
 

@@ -456,7 +456,7 @@ class Store(ProcessBound):
 def _check_one_schema(name: str, segments: Sequence[Segment]) -> None:
     """Raise StoreError if the segments have different schemas."""
     for segment in segments[1:]:
-        if segment.messages[0].header != segments[0].messages[0].header:
+        if segment.message(0).header != segments[0].message(0).header:
             difference = schema_difference(segments[0].schema, segment.schema)
             raise StoreError(f"the segments of {name!r} must have one schema, and in the added ones {difference}")
 

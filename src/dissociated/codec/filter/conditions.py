@@ -125,7 +125,8 @@ class Condition:
         except (pa.ArrowException, _Uncertain, LookupError, ValueError, TypeError, OverflowError, InvalidOperation):
             raise OptionError(
                 f"column {'.'.join(self.path)!r} is {type_}, and the result of {self.operator!r}"
-                f"{'' if self.operator in _UNARY else f' {self.value!r}'} is not certain: filter the rows after reading"
+                f"{'' if self.operator in _UNARY else f' {self.value!r}'} is not certain: write a value of that type, "
+                "or filter the rows after reading"
             ) from None
 
     def _decide(self, column: _Column, type_: pa.DataType) -> Any:
@@ -156,7 +157,10 @@ class Conditions:
         Tuples are accepted in place of lists. Raises OptionError.
         """
         if not isinstance(plain, list | tuple) or not plain:
-            raise OptionError(f"the filter {plain!r} is not a list of [column, operator, value]")
+            raise OptionError(
+                f"the filter {plain!r} is neither an expression of pyarrow nor a list of [column, operator, value], "
+                "such as [('delay', '>', 60)]"
+            )
         nested = all(
             _is_list(conditions) and conditions and all(_is_list(condition) for condition in conditions)
             for conditions in plain
