@@ -49,7 +49,7 @@ def main() -> None:
     """Run the benchmark that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Side-by-side measurements.")
     parser.add_argument("part", nargs="?", choices=PARTS, help=" ".join(f"{k}: {v}" for k, v in PARTS.items()))
-    parser.add_argument("--gigabytes", type=float, default=1.0, help="how much data (default: %(default)s)")
+    parser.add_argument("--gigabytes", type=float, help="how much data (default: 1; training: 0.25)")
     parser.add_argument("--rounds", type=int, default=7, help="how often (default: %(default)s)")
     parser.add_argument(
         "--limit", type=int, default=256, help="live: megabytes of shared memory (default: %(default)s)"
@@ -66,6 +66,8 @@ def main() -> None:
     parser.add_argument("--curve", choices=scaling.CURVES, action="append", help="scaling: which (default: all)")
     parser.add_argument("--into", type=Path, default=Path("build/scaling"), help="scaling: where curves are drawn")
     arguments = parser.parse_args()
+    if arguments.gigabytes is None:
+        arguments.gigabytes = 0.25 if arguments.part == "training" else 1.0
     for part in [arguments.part] if arguments.part else ["transfer", "handles"]:
         _run(part, arguments)
 

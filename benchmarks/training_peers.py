@@ -28,12 +28,19 @@ class Data:
     """The data of the benchmark: a table of columns of float32 and a label, as arrays, and as a file of Parquet."""
 
     def __init__(self, table: pa.Table, path: Path, batch_size: int) -> None:
+        self._table = table
         self.path = path
         self.folder = path.parent
         self.batch_size = batch_size
         self.arrays: dict[str, Any] = {name: table[name].to_numpy() for name in table.column_names}
         self.label = self.arrays["label"]
         self.matrix = np.stack([array for name, array in self.arrays.items() if name != "label"], 1)
+
+    def first(self, rows: int) -> Data:
+        """Return the data of the first rows, and write their file."""
+        table, path = self._table.slice(0, rows), self.path.with_stem("first")
+        pq.write_table(table, path)
+        return Data(table, path, self.batch_size)
 
 
 def parquet(path: Path, groups: int, batch_size: int) -> Iterator[dict[str, Any]]:
@@ -53,22 +60,27 @@ def permuted(arrays: dict[str, Any], batch_size: int) -> Iterator[dict[str, Any]
         yield {name: array[rows] for name, array in arrays.items()}
 
 
-def epochs(data: Data) -> dict[str, Epoch]:
-    """Return the epochs of all peers that are installed, by their name, and print which are not."""
-    peers: list[tuple[str, Sequence[str], Callable[[Data], Epoch]]] = [
-        ("DataLoader over tensors in memory", ["torch"], _tensors),
-        ("DataLoader over Parquet, a window of 16", ["torch"], _parquet),
-        ("MosaicML streaming", ["torch", "streaming"], _mosaic),
-        ("WebDataset", ["torch", "webdataset"], _webdataset),
-        ("Hugging Face datasets", ["torch", "datasets"], _huggingface),
+def epochs(data: Data, few_rows: int) -> dict[str, Epoch]:
+    """Return the epochs of all peers that are installed, by their name, and print which are not.
+
+    Peers that make an object of each row have the first `few_rows` rows, and say so in their name.
+    """
+    few = data.first(few_rows)
+    of_few = f"the first {few_rows:,} rows"
+    peers: list[tuple[str, Sequence[str], Callable[[Data], Epoch], Data]] = [
+        ("DataLoader over Parquet, a window of 16", ["torch"], _parquet, data),
+        (f"DataLoader over tensors in memory, {of_few}", ["torch"], _tensors, few),
+        (f"MosaicML streaming, {of_few}", ["torch", "streaming"], _mosaic, few),
+        (f"WebDataset, {of_few}", ["torch", "webdataset"], _webdataset, few),
+        (f"Hugging Face datasets, {of_few}", ["torch", "datasets"], _huggingface, few),
     ]
     installed = {}
-    for name, packages, make in peers:
+    for name, packages, make, given in peers:
         missing = [package for package in packages if find_spec(package) is None]
         if missing:
             print(f"{name} is left out, since {missing[0]} is not installed: pip install -e '.[bench-training]'")
         else:
-            installed[name] = make(data)
+            installed[name] = make(given)
     return installed
 
 

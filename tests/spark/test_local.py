@@ -89,6 +89,11 @@ def test_to_arrow_copies_columns_if_the_plan_ends_in_columns(spark: SparkSession
     ids = found["id"].to_pylist()
     assert sorted(ids) == [*range(120)]
     assert found["record"].to_pylist() == [None if n % 3 == 1 else {"x": n, "y": {"z": f"z{n}"}} for n in ids]
+    df.dropna().write.parquet(str(tmp_path / "no nulls"))  # values without nulls are copied together
+    dense = spark.read.parquet(str(tmp_path / "no nulls"))
+    found = to_arrow(dense)
+    assert found.num_rows == 80
+    assert found == dense.toArrow()
 
 
 def output_rows(df: DataFrame) -> dict[str, int]:

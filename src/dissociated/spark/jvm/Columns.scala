@@ -3,7 +3,9 @@ package org.apache.spark.sql.dissociated
 import scala.util.Try
 
 import org.apache.spark.sql.catalyst.expressions.SpecializedGetters
+import org.apache.spark.sql.execution.vectorized.WritableColumnVector
 import org.apache.spark.sql.types._
+import org.apache.spark.sql.vectorized.ColumnVector
 import org.apache.spark.unsafe.Platform
 
 /** Values of one type, taken from Spark's rows into the buffers of an Arrow array. */
@@ -48,6 +50,9 @@ abstract class Column extends Native {
       Loop.over(from.count)(index => if (from.isNullAt(index, ordinal)) markNull(rows + index))
     rows += from.count
   }
+
+  /** There are `count` more values, none of which is null. */
+  final protected def added(count: Int): Unit = rows += count
 
   private def markNull(row: Int): Unit = {
     mark(row)
@@ -148,7 +153,7 @@ final class BooleanColumn extends Column {
 }
 
 /** Values of `width` bytes each, of which Spark has a word: numbers, dates, times, decimals of up to 18 digits. */
-class FixedColumn(width: Int) extends Column {
+class FixedColumn(val width: Int) extends Column {
   private val values = own(new Memory)
 
   override def nbytes: Long = length.toLong * width
@@ -177,6 +182,24 @@ class FixedColumn(width: Int) extends Column {
     added(from, ordinal)
   }
 
+  /** Takes `count` values of a vector, from `first` on. */
+  final def take(from: ColumnVector, first: Int, count: Int): Unit =
+    if (!from.hasNull) copyEach(from, first, count)
+    else Loop.over(count)(index => if (from.isNullAt(first + index)) putNull() else copyEach(from, first + index, 1))
+
+  private def copyEach(from: ColumnVector, first: Int, count: Int): Unit = {
+    copy(from, first, count, room(count))
+    added(count)
+  }
+
+  /** Copies values that are not null. */
+  protected def copy(from: ColumnVector, first: Int, count: Int, to: Long): Unit = width match {
+    case 1 => Loop.over(count)(index => Platform.putByte(null, to + index, from.getByte(first + index)))
+    case 2 => Loop.over(count)(index => Platform.putShort(null, to + 2L * index, from.getShort(first + index)))
+    case 4 => Loop.over(count)(index => Platform.putInt(null, to + 4L * index, from.getInt(first + index)))
+    case _ => Loop.over(count)(index => Platform.putLong(null, to + 8L * index, from.getLong(first + index)))
+  }
+
   override protected def add(from: SpecializedGetters, ordinal: Int): Unit = {
     val to = room(1)
     width match {
@@ -194,18 +217,36 @@ class FixedColumn(width: Int) extends Column {
 final class FloatColumn extends FixedColumn(4) {
   override protected def add(from: SpecializedGetters, ordinal: Int): Unit =
     Platform.putFloat(null, room(1), from.getFloat(ordinal))
+
+  override protected def copy(from: ColumnVector, first: Int, count: Int, to: Long): Unit =
+    Loop.over(count)(index => Platform.putFloat(null, to + 4L * index, from.getFloat(first + index)))
 }
 
 final class DoubleColumn extends FixedColumn(8) {
   override protected def add(from: SpecializedGetters, ordinal: Int): Unit =
     Platform.putDouble(null, room(1), from.getDouble(ordinal))
+
+  override protected def copy(from: ColumnVector, first: Int, count: Int, to: Long): Unit =
+    Loop.over(count)(index => Platform.putDouble(null, to + 8L * index, from.getDouble(first + index)))
 }
 
 /** Decimals of up to 18 digits, which are words in Spark's rows. */
 final class ShortDecimalColumn(wanted: DecimalType) extends FixedColumn(16) {
-  override protected def add(from: SpecializedGetters, ordinal: Int): Unit = {
-    val word = from.getDecimal(ordinal, wanted.precision, wanted.scale).toUnscaledLong
-    val to = room(1)
+  override protected def add(from: SpecializedGetters, ordinal: Int): Unit =
+    store(room(1), from.getDecimal(ordinal, wanted.precision, wanted.scale).toUnscaledLong)
+
+  /** Spark's own vectors have numbers, from which it would make a decimal for each value. */
+  override protected def copy(from: ColumnVector, first: Int, count: Int, to: Long): Unit = from match {
+    case numbers: WritableColumnVector if wanted.precision <= Decimal.MAX_INT_DIGITS =>
+      Loop.over(count)(index => store(to + 16L * index, numbers.getInt(first + index)))
+    case numbers: WritableColumnVector =>
+      Loop.over(count)(index => store(to + 16L * index, numbers.getLong(first + index)))
+    case _ =>
+      @inline def word(row: Int): Long = from.getDecimal(row, wanted.precision, wanted.scale).toUnscaledLong
+      Loop.over(count)(index => store(to + 16L * index, word(first + index)))
+  }
+
+  @inline private def store(to: Long, word: Long): Unit = {
     Platform.putLong(null, to, word)
     Platform.putLong(null, to + 8, word >> 63)
   }
@@ -215,10 +256,16 @@ final class ShortDecimalColumn(wanted: DecimalType) extends FixedColumn(16) {
 final class DecimalColumn(wanted: DecimalType) extends FixedColumn(16) {
   override def take(from: RowBuffer, ordinal: Int): Unit = takeEach(from, ordinal)
 
-  override protected def add(from: SpecializedGetters, ordinal: Int): Unit = {
-    val value = from.getDecimal(ordinal, wanted.precision, wanted.scale)
+  override protected def add(from: SpecializedGetters, ordinal: Int): Unit =
+    store(room(1), from.getDecimal(ordinal, wanted.precision, wanted.scale))
+
+  override protected def copy(from: ColumnVector, first: Int, count: Int, to: Long): Unit =
+    Loop.over(count) { index =>
+      store(to + 16L * index, from.getDecimal(first + index, wanted.precision, wanted.scale))
+    }
+
+  private def store(to: Long, value: Decimal): Unit = {
     val unscaled = value.toJavaBigDecimal.setScale(wanted.scale).unscaledValue
-    val to = room(1)
     Platform.putLong(null, to, unscaled.longValue)
     Platform.putLong(null, to + 8, unscaled.shiftRight(64).longValueExact)
   }

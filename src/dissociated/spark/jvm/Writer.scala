@@ -155,6 +155,9 @@ class SegmentWriter(plan: WritePlan, partition: Int, segment: String, key: Optio
 /** Rows, or columns, that become record batches of some size. */
 final class BatchBuilder(schema: StructType, maxRows: Int = BatchBuilder.MaxRows) extends Native {
   private val columns = schema.fields.map(field => own(Column.of(field.dataType)))
+  private val fixed = columns.zipWithIndex.collect { case (column: FixedColumn, ordinal) => (column, ordinal) }
+  private val width = fixed.map(_._1.width.toLong).sum // bytes of a row in these
+  private val (varying, ordinals) = columns.zipWithIndex.filterNot(_._1.isInstanceOf[FixedColumn]).unzip
   private val waiting = own(new RowBuffer(columns.length))
   private var rows = 0 // in the columns
   private var size = 0L // bytes of these
@@ -176,17 +179,18 @@ final class BatchBuilder(schema: StructType, maxRows: Int = BatchBuilder.MaxRows
 
   /**
    * Adds the rows of `batch` from `first` on until this batch is full, and returns their number. The size is checked
-   * after each row, because a few rows can have values of several MB.
+   * after each row, because a few rows can have values of several MB. Columns of fixed width then take all rows at once.
    */
   def add(batch: ColumnarBatch, first: Int): Int = {
     var next = first
     while (next < batch.numRows && rows < maxRows && size <= BatchBuilder.MaxBytes) {
       val row = batch.getRow(next)
-      Loop.over(columns.length)(index => columns(index).put(row, index))
+      Loop.over(varying.length)(index => varying(index).put(row, ordinals(index)))
       rows += 1
       next += 1
-      size = Column.nbytes(columns)
+      size = rows * width + Column.nbytes(varying)
     }
+    fixed.foreach { case (column, ordinal) => column.take(batch.column(ordinal), first, next - first) }
     next - first
   }
 
