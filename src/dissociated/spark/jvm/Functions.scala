@@ -12,6 +12,7 @@ import scala.reflect.ClassTag
 
 import com.fasterxml.jackson.databind.JsonNode
 import org.apache.spark.{Partition, SparkContext, TaskContext}
+import org.apache.spark.api.python.SimplePythonFunction
 import org.apache.spark.rdd.{RDD, ZippedPartitionsBaseRDD, ZippedPartitionsPartition}
 import org.apache.spark.sql.{SparkSessionExtensions, SparkSessionExtensionsProvider}
 import org.apache.spark.sql.catalyst.InternalRow
@@ -43,7 +44,7 @@ object FunctionRule extends ColumnarRule {
   override def preColumnarTransitions: Rule[SparkPlan] = _.transformUp {
     case map: MapInArrowExec if !map.isBarrier && map.profile.isEmpty && isOurs(map.func) &&
         Column.supports(map.child.schema) && Column.supports(map.schema) && !SQLConf.get.arrowUseLargeVarTypes =>
-      MapInMemoryExec(map.func, map.output, map.child)
+      MapInMemoryExec(inPythonOfDriver(map.func), map.output, map.child)
   }
 
   /** Spark makes columns of rows for whatever gives columns. The operator takes rows as well. */
@@ -54,6 +55,13 @@ object FunctionRule extends ColumnarRule {
   private def isOurs(function: Expression): Boolean = function match {
     case udf: PythonUDF => udf.name == name && Source.enabled
     case _ => false
+  }
+
+  /** Spark itself takes the `python3` of PATH if nothing names a Python, which may have no dissociated. */
+  private def inPythonOfDriver(function: Expression): Expression = function match {
+    case udf @ PythonUDF(_, simple: SimplePythonFunction, _, _, _, _, _) =>
+      udf.copy(func = simple.copy(pythonExec = Python.ofDriver().executable))
+    case _ => function
   }
 }
 
