@@ -419,8 +419,8 @@ def test_the_command_put_refuses_what_makes_no_sense_before_it_looks_for_a_catal
     file = tmp_path / "some.parquet"
     pq.write_table(OLD, file)
     for arguments, why in (
-        (["--ttl", "-1"], "is not a positive number of seconds"),
-        (["--ttl", "nan"], "is not a positive number of seconds"),
+        (["--ttl", "0"], "is not a positive number of seconds"),
+        (["--ttl", "1e999"], "is not a positive number of seconds"),
         (["--tag", "team"], "--tag 'team' has no value: give KEY=VALUE"),
         (["--tag", "=x"], "are not plain texts by name"),
         (["--tag", "team=\udcff"], "are not plain texts by name"),  # Python's form of a byte that is not text
@@ -429,6 +429,10 @@ def test_the_command_put_refuses_what_makes_no_sense_before_it_looks_for_a_catal
             assert main(["put", str(file), place, "--store", str(tmp_path / "store"), *arguments]) == 1
             assert why in capsys.readouterr().err
     assert main(["put", str(file), "", "--store", str(tmp_path / "store")]) == 1
+    for ttl in ("-1", "nan", "soon"):
+        with pytest.raises(SystemExit):
+            main(["put", str(file), "d", "--store", str(tmp_path / "store"), "--ttl", ttl])
+        assert f"{ttl!r} is not a duration: give 90s, 15m, 1h, 2d" in capsys.readouterr().err
     assert not (tmp_path / "store").exists()
 
 

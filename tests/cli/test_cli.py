@@ -414,7 +414,7 @@ def test_get_in_other_formats(catalog: str, tmp_path: Path) -> None:
 
 
 def test_get_to_standard_output(catalog: str) -> None:
-    arguments = command("get", f"{catalog}/planes", "-o", "-", "--log-level", "debug")
+    arguments = command("get", f"{catalog}/planes", "-o", "-", "--transport", "shm", "--log-level", "debug")
     got = subprocess.run(arguments, capture_output=True, timeout=PATIENCE)
     assert pa.ipc.open_stream(got.stdout).read_all().equals(TABLE)
     assert re.search(rb"Z DEBUG connection c1 \(shm server .*\): received schema 0: metadata of", got.stderr)
