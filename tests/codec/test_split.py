@@ -217,12 +217,12 @@ def test_a_small_batch_of_another_schema_is_refused() -> None:
 
 
 def test_a_count_that_another_thread_knows_meanwhile_is_no_damage() -> None:
-    """Ignore an error that libarrow reports once per array. A damaged batch fails again.
+    """Ignore an error that does not come again: libarrow reports it once per array. A damaged batch fails again.
 
     libarrow reported it for one of 20,000 batches that one thread validated while another wrote it. Here it is
     emulated.
     """
-    said = [f"In column {number}: Invalid: Negative null count" for number in (3, 7)]
+    said = [f"In column {number}: whatever libarrow calls it" for number in (3, 7)]
 
     def validate() -> None:
         if said:
@@ -230,11 +230,11 @@ def test_a_count_that_another_thread_knows_meanwhile_is_no_damage() -> None:
 
     validate_shared(validate)
     assert not said
-    told = ["Negative null count"] * 2 + ["Negative null count of a child"]
+    told = ["damage"] * 2 + ["the count of a child"]
 
     def refuse() -> None:
         raise pa.ArrowInvalid(told.pop())
 
-    with pytest.raises(pa.ArrowInvalid, match=r"Negative null count$"):
+    with pytest.raises(pa.ArrowInvalid, match=r"^damage$"):
         validate_shared(refuse)
     assert not told  # the other error, and then the same error twice
