@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
 import numpy as np
@@ -11,8 +13,10 @@ import pytest
 
 from dissociated.codec.join import join
 from dissociated.codec.options import ReadOptions
+from dissociated.codec.reader import close_idle
 from dissociated.errors import DissociatedError, RemoteError, RemoteProtocolError, TransportError
 from ipc.vectors import LZ4, SCHEMA
+from support.helpers import PATIENCE
 
 Pair: TypeAlias = tuple[bytes, pa.Buffer | None]
 Pairs: TypeAlias = Generator[Pair, None, None]
@@ -104,6 +108,32 @@ def test_an_error_comes_out_and_never_looks_like_an_end(raised: type[Exception],
     for _ in range(2):
         with pytest.raises(again, match="no more"):
             reader.read_next_batch()
+
+
+def test_an_error_of_closing_the_source_is_raised() -> None:
+    """Close a generator that fails at that, and then one that another thread reads, which closes it itself."""
+
+    def source() -> Generator[int, None, None]:
+        try:
+            yield 1
+            begun.set()
+            going_on.wait(PATIENCE)
+        finally:
+            if not begun.is_set():
+                raise ValueError("generator already executing")  # the words of Python's own error
+
+    begun, going_on = threading.Event(), threading.Event()
+    failing, running = source(), source()
+    next(failing)
+    with pytest.raises(ValueError, match="already executing"):
+        close_idle(failing)
+    next(running)
+    with ThreadPoolExecutor(1) as threads:
+        rest = threads.submit(list[int], running)
+        assert begun.wait(PATIENCE)
+        close_idle(running)
+        going_on.set()
+        assert rest.result(PATIENCE) == []
 
 
 def test_an_error_keeps_nothing_alive() -> None:

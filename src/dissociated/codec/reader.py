@@ -95,7 +95,9 @@ def close_idle(source: Generator[object, None, None]) -> None:
     try:
         source.close()
     except ValueError as error:
-        if str(error) != "generator already executing":  # a check before the call could be outdated
+        # Python refuses to close a running generator without entering its frame, so the traceback ends here. A check
+        # before the call could be outdated.
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
             raise
 
 
