@@ -163,6 +163,8 @@ def _is_untrusted(error: Exception) -> bool:
 
     gRPC reports every failure to connect with one status, and only its text tells them apart.
     """
+    # A second connection, with Python's ssl, may meet another server, and its rules differ from gRPC's: a certificate
+    # that gRPC trusts could be refused, and a server that restarts would then look like an untrusted one.
     return any(sign in str(error) for sign in ("certificate verify failed", "is not in peer certificate"))
 
 

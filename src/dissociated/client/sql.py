@@ -26,7 +26,8 @@ try:
 except ImportError:
     raise OptionError("sql needs DuckDB: pip install duckdb") from None
 
-#: DuckDB has one class for everything that its catalog lacks, and names the missing table in the text alone.
+#: DuckDB has one class for everything that its catalog lacks, and names the missing table in the text alone: with
+#: `errors_as_json`, queries fail with the same text, and `get_table_names` refuses PIVOT, UPDATE and CREATE VIEW.
 _MISSING = re.compile("Table with name (.+) does not exist!")
 #: Kinds of statements that change tables, and kinds after which there are tables that they can change.
 _CHANGING = {"INSERT", "UPDATE", "DELETE", "DROP", "ALTER", "MERGE_INTO"}

@@ -62,7 +62,8 @@ def arrow_errors(error_type: type[DissociatedError]) -> Iterator[None]:
 def _translated(error: Exception, error_type: type[DissociatedError]) -> Exception:
     if isinstance(error, (DissociatedError, pa.ArrowCancelled)):  # ours come from below, through libarrow
         return error
-    # libarrow raises ArrowInvalid for all errors of content. Only the text tells these two cases apart.
+    # libarrow raises ArrowInvalid for all errors of content. Only the text tells these two cases apart: the source may
+    # be a pipe, whose schema cannot be read beforehand and then once more.
     if str(error).startswith("Out of bounds field index"):  # an error of the caller, not of the content
         return OptionError(f"included_fields has a field that is not in the schema: {error}")
     if _FILE_MAGIC_ERROR in str(error):

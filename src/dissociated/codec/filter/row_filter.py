@@ -112,7 +112,8 @@ def _try(expression: pc.Expression, schema: pa.Schema, columns: Sequence[int]) -
         type_ = _compute(expression, select_fields(schema, columns).empty_table()).type
     except pa.ArrowException as error:
         why = str(error).partition("\n")[0]
-        if why.startswith("No match for FieldRef"):  # libarrow has no class for this error
+        # libarrow has no class for this error, and pyarrow does not name the columns of an expression.
+        if why.startswith("No match for FieldRef"):
             raise ColumnNotFound(
                 f"the filter {expression_text(expression)} has a column that does not exist; there are "
                 f"{', '.join(schema.names)}"

@@ -283,7 +283,10 @@ def _giving_back() -> Iterator[None]:
 
 
 def _kind(message: str) -> type[DeviceError]:
-    """Return the type of error to raise for this message of the driver or of cuda.core."""
+    """Return the type of error for this name of the driver's code, or for a message of cuda.core that begins with one.
+
+    The exceptions of cuda.core have no attribute for the code.
+    """
     if _CAPTURING in message:
         return _Capturing
     return DeviceFull if _OUT_OF_MEMORY in message else DeviceError
