@@ -137,9 +137,14 @@ def destructor(name: bytes, release: Callable[[Any], None]) -> Any:
     return keep_alive(_Destructor(destroy))
 
 
+def is_capsule(value: object, name: bytes) -> bool:
+    """Return whether `value` is a capsule with this name."""
+    return bool(_is_capsule(id(value), name))
+
+
 def pointer(capsule: object, name: bytes) -> int:
     """Return the pointer in a capsule with this name. Raises SourceError for any other object."""
-    if not _is_capsule(id(capsule), name):
+    if not is_capsule(capsule, name):
         raise SourceError(f"the object gave a {type(capsule).__name__} instead of a capsule named {name.decode()!r}")
     return int(_capsule_pointer(id(capsule), name))
 

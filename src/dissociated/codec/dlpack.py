@@ -23,6 +23,7 @@ from dissociated.codec.cdevice import (
     ImportedArray,
     capsule,
     destructor,
+    is_capsule,
     keep_alive,
     pointer,
     release_callback,
@@ -354,7 +355,7 @@ def _capsule(column: Any, stream: int | None) -> Any:
 
 def _tensor(name: str, capsule: Any) -> _Tensor:
     """Return the tensor in a capsule, which still owns it."""
-    if '"dltensor_versioned"' in repr(capsule):
+    if is_capsule(capsule, _VERSIONED):
         tensor = _VersionedTensor.from_address(pointer(capsule, _VERSIONED)).tensor
     else:
         tensor = _ManagedTensor.from_address(pointer(capsule, _TENSOR)).tensor
