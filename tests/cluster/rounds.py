@@ -31,16 +31,15 @@ with dis.connect(uri) as client:
     count("put, warm", lambda: client.put("d", rows))
     for number in range(9):
         client.put("parts", rows, mode="append" if number else "overwrite")
-for transport in (None, "tcp", "grpc"):
+for transport in ("tcp", "grpc"):
     with dis.connect(uri) as client:
-        way = f"over {transport}" if transport else "with the description"
         read = lambda name: client.read(name, transport=transport).read_all()
-        count(f"read {way} by name, the first call of a client", lambda: read("d"))
-        count(f"read {way} by name, warm", lambda: read("d"))
-        count(f"read {way} of nine parts, warm", lambda: read("parts"))
-        count(f"read {way} of nine parts, again", lambda: read("parts"))
+        count(f"read over {transport} by name, the first call of a client", lambda: read("d"))
+        count(f"read over {transport} by name, warm", lambda: read("d"))
+        count(f"read over {transport} of nine parts, warm", lambda: read("parts"))
+        count(f"read over {transport} of nine parts, again", lambda: read("parts"))
         dataset = count("look up a handle, warm", lambda: client.dataset("d", transport=transport))
-        count(f"read {way} by handle", dataset.to_table)
+        count(f"read over {transport} by handle", dataset.to_table)
 """
 
 
