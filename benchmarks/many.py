@@ -177,7 +177,7 @@ def _calls(processes: Sequence[_Process], datasets: int) -> None:
             "nothing for 10 s": (quiet, 1),
             "list all": (client.list, 1),
             "describe one": (each(client.describe), len(names)),
-            "read one": (each(lambda name: client.read(name).read_all()), len(names)),
+            "read one": (each(lambda name: client.read(name, transport="shm").read_all()), len(names)),
             "replace one": (each(lambda name: client.put(name, _TABLE)), len(names)),
             "drop one": (each(client.drop), len(names)),
         }

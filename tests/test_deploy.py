@@ -82,7 +82,8 @@ def test_the_node_of_a_deployment_serves(command: str, tmp_path: Path, start: St
     node = start(*arguments, forked=False)
     with dis.connect(f"grpc://127.0.0.1:{ports['8815']}") as client:
         client.put("t", TABLE)
-        assert client.read("t").read_all() == TABLE
+        for transport in ("shm", "tcp", "grpc"):
+            assert client.read("t", transport=transport).read_all() == TABLE
         schemes = {where.partition(":")[0] for end in client.describe("t").endpoints for where in end.locations}
         assert {"shm", "tcp"} <= schemes
     with urllib.request.urlopen(f"http://127.0.0.1:{ports['8080']}/healthz", timeout=10) as answer:

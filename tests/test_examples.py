@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
-from spark.archive import OPTIONS_FOR_PLANS
+from spark.archive import environment_for_plans
 
 pytest.importorskip("duckdb", reason="the demo's packages are not installed")
 pytest.importorskip("polars", reason="the demo's packages are not installed")
@@ -80,8 +79,7 @@ def test_the_demo_runs_over_ucx_and_libfabric(tmp_path: Path) -> None:
         "--plot",
         plot,
     ]
-    environment = {**os.environ, "JDK_JAVA_OPTIONS": os.environ["JDK_JAVA_OPTIONS"].replace(OPTIONS_FOR_PLANS, "")}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment_for_plans(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     for transport in ("ucx", "fabric"):
         assert f"copy over {transport}" in done.stdout or f"  {transport} " in done.stdout

@@ -70,7 +70,7 @@ def opened(client: dis.Client) -> tuple[pa.Table, int]:
     Returns:
         The table, and the private memory of this process before, in bytes.
     """
-    client.read("q6").read_all()  # connects, and loads the modules that reading needs
+    client.read("q6", transport="shm").read_all()  # connects, and loads the modules that reading needs
     before = own_memory()
     with step("open") as current:
         table = client.read("lineitem").read_all()
@@ -100,7 +100,7 @@ def load(client: dis.Client, device: str | None = None) -> None:
     tensors whose rows are shuffled, and therefore copied. With a device, Q6 is computed once from columns on it, too.
     """
     columns = ["l_shipdate", "l_discount", "l_quantity", "l_extendedprice"]
-    client.read("q6").read_all()
+    client.read("q6", transport="shm").read_all()
     before = own_memory()
     with step("open") as current:
         lineitem = client["lineitem"]

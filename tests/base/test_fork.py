@@ -226,7 +226,7 @@ def test_a_client_is_pickled_with_what_it_was_made_of() -> None:
             assert "a-token" not in repr(client)
             copied = pickle.loads(pickle.dumps(client))
         with copied:
-            assert copied.read("data").read_all().to_pydict() == {"n": [1]}
+            assert copied.read("data", transport="shm").read_all().to_pydict() == {"n": [1]}
         with pytest.raises(dis.errors.CatalogError, match="closed"):
             copied.describe("data")
 

@@ -347,8 +347,8 @@ def test_locations_are_alternatives_or_pairs(told: list[str], ways: list[list[st
     assert [[str(uri) for uri in uris] for uris in locations(Endpoint(b"", tuple(told)))] == ways
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp", "inproc", "grpc"])
-def test_options_mean_the_same_over_every_transport(client: dis.Client, transport: str) -> None:
+@pytest.mark.parametrize("transport", [None, "shm", "tcp", "inproc", "grpc"])
+def test_options_mean_the_same_over_every_transport(client: dis.Client, transport: str | None) -> None:
     def read(columns: list[str] | None = None, **options: Any) -> pa.Table:
         return client.read(
             "static", transport=transport, columns=columns, options=dis.ReadOptions(**options)
@@ -361,8 +361,8 @@ def test_options_mean_the_same_over_every_transport(client: dis.Client, transpor
         read(["n"], included_fields=[0])
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp", "inproc", "grpc"])
-def test_depth_is_limited_over_every_transport(server: dis.Server, client: dis.Client, transport: str) -> None:
+@pytest.mark.parametrize("transport", [None, "shm", "tcp", "inproc", "grpc"])
+def test_depth_is_limited_over_every_transport(server: dis.Server, client: dis.Client, transport: str | None) -> None:
     server.publish("nested", pa.table({"l": [[1]]}))
     with pytest.raises(dis.errors.FormatError, match="nested 2 levels deep"):
         client.read("nested", transport=transport, options=dis.ReadOptions(max_recursion_depth=1)).read_all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -88,8 +90,12 @@ def test_a_small_dataset_is_not_read_on_after_closing(small: dis.Client, options
     assert _accepted(small) == 0
 
 
-def test_other_datasets_do_not_come_with_their_descriptions() -> None:
-    with dis.Server(["tcp://127.0.0.1:0"]) as server, dis.connect(server.catalog_uri) as client:
+def test_other_datasets_do_not_come_with_their_descriptions(tmp_path: Path) -> None:
+    with (
+        dis.Server(["tcp://127.0.0.1:0"]) as server,
+        Node(Store(tmp_path / "store"), ["tcp://127.0.0.1:0"], catalog=server.catalog_uri) as node,
+        dis.connect(server.catalog_uri) as client,
+    ):
         server.publish("compressed", SMALL, options=dis.WriteOptions(codec="lz4"))
         server.publish("live", lambda: SMALL.to_reader())
         server.publish("large", TABLE)
@@ -98,17 +104,55 @@ def test_other_datasets_do_not_come_with_their_descriptions() -> None:
             with case(name):
                 expected = {"large": TABLE, "many": pa.concat_tables([SMALL[:1]] * 1000)}.get(name, SMALL)
                 assert client.read(name).read_all() == expected
-        assert client.status().totals.flight == 0
+        tensor = pa.Tensor.from_numpy(np.arange(6))
+        server.publish("tensors", [tensor])
+        assert [*client.read_tensors("tensors")] == [tensor]
+        client.put("parts", SMALL)
+        with node.store.writer("x", SMALL.schema) as writer:
+            writer.write(SMALL)
+        client.commit(commit_of("parts", [StagedSegment("x", node.store.id)], SMALL.schema, mode="append"))
+        assert len(client.describe("parts").endpoints) == 2
+        assert client.read("parts").read_all() == pa.concat_tables([SMALL, SMALL])
+        few = SMALL[:10]
+        server.publish("few", few)
+        pool = pa.proxy_memory_pool(pa.default_memory_pool())
+        assert client.read("few", max_body=1000).read_all() == few
+        assert client.read("few", options=dis.ReadOptions(memory_pool=pool)).read_all() == few
+        assert client.status().totals.flight == node.server.status().totals.flight == 0
+        assert client.read("few").read_all() == few
+        assert client.status().totals.flight == 1
 
 
 def test_an_answer_of_the_catalog_is_checked(small: dis.Client) -> None:
+    """The places of buffers are, as over each transport."""
     info = small.describe("small")
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, SMALL.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
-        writer.write_table(SMALL)
-    for stream in (b"junk", bytes(8), sink.getvalue().to_pybytes()):
-        with case(stream), pytest.raises(RemoteProtocolError, match="the catalog sent rows"):
-            small.read_endpoint(info, replace(info.endpoints[0], embedded=stream))
+
+    def stream(batch: pa.RecordBatch, codec: str | None = None) -> bytes:
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
+            writer.write_batch(batch)
+        return bytes(sink.getvalue())
+
+    def read(embedded: bytes, columns: list[str] | None = None) -> pa.RecordBatchReader:
+        return small.read_endpoint(info, replace(info.endpoints[0], embedded=embedded), columns=columns)
+
+    for junk in (b"junk", bytes(8), stream(SMALL.to_batches()[0], "lz4")):
+        with case(junk), pytest.raises(RemoteProtocolError, match="the catalog sent rows"):
+            read(junk)
+    ipc = stream(pa.record_batch({"text": ["abc"]}))
+    place = ipc.rindex(struct.pack("<qq", 8, 3), 0, ipc.rindex(b"abc"))  # of the letters in the body
+    for at, length in ((1 << 20, 3), (8, 1 << 40), (-64, 3)):
+        damaged = ipc[:place] + struct.pack("<qq", at, length) + ipc[place + 16 :]
+        with case((at, length)), pytest.raises(RemoteProtocolError, match="the peer sent what libarrow cannot read"):
+            read(damaged).read_all()
+    numbers = stream(pa.record_batch({"n": [1, 2]}))
+    schema = pa.schema([("text", pa.string())]).serialize().to_pybytes()
+    of_numbers = pa.schema([("n", pa.int64())]).serialize().to_pybytes()
+    assert numbers.startswith(of_numbers)
+    with pytest.raises(RemoteProtocolError, match="the peer sent what libarrow cannot read"):
+        read(schema + numbers[len(of_numbers) :]).read_all()
+    with pytest.raises(ColumnNotFound, match="no column 'text'; there are n"):
+        read(numbers, columns=["text"])
 
 
 def test_where_no_transport_leads_flight_does() -> None:

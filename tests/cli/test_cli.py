@@ -193,7 +193,9 @@ def test_head_cat_and_get_take_conditions(catalog: str, tmp_path: Path) -> None:
     condition = "n >= 10 and (text = 'value 4' or text is null)"
     expected = [row for row in TABLE.to_pylist() if row["n"] >= 10 and row["text"] in ("value 4", None)]
     for name in ("planes", "flights"):
-        lines = run("cat", f"{catalog}/{name}", "--filter", condition, "-f", "jsonl").stdout.splitlines()
+        lines = run(
+            "cat", f"{catalog}/{name}", "--filter", condition, "-f", "jsonl", "--transport", "tcp"
+        ).stdout.splitlines()
         assert [json.loads(line) for line in lines] == expected
         shown = run("head", f"{catalog}/{name}", "-n", "2", "--filter", condition, "--columns", "n").stdout.split()
         assert shown == ["n", *(str(row["n"]) for row in expected[:2])]

@@ -50,7 +50,7 @@ def test_one_address_is_found_by_all_and_survives_a_restart(own_store: Path, tmp
         restarted = facts(run("start"))
         assert restarted["catalog"] == started["catalog"]
         assert restarted["process"] != started["process"]
-        assert client.read("d").read_all() == TABLE
+        assert client.read("d", transport="shm").read_all() == TABLE
     assert run("ls").splitlines()[1].split()[:2] == ["d", "1,000"]
     assert python("import dissociated as dis; print(dis.connect().uri)").strip() == started["catalog"]
 

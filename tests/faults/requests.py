@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pyarrow as pa
@@ -289,7 +289,7 @@ def fuzz_flight(outcomes: Outcomes, dice: random.Random, count: int) -> None:
             [*client.do_action(flight.Action(name, changed(message, dice)), options)]
 
         def describe() -> None:
-            asked = descriptor(dice, {"name": "static", "version": 1, "host": "h", "boot_id": "b"})
+            asked = descriptor(dice, {"name": "static", "version": 1, "host": "h", "boot_id": "b", "embed": 1 << 16})
             dice.choice((client.get_flight_info, client.get_schema))(asked, options)
 
         def listed() -> None:
@@ -414,6 +414,13 @@ class HostileCatalog(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow 
 COMMANDS = (["ls", "-l"], ["ls", "--json"], ["status", "--once"], ["status", "--json"], ["describe"], ["versions"])
 
 
+def ipc_stream() -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table().schema) as writer:
+        writer.write_table(table())
+    return bytes(sink.getvalue())
+
+
 def fuzz_answers(outcomes: Outcomes, dice: random.Random, count: int) -> None:
     """Query a hostile catalog with the client and with the commands."""
     version = {"host": "h", "boot_id": "b", "version": 1, "created": 1e9, "expires": 2e9, "began": "x", "tags": {}}
@@ -430,6 +437,7 @@ def fuzz_answers(outcomes: Outcomes, dice: random.Random, count: int) -> None:
         {"versions": [{"version": 1, "created": 1e9, "rows": 5, "current": True}]},
         {"nodes": [{"id": "n", "host": "h", "boot_id": "b", "flight": "f", "locations": [], "alive": True, "seen": 1}]},
     ]
+    rows = ipc_stream()
     with HostileCatalog() as catalog, dis.connect(f"grpc://127.0.0.1:{catalog.port}") as client:
 
         def spoilt(plain: Any, number: int) -> bytes:
@@ -443,6 +451,15 @@ def fuzz_answers(outcomes: Outcomes, dice: random.Random, count: int) -> None:
             handle = client.dataset("d")
             repr(handle), handle.created, handle.num_rows
 
+        def read() -> None:
+            """Read the rows of an endpoint, which may be damaged. Their contents are not checked unless one asks."""
+            embedded = rows if dice.random() < 0.2 else changed(rows, dice)
+            good = json.dumps(endpoint).encode()
+            catalog.endpoint = b"\0".join((good if dice.random() < 0.8 else catalog.endpoint, embedded))
+            found = client.read("d", columns=dice.choice((None, [], ["text"]))).read_all()
+            with suppress(pa.ArrowInvalid):
+                found.validate(full=True)
+
         def person() -> None:
             from dissociated.cli import main
 
@@ -453,7 +470,7 @@ def fuzz_answers(outcomes: Outcomes, dice: random.Random, count: int) -> None:
                 if error.code not in (0, 1, None):
                     raise RuntimeError(f"{words}: {error.code}") from None
 
-        calls: tuple[Callable[[], object], ...] = show, show, person, person, client.status, client.nodes
+        calls: tuple[Callable[[], object], ...] = show, show, person, person, read, read, client.status, client.nodes
         for number in range(count):
             catalog.version = spoilt(version, number)
             catalog.endpoint = spoilt(endpoint, number)

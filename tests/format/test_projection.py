@@ -83,6 +83,7 @@ def check_columns_beside_others(arrays: list[pa.Array], options: str) -> None:
     metadata = None if options == "version 4" else METADATA
     split = messages(sent, OPTIONS[options], metadata)
     batch_headers = [one.header for one in split if one.parsed.type is HeaderType.RECORD_BATCH]
+    assert batch_headers
     assert all(len(note_missed(header, 10**19)) <= len(header) + MAX_NOTE_SIZE for header in batch_headers)
     for indices in ([1], [0], [last], [0, last], [1, last], []):
         reader = pa.ipc.open_stream(project(split, indices))

@@ -634,8 +634,9 @@ def test_a_dataset_by_name() -> None:
     async def test() -> None:
         with dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
             server.publish("data", pa.Table.from_batches(BATCHES))
-            async with await client.read_async("data", columns=["n"]) as reader:
-                assert (await reader.to_table()).num_rows == 5 * ROWS
+            for transport in (None, "shm"):
+                async with await client.read_async("data", columns=["n"], transport=transport) as reader:
+                    assert (await reader.to_table()).num_rows == 5 * ROWS
             with pytest.raises(DatasetNotFound):
                 await client.read_async("nothing")
 

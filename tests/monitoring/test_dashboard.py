@@ -141,7 +141,7 @@ def test_a_browser_shows_a_guarded_node(tmp_path: Path) -> None:
         with dis.connect(node.uri, token="secret") as client:
             name = '<b title="x">bold</b>'
             client.put(name, TABLE)
-            kept = client.read(name).read_all()
+            kept = client.read(name, transport="shm").read_all()
             uri = node.server.http_uri
             text = _seen(uri.replace("://", "://me:secret@"), tmp_path / "browser")
             assert kept == TABLE

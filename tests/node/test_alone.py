@@ -52,7 +52,7 @@ uri, handover = sys.argv[1:3]
 table = pa.table({"n": [0]})
 with dis.Server(["shm:"]) as own, dis.connect(own.catalog_uri) as client:
     own.publish("d", table)
-    assert len(client.list()) == 1 and client.read("d").read_all() == table
+    assert len(client.list()) == 1 and client.read("d", transport="shm").read_all() == table
     for call in (lambda: client.put("d", 5), lambda: hand_over("/missing", 0, 1)):
         with suppress(dis.DissociatedError):
             call()
@@ -68,7 +68,7 @@ def plain_put():
 with closing(dis.connect(uri, timeout=5)) as client:
     tries = {
         "list": client.list,
-        "read": lambda: client.read("d").read_all(),
+        "read": lambda: client.read("d", transport="shm").read_all(),
         "put": lambda: client.put("d", table),
         "drop": lambda: client.drop("d"),
         "plain list": lambda: [*plain.list_flights(options=options)],
@@ -177,7 +177,7 @@ def test_a_node_that_was_killed_is_started_again_over_its_socket(memory: Path, s
         assert (store / "run" / "flight.sock").exists()
         second = start("node", "--store", store)
         assert second.uri == first.uri
-        assert client.read("d").read_all() == table(1)  # the client finds the new node by itself
+        assert client.read("d", transport="shm").read_all() == table(1)  # the client finds the new node by itself
 
 
 def test_a_node_that_ends_leaves_no_socket(memory: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_store_in_a_directory_that_flight_cannot_name(memory: Path, runtime: s
         assert node.uri.startswith(f"grpc+unix://{runtime}/")
         with dis.connect(node.uri) as client:
             client.put("d", table(1))
-            assert client.read("d").read_all() == table(1)
+            assert client.read("d", transport="shm").read_all() == table(1)
 
 
 def test_nodes_of_a_catalog_at_a_socket_answer_at_sockets(memory: Path) -> None:
@@ -301,6 +301,6 @@ def test_serve_and_a_server_answer_at_a_socket(tmp_path: Path, runtime: str, sta
         for uri in (served.uri, server.catalog_uri):
             assert uri.startswith(f"grpc+unix://{runtime}/")
             with dis.connect(uri) as client:
-                assert client.read("d").read_all() == table(1, 2)
+                assert client.read("d", transport="shm").read_all() == table(1, 2)
         path = Path(server.catalog_uri.partition("://")[2])
     wait_until(lambda: not path.exists(), "the socket is gone")

@@ -22,6 +22,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.node.launch import running
+from spark.archive import environment_for_plans
 from support.helpers import PATIENCE, wait_until
 from support.processes import Process, free_port
 
@@ -70,7 +71,7 @@ def environment(java: str, home: Path, host: str = "") -> dict[str, str]:
     named = {"DISSOCIATED_HOST": host} if host else {}
     where = f"--listen shm: --listen tcp://{host}:0 --flight grpc://{host}:0" if host else ""
     return {
-        **os.environ,
+        **environment_for_plans(),
         "JAVA_HOME": java,
         "SPARK_HOME": str(Path(pyspark.__file__).parent),
         "SPARK_DAEMON_MEMORY": "256m",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import dissociated as dis
+from spark.archive import environment_for_plans
 
 from .test_quickstart import PROGRAM, RESULT
 
@@ -53,7 +54,7 @@ def environment(java: str, tmp_path: Path) -> dict[str, str]:
     of_java.mkdir()
     (of_java / "spark-env.sh").write_text('unset SPARK_TESTING\nSPARK_CONF_DIR="$SPARK_HOME/conf"\n')
     return {
-        **os.environ,
+        **environment_for_plans(),
         "JAVA_HOME": java,
         "SPARK_CONF_DIR": str(of_java),
         "SPARK_TESTING": "1",  # makes Spark choose a free port

@@ -104,7 +104,7 @@ def test_a_dataset_arrives_whole_and_in_order_of_the_partitions(
 
 def test_overwrite_replaces(spark: SparkSession, catalog: str, client: dis.Client, write: Write) -> None:
     write(spark.range(10), "data", catalog)
-    before = client.read("data")
+    before = client.read("data", transport="shm")
     write(spark.sql("SELECT 'a' AS letter"), "data", catalog)
     assert client.read("data").read_all().to_pylist() == [{"letter": "a"}]
     assert before.read_all().num_rows == 10  # a reader that is already open keeps its version

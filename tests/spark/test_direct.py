@@ -132,6 +132,7 @@ def mixed(rows: pa.RecordBatch, *pieces: tuple[int, str | None]) -> bytes:
     return b"".join([*parts, END_OF_STREAM])
 
 
+@pytest.mark.usefixtures("plans")
 def test_compressed_batches_among_others_are_decompressed(
     spark: SparkSession, catalog: Catalog, tmp_path: Path
 ) -> None:
@@ -335,6 +336,7 @@ def test_a_task_that_reads_many_partitions_holds_no_more_than_two(spark: SparkSe
     assert held(spark) == 0
 
 
+@pytest.mark.usefixtures("plans")
 def test_a_limit_leaves_nothing_behind(spark: SparkSession, catalog: Catalog) -> None:
     ended = []
 

@@ -160,6 +160,7 @@ def test_a_function_that_never_ends_is_ended_with_its_job(spark: SparkSession, t
     assert map_in_arrow(df, lambda batches: batches, df.schema).count() == 600_000
 
 
+@pytest.mark.usefixtures("plans")
 def test_a_limit_ends_a_function_that_yields_for_ever(spark: SparkSession) -> None:
     def endless(batches: Batches) -> Batches:
         for batch in batches:

@@ -166,6 +166,7 @@ def test_to_arrow_has_the_large_types_that_a_setting_asks_for(spark: SparkSessio
         spark.conf.unset("spark.sql.execution.arrow.useLargeVarTypes")
 
 
+@pytest.mark.usefixtures("plans")
 def test_to_arrow_takes_rows_in_the_order_of_a_sorted_dataframe(spark: SparkSession) -> None:
     assert to_arrow(spark.range(0, 10_000).orderBy("id", ascending=False))["id"].to_pylist() == [*range(9_999, -1, -1)]
 
@@ -223,6 +224,7 @@ def test_create_dataframe_of_any_table(spark: SparkSession, kind: str) -> None:
         create_dataframe(spark, 5)
 
 
+@pytest.mark.usefixtures("plans")
 def test_create_dataframe_of_every_type_and_back(spark: SparkSession) -> None:
     table = to_arrow(every_type(spark))
     found = to_arrow(create_dataframe(spark, table).orderBy("id"))

@@ -18,6 +18,7 @@ import dissociated as dis
 from dissociated.errors import JavaNotFound
 from dissociated.spark import java_home
 from dissociated.spark.jar import jar
+from spark.archive import environment_for_plans
 
 SESSION = """
 import sys
@@ -66,7 +67,7 @@ def run(tmp_path: Path) -> Run:
 
     def run(interpreter: str, script: str, java: str) -> str:
         environment = {
-            **{key: value for key, value in os.environ.items() if not key.startswith("PYSPARK")},
+            **{key: value for key, value in environment_for_plans().items() if not key.startswith("PYSPARK")},
             "JAVA_HOME": java,
             "PATH": os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]),
             "PYSPARK_SUBMIT_ARGS": f"--master local[1] --jars {jar()} pyspark-shell",

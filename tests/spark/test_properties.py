@@ -129,6 +129,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         yield node
 
 
+@pytest.mark.usefixtures("plans")
 @settings(max_examples=6, phases=[Phase.explicit, Phase.reuse, Phase.generate], suppress_health_check=list(HealthCheck))
 @given(frames())
 def test_whatever_spark_holds_comes_back(

@@ -108,6 +108,7 @@ def test_what_spark_wrote_it_reads_with_all_native_types(
         assert [plain(row) for row in there.collect()] == written
 
 
+@pytest.mark.usefixtures("plans")
 def test_every_arrow_type_that_spark_has(spark: SparkSession, server: dis.Server) -> None:
     arrays = {
         f"{name}, {number}": array
@@ -137,6 +138,7 @@ def test_every_arrow_type_that_spark_has(spark: SparkSession, server: dis.Server
         assert values(column.cast(pa.timestamp("us", "UTC")) if instants else column) == values(array), name
 
 
+@pytest.mark.usefixtures("plans")
 def test_nulls_of_what_has_none_by_its_schema_are_told_and_may_be_allowed(
     spark: SparkSession, server: dis.Server
 ) -> None:
@@ -210,6 +212,7 @@ def test_a_schema_that_does_not_fit_is_told_before_any_task(
     assert server.status().totals.streams == 0
 
 
+@pytest.mark.usefixtures("plans")
 def test_limit_stops_early_and_releases(spark: SparkSession, server: dis.Server) -> None:
     server.publish("data", pa.Table.from_batches(TABLE.to_batches() * 50))
     for transport in ("shm", "tcp"):
@@ -219,6 +222,7 @@ def test_limit_stops_early_and_releases(spark: SparkSession, server: dis.Server)
         assert server.status().leases == 0
 
 
+@pytest.mark.usefixtures("plans")
 def test_a_task_that_fails_releases(spark: SparkSession, server: dis.Server) -> None:
     server.publish("data", TABLE)
     df = read(spark, "data", server.catalog_uri, partitions=2)

@@ -83,6 +83,7 @@ def run(df: DataFrame, uri: str, name: str, checkpoint: Path, mode: str = "appen
 # Whole queries
 
 
+@pytest.mark.usefixtures("plans")
 def test_what_is_appended_to_one_dataset_is_appended_to_the_other(
     spark: SparkSession, node: Node, tmp_path: Path
 ) -> None:

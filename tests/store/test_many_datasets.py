@@ -92,7 +92,7 @@ def test_few_are_open_that_nobody_reads(memory: Path, monkeypatch: pytest.Monkey
             put(node.uri, f"d{number}", table(number))
         for number in range(8):
             for columns in (None, ["n"]):
-                assert client.read(f"d{number}", columns=columns).read_all() == table(number)
+                assert client.read(f"d{number}", columns=columns, transport="tcp").read_all() == table(number)
         assert len(open_below(memory)) <= 3
         for number in range(8):
             client.drop(f"d{number}")

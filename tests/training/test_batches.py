@@ -278,7 +278,7 @@ def test_a_consumer_of_dlpack_that_writes_all_the_same_harms_nobody(client: dis.
         np.from_dlpack(array)[0] = 1
     with pytest.raises(BufferError):
         array.__dlpack__()  # without a version, DLPack cannot say that it is read-only
-    assert client.read("data").read_all()["n"].to_pylist() == [*range(ROWS)]
+    assert client.read("data", transport="shm").read_all()["n"].to_pylist() == [*range(ROWS)]
 
 
 TYPES: dict[str, tuple[pa.Array, list[Any]]] = {

@@ -69,7 +69,7 @@ def test_tensors_lie_in_shared_memory_and_what_is_written_to_one_nobody_else_see
     assert kept.pop(0)[1] == 0
     assert in_place(kept[0][0]["x"])
     assert in_place(kept[1][0]["n"]) is False, "it is of two record batches"
-    assert client.read("data").read_all()["n"].to_pylist() == [*range(ROWS)]
+    assert client.read("data", transport="shm").read_all()["n"].to_pylist() == [*range(ROWS)]
     del first, second, beside
     for number, (batch, row) in enumerate(kept, 1):
         assert row == number * 30
