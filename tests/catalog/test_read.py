@@ -19,7 +19,14 @@ import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
-from dissociated.errors import CatalogError, ColumnNotFound, OptionError, RemoteProtocolError, TransportError
+from dissociated.errors import (
+    CatalogError,
+    ColumnNotFound,
+    OptionError,
+    RemoteProtocolError,
+    StoreError,
+    TransportError,
+)
 from dissociated.node.node import Node
 from dissociated.store.commit import StagedSegment
 from dissociated.store.store import Store
@@ -71,6 +78,16 @@ def test_a_small_dataset_comes_with_its_description(small: dis.Client) -> None:
     assert small.read("small").read_all() == SMALL[:1]
     assert small.read("small", transport="tcp").read_all() == SMALL[:1]
     assert (_accepted(small), small.status().totals.flight) == (1, 7)
+
+
+@pytest.mark.parametrize("options", [{}, {"columns": ["n"]}, {"columns": []}, {"limit": 1500}])
+def test_a_small_dataset_is_not_read_on_after_closing(small: dis.Client, options: dict[str, Any]) -> None:
+    reader = small.read("small", **options)
+    assert reader.read_next_batch().num_rows
+    reader.close()
+    with pytest.raises(StoreError, match="closed before its end"):
+        reader.read_next_batch()
+    assert _accepted(small) == 0
 
 
 def test_other_datasets_do_not_come_with_their_descriptions(tmp_path: Path) -> None:

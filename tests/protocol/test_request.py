@@ -129,6 +129,9 @@ def test_other_members_stand_beside_a_selection() -> None:
     assert with_members(b"t", keep=True) == HEAD + b'{"keep": true}'
     assert with_members(HEAD + b'{"columns": ["n"]}', keep=True) == HEAD + b'{"columns": ["n"], "keep": true}'
     assert with_members(bytes(MAX_IDENTIFIER), keep=True) == bytes(MAX_IDENTIFIER)
+    named = with_members(b"t", part="p")
+    assert Request.parse(Selection(("n",)).identifier(named)) == Request(b"t", Selection(("n",)), part="p")
+    assert Selection(("n" * MAX_IDENTIFIER,)).identifier(named) == named
 
 
 def test_numbers_beyond_every_stream_ask_for_all_of_it() -> None:

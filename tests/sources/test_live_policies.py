@@ -158,6 +158,19 @@ def test_metadata_named_like_the_note_stays_where_nothing_is_dropped(serve: Serv
         assert [dict(kept or {}) for _, kept in found] == COUNT * [{b"dissociated.missed": b"7"}]
 
 
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+@pytest.mark.parametrize("order", [["static", "live"], ["live", "static"]])
+def test_only_locations_of_streams_that_drop_batches_say_so(scheme: str, order: list[str]) -> None:
+    live = Source(small, 1)
+    live.goes_on.set()
+    sources = {"static": pa.Table.from_batches([small(0)]), "live": live.reader}
+    with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server, dis.connect(server.catalog_uri) as client:
+        for name in order:
+            server.publish(name, sources[name], live=dis.Live(policy="latest") if name == "live" else None)
+            (uri,) = (uri for uri in client.describe(name).endpoints[0].locations if uri.startswith(scheme))
+            assert ("missed=1" in uri) == (name == "live")
+
+
 def test_blocking_is_the_default(serve: Serve) -> None:
     server = serve("shm:", live_limit=LIMIT)
     source = Source(large, COUNT)

@@ -126,6 +126,8 @@ class Listing:
             expires = None  # A second request may return nothing, or another stream.
         # Only this process publishes with chosen tickets. The ids of copies on other nodes differ.
         sole = self._registry.lookup_part(part.id) if len(part.nodes) == 1 else None
+        # If a server encrypts data, small datasets do not travel in clear text beside that.
+        is_secure = not any(node.flight.startswith("grpc:") and _encrypts(node) for node in part.nodes)
         ticket = self._registry.tickets.sign(Grant(part.ticket, columns), time.time())
         expirations = [end for end in (expires, ticket.expires) if end is not None]
         return flight.FlightEndpoint(
@@ -134,9 +136,13 @@ class Listing:
             None if not expirations else pa.scalar(int(min(expirations) * 1e6), pa.timestamp("us", "UTC")),
             with_embedded(
                 json.dumps({"nodes": known_nodes, "rows": part.rows, "part": None if sole is None else part.id}),
-                self._holdings.read_small(sole, embed) if sole is not None and embed else None,
+                self._holdings.read_small(sole, embed) if sole is not None and embed and is_secure else None,
             ),
         )
+
+
+def _encrypts(node: NodeRecord) -> bool:
+    return any(uri.startswith("tls:") for uri in node.locations)
 
 
 def earliest_expiry(promised: float | None, expires: float | None) -> float | None:

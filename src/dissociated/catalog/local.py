@@ -153,10 +153,14 @@ class LocalCatalog(Catalog):
     def record_publication(self, dataset: Dataset, ttl: float | None = None) -> None:
         part = Part(secrets.token_hex(8), self.node.id, dataset.ticket, dataset.rows, dataset.nbytes)
         self._registry.assign_part(part.id, dataset)
-        with self._publishing:
-            self._database.publish(
-                Commit(dataset.name, key=part.id, ttl=ttl), schemas.serialize(dataset.schema), [part]
-            )
+        try:
+            with self._publishing:
+                self._database.publish(
+                    Commit(dataset.name, key=part.id, ttl=ttl), schemas.serialize(dataset.schema), [part]
+                )
+        except BaseException:
+            self._registry.withdraw_parts([part.id])
+            raise
         self._clean_up(self._delete_unreferenced)
 
     def drop(self, name: str) -> None:

@@ -218,7 +218,7 @@ class Members:
         """Request a stream from a node, over the connection of the last read if that still works."""
         peer = self._peers.get(uri)
         if peer is not None:
-            with suppress(CatalogUnreachable):
+            with suppress(CatalogUnreachable, AccessDenied):  # the latter if certificates were exchanged
                 return peer.do_get(ticket)
         peer = self._peers[uri] = Peer(uri, self._security)
         while len(self._peers) > _MAX_PEERS:

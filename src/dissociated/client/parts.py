@@ -15,9 +15,11 @@ from dissociated.client.connection import request_stream
 from dissociated.client.plan import PartPlan, Step
 from dissociated.client.request import ReadRequest
 from dissociated.client.stream import ClientStream, TensorReader
+from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import select_columns
 from dissociated.codec.device import DeviceReader, to_device
 from dissociated.codec.reader import PeerReader, read_schema
+from dissociated.codec.split import batches
 from dissociated.control.locations import Endpoint
 from dissociated.errors import (
     CatalogError,
@@ -158,9 +160,8 @@ def _open_embedded(part: PartPlan, step: Step, stream: bytes) -> pa.RecordBatchR
     if not headers or any(map(is_compressed, headers)):
         raise RemoteProtocolError("the catalog sent rows with no schema, or compressed")
     fields = step.residual.positions(read_schema(headers[0], RemoteProtocolError).names)
-    return _select(
-        PeerReader(pa.BufferReader(stream), replace(part.request.options, included_fields=fields or ())), fields
-    )
+    reader = PeerReader(pa.BufferReader(stream), replace(part.request.options, included_fields=fields or ()))
+    return _select(BatchReader(reader.schema, batches(reader)), fields)
 
 
 def _request(part: PartPlan, step: Step) -> tuple[ClientStream, list[int] | None]:

@@ -214,8 +214,6 @@ class PartPlan:
         """Return the identifier of a step, with the members that select nothing, as far as the server takes them."""
         server, traceparent = step.route.server, self.request.traceparent
         members: dict[str, Any] = {}
-        if server.selects and self.endpoint.part is not None:
-            members["part"] = self.endpoint.part
         if server.selects and self.request.ahead:
             members["ahead"] = True
         if server.traces and traceparent is not None:
@@ -225,7 +223,7 @@ class PartPlan:
     def without_filter(self, step: Step) -> Step:
         """Return the step that replaces `step` after its server has refused to select rows. The client filters."""
         route = replace(step.route, server=replace(step.route.server, filters=False))
-        again = _plan_step(self.request, self.bound_filter, route, self.endpoint.ticket)
+        again = _plan_step(self.request, self.bound_filter, route, self.endpoint)
         return replace(again, connect_timeout=step.connect_timeout)
 
     def counting(self) -> PartPlan | None:
@@ -300,7 +298,7 @@ def plan_part(request: ReadRequest, schema: pa.Schema | None, endpoint: Endpoint
 def _plan_part(
     request: ReadRequest, bound_filter: BoundFilter | None, endpoint: Endpoint, routes: Sequence[Route]
 ) -> PartPlan:
-    steps = [_plan_step(request, bound_filter, route, endpoint.ticket) for route in routes]
+    steps = [_plan_step(request, bound_filter, route, endpoint) for route in routes]
     if request.timeout > CONNECT_TIMEOUT:
         steps[:-1] = [replace(step, connect_timeout=CONNECT_TIMEOUT) for step in steps[:-1]]
     if request.device is None:
@@ -310,14 +308,16 @@ def _plan_part(
     return PartPlan(endpoint, request, tuple(to_host), tuple(in_place), bound_filter)
 
 
-def _plan_step(request: ReadRequest, bound_filter: BoundFilter | None, route: Route, ticket: bytes) -> Step:
+def _plan_step(request: ReadRequest, bound_filter: BoundFilter | None, route: Route, endpoint: Endpoint) -> Step:
     """Divide the request. If the selection is too long for an identifier, the server gets less of it or none."""
     server = route.server
+    is_named = server.selects and endpoint.part is not None
+    whole = with_members(endpoint.ticket, part=endpoint.part) if is_named else endpoint.ticket
     for capabilities in (server, replace(server, filters=False), replace(server, filters=False, selects=False)):
         selection, residual = _divide(request, bound_filter, capabilities)
-        # `identifier` returns the ticket alone if the selection makes it too long. Then try a shorter selection.
-        identifier = ticket if selection is None else selection.identifier(ticket)
-        if selection is None or identifier != ticket:
+        # `identifier` returns `whole` if the selection makes it too long. Then try a shorter selection.
+        identifier = whole if selection is None else selection.identifier(whole)
+        if selection is None or identifier != whole:
             break
     return Step(route, identifier, residual, selection is not None and selection.rows is not None)
 

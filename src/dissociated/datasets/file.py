@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 from dissociated.base.buffers import Buffer
 from dissociated.codec.filter.statistics import is_statistics
-from dissociated.codec.split import BatchAndMetadata
 from dissociated.datasets.static import SegmentsDataset
 from dissociated.errors import SourceError
 from dissociated.format.encapsulated import FILE_MAGIC
@@ -53,31 +52,20 @@ class FileDataset(SegmentsDataset):
                 "is complete, publish a reader, pyarrow.ipc.open_stream(path)"
             )
         check_alone(str(path), segment.index)
+        segment.check_unchanged = partial(_check_unchanged, path, segment.descriptor, state)
         super().__init__(name, [segment])
-        self._path, self._descriptor, self._published = path, segment.descriptor, state
-
-    def check_unchanged(self) -> None:
-        if file_state(os.fstat(self._descriptor)) != self._published:
-            raise SourceError(
-                f"{str(self._path)!r} was modified after it was published: publish the file anew; to serve the old "
-                "content meanwhile, write a new file and rename it"
-            )
-
-    def _batches(self) -> Iterator[BatchAndMetadata]:
-        self.check_unchanged()
-        pairs = super()._batches()
-        while True:
-            try:
-                pair = next(pairs, None)
-            finally:
-                self.check_unchanged()  # in a modified file, decoding may fail with any error; this one tells why
-            if pair is None:
-                return
-            yield pair
 
 
 #: The device, inode, size in bytes, and modification time in nanoseconds of a file.
 FileState: TypeAlias = tuple[int, int, int, int]
+
+
+def _check_unchanged(path: Path, descriptor: int, published: FileState) -> None:
+    if file_state(os.fstat(descriptor)) != published:
+        raise SourceError(
+            f"{str(path)!r} was modified after it was published: publish the file anew; to serve the old content "
+            "meanwhile, write a new file and rename it"
+        )
 
 
 def file_state(status: os.stat_result) -> FileState:

@@ -276,6 +276,10 @@ class SegmentsDataset(StaticDataset):
         for segment in self.segments:
             segment.check_metadata(limit)
 
+    def check_unchanged(self) -> None:
+        for segment in self.segments:
+            segment.check_unchanged()
+
     def packed(self) -> Sequence[StaticMessage]:
         return self._messages
 

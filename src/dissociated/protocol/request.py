@@ -146,18 +146,17 @@ class Selection:
                 raise ColumnNotFound(f"there is no column {column!r}; there are {', '.join(names)}")
         return [index for index, name in enumerate(names) if name in selected]
 
-    def identifier(self, ticket: bytes) -> bytes:
-        """Return the identifier that requests this selection from the stream `ticket`.
+    def identifier(self, whole: bytes) -> bytes:
+        """Return the identifier that requests this selection of the stream that `whole`, such as a ticket, requests.
 
-        If the identifier would exceed MAX_IDENTIFIER, the ticket alone is returned, which requests the whole stream.
+        If the identifier would exceed MAX_IDENTIFIER, `whole` is returned.
         """
         parameters = {kind: value for kind, value in vars(self).items() if value is not None}
         if self.batches is not None:
             parameters["batches"] = [min(number, _MAX_NUMBER) for number in self.batches]
         if self.rows is not None:
             parameters["rows"] = self.rows.plain()
-        encoded = _join(ticket, parameters)
-        return encoded if len(encoded) <= MAX_IDENTIFIER else ticket
+        return with_members(whole, **parameters)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Endpoints:
         self._selections = dict((REQUEST_PARAMETER, FILTER_PARAMETER) if chooses_rows else (REQUEST_PARAMETER,))
         self._default_host = default_host
         self._advertised: dict[Listener, Uri] = {}  # the hosts and ports that replace those of listeners
-        self._texts: dict[tuple[Listener, bool, bool], str] = {}  # locations that are the same for all datasets
+        self._texts: dict[tuple[Listener, bool, bool, bool], str] = {}  # locations that many datasets share
 
     def advertise(self, listener: Listener, advertised: Uri) -> None:
         """Announce a listener by the host and the port of `advertised`, as far as it has them."""
@@ -78,7 +78,7 @@ class Endpoints:
     def _text(self, listener: Listener, dataset: Dataset, packed: bool) -> str:
         if listener.exposes_memory:  # the location of each dataset has its memory
             return str(self._location(listener, dataset, Streams.BOTH, packed))
-        key = listener, packed, tracing.is_active()
+        key = listener, packed, dataset.notes_missed, tracing.is_active()
         if key not in self._texts:
             self._texts[key] = str(self._location(listener, dataset, Streams.BOTH, packed))
         return self._texts[key]

@@ -36,7 +36,7 @@ from dissociated.transport.base import Connection
 
 _log = logging.getLogger(__name__)
 
-_LAST_LOOK = 0.001  # seconds to find out whether the client has received everything, after the wait for that
+_LAST_LOOK = 0.05  # seconds to find out whether the client has received everything, after the wait for that
 _NO_TIMEOUT = 1e6  # seconds; the wait ends when the client has freed everything or is gone
 
 

@@ -62,6 +62,8 @@ class Segment:
         #: The name of the segment in errors.
         self.name = name
         self.backing = backing
+        #: Raises SourceError if the file was modified since it was opened. Only files of users are.
+        self.check_unchanged: Callable[[], None] = lambda: None
         self._validated = OnceValidator()
         try:
             with store_errors(f"mapping {name}"):
@@ -73,6 +75,8 @@ class Segment:
             self.index = Index(self._memory)
             if not self.index or self.index[0].type is not HeaderType.SCHEMA:
                 raise FormatError("not an Arrow IPC stream: the first message is not a schema")
+            if (self.index.types[1:] == HeaderType.SCHEMA).any():
+                raise FormatError("it has several schemas, as streams in a row have: publish each stream by itself")
             self.schema = read_schema(self.index.message(0).header, FormatError)
         except (StoreError, FormatError) as error:
             raise StoreError(f"{name}: {error}") from None
@@ -105,10 +109,17 @@ class Segment:
         return segments[0]
 
     def message(self, number: int) -> Encapsulated:
-        """Return a message, of those in the order in which they are sent. Raises StoreError if it is damaged."""
+        """Return a message, of those in the order in which they are sent.
+
+        Raises:
+            StoreError: The message is damaged.
+            SourceError: The file was modified.
+        """
+        self.check_unchanged()  # first, because a process that reads beyond the end of a shortened file is killed
         try:
             return self.index.message(number)
         except FormatError as error:
+            self.check_unchanged()
             raise StoreError(f"{self.name}: {error}") from None
 
     @cached_property
@@ -169,9 +180,18 @@ class Segment:
     def batches(self) -> Iterator[BatchAndMetadata]:
         """Decode the record batches, for use by libarrow or gRPC. Each is validated in full the first time.
 
-        Raises SourceError and FormatError if one is damaged.
+        Raises SourceError and FormatError if one is damaged, or the file was modified.
         """
-        return self._validated.check(self.schema, self._decoded())
+        self.check_unchanged()
+        pairs = self._validated.check(self.schema, self._decoded())
+        while True:
+            try:
+                pair = next(pairs, None)
+            finally:
+                self.check_unchanged()  # in a modified file, decoding may fail with any error; this one tells why
+            if pair is None:
+                return
+            yield pair
 
     def _decoded(self) -> Iterator[BatchAndMetadata]:
         if self._memory[: len(FILE_MAGIC)] != FILE_MAGIC:
