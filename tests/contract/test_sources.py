@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -198,42 +197,6 @@ def test_a_file_that_is_written_anew_in_its_place_is_not_read_as_what_it_was(tmp
                 client.read("t", transport=transport).read_all()
         server.publish("t", path)
         assert client.read("t").read_all() == new
-
-
-@pytest.mark.parametrize("appended", [False, True])
-def test_a_file_that_is_shortened_while_it_is_read_ends_no_server(tmp_path: Path, appended: bool) -> None:
-    path = tmp_path / "t.arrows"
-    with pa.ipc.new_stream(path, TABLE.schema) as writer:
-        for _ in range(60_000):
-            writer.write_batch(TABLE.to_batches()[0][:1])
-    with dis.Server(["tcp://127.0.0.1:0"]) as server, dis.connect(server.catalog_uri) as client:
-        server.publish("t", path)
-        if appended:
-            client.put("t", TABLE, mode="append")
-        begun = client.read("t", transport="tcp")
-        assert begun.read_next_batch().num_rows == 1
-        os.truncate(path, 4096)
-        with pytest.raises(dis.DissociatedError, match="was modified after it was published"):
-            begun.read_all()
-        with pytest.raises(dis.DissociatedError, match="was modified after it was published"):
-            client.read("t", transport="grpc").read_all()
-        server.publish("other", TABLE)
-        assert client.read("other", transport="tcp").read_all() == TABLE
-
-
-def test_streams_in_a_row_are_refused(tmp_path: Path) -> None:
-    with pa.BufferOutputStream() as sink:
-        for _ in range(2):
-            with pa.ipc.new_stream(sink, TABLE.schema) as writer:
-                writer.write_table(TABLE)
-        stream = sink.getvalue().to_pybytes()
-    end = b"\xff\xff\xff\xff\0\0\0\0"
-    assert stream.count(end) == 2
-    path = tmp_path / "both.arrows"
-    path.write_bytes(stream.replace(end, b"", 1))
-    refused = pytest.raises(dis.DissociatedError, match="publish each stream by itself")
-    with dis.Server(["tcp:"], catalog=None) as server, refused:
-        server.publish("both", path)
 
 
 def test_a_reader_can_be_read_once(either: Route) -> None:

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import dissociated as dis
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.sources import make_dataset
 from dissociated.datasets.static import SegmentsDataset
@@ -179,3 +180,18 @@ def test_more_segments_than_can_be_shared_are_refused(tmp_path: Path) -> None:
     assert SegmentsDataset("many", [one] * 4096).rows == 4096 * TABLE.num_rows
     with pytest.raises(SourceError, match=r"'many' would have 4097 segments; at most 4096 .* df\.coalesce"):
         SegmentsDataset("many", [one] * 4097)
+
+
+def test_streams_in_a_row_are_refused(tmp_path: Path) -> None:
+    with pa.BufferOutputStream() as sink:
+        for _ in range(2):
+            with pa.ipc.new_stream(sink, TABLE.schema) as writer:
+                writer.write_table(TABLE)
+        stream = sink.getvalue().to_pybytes()
+    end = b"\xff\xff\xff\xff\0\0\0\0"
+    assert stream.count(end) == 2
+    path = tmp_path / "both.arrows"
+    path.write_bytes(stream.replace(end, b"", 1))
+    refused = pytest.raises(dis.DissociatedError, match="publish each stream by itself")
+    with dis.Server(["tcp:"], catalog=None) as server, refused:
+        server.publish("both", path)
