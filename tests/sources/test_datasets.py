@@ -182,6 +182,27 @@ def test_more_segments_than_can_be_shared_are_refused(tmp_path: Path) -> None:
         SegmentsDataset("many", [one] * 4097)
 
 
+@pytest.mark.parametrize("appended", [False, True])
+def test_a_file_that_is_shortened_while_it_is_read_ends_no_server(tmp_path: Path, appended: bool) -> None:
+    path = tmp_path / "t.arrows"
+    with pa.ipc.new_stream(path, TABLE.schema) as writer:
+        for _ in range(60_000):
+            writer.write_batch(TABLE.to_batches()[0][:1])
+    with dis.Server(["tcp://127.0.0.1:0"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("t", path)
+        if appended:
+            client.put("t", TABLE, mode="append")
+        begun = client.read("t", transport="tcp")
+        assert begun.read_next_batch().num_rows == 1
+        os.truncate(path, 4096)
+        with pytest.raises(dis.DissociatedError, match="was modified after it was published"):
+            begun.read_all()
+        with pytest.raises(dis.DissociatedError, match="was modified after it was published"):
+            client.read("t", transport="grpc").read_all()
+        server.publish("other", TABLE)
+        assert client.read("other", transport="tcp").read_all() == TABLE
+
+
 def test_streams_in_a_row_are_refused(tmp_path: Path) -> None:
     with pa.BufferOutputStream() as sink:
         for _ in range(2):

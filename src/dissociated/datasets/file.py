@@ -52,6 +52,7 @@ class FileDataset(SegmentsDataset):
                 "is complete, publish a reader, pyarrow.ipc.open_stream(path)"
             )
         check_alone(str(path), segment.index)
+        segment.is_modifiable = True
         segment.check_unchanged = partial(_check_unchanged, path, segment.descriptor, state)
         super().__init__(name, [segment])
 

@@ -62,7 +62,9 @@ class Segment:
         #: The name of the segment in errors.
         self.name = name
         self.backing = backing
-        #: Raises SourceError if the file was modified since it was opened. Only files of users are.
+        #: Whether this is a user's file, which may be modified at any time.
+        self.is_modifiable = False
+        #: Raises SourceError if the file was modified since it was opened.
         self.check_unchanged: Callable[[], None] = lambda: None
         self._validated = OnceValidator()
         try:
