@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -216,3 +217,32 @@ def test_streams_in_a_row_are_refused(tmp_path: Path) -> None:
     refused = pytest.raises(dis.DissociatedError, match="publish each stream by itself")
     with dis.Server(["tcp:"], catalog=None) as server, refused:
         server.publish("both", path)
+
+
+def test_a_file_that_is_written_anew_in_its_place_is_not_read_as_what_it_was(tmp_path: Path) -> None:
+    """Overwrite a published file. A file that replaces it by a rename leaves the published file intact."""
+    path, numbers = tmp_path / "t.arrow", np.arange(1 << 22)  # 32 MiB: more than sockets buffer
+    old, new = pa.table({"n": numbers}), pa.table({"n": numbers[::-1].copy()})
+
+    def write(path: Path, table: pa.Table) -> None:
+        """Write a file without truncating it first, because truncation may crash a server."""
+        with path.open("r+b" if path.exists() else "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=1 << 19)
+
+    write(path, old)
+    with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("t", path)
+        write(tmp_path / "new.arrow", old)
+        (tmp_path / "new.arrow").rename(path)
+        assert client.read("t").read_all() == old
+        server.publish("t", path)
+        begun = client.read("t", transport="tcp")
+        assert begun.read_next_batch().num_rows == 1 << 19
+        write(path, new)
+        with pytest.raises(dis.DissociatedError, match="was modified after it was published"):
+            begun.read_all()
+        for transport in ("shm", "tcp", "grpc"):
+            with pytest.raises(dis.DissociatedError, match="was modified after it was published"):
+                client.read("t", transport=transport).read_all()
+        server.publish("t", path)
+        assert client.read("t").read_all() == new
