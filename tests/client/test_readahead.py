@@ -62,6 +62,7 @@ def test_one_part_at_a_time_is_received_if_the_client_wants_that(server: dis.Ser
     with dis.connect(str(server.catalog_uri), max_parallel=1) as client:
         reader = open_parts(client, server, SMALL, LARGE)
         assert reader.read_next_batch()["n"].to_pylist() == [-3]
+        wait_until(lambda: server.status().totals.done == 1, "the server knows that the first part is read")
         assert [one.state for one in server.status().consumers] == ["reading"]
         assert reader.read_all() == LARGE
 
