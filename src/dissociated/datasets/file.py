@@ -20,10 +20,10 @@ from dissociated.format.encapsulated import FILE_MAGIC
 from dissociated.format.index import Index
 from dissociated.store.segment import Segment
 
-#: The kind of a Parquet file.
-PARQUET = "a Parquet file"
+#: The first bytes of a Parquet file, and the name of its kind.
+PARQUET_MAGIC, PARQUET = b"PAR1", "a Parquet file"
 _KIND_BY_MAGIC = {
-    b"PAR1": PARQUET,
+    PARQUET_MAGIC: PARQUET,
     b"ORC": "an ORC file",
     b"Obj\x01": "an Avro file",
     b"\x1f\x8b": "compressed by gzip",
@@ -52,8 +52,7 @@ class FileDataset(SegmentsDataset):
                 "is complete, publish a reader, pyarrow.ipc.open_stream(path)"
             )
         check_alone(str(path), segment.index)
-        segment.is_modifiable = True
-        segment.check_unchanged = partial(_check_unchanged, path, segment.descriptor, state)
+        segment.modification_check = partial(_check_unchanged, path, segment.descriptor, state)
         super().__init__(name, [segment])
 
 
@@ -105,7 +104,7 @@ def foreign_kind(path: Path) -> str | None:
     for magic, kind in _KIND_BY_MAGIC.items():
         if begin.startswith(magic):
             return kind
-    return "text" if begin and not begin.startswith(b"ARROW1") and _is_text(begin) else None
+    return "text" if begin and not begin.startswith(FILE_MAGIC) and _is_text(begin) else None
 
 
 def _is_text(begin: bytes) -> bool:

@@ -17,7 +17,7 @@ from dissociated.codec.columns import even_batches, select_columns, select_field
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.schemas import schema_difference
 from dissociated.datasets.base import Dataset, OpenColumns, OpenReader
-from dissociated.datasets.file import FileState, file_state
+from dissociated.datasets.file import PARQUET_MAGIC, FileState, file_state
 from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.streamed import LiveDataset
 from dissociated.errors import SourceError
@@ -33,7 +33,7 @@ def is_parquet(path: Path) -> bool:
     """Return whether the file begins with Parquet's magic bytes. Raise SourceError if it cannot be read."""
     try:
         with path.open("rb") as file:
-            return file.read(4) == b"PAR1"
+            return file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
     except OSError as error:
         raise SourceError(f"cannot read {str(path)!r}: {error.strerror}") from error
 

@@ -222,12 +222,12 @@ class _StaticBatches(StaticDataset):
             number: The number of the first batch among them.
         """
         picked = []
-        for message in messages:
-            is_batch = message.parsed.type is HeaderType.RECORD_BATCH
-            if number == self._stop and message.parsed.type is not HeaderType.SCHEMA:
+        for index, type_ in enumerate(_types(messages)):
+            is_batch = type_ == HeaderType.RECORD_BATCH
+            if number == self._stop and type_ != HeaderType.SCHEMA:
                 break
             if not is_batch or number in self._numbers:
-                picked.append(message)
+                picked.append(messages[index])
             number += is_batch
         return picked, number
 
@@ -332,6 +332,11 @@ class _SegmentMessages(Sequence[StaticMessage]):
     def __len__(self) -> int:
         return self._starts[-1]
 
+    def types(self) -> Iterator[int]:
+        """Yield the type of each message, without reading it."""
+        for number, segment in self._segments:
+            yield from segment.index.types[bool(number) :].tolist()
+
     @overload
     def __getitem__(self, index: int) -> StaticMessage: ...
     @overload
@@ -349,6 +354,12 @@ class _SegmentMessages(Sequence[StaticMessage]):
         return StaticMessage(
             message.header, message.parsed, (segment.body(message),), segment.addresses(message), number
         )
+
+
+def _types(messages: Sequence[StaticMessage]) -> Iterator[int]:
+    if isinstance(messages, _SegmentMessages):
+        return messages.types()
+    return (message.parsed.type for message in messages)
 
 
 class StoredDataset(Dataset):

@@ -62,10 +62,8 @@ class Segment:
         #: The name of the segment in errors.
         self.name = name
         self.backing = backing
-        #: Whether this is a user's file, which may be modified at any time.
-        self.is_modifiable = False
-        #: Raises SourceError if the file was modified since it was opened.
-        self.check_unchanged: Callable[[], None] = lambda: None
+        #: Raises SourceError if the file was modified since it was opened. None if this is no file of a user.
+        self.modification_check: Callable[[], None] | None = None
         self._validated = OnceValidator()
         try:
             with store_errors(f"mapping {name}"):
@@ -109,6 +107,16 @@ class Segment:
             for batch, metadata in batches(reader):
                 writer.write_batch(batch, metadata)
         return segments[0]
+
+    @property
+    def is_modifiable(self) -> bool:
+        """Whether this is a user's file, which may be modified at any time."""
+        return self.modification_check is not None
+
+    def check_unchanged(self) -> None:
+        """Raise SourceError if this is a user's file that was modified since it was opened."""
+        if self.modification_check is not None:
+            self.modification_check()
 
     def message(self, number: int) -> Encapsulated:
         """Return a message, of those in the order in which they are sent.
