@@ -229,6 +229,15 @@ def test_readers_that_begin_while_it_goes_get_its_bytes_or_an_error(
         assert sum(one.whole for one in readers)
 
 
+def test_what_a_node_has_just_removed_is_gone_and_its_node_is_not(memory: Path) -> None:
+    """Read between the removal of a part and the catalog's record of that."""
+    with Node(Store(memory / "store")) as node, dis.connect(node.uri) as client:
+        client.put("a", table(1))
+        node.service.catalog.holdings.delete_parts([version.id for version in node.store.versions()])
+        with pytest.raises(DatasetNotFound, match="look it up again"):
+            client.read("a", transport="grpc")
+
+
 def test_a_quiet_node_is_not_looked_through_at_each_beat(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The messages to the catalog depend on the changes, and not on the number of datasets."""
     with (

@@ -26,6 +26,7 @@ from dissociated.errors import (
     AccessDenied,
     CatalogError,
     CatalogUnreachable,
+    DatasetNotFound,
     DeadlineExceeded,
     DissociatedError,
     NodeUnreachable,
@@ -195,11 +196,16 @@ class Members:
             ticket: The ticket of the part, perhaps with a selection.
 
         Raises:
+            DatasetNotFound: This node has removed the part, which is not recorded yet.
             NodeUnreachable: No node with the part is alive.
         """
         for node in part.nodes:
             if node.alive and node.id != self._own.id:
                 return self._open_on(node, ticket)
+        if part.nodes and all(node.id == self._own.id for node in part.nodes):
+            raise DatasetNotFound(
+                f"a part of {name!r} is gone: it may have been replaced, dropped or evicted; look it up again"
+            )
         hosts = [node.host for node in part.nodes]
         raise NodeUnreachable(describe_away(name, hosts, max((node.seen for node in part.nodes), default=0.0)))
 
