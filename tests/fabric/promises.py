@@ -71,12 +71,14 @@ def over_routes(directory: Path) -> None:
 
 
 def between_ends() -> None:
-    for medium in ("fabric", "fabric, tcp", "fabric6"):
+    for medium, address in (test_connections.MEDIA | test_connections.NATIVE_6).items():
+        if not medium.startswith("fabric"):
+            continue
         if (medium == "fabric, tcp" and missing("libfabric 2")) or (medium == "fabric6" and missing("ipv6")):
             continue
         for check in ENDS:
             print(medium, check.__name__, flush=True)
-            uri = Uri.parse(test_connections.MEDIA[medium])
+            uri = Uri.parse(address)
             with leaving_nothing(), closing(transport(uri.scheme).listen(uri)) as listener:
                 both = test_connections.connect(listener)
                 with both.client, both.server:
