@@ -10,11 +10,12 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from dissociated.base.access import Signer, Unsigned
 from dissociated.catalog.backend import Backend, NoBackend, Prepared
 from dissociated.codec import schemas
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, batches
+from dissociated.control.access import Signer, Unsigned
+from dissociated.control.version import Part, Version
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.registry import Registry
 from dissociated.datasets.source_errors import source_errors
@@ -25,7 +26,6 @@ from dissociated.monitoring.changes import Change
 from dissociated.monitoring.status import StoreStatus
 from dissociated.protocol.request import Request
 from dissociated.store.layout import NODE_LOG
-from dissociated.store.version import Part, Version
 
 _log = logging.getLogger(__name__)
 
