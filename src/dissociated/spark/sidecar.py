@@ -67,10 +67,9 @@ from dissociated.memory.region import AddressSpace
 from dissociated.memory.shared import Backing, seal
 from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.columns import spark_schema
+from dissociated.spark.exchange import JvmMemfd, pickled, unpickled
 from dissociated.spark.filters import as_filters
 from dissociated.spark.layouts import stream_layout
-from dissociated.spark.memfd import JvmMemfd
-from dissociated.spark.pickled import pickled, unpickled
 from dissociated.spark.reader import DatasetReader
 from dissociated.spark.request import DatasetRequest, PlannedVersion
 from dissociated.spark.staging import Writes
