@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from dissociated.codec.columns import filter_batches, select_fields
-from dissociated.codec.split import SplitMessage, split
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.streamed import StreamedDataset
 from dissociated.errors import FilterRefused, FormatError, SourceError
@@ -89,9 +88,6 @@ class FilteredStream(StreamedDataset):
         reader = self._source.open_reader()
         mask_of = None if self._rows is None else self._rows.mask
         return filter_batches(reader, mask_of, self._columns, self._limit, keepalive=_KEEPALIVE_INTERVAL)
-
-    def messages(self) -> Iterator[SplitMessage]:
-        return split(self.open_reader(), self.options)
 
     def _select(self, indices: tuple[int, ...]) -> Dataset:
         raise SourceError(f"the columns of filtered rows of {self.name!r} are already selected")
