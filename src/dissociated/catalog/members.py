@@ -69,11 +69,14 @@ class Peer(CatalogClient):
         uri: The URI of the other catalog.
         security: The credentials of this process.
         timeout: The number of seconds in which the other catalog must answer.
+        silence: See `CatalogConnection`.
     """
 
-    def __init__(self, uri: str, security: Security, timeout: float = PEER_TIMEOUT) -> None:
+    def __init__(
+        self, uri: str, security: Security, timeout: float = PEER_TIMEOUT, silence: float | None = None
+    ) -> None:
         unlimited = sys.maxsize  # The final reader applies its own limit to relayed data.
-        super().__init__(uri, timeout, security.peer, security.roots, max_metadata=unlimited)
+        super().__init__(uri, timeout, security.peer, security.roots, max_metadata=unlimited, silence=silence)
 
     def forward_action(self, action: str, body: bytes) -> bytes:
         """Return the answer to an action whose body is not JSON."""
