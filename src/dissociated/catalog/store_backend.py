@@ -120,7 +120,7 @@ class StoreBackend(Backend):
         """
         try:
             segments = self.store.segments(version)
-            return segments.serve_once(lambda: SegmentsDataset(version.name, [*segments]))
+            return segments.serve_once(lambda: SegmentsDataset(version.name, [*segments]), SegmentsDataset.drop)
         except StoreError as error:
             if self.store.version(version.id) is None:
                 raise DatasetNotFound(
