@@ -80,7 +80,8 @@ from dissociated.spark.writer import commit
 
 _MAX_THREADS = 256  # the largest number of tasks of one executor
 _MAX_READERS = 64  # kept for later tasks
-_SLICE_BYTES = 128 << 20  # per task; Spark's default for files
+#: The bytes of a slice for a task: Spark's default for files.
+SLICE_BYTES = 128 << 20
 _MAX_BATCH_ROWS = 1 << 20  # of one batch
 
 
@@ -138,7 +139,7 @@ class Sidecar:
                 "hosts": [*partition.hosts],
                 "rows": partition.rows if request.filters is None else 0,
             }
-            for partition in reader.partitions(PlannedVersion(version, lineage), _SLICE_BYTES, share, tasks)
+            for partition in reader.partitions(PlannedVersion(version, lineage), SLICE_BYTES, share, tasks)
         ]
         return {"reader": pickled(reader), "partitions": partitions}
 

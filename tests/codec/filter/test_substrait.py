@@ -98,7 +98,7 @@ def everything(batches: list[pa.RecordBatch]) -> Statistics:
     """Return statistics of all columns as they are read behind a segment, also for types that Python does not write."""
     collector = StatisticsCollector(SCHEMA)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(statistics, "_LEAST_ROWS", 1)
+        patch.setattr(statistics, "LEAST_ROWS", 1)
         for batch in batches:
             collector.add(batch)
     sizes = [batch.num_rows for batch in batches]
