@@ -23,7 +23,9 @@ from pyspark.errors import PySparkException
 import dissociated as dis
 from dissociated.spark import read
 from support.helpers import connections_left, wait_until
-from support.jvm import executed_plan, jvm
+from support.jvm import executed_plan, java_pid
+
+from .processes import sidecar
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -247,17 +249,6 @@ def test_what_is_damaged_is_told_with_its_column_and_harms_nothing_else(
         assert len(read(spark, what, server.catalog_uri).select(others).collect()) == ROWS, what
 
 
-def sidecar(spark: SparkSession) -> int:
-    """Return the process ID of the sidecar of Spark's JVM."""
-    of_jvm = f"\nPPid:\t{jvm(spark).java.lang.ProcessHandle.current().pid()}\n"
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            of_sidecar = b"dissociated.spark.sidecar" in (process / "cmdline").read_bytes()
-            if of_sidecar and of_jvm in (process / "status").read_text():
-                return int(process.name)
-    raise AssertionError("there is none")
-
-
 def test_a_task_fails_whose_sidecar_has_ended(spark: SparkSession, server: dis.Server) -> None:
     """The memory of a live stream that the sidecar held may be reused before Spark has read it."""
     batches = [pa.record_batch({"n": range(first, first + ROWS * 10)}) for first in (0, ROWS * 10)]
@@ -267,7 +258,7 @@ def test_a_task_fails_whose_sidecar_has_ended(spark: SparkSession, server: dis.S
     for batch in batches:
         assert reader.next()
         assert reader.get().column(0).getLong(0) == batch["n"][0].as_py()
-    os.kill(sidecar(spark), signal.SIGKILL)
+    os.kill(sidecar(java_pid(spark)), signal.SIGKILL)
     for end in reader.next, reader.close:  # at the end of all rows, or when a LIMIT stops early
         with pytest.raises(PySparkException, match="sidecar has ended"):
             end()
