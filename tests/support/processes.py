@@ -63,8 +63,7 @@ class Fork(Child):
 
 
 #: A script that sends its arguments, directory, environment and streams to the forking process, and exits as the fork
-#: does. If the script is killed, its fork is killed, too. If Python is to run a module that is not in `forked`, the
-#: script becomes that Python.
+#: does. If Python is to run a module that is not in `forked`, it becomes that Python.
 _COMMAND = """#!{python} -IS
 import json, os, socket, sys
 
@@ -143,17 +142,9 @@ def _fork_for(connection: socket.socket) -> Fork:
 
 
 def _answer(connection: socket.socket, process: Fork) -> None:
-    """Send the exit status of a process once it ends, or kill the process once the script that started it has ended."""
-    with connection, ExitStack() as ends:
-        ended = os.pidfd_open(process.pid)
-        ends.callback(os.close, ended)
-        events = select.poll()
-        events.register(connection, select.POLLIN)
-        events.register(ended, select.POLLIN)
-        if ended not in dict(events.poll()):
-            process.kill()
-        with suppress(OSError):
-            connection.send(str(process.wait() % 256).encode())
+    """Send the exit status of a process once it ends. It may run as long as Spark's Java process."""
+    with connection, suppress(OSError):
+        connection.send(str(process.wait() % 256).encode())
 
 
 class Process:
