@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from support.forks import MARK
+
 _NAMES = "/memfd:dissociated:function", "/memfd:dissociated:spark"
 
 
@@ -25,12 +27,12 @@ def descendants(root: int) -> set[int]:
     return below - {root}
 
 
-def marked(variable: str, value: str) -> set[int]:
-    """Return the processes that were started with this environment variable, also those whose parents have ended."""
-    found = set()
+def marked() -> set[int]:
+    """Return all forks of the tests and other processes with their mark, also those whose parents have ended."""
+    mark, found = f"{MARK}={os.getpid()}".encode(), set()
     for process in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):  # it has ended, or belongs to another user
-            if f"{variable}={value}".encode() in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
+            if mark in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
                 found.add(int(process))
     return found
 
