@@ -30,7 +30,8 @@ from .processes import sidecar
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.usefixtures("plans")
+#: For tests whose subject is a plan.
+plans = pytest.mark.usefixtures("plans")
 
 ROWS = 1000
 TABLE = pa.table(
@@ -54,6 +55,7 @@ def plan(df: DataFrame) -> str:
     return str(executed_plan(df).toString())
 
 
+@plans
 def test_a_query_reads_what_it_needs_and_a_count_or_a_limit_nearly_nothing(
     spark: SparkSession, server: dis.Server
 ) -> None:
@@ -124,6 +126,7 @@ def test_batches_without_rows_that_a_query_wants_stay_where_they_are(spark: Spar
         assert 2 * (between - before) < server.status().totals.bytes - between
 
 
+@plans
 def test_a_join_reads_only_batches_that_may_have_its_keys(spark: SparkSession, server: dis.Server) -> None:
     table = pa.table({"n": range(80_000), "m": range(80_000)})
     server.publish("data", pa.Table.from_batches(table.to_batches(max_chunksize=20_000)))
@@ -137,6 +140,7 @@ def test_a_join_reads_only_batches_that_may_have_its_keys(spark: SparkSession, s
         assert server.status().totals.bytes - before < 2 * 8 * 20_000
 
 
+@plans
 def test_the_source_in_python_reads_where_it_is_asked_to(
     spark: SparkSession, server: dis.Server, use_jvm: Callable[[bool], None]
 ) -> None:
@@ -193,6 +197,7 @@ def changed(content: bytes, values: np.ndarray, place: int, value: int) -> bytes
     return content[:found] + np.array([value], values.dtype).tobytes() + content[found + values.itemsize :]
 
 
+@plans
 def test_of_structs_only_the_fields_that_a_query_uses_are_looked_at(
     spark: SparkSession, server: dis.Server, tmp_path: Path, use_jvm: Callable[[bool], None]
 ) -> None:
@@ -271,6 +276,7 @@ exec sleep 1000
 """
 
 
+@plans
 def test_a_script_that_takes_no_more_ends_with_its_task(
     spark: SparkSession, server: dis.Server, tmp_path: Path
 ) -> None:
