@@ -11,7 +11,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from dissociated.base.interrupts import interrupts_held
 from dissociated.errors import TransportError
@@ -27,7 +27,6 @@ from dissociated.transport.native.fabric.memory import (
     Operations,
     heap_of,
 )
-from dissociated.transport.native.threads import Waker
 
 ANY_TAG = 2**64 - 1
 _ANYBODY = 2**64 - 1
@@ -78,9 +77,10 @@ class FabricEndpoint:
         self._heap = heap_of(os.getpid())
         self._entered = self._enabled = self._closing = False
         self._opened: list[Any] = []  # objects that are open, to be closed in reverse order
-        self._count = 0  # the number of operations that have ended, except peeks
+        self.ended_count = 0  #: the number of operations that have ended, except peeks
         self._peeking: Any = None
-        self._peeked: PeekedMessage | None = None
+        #: The message that was found by a peek, and is neither claimed nor discarded yet.
+        self.peeked: PeekedMessage | None = None
         self._provider, self._rma, self._rxm = provider, rma, provider.endswith("ofi_rxm")
         self._last_name: bytes | None = None  # the name of the endpoint that was inserted last
         info = self.ofi.find(provider, node, service, c.SOURCE, rma, f"opening {provider} at {node}:{service or '*'}")
@@ -191,16 +191,6 @@ class FabricEndpoint:
 
     # Messages
 
-    @property
-    def ended_count(self) -> int:
-        """The number of operations that have ended, except peeks."""
-        return self._count
-
-    @property
-    def peeked(self) -> PeekedMessage | None:
-        """The message that was found by a peek, and is neither claimed nor discarded yet."""
-        return self._peeked
-
     def send(self, to: int, tag: int | None, pieces: Sequence[Any], on_done: Done) -> bool:
         """Begin to send a message.
 
@@ -275,7 +265,7 @@ class FabricEndpoint:
 
         Further calls return the same message until it is claimed or discarded.
         """
-        if self._peeked is None:
+        if self.peeked is None:
             if self._peeking is None:
                 operation = self._operations.begin(self._on_peeked, None)
                 self._peeking = operation.context
@@ -290,12 +280,12 @@ class FabricEndpoint:
                 if self._peeking is None:
                     break
                 self.progress()
-        return self._peeked
+        return self.peeked
 
     def _on_peeked(self, completion: Completion) -> None:
         context, self._peeking = self._peeking, None
         if not completion.error:
-            self._peeked = PeekedMessage(completion.tag, completion.length, context)
+            self.peeked = PeekedMessage(completion.tag, completion.length, context)
 
     def claim(self, memory: Any, on_done: Done) -> None:
         """Receive the peeked message into `memory`, which must have its length."""
@@ -306,9 +296,9 @@ class FabricEndpoint:
         self._claim(self._ffi.new("char[1]"), c.CLAIM | c.DISCARD, lambda completion: None)
 
     def _claim(self, memory: Any, flags: int, on_done: Done) -> None:
-        assert self._peeked is not None
-        tag, length, context = self._peeked
-        self._peeked = None
+        assert self.peeked is not None
+        tag, length, context = self.peeked
+        self.peeked = None
         registered = [self._register(memory)] if self._local else ()
         operation = self._operations.begin(
             on_done, memory, context, registered=registered, fetches=length > self.eager_limit and not flags & c.DISCARD
@@ -377,7 +367,7 @@ class FabricEndpoint:
             return
         operation, whole = operation_end
         if operation.context is not self._peeking:
-            self._count += 1
+            self.ended_count += 1
         # Operations that end because of `close` are not reported.
         if not self._closing or operation.on_done == self._on_peeked:
             operation.on_done(Completion(error, entry.flags, entry.len, entry.buf, entry.tag, whole))
@@ -385,16 +375,6 @@ class FabricEndpoint:
     def arm(self) -> bool:
         """Prepare to sleep. Return False if there is work to do first."""
         return bool(self._fabric.ops.trywait(self._fabric, self._waited_for, 1) == 0)
-
-    def sleep(self, waker: Waker, seconds: float) -> bool:
-        """Sleep until there is work to do or `waker` is set, for `seconds` at most. Reset `waker`.
-
-        This is the only method that a thread may call while another thread uses the endpoint.
-
-        Returns:
-            Whether libfabric has work to do.
-        """
-        return waker.sleep(self.wakes, seconds)
 
     def _drain(self) -> None:
         """Discard unclaimed messages: libfabric 2.5 crashes if an endpoint is closed while it holds any."""
@@ -450,3 +430,88 @@ class FabricEndpoint:
             self.domain.leave()
             self._heap.closed()
         self._operations.clear()
+
+
+class DualEndpoint:
+    """Two endpoints that are used as one, for providers with which an unclaimed message blocks all messages behind it.
+
+    Messages whose tag satisfies `apart` are sent from the second endpoint to the peer's second endpoint, and only those
+    are peeked at. Receives for all other messages are posted at the first endpoint, so nothing can block there.
+    Messages of the two endpoints arrive in no particular order. The name consists of the names of both.
+    """
+
+    lanes = 2
+
+    def __init__(self, provider: str, node: str, apart: Callable[[int], bool]) -> None:
+        self._apart = apart
+        self._first = first = FabricEndpoint(provider, node, None)
+        try:
+            # It has a domain of its own, because a peek also finds unclaimed messages of other endpoints of its domain.
+            self._second = FabricEndpoint(provider, node, None)
+        except BaseException:
+            first.close()
+            raise
+        self.ofi, self.iov_limit, self.max_message = first.ofi, first.iov_limit, first.max_message
+        self.protocol, self.eager_limit, self.max_untagged = first.protocol, first.eager_limit, first.max_untagged
+        self.wakes = first.wakes + self._second.wakes
+        self.find, self.read = first.find, first.read
+        self.receive_untagged, self.receive_tagged = first.receive_untagged, first.receive_tagged
+        self.peek, self.claim, self.discard = self._second.peek, self._second.claim, self._second.discard
+
+    @property
+    def name(self) -> bytes:
+        """The name that peers insert to reach this endpoint."""
+        return self._first.name + self._second.name
+
+    def insert(self, name: bytes) -> int:
+        """Add the pair of endpoints called `name` to the address vectors.
+
+        Returns:
+            The number of the pair, for sending to it.
+
+        Raises:
+            TransportError: if the name is invalid.
+        """
+        half = len(self._first.name)
+        number = self._first.insert(name[:half])
+        second_number = self._second.insert(
+            name[half:] or name
+        )  # a single name is added to both, to keep the numbers equal
+        if number != second_number:
+            raise TransportError(f"{name.hex()} names one endpoint twice")
+        return number
+
+    @property
+    def ended_count(self) -> int:
+        """The number of operations that have ended, except peeks."""
+        return self._first.ended_count + self._second.ended_count
+
+    @property
+    def peeked(self) -> PeekedMessage | None:
+        """The message that was found by a peek, and is neither claimed nor discarded yet."""
+        return self._second.peeked
+
+    def send(self, to: int, tag: int | None, pieces: Sequence[Any], on_done: Done) -> bool:
+        """Begin to send a message. See `FabricEndpoint.send`."""
+        apart = tag is not None and self._apart(tag)
+        return (self._second if apart else self._first).send(to, tag, pieces, on_done)
+
+    def progress(self) -> bool:
+        """Let libfabric work for both endpoints. Return whether any operation has ended."""
+        first, second = self._first.progress(), self._second.progress()
+        return first or second
+
+    def arm(self) -> bool:
+        """Prepare to sleep. Return False if there is work to do first."""
+        return self._first.arm() and self._second.arm()
+
+    def close(self) -> None:
+        """Close both endpoints. Operations in progress are dropped."""
+        try:
+            self._second.close()
+        finally:
+            self._first.close()
+
+
+#: The endpoint, or the pair of endpoints, of one connection.
+ConnectionEndpoint: TypeAlias = FabricEndpoint | DualEndpoint
