@@ -166,7 +166,7 @@ WaitFor: TypeAlias = Callable[[Callable[[], bool]], None]
 
 
 class Channel(ABC):
-    """One end of a connection in a medium that works only when it is called. It moves messages and memory.
+    """The end of a connection in a medium that works only when it is called. It moves messages and memory.
 
     It reports to `traffic`: messages that were sent or have arrived, and the end of the peer. The connection calls its
     methods with the lock of the traffic's monitor held, except `sleep`.

@@ -44,16 +44,21 @@ class EncodedMessages(list[Any]):
 
 
 class NativeConnection(Connection, RemoteMemory):
-    """A connection over a channel, which works only when it is called. Owns the channel. Call `open` first.
+    """A connection over a channel, which works only when it is called. It owns the channel.
 
     Sending is asynchronous, and there is one descriptor to wait on. Two threads may use a connection, a sender and a
-    receiver. The thread that has to wait lets the channel work for both.
+    receiver. The thread that has to wait lets the channel work for both. A client calls `connect` first, and a listener
+    `open`.
+
+    Args:
+        channel: the channel.
+        spans: the memory of the peer from which this side may fetch.
     """
 
     min_run = MIN_RUN
     discards_unread = True
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, spans: Sequence[Span] = ()) -> None:
         self._channel, self._traffic = channel, channel.traffic
         super().__init__(channel.traffic.peer)
         self._accepted = channel.traffic.accepted
@@ -63,13 +68,14 @@ class NativeConnection(Connection, RemoteMemory):
         self._bytes_accepted = 0  # bytes of all messages passed to `send` so far
         self._closed = False  # whether the channel is closed, or about to be
         self._released = False
-        self._remote: RemoteAddressSpace | None = None
+        self._remote = RemoteAddressSpace(spans)
+        self.supports_rma = bool(spans)
 
     def open(self) -> None:
-        """Begin to connect, or to answer a client.
+        """Begin to connect, or to answer a client. If this raises, the connection is closed.
 
         Raises:
-            TransportError: if the medium refuses. The connection is closed then.
+            TransportError: if the medium refuses.
         """
         try:
             with self._lock:
@@ -81,16 +87,17 @@ class NativeConnection(Connection, RemoteMemory):
             raise
 
     def connect(self, timeout: float) -> None:
-        """Wait until the server has accepted this client.
+        """Connect to the server. If this raises, the connection is closed.
 
         Args:
-            timeout: the seconds to wait in total.
+            timeout: the seconds to wait for the server in total.
 
         Raises:
             TransportError: if the server rejects the client or cannot be reached.
             DeadlineExceeded: if the server does not answer in time.
             RemoteProtocolError: if the server violates the protocol.
         """
+        self.open()
         end = time.monotonic() + timeout  # not extended by progress
         traffic = self._traffic
 
@@ -107,9 +114,13 @@ class NativeConnection(Connection, RemoteMemory):
                     f"connecting to {self.peer}: no answer for {timeout:g} s; {self._channel.ports_advice}"
                 )
 
-        with self._lock:
-            self._channel.connect(wait_for)
-            traffic.connected = True
+        try:
+            with self._lock:
+                self._channel.connect(wait_for)
+        except BaseException:
+            self.close()
+            raise
+        traffic.connected = True
 
     @property
     def is_joining(self) -> bool:
@@ -201,10 +212,6 @@ class NativeConnection(Connection, RemoteMemory):
                 raise ConnectionClosed(f"{self.peer} closed the connection in the middle of a message")
             return None
 
-    def reach(self, spans: Sequence[Span]) -> None:
-        """Allow `fetch` to read from `spans` of the peer's memory."""
-        self._remote, self.supports_rma = RemoteAddressSpace(spans), True
-
     @property
     def memory(self) -> RemoteMemory:
         return self
@@ -213,7 +220,7 @@ class NativeConnection(Connection, RemoteMemory):
         self._traffic.retained.append(region)
 
     def fetch(self, ranges: Sequence[tuple[int, int, int]], memory: Buffer, timeout: float) -> None:
-        if self._remote is None:
+        if not self.supports_rma:
             raise RemoteProtocolError(f"{self.peer} sent addresses, and its URI had no remote_handle")
         spans = [self._remote.find(address, length) for address, length, _ in ranges]
         view = self._channel.ffi.from_buffer(memory, require_writable=True)

@@ -92,6 +92,7 @@ class NativeListener(Listener):
                     return None
                 connection = self._next()
                 if connection is not None:
+                    connection.exposes_memory = self.exposes_memory
                     return connection
                 if self._arm():
                     self._monitor.sleep(self._sleep)

@@ -123,10 +123,10 @@ class FabricChannel(Channel):
         assert listener is not None
         handshake.address = self._endpoint.insert(listener.name)
         self._send_control(Kind.HELLO, handshake.hello)
-        wait_for(lambda: handshake.welcomed or traffic.reason is not None)
+        wait_for(lambda: handshake.welcome is not None or traffic.reason is not None)
         if traffic.reason is not None:
             raise reason_error(traffic.reason, traffic.peer)
-        if not handshake.welcomed:
+        if handshake.welcome is None:
             raise ConnectionClosed(f"connecting to {traffic.peer}: the peer closed the connection")
         handshake.take_name(listener.host)
         joining = self._send_controls(JOINS, TAKES_RUNS if traffic.takes_runs else b"")
@@ -262,7 +262,7 @@ class FabricChannel(Channel):
         # Each kind below is accepted once. Otherwise a peer could look alive by repeating it.
         if self._handshake.receive(kind, data):
             if self.traffic.accepted:
-                self.traffic.connected = not self._handshake.joining
+                self.traffic.connected = self._handshake.address is not None
                 if not self._credit.has_arrived:  # after the first message, the server has read `takes_runs`
                     self.traffic.takes_runs = self._handshake.takes_runs
             return

@@ -207,14 +207,12 @@ class FabricEndpoint:
             TransportError: if libfabric refuses.
         """
         assert len(pieces) <= self.iov_limit  # libfabric would crash, as it does not check the number
-        registered = (
-            [self._register(piece) for piece in pieces] if self._local and sum(map(len, pieces)) > _EAGER else ()
-        )
+        registered = self._register(*pieces) if sum(map(len, pieces)) > _EAGER else ()
         operation = self._operations.begin(on_done, pieces, registered=registered)
         ep, context = self._endpoint, operation.context
         if len(pieces) == 1:
             (data,) = pieces
-            memory = registered[0].mem_desc if registered else self._ffi.NULL
+            memory = self._description(operation)
             if tag is None:
                 code = ep.msg.send(ep, data, len(data), memory, to, context)
             else:
@@ -223,7 +221,7 @@ class FabricEndpoint:
             iov, memories = self._iov, self._descriptors
             for index, piece in enumerate(pieces):
                 iov[index].iov_base, iov[index].iov_len = piece, len(piece)
-                memories[index] = registered[index].mem_desc if registered else self._ffi.NULL
+                memories[index] = self._description(operation, index)
             if tag is None:
                 code = ep.msg.sendv(ep, iov, memories, len(pieces), to, context)
             else:
@@ -235,14 +233,11 @@ class FabricEndpoint:
 
         `on_done` is called for each message. Its completion has `last` set when the memory is used up.
         """
-        registered = [self._register(memory)] if self._local else ()
         least = MAX_SMALL_UNTAGGED if self._rxm else None
         filling = Filling(int(self._ffi.cast("uintptr_t", memory)), len(memory), least)
-        operation = self._operations.begin(on_done, memory, filling=filling, registered=registered)
+        operation = self._operations.begin(on_done, memory, filling=filling, registered=self._register(memory))
         message = self._ffi.new("struct fi_msg *")
-        if registered:
-            self._descriptors[0] = registered[0].mem_desc
-            message.desc = self._descriptors
+        self._descriptors[0], message.desc = self._description(operation), self._descriptors
         self._single_iov.iov_base, self._single_iov.iov_len = memory, len(memory)
         message.msg_iov, message.iov_count, message.addr, message.context = (
             self._single_iov,
@@ -254,10 +249,9 @@ class FabricEndpoint:
 
     def receive_tagged(self, memory: Any, tag: int, ignore: int, on_done: Done) -> None:
         """Receive one message into `memory`. Its tag must equal `tag`, except for the bits in `ignore`."""
-        registered = [self._register(memory)] if self._local else ()
-        operation, ep = self._operations.begin(on_done, memory, registered=registered), self._endpoint
-        described = registered[0].mem_desc if registered else self._ffi.NULL
-        code = ep.tagged.recv(ep, memory, len(memory), described, _ANYBODY, tag, ignore, operation.context)
+        operation, ep = self._operations.begin(on_done, memory, registered=self._register(memory)), self._endpoint
+        description = self._description(operation)
+        code = ep.tagged.recv(ep, memory, len(memory), description, _ANYBODY, tag, ignore, operation.context)
         self._check_begun(operation, code, "receiving")
 
     def peek(self) -> PeekedMessage | None:
@@ -299,13 +293,10 @@ class FabricEndpoint:
         assert self.peeked is not None
         tag, length, context = self.peeked
         self.peeked = None
-        registered = [self._register(memory)] if self._local else ()
-        operation = self._operations.begin(
-            on_done, memory, context, registered=registered, fetches=length > self.eager_limit and not flags & c.DISCARD
-        )
-        self._tagged.desc = self._ffi.NULL
-        if registered:
-            self._descriptors[0], self._tagged.desc = registered[0].mem_desc, self._descriptors
+        fetches = length > self.eager_limit and not flags & c.DISCARD
+        registered = self._register(memory)
+        operation = self._operations.begin(on_done, memory, context, registered=registered, fetches=fetches)
+        self._descriptors[0], self._tagged.desc = self._description(operation), self._descriptors
         self._single_iov.iov_base, self._single_iov.iov_len = memory, length if not flags & c.DISCARD else 0
         self._tagged.iov_count, self._tagged.context, self._tagged.tag = 1, context, tag
         code = self._endpoint.tagged.recvmsg(self._endpoint, self._tagged, flags)
@@ -323,18 +314,23 @@ class FabricEndpoint:
         """
         piece = self._ffi.buffer(into + at, length)
         view = self._ffi.from_buffer(piece, require_writable=True)
-        registered = [self._register(view)] if self._local else ()
         # The view does not keep `into` alive, so both are kept.
-        operation = self._operations.begin(on_done, (into, view), registered=registered, fetches=True)
-        described = registered[0].mem_desc if registered else self._ffi.NULL
-        code = self._endpoint.rma.read(self._endpoint, view, length, described, source, address, key, operation.context)
+        operation = self._operations.begin(on_done, (into, view), registered=self._register(view), fetches=True)
+        description = self._description(operation)
+        code = self._endpoint.rma.read(
+            self._endpoint, view, length, description, source, address, key, operation.context
+        )
         return self._check_begun(operation, code, "reading memory")
 
     # Completions
 
-    def _register(self, memory: Any) -> Any:
-        """Register memory for an operation, which owns the returned registration."""
-        return self.domain.register(memory, c.SEND | c.RECV | c.READ)
+    def _register(self, *pieces: Any) -> list[Any]:
+        """Register memory for an operation, which owns the returned registrations, if the provider requires that."""
+        return [self.domain.register(piece, c.SEND | c.RECV | c.READ) for piece in pieces if self._local]
+
+    def _description(self, operation: Operation, index: int = 0) -> Any:
+        """Return libfabric's description of a piece of the memory of `operation`; NULL if it is not registered."""
+        return operation.registered[index].mem_desc if operation.registered else self._ffi.NULL
 
     def _check_begun(self, operation: Operation, code: int, action: str) -> bool:
         if code < 0:

@@ -1,4 +1,4 @@
-"""Messages over libfabric: those of the protocol, and control messages, which the two ends exchange in addition.
+"""Messages over libfabric: the messages of the protocol, and control messages, which the two ends exchange, too.
 
 Control messages carry the names of the endpoints, the number of consumed bytes (also as the heartbeat), the reason of
 an abort, and the notice of a close: see docs/fabric-peers.md.
@@ -88,30 +88,18 @@ class Handshake:
         self.address: int | None = None
         self._accepted = client is not None
         self._client = client
-        self._welcome: bytes | None = None
+        #: The first message of a client.
+        self.hello = VERSION + endpoint.name
+        #: The server's answer to it; None before it arrives.
+        self.welcome: bytes | None = None
         self._bodies_joined = False
         #: Whether the client that has joined takes runs.
         self.takes_runs = False
 
-    @property
-    def joining(self) -> bool:
-        """Whether the client has not joined yet."""
-        return self._client is not None
-
-    @property
-    def hello(self) -> bytes:
-        """The first message of a client."""
-        return VERSION + self._endpoint.name
-
-    @property
-    def welcomed(self) -> bool:
-        """Whether the server has answered the client's first message."""
-        return self._welcome is not None
-
     def receive(self, kind: int, data: bytes) -> bool:
         """Handle a control message of the peer. Return False if it is not part of the handshake, or is a repetition."""
-        if kind == Kind.WELCOME and not self._accepted and self._welcome is None:
-            self._welcome = data
+        if kind == Kind.WELCOME and not self._accepted and self.welcome is None:
+            self.welcome = data
         elif kind == Kind.JOIN and self._client is not None:
             self.address, self._client = self._endpoint.insert(self._client), None
         elif kind == Kind.BODIES_JOIN and self._accepted and not self._bodies_joined:
@@ -132,7 +120,7 @@ class Handshake:
             TransportError: if the server uses another version of the exchange.
             RemoteProtocolError: if the answer is not a valid name.
         """
-        welcome = self._welcome or b""
+        welcome = self.welcome or b""
         if not welcome.startswith(VERSION):
             raise TransportError(f"{self._peer} exchanges names in another way than version {VERSION[0]}")
         try:

@@ -77,15 +77,8 @@ class FabricTransport(Transport):
         except BaseException:
             endpoint.close()
             raise
-        connection = NativeConnection(channel)
-        connection.open()
-        try:
-            connection.connect(timeout)
-            if spans:
-                connection.reach(spans)
-        except BaseException:
-            connection.close()
-            raise
+        connection = NativeConnection(channel, spans)
+        connection.connect(timeout)
         return connection
 
     def listen(self, uri: Uri) -> Listener:
@@ -237,7 +230,6 @@ class FabricListener(NativeListener):
             raise
         connection = NativeConnection(channel)
         connection.open()
-        connection.exposes_memory = self.exposes_memory
         self._joining.append((time.monotonic(), weakref.ref(connection)))
         self._answer(client, Kind.WELCOME, VERSION + endpoint.name, connection)
 

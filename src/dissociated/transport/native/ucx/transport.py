@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from contextlib import ExitStack
 from typing import Any
 
 from dissociated.errors import TransportError, UriError
@@ -65,16 +66,9 @@ class UcxTransport(Transport):
         place = context_key(address, bool(spans), large=segment_of(uri) >= SEGMENT, shared=mode == "none")
         worker = Worker(place, takes_runs)
         channel = UcxChannel(worker, endpoint, where, mode == "none", accepted=False, takes_runs=takes_runs)
-        connection = NativeConnection(channel)
-        connection.open()
+        connection = NativeConnection(channel, spans)
+        connection.connect(timeout)
         del address_memory
-        try:
-            connection.connect(timeout)
-            if spans:
-                connection.reach(spans)
-        except BaseException:
-            connection.close()
-            raise
         return connection
 
     def listen(self, uri: Uri) -> Listener:
@@ -89,11 +83,6 @@ class UcxListener(NativeListener):
     def __init__(self, host: str, address: str, port: int, mode: str, rma: bool) -> None:
         self._place = context_key(address, rma, large=False, shared=mode == "none")
         self._worker = Worker(self._place)
-        try:
-            super().__init__(exposes_memory=rma)
-        except BaseException:
-            self._worker.destroy()
-            raise
         self._mode = mode
         self._ucp = u = self._worker.ucp
         self._handle = u.ffi.new_handle(self)
@@ -103,13 +92,13 @@ class UcxListener(NativeListener):
         address_memory = u.point(params.sockaddr, sockaddr(address, port))
         params.conn_handler.cb, params.conn_handler.arg = callbacks().on_requested, self._handle
         listener = u.ffi.new("ucp_listener_h *")
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._worker.destroy)
+            super().__init__(exposes_memory=rma)
+            undo.callback(self._monitor.waker.close)
             status = u.lib.ucp_listener_create(self._worker.handle, params, listener)
             u.check(status, f"listening on {host}:{port}")
-        except BaseException:
-            self._worker.destroy()
-            self._monitor.waker.close()
-            raise
+            undo.pop_all()
         del address_memory
         self._listener = listener[0]
         attributes = u.ffi.new("ucp_listener_attr_t *")
@@ -161,7 +150,6 @@ class UcxListener(NativeListener):
             raise
         connection = NativeConnection(channel)
         connection.open()
-        connection.exposes_memory = self.exposes_memory
         return connection
 
     def _register(self, region: Region) -> tuple[Span, Withdraw]:
