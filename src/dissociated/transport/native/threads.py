@@ -1,6 +1,7 @@
 """Threads that drive a medium or wait for it.
 
-How to start a thread, how to wake a thread that sleeps on descriptors, and a thread for the heartbeats of connections.
+How to start a thread, how to wake a thread that sleeps on descriptors, the lock of a medium, and a thread for the
+heartbeats of connections.
 """
 
 from __future__ import annotations

@@ -181,6 +181,9 @@ class FabricChannel(Channel):
     # Memory
 
     def read(self, span: Span, address: int, length: int, into: Any, at: int) -> bool:
+        self._retries_read = False
+        if self.traffic.peer_gone:
+            return True  # the caller raises ConnectionClosed
         virtual, key = RMA_KEY.unpack(span.key)
         reading = PendingSend(None, ())
 
@@ -192,11 +195,11 @@ class FabricChannel(Channel):
         source = self._handshake.address
         assert source is not None
         where = address if virtual else address - span.base
-        is_begun = self.traffic.peer_gone or self._endpoint.read(source, where, key, into, at, length, on_done)
-        self._retries_read = not is_begun
-        if is_begun:
+        if self._endpoint.read(source, where, key, into, at, length, on_done):
             self.traffic.track(reading, 0, into)
-        return is_begun
+        else:
+            self._retries_read = True
+        return not self._retries_read
 
     # Receiving
 
