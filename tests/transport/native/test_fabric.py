@@ -201,6 +201,19 @@ def test_our_servers_send_large_untagged_messages_with_a_tag(where: Uri) -> None
             assert [message.tag for message in prepared] == [None, LARGE]
 
 
+@pytest.mark.needs("libfabric 2")
+def test_messages_that_are_prepared_for_one_provider_are_not_sent_over_another() -> None:
+    """Prepare messages anew for the other provider, which takes untagged messages of another size."""
+    with leaving_nothing(), ExitStack() as stack:
+        encodings = set()
+        for where in ("fabric:", "fabric:?provider=tcp", "fabric:"):
+            listener = stack.enter_context(closing(transport("fabric").listen(Uri.parse(where))))
+            client, server = connected(listener)
+            stack.enter_context(client)
+            encodings.add(stack.enter_context(server).encoding)
+        assert len(encodings) == 2
+
+
 def talk(client: FabricPeer, count: int) -> None:
     """Send so many credit messages, each for nothing consumed, that more have arrived than receives were posted."""
     sent = [client.begin(CONTROL | Kind.CREDIT, struct.pack("<Q", 0)) for _ in range(count)]
