@@ -38,7 +38,7 @@ from dissociated.transport.native.fabric.transport import PROVIDER, open_endpoin
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 from support.fabric_peer import CONTROL, FabricPeer, FabricServer, fabric_client, progress_until
-from support.helpers import PATIENCE, Interruption, case, complaint, leaving_nothing
+from support.helpers import PATIENCE, Interruption, case, complaint, leaving_nothing, no_threads
 
 pytestmark = pytest.mark.needs("libfabric")
 
@@ -209,8 +209,8 @@ def test_messages_that_are_prepared_for_one_provider_are_not_sent_over_another()
         for where in ("fabric:", "fabric:?provider=tcp", "fabric:"):
             listener = stack.enter_context(closing(transport("fabric").listen(Uri.parse(where))))
             client, server = connected(listener)
-            stack.enter_context(client)
-            encodings.add(stack.enter_context(server).encoding)
+            stack.enter_context(server)
+            encodings.add(stack.enter_context(client).encoding)
         assert len(encodings) == 2
 
 
@@ -332,6 +332,16 @@ def test_a_connection_without_a_descriptor_is_an_error_of_ours() -> None:
         pytest.raises(TransportError, match="Too many open files"),
     ):
         FabricChannel(endpoint, "a client", 2.0, client=b"its name")
+
+
+def test_a_connection_without_a_thread_for_its_heartbeats_leaves_nothing() -> None:
+    with (
+        closing(transport("fabric").listen(Uri.parse("fabric:"))) as listener,
+        leaving_nothing(),
+        no_threads(),
+        pytest.raises(TransportError, match="cannot start the thread 'heartbeat'"),
+    ):
+        transport("fabric").connect(listener.uri, PATIENCE)
 
 
 @contextmanager
