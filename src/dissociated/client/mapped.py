@@ -121,7 +121,7 @@ class MappedVersion:
             return self._scan(passing, whole, rows, needed, selected)
         rows = rows.at_columns([needed.index(index) for index in rows.columns])
         columns = [needed.index(index) for index in selected]
-        return filter_batches(self._reader(passing, needed), rows.mask, columns, request.limit)
+        return filter_batches(self._reader(passing, needed), rows.mask, columns, request.limit, at_hand=True)
 
     def table(self, request: ReadRequest) -> pa.Table:
         """Return the columns and rows that `request` selects as a table. Errors are those of `Client.read`."""

@@ -168,7 +168,8 @@ class SqlSession:
         return pa.RecordBatchReader.from_batches(reader.schema, batches())
 
     def _has_refused(self) -> bool:
-        return any([handle.accept_all() for handle in self._datasets.values()])
+        refusals = [handle.accept_all() for handle in self._datasets.values()]
+        return any(refusals)
 
     def _register(self, name: str, form: Any) -> None:
         """Register a dataset in this form: a handle or a Table."""

@@ -17,6 +17,7 @@ from dissociated.client.calls import CatalogClient
 from dissociated.client.idle import MAX_AGE
 from dissociated.client.request import ReadRequest
 from dissociated.codec.device import DeviceReader
+from dissociated.codec.inplace import MappedReader
 from dissociated.control.dataset_info import DatasetInfo
 from dissociated.errors import AccessDenied, CatalogError, RemoteError, TransportError
 
@@ -174,7 +175,11 @@ class VersionReader(ProcessBound):
             return descriptions.pop() if descriptions else self.describe()
 
         readers = self.client.endpoints.open_all(describe, self._at(self.client.defaults))
-        return MappedVersion.read(readers, self.computes_statistics)
+        in_place = all(isinstance(reader, MappedReader) and reader.is_mapped for reader in readers)
+        mapped = MappedVersion.read(readers, self.computes_statistics)
+        if mapped is None and in_place:  # it has too many batches, and will always have
+            self._attempts = _MAX_ATTEMPTS
+        return mapped
 
     def _is_mappable(self) -> bool:
         info = self.info
