@@ -24,10 +24,10 @@ from dissociated.client.lookup import Lookup, caller_identity
 from dissociated.client.request import MAX_PARALLEL, TIMEOUT, ReadRequest
 from dissociated.client.sql_database import SqlDatabase
 from dissociated.codec.options import ReadOptions, check_options
+from dissociated.control.commit import Commit, StagedSegment
 from dissociated.control.dataset_info import DatasetInfo, DatasetList
 from dissociated.control.flight_streams import parse_answer
 from dissociated.control.messages import NODE_FIELDS, VERSION_FIELDS, FieldTypes, has_fields, is_moment
-from dissociated.control.stage import StagePlace
 from dissociated.errors import (
     CatalogError,
     DatasetNotFound,
@@ -35,8 +35,8 @@ from dissociated.errors import (
     FormatError,
 )
 from dissociated.monitoring.status import ServerStatus
-from dissociated.store.commit import Commit, StagedSegment
 from dissociated.store.handover import hand_over
+from dissociated.store.stage import StagePlace
 
 T = TypeVar("T")
 
@@ -47,7 +47,8 @@ class CatalogClient:
     A client that is unpickled connects anew with the same parameters. The pickle contains the token.
 
     `call_flight`, `describe_version`, `discard`, `do_action`, `reserve`, `sql_database`, `stage` and `with_uri` are
-    internal: nodes, writers and other rooms of this library use them.
+    internal: nodes, writers and other rooms of this library use them. `silence` is internal, too: see
+    `CatalogConnection`.
 
     Raises:
         CatalogError: The catalog cannot be reached, or refuses a call.
@@ -63,10 +64,12 @@ class CatalogClient:
         max_metadata: int = MAX_METADATA,
         trusted_files: bool = False,
         max_parallel: int = MAX_PARALLEL,
+        *,
+        silence: float | None = None,
     ) -> None:
         users = tuple(trusted_users)
         self._parameters = uri, timeout, token, tls_roots, users, max_metadata, trusted_files, max_parallel
-        self._calls = CatalogConnection(uri, timeout, token, tls_roots)
+        self._calls = CatalogConnection(uri, timeout, token, tls_roots, silence)
         self._lookup = Lookup(self._calls)
         #: Default request of a read.
         self.defaults = ReadRequest(
