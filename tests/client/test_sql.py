@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,7 @@ from dissociated.client import kept_versions
 from dissociated.errors import DatasetNotFound, OptionError, SourceError, WrongKind
 from dissociated.node.node import Node
 from dissociated.store.store import Store
-from support.helpers import case, wait_until
+from support.helpers import PATIENCE, case, wait_until
 
 ROWS, BATCH = 4_000, 250
 N = np.arange(ROWS)
@@ -147,6 +148,25 @@ def test_a_closed_client_closes_its_database_and_a_child_opens_its_own(client: d
         assert other.sql("SELECT 1 AS a")["a"].to_pylist() == [1]
     with pytest.raises(dis.DissociatedError, match="closed"):
         other.sql("FROM orders")
+
+
+def test_a_client_may_be_closed_during_a_query() -> None:
+    started, closed = threading.Event(), threading.Event()
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        yield CUSTOMERS.to_batches()[0]
+        started.set()
+        assert closed.wait(PATIENCE)
+        yield CUSTOMERS.to_batches()[0]
+
+    with dis.Server(["tcp://127.0.0.1:0"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("slow", lambda: pa.RecordBatchReader.from_batches(CUSTOMERS.schema, batches()))
+        with ThreadPoolExecutor(1) as thread:
+            answer = thread.submit(client.sql, "SELECT count(*) AS n FROM slow")
+            assert started.wait(PATIENCE)
+            client.close()
+            closed.set()
+            assert answer.result()["n"].to_pylist() == [20]
 
 
 @pytest.fixture(scope="module")

@@ -65,6 +65,7 @@ class SqlSession:
     def __init__(self, client: CatalogClient, advice: str) -> None:
         self._client = client
         self._advice = advice
+        self._is_shared = True  # whether the database is that of the client, which statements do not change
         self._has_tables = False  # whether there may be tables that are no datasets
         self._datasets: dict[str, _SqlHandle] = {}
         self._registered: dict[str, Any] = {}  # the handle or Table by which DuckDB knows each dataset
@@ -103,7 +104,7 @@ class SqlSession:
             raise OptionError("a query is needed as the last statement")
         if {*kinds} != {"SELECT"}:
             self._connection.close()
-            self._connection = open_database()
+            self._connection, self._is_shared = open_database(), False
         return statements
 
     def run(self, statement: duckdb.Statement) -> pa.RecordBatchReader | None:
@@ -120,7 +121,7 @@ class SqlSession:
         """
         self._check_names(statement.query)
         kind = statement.type.name
-        is_tried = kind == "SELECT"  # other statements might take effect twice
+        is_tried = self._is_shared  # other statements might take effect twice
         while True:
             for name, handle in self._datasets.items():
                 self._register(name, handle.begin(statement.query) if is_tried else handle.whole)

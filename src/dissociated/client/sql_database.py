@@ -48,9 +48,7 @@ class SqlDatabase(ProcessBound):
         """Close the database as soon as its last connection is closed. A later query opens another one."""
         self.kept_versions.close()
         with self._lock:
-            connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+            self._connection = None  # its own `close` would close the connections of other threads, or fail
 
     def after_fork_in_child(self) -> None:
         """Leak the database: its threads are those of the parent. The child opens another one."""
