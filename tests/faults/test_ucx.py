@@ -125,9 +125,7 @@ def connecting_fails(spawn: Spawn, process: subprocess.Popen[str], uri: str) -> 
     assert said.startswith(("TransportError connecting to", "ConnectionClosed", "RemoteProtocolError")), said
 
 
-@pytest.mark.parametrize(
-    ("stage", "mode"), [*product(SERVER_STAGES, ["peer"]), *product(FEWER_STAGES, ["none"])]
-)
+@pytest.mark.parametrize(("stage", "mode"), [*product(SERVER_STAGES, ["peer"]), *product(FEWER_STAGES, ["none"])])
 def test_server_is_killed(spawn: Spawn, stage: str, mode: str) -> None:
     process, uri = start_server(spawn, mode, SERVER_STAGES[stage])
     if (stage, mode) == ("accepted", "none"):

@@ -126,7 +126,8 @@ def filter_batches(
 
     def pairs() -> Iterator[BatchAndMetadata]:
         remaining_rows, last_output = limit, time.monotonic()
-        groups = _groups(batches(reader), _GROUP_ROWS if at_hand and mask_of and limit is None else 1)
+        together = at_hand and mask_of is not None and limit is None
+        groups = _groups(batches(reader)) if together else ([pair] for pair in batches(reader))
         while remaining_rows != 0 and (group := next(groups, None)) is not None:
             for (batch, metadata), mask in _passing(group, mask_of):
                 batch = batch.select([*columns])
@@ -145,16 +146,16 @@ def filter_batches(
     return BatchReader(schema, pairs())
 
 
-def _groups(pairs: Iterator[BatchAndMetadata], rows: int) -> Iterator[Sequence[BatchAndMetadata]]:
-    """Yield consecutive batches together until they have this number of rows, or are many."""
+def _groups(pairs: Iterator[BatchAndMetadata]) -> Iterator[Sequence[BatchAndMetadata]]:
+    """Yield consecutive small batches together, up to `_GROUP_ROWS` rows. A batch with more rows is alone."""
     group: list[BatchAndMetadata] = []
     total = 0
     for pair in pairs:
-        group.append(pair)
         total += pair[0].num_rows
-        if total >= rows or rows == 1 or len(group) == _GROUP_BATCHES:
+        if group and (total > _GROUP_ROWS or len(group) == _GROUP_BATCHES):
             yield group
-            group, total = [], 0
+            group, total = [], pair[0].num_rows
+        group.append(pair)
     if group:
         yield group
 
