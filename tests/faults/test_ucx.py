@@ -23,7 +23,7 @@ import pytest
 import dissociated as dis
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtocolError, TransportError
 from dissociated.store.files import claim_unused
-from dissociated.transport.native.ucx.connection import UcxConnection
+from dissociated.transport.native.connection import NativeConnection
 from dissociated.transport.native.ucx.libucp import ucp
 from support import ucx_peer
 from support.helpers import wait_until
@@ -333,13 +333,13 @@ def test_server_ends_before_its_memory_is_fetched(
 ) -> None:
     process = spawn("-c", SERVER, f"ucx:?err_mode={mode}&rma=allow")
     ticket, uri = line(process).split()
-    fetch = UcxConnection.fetch
+    fetch = NativeConnection.fetch
 
     def fetching(*arguments: object) -> None:
         end_by(process, by)
         fetch(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(UcxConnection, "fetch", fetching)
+    monkeypatch.setattr(NativeConnection, "fetch", fetching)
     # Over lanes that need no help from the memory's owner, the client reads on after the server has sent all addresses.
     reachable = mode == "none" and by is signal.SIGSTOP
     gone = (ConnectionClosed, RemoteProtocolError)
