@@ -40,7 +40,8 @@ _log = logging.getLogger(__name__)
 
 PEER_TIMEOUT = 60.0  # seconds in which a peer must answer
 _ANSWER_TIMEOUT = 2.0  # seconds in which a live node answers a check of its id
-_REACH_TIMEOUT = 10.0  # seconds in which a node that registers must answer the catalog
+#: The seconds in which a node that registers must answer the catalog, and its host must acknowledge later calls.
+_REACH_TIMEOUT = 10.0
 _MAX_PEERS = 64  # nodes to which connections are kept
 _MAX_REFUSALS = 100  # refused nodes that are remembered
 #: The seconds by which the clocks of a node and of its catalog may differ without a warning.
@@ -287,8 +288,11 @@ class Members:
         The caller must not see CatalogUnreachable, which leaves the result of a commit unknown. This catalog decides
         commits itself, so a silent node only means that nothing was published.
         """
-        with Peer(node.flight, self._security) as peer:
+        with Peer(node.flight, self._security, silence=_REACH_TIMEOUT) as peer:
             try:
+                if not node.alive:  # The process may be stopped, and a commit must not hold up others for a minute.
+                    with Peer(node.flight, self._security, _ANSWER_TIMEOUT) as asked:
+                        asked.stage()
                 yield peer
             except (CatalogUnreachable, DeadlineExceeded) as error:
                 _log.warning("a node does not answer: host=%s flight=%s error=%s", node.host, node.flight, error)
