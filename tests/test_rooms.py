@@ -25,11 +25,12 @@ FLOORS = (
         "server",
         "catalog",
         "client",
-        "control",
         "monitoring",
         "datasets",
+        "store",
+        "ipc",
     ),
-    *("ipc", "store", "codec", "transport", "protocol", "memory", "format", "base"),
+    *("control", "codec", "transport", "protocol", "memory", "format", "base"),
 )
 TOP = ("dissociated", "dissociated.__main__")
 

@@ -11,7 +11,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.cli import main
-from dissociated.datasets.tensors import TensorInfo, TensorsInfo, parse_tensors_info
+from dissociated.control.dataset_info import TensorInfo, TensorsInfo, parse_tensors_info
 from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError, SourceError, WrongKind
 from support.tensor_cases import CUBE, MATRIX, assert_same, some
 

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from dissociated.control.commit import StagedSegment
 from dissociated.errors import AccessDenied, CatalogError
 from dissociated.node.node import Node
-from dissociated.store.commit import StagedSegment
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
 from monitoring.test_metrics import scrape

@@ -19,10 +19,10 @@ import pyarrow.flight as flight
 import pytest
 
 import dissociated as dis
+from dissociated.control.commit import StagedSegment
 from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError, NodeUnreachable, StoreError
 from dissociated.node.launch import ensure, running
 from dissociated.node.node import Node
-from dissociated.store.commit import StagedSegment
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
 from memory.maps import origins

@@ -18,6 +18,7 @@ import dissociated as dis
 from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
 from dissociated.client.partitions import slices
+from dissociated.control.commit import StagedSegment
 from dissociated.errors import DissociatedError, OptionError, SourceError
 from dissociated.node.node import Node
 from dissociated.spark import publish, read
@@ -26,7 +27,6 @@ from dissociated.spark.layouts import stream_layout
 from dissociated.spark.reader import DatasetReader
 from dissociated.spark.request import DatasetRequest
 from dissociated.spark.types import arrow_schema
-from dissociated.store.commit import StagedSegment
 from dissociated.store.store import Store
 from support.arrow_cases import ARRAYS, ROWS
 from support.certificates import Certificates

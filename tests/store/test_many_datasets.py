@@ -13,16 +13,16 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.base.access import Unsigned
 from dissociated.catalog.service import CatalogService
 from dissociated.catalog.store_backend import StoreBackend
+from dissociated.control.access import Unsigned
+from dissociated.control.version import Version
 from dissociated.datasets.registry import Registry
 from dissociated.errors import DatasetNotFound, DissociatedError
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.segment_cache import OpenSegments, SegmentCache
 from dissociated.store.store import Store
-from dissociated.store.version import Version
 from support.helpers import PATIENCE, commit_of, files_below
 from support.nodes import MIB, SCHEMA, put, read, table
 

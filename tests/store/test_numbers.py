@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from dissociated.control.version import Version
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
-from dissociated.store.version import Version
 from support.helpers import commit_of
 from support.nodes import MIB, SCHEMA, staged, table
 

@@ -14,7 +14,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from dissociated.base.access import Security
 from dissociated.base.display import advise_name
 from dissociated.catalog.backend import Prepared
 from dissociated.catalog.base import Catalog
@@ -24,14 +23,15 @@ from dissociated.catalog.listing import Listing, earliest_expiry
 from dissociated.catalog.members import Members, describe_clock
 from dissociated.codec import schemas
 from dissociated.codec.split import BatchAndMetadata
+from dissociated.control.access import Security
+from dissociated.control.commit import Commit
 from dissociated.control.descriptors import first_field, parse_criteria, parse_get
+from dissociated.control.version import NodeRecord, Part, Version
 from dissociated.datasets.base import Dataset
 from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound
 from dissociated.monitoring.status import DatasetStatus, NodeStatus, ServerStatus
 from dissociated.protocol.request import Request
-from dissociated.store.commit import Commit
 from dissociated.store.numbers import Removal
-from dissociated.store.version import NodeRecord, Part, Version
 
 _MAX_COMPARED = 1000  # names that an unknown name is compared with
 

@@ -13,15 +13,17 @@ from typing import Any, NamedTuple, TypeVar
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from dissociated.base.access import Security
 from dissociated.base.display import duration
 from dissociated.catalog.database import Database
 from dissociated.client.calls import CatalogClient
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.codec.validation import Validator
+from dissociated.control.access import Security
+from dissociated.control.commit import StagedSegment
 from dissociated.control.flight_streams import upload
 from dissociated.control.locations import describe_away
+from dissociated.control.version import NodeRecord, Part
 from dissociated.errors import (
     AccessDenied,
     CatalogError,
@@ -31,8 +33,6 @@ from dissociated.errors import (
     DissociatedError,
     NodeUnreachable,
 )
-from dissociated.store.commit import StagedSegment
-from dissociated.store.version import NodeRecord, Part
 
 T = TypeVar("T")
 

@@ -27,8 +27,8 @@ The bodies and results of actions are JSON, except for the actions that Flight d
     forget    {node}                                 -> {}
     status    {}                                     -> the result of `ServerStatus.plain`
     RenewFlightEndpoint, CancelFlightInfo            messages of Flight.proto
-Catalogs and nodes call each other with prepare, over, register, heartbeat and leave. `dissociated.base.roles` has the
-role that each action needs if the catalog checks tokens or a secret.
+Catalogs and nodes call each other with prepare, over, register, heartbeat and leave. `dissociated.control.roles` has
+the role that each action needs if the catalog checks tokens or a secret.
 
 A segment in `commit` is the name of a segment in the stage of this catalog's own node, or {node, segment}. A catalog
 can have many nodes. A catalog that is created with an `upstream` is a node of that catalog and forwards calls to it.
@@ -51,7 +51,6 @@ from secrets import token_hex
 
 import pyarrow as pa
 
-from dissociated.base.access import Security
 from dissociated.base.fork import ProcessBound, leak, use_grpc
 from dissociated.base.host import boot_id, host_name
 from dissociated.catalog.base import Catalog
@@ -61,11 +60,12 @@ from dissociated.catalog.guard import server_options
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.local import LocalCatalog
 from dissociated.catalog.upstream import UpstreamCatalog
+from dissociated.control.access import Security
 from dissociated.control.catalog_uri import UNIX_SCHEME, check_socket, describe_reach, is_unix, socket_path, unix_uri
+from dissociated.control.version import NodeRecord
 from dissociated.datasets.base import Dataset
 from dissociated.errors import DissociatedError, TransportError, UriError
 from dissociated.monitoring.status import ServerStatus
-from dissociated.store.version import NodeRecord
 from dissociated.transport.framed.shm import runtime_directory
 from dissociated.uri import ANY_INTERFACE, Uri
 

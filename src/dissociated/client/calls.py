@@ -23,10 +23,10 @@ from dissociated.client.idle import IdleConnections
 from dissociated.client.lookup import Lookup, caller_identity
 from dissociated.client.request import MAX_PARALLEL, TIMEOUT, ReadRequest
 from dissociated.codec.options import ReadOptions, check_options
+from dissociated.control.commit import Commit, StagedSegment
 from dissociated.control.dataset_info import DatasetInfo, DatasetList
 from dissociated.control.flight_streams import parse_answer
 from dissociated.control.messages import NODE_FIELDS, VERSION_FIELDS, FieldTypes, has_fields, is_moment
-from dissociated.control.stage import StagePlace
 from dissociated.errors import (
     CatalogError,
     DatasetNotFound,
@@ -34,8 +34,8 @@ from dissociated.errors import (
     FormatError,
 )
 from dissociated.monitoring.status import ServerStatus
-from dissociated.store.commit import Commit, StagedSegment
 from dissociated.store.handover import hand_over
+from dissociated.store.stage import StagePlace
 
 T = TypeVar("T")
 

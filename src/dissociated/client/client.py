@@ -19,13 +19,13 @@ from dissociated.client.put import Progress, Put
 from dissociated.codec.device import DeviceReader
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.tensor import Tensor
+from dissociated.control.commit import Commit
 from dissociated.control.dataset_info import DatasetInfo
 from dissociated.control.locations import Endpoint
 from dissociated.datasets.base import Source
 from dissociated.datasets.sources import make_dataset
 from dissociated.errors import DatasetNotFound, OptionError, WrongKind
 from dissociated.memory.device.registry import open_device
-from dissociated.store.commit import Commit
 
 if TYPE_CHECKING:
     import polars as pl

@@ -15,12 +15,12 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from dissociated.base import tracing
-from dissociated.base.access import check_token
 from dissociated.base.exit import StreamThread
 from dissociated.base.fork import ProcessBound, leak, use_grpc
 from dissociated.client.request import ReadRequest
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.reader import check_field_names
+from dissociated.control.access import check_token
 from dissociated.control.catalog_uri import check_owner, is_unix, socket_path
 from dissociated.control.flight_streams import receive_get
 from dissociated.control.locations import Endpoint, flight_uris

@@ -21,10 +21,10 @@ from socketserver import TCPServer
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
-from dissociated.base.access import Authorize, Security, identify
 from dissociated.base.fork import ProcessBound
 from dissociated.base.host import is_loopback
-from dissociated.base.roles import PAGES, Role
+from dissociated.control.access import Authorize, Security, identify
+from dissociated.control.roles import PAGES, Role
 from dissociated.errors import OptionError, TransportError
 from dissociated.uri import Uri
 
@@ -56,7 +56,7 @@ Page: TypeAlias = Callable[[Message], Response]
 class HttpService(ProcessBound):
     """An HTTP server that answers GET requests for a set of pages. It may be closed while it answers requests.
 
-    If `security` has tokens, a request needs a token with the role that `dissociated.base.roles.PAGES` has for the
+    If `security` has tokens, a request needs a token with the role that `dissociated.control.roles.PAGES` has for the
     page. The token is a bearer token, or the password of HTTP basic authentication, which browsers ask their users for.
 
     Args:

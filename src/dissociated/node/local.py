@@ -13,10 +13,10 @@ from pathlib import Path
 from dissociated.base.host import boot_id, host_name
 from dissociated.client.client import Client
 from dissociated.control.catalog_uri import is_unix
-from dissociated.control.stage import StagePlace
 from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded, NodeUnreachable, StoreError, UriError
 from dissociated.node.launch import NodeAddress, default_store, ensure
 from dissociated.store.layout import NODE_LOG
+from dissociated.store.stage import StagePlace
 from dissociated.uri import Uri
 
 #: The environment variable with options of `dissociated node` for a node that is started on this host.

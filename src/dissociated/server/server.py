@@ -18,6 +18,7 @@ from dissociated.base.exit import act_at_exit
 from dissociated.base.fork import ProcessBound
 from dissociated.base.host import host_name
 from dissociated.codec.options import WriteOptions
+from dissociated.control.commit import Commit, check_name
 from dissociated.datasets.base import Dataset, Source
 from dissociated.datasets.broadcast import Broadcast
 from dissociated.datasets.live import Live
@@ -33,7 +34,6 @@ from dissociated.protocol.wire import Streams
 from dissociated.server.connections import Connections, open_listener
 from dissociated.server.endpoints import Endpoints
 from dissociated.server.options import ServerOptions, takes_fields
-from dissociated.store.commit import Commit, check_name
 from dissociated.store.segment import MemfdSink, Segment, SegmentWriter
 from dissociated.transport.base import Listener
 from dissociated.uri import Uri

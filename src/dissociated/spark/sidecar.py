@@ -61,6 +61,7 @@ from pyspark.sql.types import StructType
 from dissociated.base.oserrors import store_errors
 from dissociated.client.client import Client
 from dissociated.codec.reader import read_schema
+from dissociated.control.commit import Commit
 from dissociated.errors import DatasetNotFound, DissociatedError, RemoteProtocolError
 from dissociated.memory.region import AddressSpace
 from dissociated.memory.shared import Backing, seal
@@ -77,7 +78,6 @@ from dissociated.spark.stream import SharedStream
 from dissociated.spark.target import WriteTarget, parse_tags
 from dissociated.spark.types import arrow_schema
 from dissociated.spark.writer import commit
-from dissociated.store.commit import Commit
 
 _MAX_THREADS = 256  # the largest number of tasks of one executor
 _MAX_READERS = 64  # kept for later tasks

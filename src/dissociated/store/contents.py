@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from typing import Generic, TypeVar
 
-from dissociated.store.version import Version
+from dissociated.control.version import Version
 
 P = TypeVar("P")
 
