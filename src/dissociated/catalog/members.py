@@ -40,8 +40,7 @@ _log = logging.getLogger(__name__)
 
 PEER_TIMEOUT = 60.0  # seconds in which a peer must answer
 _ANSWER_TIMEOUT = 2.0  # seconds in which a live node answers a check of its id
-#: The seconds in which a node that registers must answer the catalog, and its host must acknowledge later calls.
-_REACH_TIMEOUT = 10.0
+_REACH_TIMEOUT = 10.0  # seconds in which a node that registers must answer the catalog
 _MAX_PEERS = 64  # nodes to which connections are kept
 _MAX_REFUSALS = 100  # refused nodes that are remembered
 #: The seconds by which the clocks of a node and of its catalog may differ without a warning.
@@ -70,14 +69,15 @@ class Peer(CatalogClient):
         uri: The URI of the other catalog.
         security: The credentials of this process.
         timeout: The number of seconds in which the other catalog must answer.
-        silence: See `CatalogConnection`.
     """
 
-    def __init__(
-        self, uri: str, security: Security, timeout: float = PEER_TIMEOUT, silence: float | None = None
-    ) -> None:
+    #: While a link is cut, a node misses heartbeats, and a commit holds up others. Both must soon notice it, and that
+    #: the link was repaired.
+    _silence = 5.0
+
+    def __init__(self, uri: str, security: Security, timeout: float = PEER_TIMEOUT) -> None:
         unlimited = sys.maxsize  # The final reader applies its own limit to relayed data.
-        super().__init__(uri, timeout, security.peer, security.roots, max_metadata=unlimited, silence=silence)
+        super().__init__(uri, timeout, security.peer, security.roots, max_metadata=unlimited)
 
     def forward_action(self, action: str, body: bytes) -> bytes:
         """Return the answer to an action whose body is not JSON."""
@@ -288,7 +288,7 @@ class Members:
         The caller must not see CatalogUnreachable, which leaves the result of a commit unknown. This catalog decides
         commits itself, so a silent node only means that nothing was published.
         """
-        with Peer(node.flight, self._security, silence=_REACH_TIMEOUT) as peer:
+        with Peer(node.flight, self._security) as peer:
             try:
                 if not node.alive:  # The process may be stopped, and a commit must not hold up others for a minute.
                     with Peer(node.flight, self._security, _ANSWER_TIMEOUT) as asked:
