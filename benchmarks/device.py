@@ -50,7 +50,8 @@ def run(gigabytes: float, rounds: int, name: str) -> None:
         (way, f"{took * 1e3:.1f}", f"{shape.nbytes / took / 1e9:.2f}", f"{limit / took:.2f}")
         for way, took in seconds.items()
     ]
-    print(f"{shape.nbytes / 1e9:.2f} GB in batches of {shape.nbytes / shape.batches / 1e6:.0f} MB onto {name}, median of {rounds} rounds\n")
+    size = shape.nbytes / shape.batches / 1e6
+    print(f"{shape.nbytes / 1e9:.2f} GB in batches of {size:.0f} MB onto {name}, median of {rounds} rounds\n")
     print(text.table(("FROM", "MS", "GB/S", "OF THE LIMIT"), rows, right=(1, 2, 3)))
     print(f"\nshm: {limit / seconds['shm']:.2f} of the limit; the goal is {_GOAL}\n")
     print(

@@ -99,6 +99,13 @@ def test_at_the_base_is_only_what_several_rooms_stand_on(imports: dict[str, set[
         assert floor(module) < FLOORS.index("base") or len(users) > 1, f"{module} is for {users} alone"
 
 
+def test_no_small_file_serves_one_other_alone(imports: dict[str, set[str]]) -> None:
+    """A file under 60 lines with one importer belongs in that importer. Entry points have none."""
+    users = {module: [user for user, names in imports.items() if module in names] for module in MODULES}
+    small = {module for module, path in MODULES.items() if len(path.read_text().splitlines()) < 60}
+    assert [f"{module} is for {users[module][0]} alone" for module in small if len(users[module]) == 1] == []
+
+
 def test_no_room_imports_upward(imports: dict[str, set[str]]) -> None:
     upward = {
         module: names

@@ -44,7 +44,7 @@ def place(
 ) -> Iterator[tuple[str, Path]]:
     """Yield the URI of a node or of its catalog, with a dataset in it, and the staging directory."""
     # Sweep the leftovers of killed writers within a second instead of ten.
-    monkeypatch.setattr(service, "_SWEEP_TICKS", 1)
+    monkeypatch.setattr(service, "SWEEP_TICKS", 1)
     with ExitStack() as running:
         store = tmp_path / "store"
         catalog = None

@@ -16,7 +16,7 @@ import dissociated as dis
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, DissociatedError, RemoteError
 from dissociated.protocol.message import Message
 from dissociated.transport.base import Connection
-from dissociated.transport.native.fabric.control import CONTROL_SIZE, LARGE, Kind
+from dissociated.transport.native.fabric.messages import CONTROL_SIZE, LARGE, Kind
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 from support.fabric_peer import CONTROL, fabric_client, progress_until

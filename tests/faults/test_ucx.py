@@ -23,7 +23,7 @@ import pytest
 import dissociated as dis
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtocolError, TransportError
 from dissociated.store.files import claim_unused
-from dissociated.transport.native.ucx.connection import UcxConnection
+from dissociated.transport.native.connection import NativeConnection
 from dissociated.transport.native.ucx.libucp import ucp
 from support import ucx_peer
 from support.helpers import wait_until
@@ -125,9 +125,7 @@ def connecting_fails(spawn: Spawn, process: subprocess.Popen[str], uri: str) -> 
     assert said.startswith(("TransportError connecting to", "ConnectionClosed", "RemoteProtocolError")), said
 
 
-@pytest.mark.parametrize(
-    ("stage", "mode"), [*product(SERVER_STAGES, ["peer"]), *product(FEWER_STAGES, ["none"])]
-)
+@pytest.mark.parametrize(("stage", "mode"), [*product(SERVER_STAGES, ["peer"]), *product(FEWER_STAGES, ["none"])])
 def test_server_is_killed(spawn: Spawn, stage: str, mode: str) -> None:
     process, uri = start_server(spawn, mode, SERVER_STAGES[stage])
     if (stage, mode) == ("accepted", "none"):
@@ -337,13 +335,13 @@ def test_server_ends_before_its_memory_is_fetched(
 ) -> None:
     process = spawn("-c", SERVER, f"ucx:?err_mode={mode}&rma=allow")
     ticket, uri = line(process).split()
-    fetch = UcxConnection.fetch
+    fetch = NativeConnection.fetch
 
     def fetching(*arguments: object) -> None:
         end_by(process, by)
         fetch(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(UcxConnection, "fetch", fetching)
+    monkeypatch.setattr(NativeConnection, "fetch", fetching)
     # Over lanes that need no help from the memory's owner, the client reads on after the server has sent all addresses.
     reachable = mode == "none" and by is signal.SIGSTOP
     gone = (ConnectionClosed, RemoteProtocolError)

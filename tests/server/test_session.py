@@ -28,7 +28,7 @@ def live_source(count: int) -> pa.RecordBatchReader:
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_live_stream_goes_on_in_another_region(serve: Serve, monkeypatch: pytest.MonkeyPatch, keep: bool) -> None:
-    monkeypatch.setattr(live, "_SPAN", 1 << 20)  # 13 batches of 80 kB
+    monkeypatch.setattr(live, "SPAN", 1 << 20)  # 13 batches of 80 kB
     monkeypatch.setattr(live.LiveRegion, "size", 1 << 20)
     server = serve("shm:")
     server.publish("live", lambda: live_source(100))
@@ -44,7 +44,7 @@ def test_a_live_stream_goes_on_in_another_region(serve: Serve, monkeypatch: pyte
 
 
 def test_the_limit_counts_what_is_held_in_all_regions(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "_SPAN", 1 << 20)
+    monkeypatch.setattr(live, "SPAN", 1 << 20)
     monkeypatch.setattr(live.LiveRegion, "size", 1 << 20)
     server = serve("shm:", live_limit=1 << 21)
     server.publish("live", lambda: live_source(100))  # 8 MB

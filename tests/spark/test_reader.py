@@ -482,8 +482,7 @@ def test_cuts_lie_between_batches_where_that_is_near(
     assert slices(sizes, count) == expected
 
 
-@pytest.mark.parametrize("in_jvm", [True, False])
-@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+@pytest.mark.parametrize(("transport", "in_jvm"), [("shm", True), ("tcp", True), ("grpc", True), ("tcp", False)])
 def test_the_text_of_a_source_s_exception_does_not_reach_a_query(
     spark: SparkSession,
     server: dis.Server,

@@ -71,9 +71,11 @@ from dissociated.uri import ANY_INTERFACE, Uri
 
 _log = logging.getLogger(__name__)
 
-_STOP_TIMEOUT = 5.0  # seconds
+#: Seconds that the end of a thread may take.
+STOP_TIMEOUT = 5.0
 _TICK_INTERVAL = 1.0  # seconds between two ticks, which may reconcile
-_SWEEP_TICKS = 10  # ticks between two sweeps of the staging directory
+#: Ticks between two sweeps of the staging directory.
+SWEEP_TICKS = 10
 _ANY_INTERFACE = (*ANY_INTERFACE, "[::]")
 
 
@@ -180,7 +182,7 @@ class CatalogService(ProcessBound):
                 if time.monotonic() >= last + self.catalog.reconcile_interval:
                     last = time.monotonic()
                     self.catalog.reconcile()
-                if ticks % _SWEEP_TICKS == 0:
+                if ticks % SWEEP_TICKS == 0:
                     self.catalog.holdings.backend.sweep()
             except DissociatedError as error:
                 _log.warning("reconcile failed: catalog=%s error=%s", self.uri, error)
@@ -193,11 +195,11 @@ class CatalogService(ProcessBound):
             return
         self._stopped.set()
         if self._ticker is not None:
-            self._ticker.join(_STOP_TIMEOUT)
+            self._ticker.join(STOP_TIMEOUT)
         self.catalog.close()
         stopping = threading.Thread(target=self._flight.shutdown, name="catalog shutdown", daemon=True)
         stopping.start()
-        stopping.join(_STOP_TIMEOUT)
+        stopping.join(STOP_TIMEOUT)
         if stopping.is_alive():
             _log.warning("shutdown timed out, a client still has an open stream: catalog=%s", self.uri)
             return

@@ -22,6 +22,7 @@ from dissociated.client.flight_connection import CatalogConnection, open_flight,
 from dissociated.client.idle import IdleConnections
 from dissociated.client.lookup import Lookup, caller_identity
 from dissociated.client.request import MAX_PARALLEL, TIMEOUT, ReadRequest
+from dissociated.client.sql_database import SqlDatabase
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.control.commit import Commit, StagedSegment
 from dissociated.control.dataset_info import DatasetInfo, DatasetList
@@ -45,8 +46,9 @@ class CatalogClient:
 
     A client that is unpickled connects anew with the same parameters. The pickle contains the token.
 
-    `call_flight`, `describe_version`, `discard`, `do_action`, `reserve`, `stage` and `with_uri` are internal: nodes,
-    writers and other rooms of this library call them. `silence` is internal, too: see `CatalogConnection`.
+    `call_flight`, `describe_version`, `discard`, `do_action`, `reserve`, `sql_database`, `stage` and `with_uri` are
+    internal: nodes, writers and other rooms of this library use them. `silence` is internal, too: see
+    `CatalogConnection`.
 
     Raises:
         CatalogError: The catalog cannot be reached, or refuses a call.
@@ -73,6 +75,8 @@ class CatalogClient:
         self.defaults = ReadRequest(
             timeout=timeout, max_metadata=max_metadata, max_parallel=max_parallel, idle=IdleConnections()
         )
+        #: Database in which queries of SQL run.
+        self.sql_database = SqlDatabase()
         self.uri = uri
         self._trust = {
             "tls": {} if tls_roots is None else {"roots": os.fspath(tls_roots)},
@@ -364,7 +368,11 @@ class CatalogClient:
             raise CatalogError(f"the catalog at {self.uri} answered with what cannot be read: {error}") from None
 
     def close(self) -> None:
-        """Close the connection to the catalog, and idle connections to servers. Streams that are open stay open."""
+        """Close the connection to the catalog, idle connections to servers, and the database of `Client.sql`.
+
+        Streams that are open stay open.
+        """
+        self.sql_database.close()
         if self.defaults.idle is not None:
             self.defaults.idle.close()
         self._calls.close()

@@ -12,8 +12,8 @@ from queue import SimpleQueue
 import pyarrow as pa
 
 from dissociated.base.buffers import MAX_BODY, MAX_METADATA, Buffer
+from dissociated.codec.join import attach
 from dissociated.codec.options import ReadOptions
-from dissociated.codec.placed_bodies import attach
 from dissociated.codec.reader import PeerReader, StreamReader
 from dissociated.errors import FormatError, OptionError, RemoteProtocolError
 from dissociated.ipc.decoding import Decoder, Listener

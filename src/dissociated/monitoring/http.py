@@ -32,7 +32,8 @@ _log = logging.getLogger(__name__)
 
 _REQUEST_TIMEOUT = 10.0  # seconds in which a client must send more of its request, or take more of the response
 _MAX_REQUESTS = 8  # at the same time
-_LEAST_TIME = 0.5  # seconds that each request may take, however many clients connect
+#: Seconds that each request may take, however many clients connect.
+LEAST_TIME = 0.5
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -127,13 +128,13 @@ class _Http(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer a connection in a new thread. At the limit, wait for a request to end, or close the oldest request.
 
-        Each request has at least `_LEAST_TIME`. Otherwise, clients that reconnect as soon as they are closed would
+        Each request has at least `LEAST_TIME`. Otherwise, clients that reconnect as soon as they are closed would
         leave no time for others.
         """
         with self._lock:
             while len(self._requests) >= _MAX_REQUESTS:
                 oldest, since = next(iter(self._requests.items()))
-                remaining = since + _LEAST_TIME - time.monotonic()
+                remaining = since + LEAST_TIME - time.monotonic()
                 if remaining > 0:
                     self._lock.wait(remaining)
                     continue

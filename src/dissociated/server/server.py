@@ -252,23 +252,18 @@ class Server(ProcessBound):
             partial(MemfdSink, name, lambda segment: self.publish_segments(name, [segment])), schema, options
         )
 
-    def publish_segments(self, name: str, segments: Sequence[Segment], *, append: bool = False) -> None:
+    def publish_segments(self, name: str, segments: Sequence[Segment]) -> None:
         """Publish segments under `name`, all at once.
 
         Args:
             name: the name of the dataset.
             segments: the segments, in order.
-            append: whether they follow the segments that are published under this name already.
 
         Raises:
-            SourceError: if schemas differ, there are too many segments, or `append` is set and the published dataset
-                does not consist of segments.
+            SourceError: if schemas differ, or there are too many segments.
         """
         self.check_process()
         with self._changing:
-            existing = self.registry.find_name(name) if append else None
-            if existing is not None:
-                segments = [*existing.appendable(), *segments]
             self._publish(SegmentsDataset(name, segments))
 
     def _publish(self, new: Dataset, ttl: float | None = None) -> None:

@@ -15,7 +15,8 @@ from dissociated.base.oserrors import store_errors
 from dissociated.store.memfds import FD
 from dissociated.store.segment import Segment
 
-_MAX_SEGMENTS = 1 << 12  # each segment has a mapping, and a process may have 65,530 of them
+#: Segments that are kept open. Each has a mapping, and a process may have 65,530 of them.
+MAX_SEGMENTS = 1 << 12
 _DESCRIPTOR_SHARE = 8  # the cache holds a segment per 8 descriptors that the process may have; a segment takes two
 
 
@@ -91,7 +92,7 @@ class SegmentCache:
         if self._fixed_cap is not None:
             return self._fixed_cap
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return _MAX_SEGMENTS if soft == resource.RLIM_INFINITY else min(_MAX_SEGMENTS, soft // _DESCRIPTOR_SHARE)
+        return MAX_SEGMENTS if soft == resource.RLIM_INFINITY else min(MAX_SEGMENTS, soft // _DESCRIPTOR_SHARE)
 
     def get(self, id: str) -> OpenSegments | None:
         """Return the open segments of a version, or None. The version then counts as the last one read."""

@@ -19,8 +19,7 @@ from dissociated.memory.region import Region
 from dissociated.memory.remote import Span, with_spans
 from dissociated.protocol.message import Message
 from dissociated.transport.base import Connection, Listener
-from dissociated.transport.native.ucx import connection as connections
-from dissociated.transport.native.ucx import endpoint
+from dissociated.transport.native.ucx import channel, endpoint
 from dissociated.transport.native.ucx.closing import ClosingConnection, ClosingConnections
 from dissociated.transport.native.ucx.libucp import installed_library
 from dissociated.transport.native.ucx.worker import Worker
@@ -309,7 +308,7 @@ def test_a_client_for_which_there_is_no_descriptor_is_told_so_at_once(no_eventfd
 
 
 def test_an_interrupted_close_leaves_nothing() -> None:
-    for module, function in ((connections, "_let_arrive"), (endpoint, "advance_closing")):
+    for module, function in ((channel, "_let_arrive"), (endpoint, "advance_closing")):
         with (
             case(function),
             leaving_nothing(),
