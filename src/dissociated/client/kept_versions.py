@@ -20,10 +20,10 @@ _MAX_VERSIONS = 64
 
 
 @dataclass
-class _Kept:
+class _Entry:
     info: DatasetInfo
     mapped: MappedVersion
-    used: float  # by time.monotonic
+    last_use: float  # by time.monotonic
 
 
 class KeptVersions(ProcessBound):
@@ -35,7 +35,7 @@ class KeptVersions(ProcessBound):
     """
 
     def __init__(self) -> None:
-        self._kept: dict[str, _Kept] = {}  # by name; the version that was used last is the last one
+        self._entries: dict[str, _Entry] = {}  # by name; the version that was used last is the last one
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread: StreamThread | None = None
@@ -44,16 +44,16 @@ class KeptVersions(ProcessBound):
     def get(self, info: DatasetInfo) -> MappedVersion | None:
         """Return the version that the catalog has described, if it is kept."""
         with self._lock:
-            kept = self._kept.get(info.name)
-            if kept is None or _identity(kept.info) != _identity(info):
+            entry = self._entries.get(info.name)
+            if entry is None or _identity(entry.info) != _identity(info):
                 return None
-            self._keep(kept)
-            return kept.mapped
+            self._keep(entry)
+            return entry.mapped
 
     def put(self, info: DatasetInfo, mapped: MappedVersion) -> None:
         """Keep a version in place of the others of its name."""
         with self._lock:
-            self._keep(_Kept(info, mapped, 0.0))
+            self._keep(_Entry(info, mapped, 0.0))
             if self._thread is None:
                 self.bind_to_process()  # a child that keeps versions may fork, too
                 self._closing.clear()
@@ -62,26 +62,26 @@ class KeptVersions(ProcessBound):
                     self._thread.start()
                 except TransportError:  # the system has no more threads, and this version is not kept
                     self._thread = None
-                    self._kept.clear()
+                    self._entries.clear()
 
-    def _keep(self, kept: _Kept) -> None:
-        kept.used = time.monotonic()
-        self._kept.pop(kept.info.name, None)
-        self._kept[kept.info.name] = kept
-        if len(self._kept) > _MAX_VERSIONS:
-            del self._kept[next(iter(self._kept))]
+    def _keep(self, entry: _Entry) -> None:
+        entry.last_use = time.monotonic()
+        self._entries.pop(entry.info.name, None)
+        self._entries[entry.info.name] = entry
+        if len(self._entries) > _MAX_VERSIONS:
+            del self._entries[next(iter(self._entries))]
 
     def _expire(self) -> None:
         """Remove versions when they are old, until there are none."""
         while True:
             with self._lock:
                 now = time.monotonic()
-                self._kept = {name: kept for name, kept in self._kept.items() if kept.used + MAX_AGE > now}
-                if self._closing.is_set() or not self._kept:
-                    self._kept.clear()
+                self._entries = {name: entry for name, entry in self._entries.items() if entry.last_use + MAX_AGE > now}
+                if self._closing.is_set() or not self._entries:
+                    self._entries.clear()
                     self._thread = None
                     return
-                pause = min(kept.used for kept in self._kept.values()) + MAX_AGE - now
+                pause = min(entry.last_use for entry in self._entries.values()) + MAX_AGE - now
             self._closing.wait(pause)
 
     def stop(self) -> None:
@@ -91,12 +91,12 @@ class KeptVersions(ProcessBound):
     def close(self) -> None:
         """Keep nothing. Memory is given back when the last query that reads it ends."""
         with self._lock:
-            self._kept.clear()
+            self._entries.clear()
             self._closing.set()
 
     def after_fork_in_child(self) -> None:
         """Forget the versions, which the parent keeps, and the thread, which the child lacks."""
-        self._kept = {}
+        self._entries = {}
         self._lock = threading.Lock()  # a thread of the parent may hold the other
         self._closing = threading.Event()
         self._thread = None

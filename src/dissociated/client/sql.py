@@ -227,13 +227,13 @@ class _SqlHandle(DatasetHandle):
 
     def __init__(self, client: CatalogClient, info: DatasetInfo, failures: list[Failure]) -> None:
         kept_versions = client.sql_database.kept_versions
-        kept = kept_versions.get(info)
-        super().__init__(client, info, reader=_RecordingReader(client, info, failures, kept))
+        kept_version = kept_versions.get(info)
+        super().__init__(client, info, reader=_RecordingReader(client, info, failures, kept_version))
         self._lock = threading.Lock()  # DuckDB scans in its own threads
         self._statement: str | None = None  # which begins; its scans may be refused
         self._has_refused = False
         self._mapped = self._reader.map(client.defaults, described_now=True)
-        if self._mapped is not None and kept is None:
+        if self._mapped is not None and kept_version is None:
             kept_versions.put(info, self._mapped)
         #: The form in which DuckDB reads the dataset best if it needs most rows: a Table if the rows are mapped.
         self.whole: Any = self if self._mapped is None else self.to_table()
