@@ -15,7 +15,8 @@ flights: .venv/demo.stamp
 # Where an environment forbids bytecode, each of the many interpreters that tests start would compile the library anew.
 test: export PYTHONDONTWRITEBYTECODE =
 test: .venv/dev.stamp
-	$(MAKE) --jobs 2 --output-sync lint .venv/spark.jsa # a core for each: without its cache, mypy takes as long
+	# A core for each: without its cache, mypy takes as long as the other two.
+	$(MAKE) --jobs 2 --output-sync lint .venv/collected.stamp
 	$(BIN)/python -m pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: .venv/dev.stamp
@@ -68,6 +69,12 @@ check-tag:
 # Made once for a virtual environment, in 40 s of processor: each of the dozen Javas of a run then starts in 6 s less.
 .venv/spark.jsa: .venv/dev.stamp
 	cd tests && ../$(BIN)/python -m spark.archive ../$@
+
+# Compiles the tests once, in 15 s of processor: otherwise each of the five workers of a first run would do so. If that
+# fails, the run says why.
+.venv/collected.stamp: .venv/spark.jsa
+	-$(BIN)/python -m pytest --collect-only --quiet --quiet > /dev/null
+	touch $@
 
 .venv/%.stamp: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

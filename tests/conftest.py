@@ -32,6 +32,7 @@ TESTS = Path(__file__).parent
 
 # A loaded machine with two cores exceeds any deadline of Hypothesis. pytest-timeout stops tests that hang.
 settings.register_profile("dissociated", deadline=None)
+settings.register_profile("thorough", deadline=None, max_examples=1_000)
 settings.load_profile("dissociated")
 
 # A shell script that starts the run with `&` makes it ignore SIGINT. The commands that tests interrupt would inherit
@@ -60,10 +61,6 @@ def pytest_collection_finish() -> None:
     """Exclude the objects of the imported modules from garbage collection, which runs after many tests."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()
 
 
 #: Paths of the slowest tests. They start first, so that no worker runs one alone at the end.

@@ -79,7 +79,7 @@ def test_systemd_takes_the_unit(unit: Path, tmp_path: Path) -> None:
 def test_the_node_of_a_deployment_serves(command: str, tmp_path: Path, start: Start) -> None:
     (tmp_path / "arrow").mkdir(mode=0o700)
     arguments, ports = adapted(command, tmp_path)
-    node = start(*arguments, forked=False)
+    node = start(*arguments)
     with dis.connect(f"grpc://127.0.0.1:{ports['8815']}") as client:
         client.put("t", TABLE)
         for transport in ("shm", "tcp", "grpc"):
@@ -94,7 +94,7 @@ def test_the_node_of_a_deployment_serves(command: str, tmp_path: Path, start: St
 def test_the_catalog_of_a_deployment_has_nodes(tmp_path: Path, start: Start) -> None:
     (tmp_path / "arrow").mkdir(mode=0o700)
     arguments, _ = adapted(unit_command(DEPLOY / "dissociated-catalog.service"), tmp_path)
-    catalog = start(*arguments, forked=False)
+    catalog = start(*arguments)
     port = catalog.uri.rpartition(":")[2]
     node = start(
         "node", "--store", tmp_path / "store", "--catalog", f"grpc://127.0.0.1:{port}", "--flight", "grpc://127.0.0.1:0"

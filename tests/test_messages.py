@@ -67,8 +67,12 @@ def templates(node: ast.expr) -> Iterator[tuple[str, tuple[str, ...], tuple[str,
 
 
 @cache
-def modules() -> list[tuple[str, ast.Module]]:
-    return [(str(path.relative_to(SOURCE)), ast.parse(path.read_text())) for path in sorted(SOURCE.rglob("*.py"))]
+def modules() -> list[tuple[str, list[ast.AST]]]:
+    """Return the name of each module, and the nodes of its syntax tree."""
+    return [
+        (str(path.relative_to(SOURCE)), [*ast.walk(ast.parse(path.read_text()))])
+        for path in sorted(SOURCE.rglob("*.py"))
+    ]
 
 
 def called(node: ast.Call) -> str:
@@ -86,8 +90,8 @@ ERRORS = {
 
 
 def _raised() -> Iterator[Message]:
-    for name, module in modules():
-        for node in ast.walk(module):
+    for name, nodes in modules():
+        for node in nodes:
             if isinstance(node, ast.Call) and called(node) in ERRORS:
                 for argument in node.args:
                     for text, quoted, bare in templates(argument):
@@ -97,8 +101,8 @@ def _raised() -> Iterator[Message]:
 
 def log_calls() -> Iterator[tuple[str, ast.expr]]:
     """Yield the place of each log call, and the argument that is its message."""
-    for name, module in modules():
-        for node in ast.walk(module):
+    for name, nodes in modules():
+        for node in nodes:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 method, owner = node.func.attr, ast.unparse(node.func.value)
                 if method in LEVELS | WITH_LEVEL and re.fullmatch(r"(.*[._])?log", owner):
@@ -166,8 +170,8 @@ def test_an_exception_that_users_can_catch_has_a_code() -> None:
     bases = {"BaseException", "Exception", *numbered}
     found = {
         node.name
-        for _, module in modules()
-        for node in ast.walk(module)
+        for _, nodes in modules()
+        for node in nodes
         if isinstance(node, ast.ClassDef) and not bases.isdisjoint(map(ast.unparse, node.bases))
     }
     assert {name for name in found if not name.startswith("_")} - numbered == set()
@@ -198,8 +202,8 @@ def test_the_message_of_a_log_call_is_written_in_the_call() -> None:
 def test_each_phrase_that_the_command_line_replaces_is_in_a_message() -> None:
     texts = {
         node.value
-        for name, module in modules()
-        for node in ast.walk(module)
+        for name, nodes in modules()
+        for node in nodes
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and name != "cli/__init__.py"
     }
     assert len(cli.PHRASES) > 5

@@ -19,6 +19,16 @@ OPENERS = {"what", "who", "whoever", "whatever", "those", "one", "ones", "where"
 PLACES = [("src", "py"), ("tests", "py"), ("benchmarks", "py"), ("examples", "py"), ("docs", "md"), (".", "md")]
 
 
+def docstrings(node: ast.AST) -> Iterator[str]:
+    """Yield the docstrings in a module or a statement. Expressions have none, and are most of a syntax tree."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        yield ast.get_docstring(node) or ""
+    for name in ("body", "orelse", "handlers", "finalbody", "cases"):
+        below = getattr(node, name, ())
+        for statement in below if isinstance(below, list) else ():
+            yield from docstrings(statement)
+
+
 def texts(path: Path) -> Iterator[str]:
     """Yield each docstring and comment of a Python file, or each paragraph of a page, without its code."""
     content = path.read_text()
@@ -27,9 +37,7 @@ def texts(path: Path) -> Iterator[str]:
             if not block.lstrip().startswith(("|", "<", "#")):
                 yield block
         return
-    for node in ast.walk(ast.parse(content)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield ast.get_docstring(node) or ""
+    yield from docstrings(ast.parse(content))
     yield from COMMENT.findall(content)
 
 

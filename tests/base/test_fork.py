@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import subprocess
-import sys
 import textwrap
 
 import pyarrow as pa
@@ -14,13 +13,17 @@ import pytest
 import dissociated as dis
 from support import workers
 from support.helpers import PATIENCE
+from support.processes import Fork
+
+pytestmark = pytest.mark.usefixtures("forks")
 
 #: Datasets whose values give their own positions.
 BEGIN = """
-    import gc, os, signal, sys
+    import gc, os, signal, sys, warnings
     import pyarrow as pa
     import dissociated as dis
 
+    warnings.simplefilter("ignore", DeprecationWarning)  # of forks of a process with threads
     ROWS, BATCHES = 4096, 6
 
     def batch(number):
@@ -109,14 +112,9 @@ FORKS = """
 
 def run(*parts: str) -> None:
     script = "".join(map(textwrap.dedent, parts))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script],
-        timeout=3 * PATIENCE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert (done.returncode, done.stdout) == (0, "")
+    with Fork("-c", script, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        printed, _ = process.communicate(timeout=3 * PATIENCE)
+    assert (process.returncode, printed) == (0, "")
 
 
 def test_a_child_takes_nothing_from_its_parent_however_it_ends() -> None:

@@ -35,8 +35,12 @@ from dissociated.node.launch import running
 from dissociated.store.segment import Segment, SegmentWriter
 from support import processes
 from support.helpers import Child, wait_until
+from support.processes import Fork
 
-_ENVIRONMENT = ("DISSOCIATED_CATALOG", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE")
+from .shell import ENVIRONMENT, call
+
+pytestmark = pytest.mark.usefixtures("forks")
+
 PATIENCE = 30.0  # seconds; only failing tests wait this long
 TABLE = pa.table({"n": range(1000), "text": [f"value {n % 7}" if n % 5 else None for n in range(1000)]})
 
@@ -45,31 +49,15 @@ def command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "dissociated", *map(str, arguments)]
 
 
-def run(*arguments: str | Path, given: bytes = b"", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command within this process, which saves half a second, with `given` on its standard input."""
-    stdin = io.TextIOWrapper(io.BufferedReader(io.BytesIO(given)))
-    written = [io.BytesIO(), io.BytesIO()]
-    stdout, stderr = (io.TextIOWrapper(one, encoding="utf-8", write_through=True) for one in written)
-    with pytest.MonkeyPatch.context() as patch:
-        for name in _ENVIRONMENT:
-            patch.delenv(name, raising=False)
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        for name, stream in {"stdin": stdin, "stdout": stdout, "stderr": stderr}.items():
-            patch.setattr(sys, name, stream)
-        try:
-            status = main([*map(str, arguments)])
-        except SystemExit as exit:
-            status = int(exit.code or 0)
-    return subprocess.CompletedProcess(
-        [*map(str, arguments)], status, *(one.getvalue().decode(errors="replace") for one in written)
-    )
-
-
 def in_terminal(columns: int, arguments: list[str], **environment: str) -> str:
     """Return the output of a command in a terminal with this number of columns."""
-    around = {name: value for name, value in os.environ.items() if name not in _ENVIRONMENT}
+    around = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
     return processes.in_terminal(columns, arguments, {**around, **environment})
+
+
+def started(*arguments: str | Path, **options: Any) -> Fork:
+    """Start the command in a process of its own, whose output is a pipe."""
+    return Fork("-m", "dissociated", *arguments, stdout=subprocess.PIPE, **options)
 
 
 def until_catalog(output: IO[str]) -> str:
@@ -104,9 +92,9 @@ def size(files: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def catalog(files: Path) -> Iterator[str]:
+def catalog(forks: None, files: Path) -> Iterator[str]:
     """Yield the catalog of a `dissociated serve` of both files."""
-    with Child(command("serve", files), stdout=subprocess.PIPE, text=True) as process:
+    with started("serve", files) as process:
         assert process.stdout is not None
         yield until_catalog(process.stdout).split()[-1]
         process.terminate()
@@ -116,8 +104,7 @@ def catalog(files: Path) -> Iterator[str]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_serve_ends_at_a_signal_and_leaves_nothing(files: Path, size: str, tmp_path: Path, number: int) -> None:
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
-    arguments = command("serve", files / "planes.arrow")
-    with Child(arguments, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with started("serve", files / "planes.arrow", env=environment) as process:
         assert process.stdout is not None
         printed = until_catalog(process.stdout)
         assert len(list(tmp_path.glob("dissociated/*.sock"))) == 1
@@ -140,7 +127,7 @@ def test_a_server_leaves_signals_to_the_program(number: int) -> None:
         "    while True:\n"
         "        time.sleep(0.1)\n"  # not for ever: a signal that came just before the sleep would not end it
     )
-    with Child([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+    with Fork("-c", script, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("grpc://")
         process.send_signal(number)
@@ -148,44 +135,44 @@ def test_a_server_leaves_signals_to_the_program(number: int) -> None:
 
 
 def test_ls(catalog: str, size: str) -> None:
-    listed = run("ls", catalog)
+    listed = call("ls", catalog)
     assert listed.returncode == 0
     assert listed.stdout.splitlines() == [
         "NAME      ROWS     SIZE  COLUMNS  VERSION",
         "flights  1,000        -        2        1",
         f"planes   1,000  {size}        2        1",
     ]
-    long = run("ls", "--long", DISSOCIATED_CATALOG=catalog).stdout.splitlines()
+    long = call("ls", "--long", DISSOCIATED_CATALOG=catalog).stdout.splitlines()
     assert long[0].split()[5:] == ["CREATED", "EXPIRES", "HOSTS", "TRANSPORTS", "TAGS"]
     assert "shm tcp" in long[1]
     for one in ("pl*", "planes"):
-        assert run("ls", one, "--catalog", catalog).stdout.split()[5:] == ["planes", "1,000", *size.split(), "2", "1"]
-    (plain,) = json.loads(run("ls", "--json", f"{catalog}/flights").stdout)
+        assert call("ls", one, "--catalog", catalog).stdout.split()[5:] == ["planes", "1,000", *size.split(), "2", "1"]
+    (plain,) = json.loads(call("ls", "--json", f"{catalog}/flights").stdout)
     assert plain["rows"] == 1000
     assert plain["schema"][1] == {"name": "text", "type": "string", "nullable": True}
     assert {uri.partition(":")[0] for uri in plain["locations"]} == {"shm", "tcp", "arrow-flight-reuse-connection"}
 
 
 def test_describe_and_versions(catalog: str, size: str) -> None:
-    described = run("describe", f"{catalog}/planes", "--long").stdout.splitlines()
+    described = call("describe", f"{catalog}/planes", "--long").stdout.splitlines()
     assert described[0] == f"planes: 1,000 rows, {size}"
     assert re.fullmatch(r"version 1 of \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", described[1])
     assert described[3:6] == ["COLUMN  TYPE", "n       int64", "text    string"]
     assert described[7].split() == ["PART", "ROWS", "HOSTS", "TRANSPORTS"]
     assert described[10].startswith("shm:///")
-    versions = run("versions", "planes", DISSOCIATED_CATALOG=catalog).stdout.splitlines()
+    versions = call("versions", "planes", DISSOCIATED_CATALOG=catalog).stdout.splitlines()
     assert versions[0].split() == ["VERSION", "ROWS", "CREATED", "STATE"]
     assert (versions[1].split()[0], versions[1].split()[-1]) == ("1", "current")
-    (told,) = json.loads(run("versions", f"{catalog}/planes", "--json").stdout)
+    (told,) = json.loads(call("versions", f"{catalog}/planes", "--json").stdout)
     assert datetime.fromisoformat(told["created"]).tzinfo is not None
 
 
 def test_head_and_cat_show_rows(catalog: str) -> None:
-    shown = run("head", f"{catalog}/planes", "-n", "2")
+    shown = call("head", f"{catalog}/planes", "-n", "2")
     assert shown.stdout == "n  text\n0  NULL\n1  value 1\n"
-    assert run("cat", f"{catalog}/flights", "--rows", "6:8", "--columns", "text").stdout == "text\nvalue 6\nvalue 0\n"
-    assert run("cat", f"{catalog}/planes", "--rows", ":0").stdout == "n  text\n"
-    lines = run("cat", f"{catalog}/planes", "--rows", "995:", "-f", "jsonl").stdout.splitlines()
+    assert call("cat", f"{catalog}/flights", "--rows", "6:8", "--columns", "text").stdout == "text\nvalue 6\nvalue 0\n"
+    assert call("cat", f"{catalog}/planes", "--rows", ":0").stdout == "n  text\n"
+    lines = call("cat", f"{catalog}/planes", "--rows", "995:", "-f", "jsonl").stdout.splitlines()
     assert [json.loads(line) for line in lines] == TABLE.slice(995).to_pylist()
 
 
@@ -193,13 +180,13 @@ def test_head_cat_and_get_take_conditions(catalog: str, tmp_path: Path) -> None:
     condition = "n >= 10 and (text = 'value 4' or text is null)"
     expected = [row for row in TABLE.to_pylist() if row["n"] >= 10 and row["text"] in ("value 4", None)]
     for name in ("planes", "flights"):
-        lines = run(
+        lines = call(
             "cat", f"{catalog}/{name}", "--filter", condition, "-f", "jsonl", "--transport", "tcp"
         ).stdout.splitlines()
         assert [json.loads(line) for line in lines] == expected
-        shown = run("head", f"{catalog}/{name}", "-n", "2", "--filter", condition, "--columns", "n").stdout.split()
+        shown = call("head", f"{catalog}/{name}", "-n", "2", "--filter", condition, "--columns", "n").stdout.split()
         assert shown == ["n", *(str(row["n"]) for row in expected[:2])]
-    got = run("get", f"{catalog}/planes", "-o", tmp_path / "some.parquet", "--filter", "n < 5", "--rows", "3:10")
+    got = call("get", f"{catalog}/planes", "-o", tmp_path / "some.parquet", "--filter", "n < 5", "--rows", "3:10")
     assert got.stderr.startswith("planes: 2 rows, ")
     assert pq.read_table(tmp_path / "some.parquet") == TABLE.slice(3, 2)
 
@@ -209,19 +196,18 @@ def test_sql_asks_datasets_by_their_names(catalog: str, files: Path) -> None:
     with duckdb.connect() as connection:
         connection.register("flights", TABLE)
         expected = connection.execute(question).fetchall()
-    arguments = command("sql", question, "-f", "jsonl", "--catalog", catalog)
-    told = subprocess.run(arguments, capture_output=True, text=True, timeout=PATIENCE)
+    told = call("sql", question, "-f", "jsonl", "--catalog", catalog)
     assert told.stderr == ""
     assert [tuple(json.loads(line).values()) for line in told.stdout.splitlines()] == expected
     twice = "SELECT count(*) AS c FROM flights a JOIN planes b USING (n) JOIN planes p USING (n)"
-    assert run("sql", given=twice.encode(), DISSOCIATED_CATALOG=catalog).stdout == "   c\n1000\n"
+    assert call("sql", given=twice.encode(), DISSOCIATED_CATALOG=catalog).stdout == "   c\n1000\n"
     for asked, why in [
         ("SELECT * FROM nothing", "DuckDB has no table 'nothing', and no dataset 'nothing' is published here"),
         ("SELEC 1", "Parser Error: syntax error"),
         ("FROM client", "no dataset 'client' is published here"),  # SQL does not see variables of the command
         ("SELECT x FROM planes", 'Referenced column "x" not found'),
     ]:
-        refused = run("sql", asked, "--catalog", catalog)
+        refused = call("sql", asked, "--catalog", catalog)
         assert (refused.returncode, refused.stdout) == (1, "")
         assert why in refused.stderr
 
@@ -269,7 +255,7 @@ def test_a_shell_completes_commands_options_and_names(catalog: str) -> None:
     ]:
         wait_until(partial(is_completed, line, name), f"{line} is completed")
     for shell, line in (("bash", "complete -o"), ("zsh", "compdef"), ("fish", "complete --command dissociated")):
-        assert line in run("completion", shell).stdout
+        assert line in call("completion", shell).stdout
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
@@ -341,7 +327,7 @@ def test_rows_are_shown_as_wide_as_a_terminal_is(catalog: str) -> None:
     ],
 )
 def test_colours_are_the_users_choice(catalog: str, environment: dict[str, str], coloured: bool) -> None:
-    assert ("\x1b[" in run("ls", catalog, given=b"", **environment).stdout) is coloured
+    assert ("\x1b[" in call("ls", catalog, given=b"", **environment).stdout) is coloured
 
 
 def test_what_a_dataset_says_cannot_move_the_cursor(tmp_path: Path) -> None:
@@ -349,7 +335,7 @@ def test_what_a_dataset_says_cannot_move_the_cursor(tmp_path: Path) -> None:
     with dis.Server(["tcp://127.0.0.1:0"]) as server:
         server.publish(f"name {nasty}", pa.table({nasty: [nasty]}))
         for arguments in (["ls"], ["ls", "--long"], ["describe", f"name {nasty}"], ["cat", f"name {nasty}"]):
-            shown = run(*arguments, DISSOCIATED_CATALOG=server.catalog_uri)
+            shown = call(*arguments, DISSOCIATED_CATALOG=server.catalog_uri)
             assert shown.returncode == 0
             assert not {*shown.stdout} & {"\x1b", "\u202e"}
             assert r"\x1b[2J\n\u202e" in shown.stdout
@@ -378,18 +364,18 @@ def test_json_lines_say_what_arrow_says(catalog: str) -> None:
     with dis.Server(["tcp://127.0.0.1:0"]) as server:
         server.publish("kinds", table)
         server.publish("twice", pa.table([[1], [2]], names=["n", "n"]))
-        written = run("cat", f"{server.catalog_uri}/kinds", "-f", "jsonl").stdout.splitlines()
+        written = call("cat", f"{server.catalog_uri}/kinds", "-f", "jsonl").stdout.splitlines()
         first = {name: expected for name, (_, _, expected) in columns.items()}
         assert [json.loads(line) for line in written] == [
             {**first, "dict": "x", "ree": 7, "union": 1},
             dict.fromkeys(table.column_names),
         ]
-        refused = run("cat", f"{server.catalog_uri}/kinds", "-f", "csv")
+        refused = call("cat", f"{server.catalog_uri}/kinds", "-f", "csv")
         no_csv = ", ".join(f"column {n!r} of the type {table.field(n).type}" for n in ("l", "m", "ree", "union"))
         assert f"CSV cannot hold {no_csv}: choose --columns" in refused.stderr
-        twice = run("cat", f"{server.catalog_uri}/twice", "-f", "jsonl")
+        twice = call("cat", f"{server.catalog_uri}/twice", "-f", "jsonl")
         assert (twice.returncode, twice.stdout) == (1, "")
-        assert run("cat", f"{server.catalog_uri}/twice").stdout == "n  n\n1  2\n"
+        assert call("cat", f"{server.catalog_uri}/twice").stdout == "n  n\n1  2\n"
     assert plain_rows(table.select([]).to_batches()[0]) == [{}, {}]
 
 
@@ -397,7 +383,7 @@ def test_json_lines_say_what_arrow_says(catalog: str) -> None:
 @pytest.mark.parametrize("name", ["flights", "planes"])
 def test_get(catalog: str, tmp_path: Path, name: str, transport: str | None) -> None:
     chosen = [] if transport is None else ["--transport", transport]
-    got = run("get", f"{catalog}/{name}", "-o", tmp_path / "out.parquet", *chosen)
+    got = call("get", f"{catalog}/{name}", "-o", tmp_path / "out.parquet", *chosen)
     assert (got.returncode, got.stdout) == (0, "")
     assert got.stderr.startswith(f"{name}: 1,000 rows, ")
     assert pq.read_table(tmp_path / "out.parquet").equals(TABLE)
@@ -407,7 +393,7 @@ def test_get(catalog: str, tmp_path: Path, name: str, transport: str | None) -> 
 def test_get_in_other_formats(catalog: str, tmp_path: Path) -> None:
     for ending in (".arrow", ".feather", ".arrows", ".csv"):
         out = tmp_path / f"out{ending}"
-        assert run("get", f"{catalog}/planes", "-o", out, "--columns", "n").returncode == 0
+        assert call("get", f"{catalog}/planes", "-o", out, "--columns", "n").returncode == 0
         if ending == ".csv":
             assert out.read_text().splitlines() == ['"n"', *map(str, range(1000))]
         else:
@@ -415,11 +401,14 @@ def test_get_in_other_formats(catalog: str, tmp_path: Path) -> None:
             assert opened.read_all().equals(TABLE.select(["n"]))
 
 
-def test_get_to_standard_output(catalog: str) -> None:
-    arguments = command("get", f"{catalog}/planes", "-o", "-", "--transport", "shm", "--log-level", "debug")
-    got = subprocess.run(arguments, capture_output=True, timeout=PATIENCE)
-    assert pa.ipc.open_stream(got.stdout).read_all().equals(TABLE)
-    assert re.search(rb"Z DEBUG connection c1 \(shm server .*\): received schema 0: metadata of", got.stderr)
+def test_get_to_standard_output(catalog: str, tmp_path: Path) -> None:
+    options = ("-o", "-", "--transport", "shm", "--log-level", "debug")
+    out, log = tmp_path / "out.arrows", tmp_path / "log"
+    with out.open("wb") as stdout, log.open("wb") as stderr:
+        arguments = ("-m", "dissociated", "get", f"{catalog}/planes", *options)
+        assert Fork(*arguments, stdout=stdout, stderr=stderr).wait(PATIENCE) == 0
+    assert pa.ipc.open_stream(out).read_all().equals(TABLE)
+    assert re.search(r"Z DEBUG connection c1 \(shm server .*\): received schema 0: metadata of", log.read_text())
 
 
 def test_what_breaks_off_in_a_pipe_is_not_published_as_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,9 +423,9 @@ def test_what_breaks_off_in_a_pipe_is_not_published_as_all_of_it(monkeypatch: py
             monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, write_through=True))
             assert main(["get", f"{server.catalog_uri}/broken", "-o", "-", "--format", kind]) == 1
             assert written.getvalue()
-            put = run("put", "-", f"{server.catalog_uri}/copy", given=written.getvalue())
+            put = call("put", "-", f"{server.catalog_uri}/copy", given=written.getvalue())
             assert put.returncode == 1, kind
-        assert run("ls", server.catalog_uri).stdout.count("copy") == 0
+        assert call("ls", server.catalog_uri).stdout.count("copy") == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"compression": "zstd"}, {"use_legacy_format": True}], ids=str)
@@ -457,12 +446,12 @@ def test_a_stream_without_its_end_is_not_published(tmp_path: Path, options: dict
             content = pa.ipc.open_stream(cut).read_all()
             path.write_bytes(whole)
             for source, given in (("-", whole), (path, b"")):
-                assert run("put", source, name, given=given).returncode == 0
+                assert call("put", source, name, given=given).returncode == 0
                 assert client.read("ends").read_all() == content
                 client.drop("ends")
             path.write_bytes(cut)
             for source, given in (("-", cut), (path, b"")):
-                put = run("put", source, name, given=given)
+                put = call("put", source, name, given=given)
                 assert (put.returncode, "no end-of-stream marker" in put.stderr) == (1, True)
             for publish in (client.put, server.publish):
                 with pytest.raises(SourceError, match=r"no end-of-stream marker.*publish a reader"):
@@ -489,7 +478,7 @@ def test_a_stream_that_something_follows_is_not_published(tmp_path: Path) -> Non
             for first in (stream, content):
                 path.write_bytes(first + more)
                 for source, given in (("-", first + more), (path, b"")):
-                    put = run("put", source, name, given=given)
+                    put = call("put", source, name, given=given)
                     assert put.returncode == 1
                     assert "has data after" in put.stderr
                     assert "(dissociated put FILE NAME --append)" in put.stderr
@@ -501,11 +490,11 @@ def test_a_stream_that_something_follows_is_not_published(tmp_path: Path) -> Non
         # The end is missing in a file that was extended before it was written.
         path.write_bytes(stream[:-8] + bytes(4096))
         for source, given in (("-", path.read_bytes()), (path, b"")):
-            assert run("put", source, name, given=given).returncode == 1
+            assert call("put", source, name, given=given).returncode == 1
         assert "ends" not in client
         path.write_bytes(content)
         for source, given in (("-", content), (path, b"")):
-            assert run("put", source, name, given=given).returncode == 0
+            assert call("put", source, name, given=given).returncode == 0
             assert client.read("ends").read_all() == pa.Table.from_batches([large])
 
 
@@ -526,7 +515,7 @@ def test_files_after_each_other_are_not_published(tmp_path: Path) -> None:
             content = b"".join(file(*numbers) for numbers in parts)
             path.write_bytes(content)
             for source, given in (("-", content), (path, b"")):
-                put = run("put", source, name, given=given)
+                put = call("put", source, name, given=given)
                 assert put.returncode == 1
                 where = "the standard input" if source == "-" else path
                 assert f"'{where}' holds several Arrow IPC files" in put.stderr
@@ -549,12 +538,12 @@ def test_get_replaces_files_alone(catalog: str, tmp_path: Path) -> None:
     fifo, link, target = (tmp_path / name for name in ("fifo.csv", "link.csv", "target.csv"))
     os.mkfifo(fifo)
     with Child(["cat", fifo], stdout=subprocess.PIPE, text=True) as reader:
-        assert run("get", planes, "-o", fifo, "--columns", "n").returncode == 0
+        assert call("get", planes, "-o", fifo, "--columns", "n").returncode == 0
         read = reader.communicate(timeout=PATIENCE)[0].split()
     assert read == ['"n"', *map(str, range(1000))]
     target.write_text("old")
     link.symlink_to(target)
-    assert run("get", planes, "-o", link, "--columns", "n").returncode == 0
+    assert call("get", planes, "-o", link, "--columns", "n").returncode == 0
     assert target.read_text().split() == read
     with target.open("ab") as appended:
         got = command("get", planes, "-o", "/dev/stdout", "--format", "csv", "--columns", "n")
@@ -612,7 +601,7 @@ def test_what_goes_wrong_is_said_in_a_sentence(catalog: str, files: Path, argume
     for place, there in (("CATALOG", catalog), ("FILES", str(files))):
         arguments = [argument.replace(place, there) for argument in arguments]
         sentence = sentence.replace(place, there)
-    got = run(*arguments)
+    got = call(*arguments)
     assert got.returncode == 1
     assert got.stdout == ""
     (line,) = got.stderr.splitlines()
@@ -621,7 +610,7 @@ def test_what_goes_wrong_is_said_in_a_sentence(catalog: str, files: Path, argume
 
 
 def test_inspect(files: Path) -> None:
-    lines = run("inspect", files / "planes.arrow").stdout.splitlines()
+    lines = call("inspect", files / "planes.arrow").stdout.splitlines()
     assert lines[0].endswith(" metadata V5, little-endian")
     assert "planes.arrow: Arrow IPC file, " in lines[0]
     assert lines[1].startswith("1,000 rows in 10 record batches, bodies of ")
@@ -633,7 +622,7 @@ def test_inspect(files: Path) -> None:
 
 def test_inspect_tells_programs_where_every_buffer_lies(files: Path) -> None:
     path = files / "planes.arrow"
-    told = json.loads(run("inspect", "--json", path).stdout)
+    told = json.loads(call("inspect", "--json", path).stdout)
     content = path.read_bytes()
     assert (told["format"], told["bytes"], told["rows"]) == ("file", len(content), 1000)
     batches = [message for message in told["messages"] if message["type"] == "record batch"]
@@ -651,59 +640,58 @@ def test_inspect_shows_what_is_asked_for(tmp_path: Path) -> None:
         for some in words:
             indices = pa.array(range(len(some)), pa.int8())
             writer.write_batch(pa.record_batch([pa.DictionaryArray.from_arrays(indices, some)], schema=schema))
-    shown = run("inspect", path).stdout
+    shown = call("inspect", path).stdout
     assert "95 rows in 32 record batches" in shown
     assert "compressed by zstd" in shown
     assert "METADATA OF THE SCHEMA  VALUE\nmade                    by hand" in shown
     assert "dictionary 0  " in shown
     assert "dictionary 0, delta  " in shown
     assert shown.splitlines()[-1] == "and 15 more: --all shows them"
-    assert len(run("inspect", "--all", path).stdout.splitlines()) == len(shown.splitlines()) - 1 + 15
-    assert run("inspect", "--buffers", path).stdout.startswith(f"{shown}\n #  BUFFER  OFFSET  LENGTH\n")
+    assert len(call("inspect", "--all", path).stdout.splitlines()) == len(shown.splitlines()) - 1 + 15
+    assert call("inspect", "--buffers", path).stdout.startswith(f"{shown}\n #  BUFFER  OFFSET  LENGTH\n")
 
 
 def test_help_and_version() -> None:
-    assert run("--version").stdout == f"dissociated {dis.__version__}\n"
-    assert run("help", "ls").stdout == run("ls", "--help").stdout
-    assert run().stdout == run("--help").stdout
+    assert call("--version").stdout == f"dissociated {dis.__version__}\n"
+    assert call("help", "ls").stdout == call("ls", "--help").stdout
+    assert call().stdout == call("--help").stdout
     for name in (None, *COMMANDS):
-        helped = run(*filter(None, [name]), "--help", COLUMNS="80")
+        helped = call(*filter(None, [name]), "--help", COLUMNS="80")
         assert helped.returncode == 0
         assert helped.stdout.startswith("usage: ")
         assert max(map(len, helped.stdout.splitlines())) <= 80
 
 
 def test_put_ls_get_and_drop(files: Path, tmp_path: Path) -> None:
-    arguments = command("node", "--store", tmp_path / "store", "--limit", "64MB")
-    with Child(arguments, stdout=subprocess.PIPE, text=True) as process:
+    with started("node", "--store", tmp_path / "store", "--limit", "64MB") as process:
         assert process.stdout is not None
         uri = until_catalog(process.stdout).split()[-1]
-        put = run("put", files / "planes.arrow", files / "flights.parquet", f"{uri}/both", "--tag", "of=cli")
+        put = call("put", files / "planes.arrow", files / "flights.parquet", f"{uri}/both", "--tag", "of=cli")
         assert (put.returncode, put.stdout) == (0, "")
         assert put.stderr.startswith("both: 2,000 rows in ")
         (tmp_path / "of=dir").mkdir()
         (tmp_path / "of=dir" / "part.parquet").symlink_to(files / "flights.parquet")
-        assert run("put", tmp_path, f"{uri}/directory").returncode != 0  # the directory contains the store
-        assert run("put", tmp_path / "of=dir", f"{uri}/directory").stderr.startswith("directory: 1,000 rows in ")
-        assert run("drop", f"{uri}/directory").returncode == 0
-        assert run("put", files / "planes.arrow", f"{uri}/both", "--append", "--ttl", "1h").returncode == 0
-        (listed,) = json.loads(run("ls", "--json", uri).stdout)
+        assert call("put", tmp_path, f"{uri}/directory").returncode != 0  # the directory contains the store
+        assert call("put", tmp_path / "of=dir", f"{uri}/directory").stderr.startswith("directory: 1,000 rows in ")
+        assert call("drop", f"{uri}/directory").returncode == 0
+        assert call("put", files / "planes.arrow", f"{uri}/both", "--append", "--ttl", "1h").returncode == 0
+        (listed,) = json.loads(call("ls", "--json", uri).stdout)
         assert (listed["name"], listed["rows"]) == ("both", 3000)
         for name in ("", "bo*", "both"):
-            assert run("ls", f"{uri}/{name}", "--tag", "of=cli").stdout.startswith("NAME")
-            assert run("ls", f"{uri}/{name}", "--tag", "of=others").stdout == "no datasets\n"
-        assert run("get", f"{uri}/both", "-o", tmp_path / "both.arrow").returncode == 0
+            assert call("ls", f"{uri}/{name}", "--tag", "of=cli").stdout.startswith("NAME")
+            assert call("ls", f"{uri}/{name}", "--tag", "of=others").stdout == "no datasets\n"
+        assert call("get", f"{uri}/both", "-o", tmp_path / "both.arrow").returncode == 0
         assert pa.ipc.open_file(tmp_path / "both.arrow").read_all() == pa.concat_tables([TABLE] * 3)
         large = tmp_path / "large.arrow"
         with pa.ipc.new_file(large, pa.schema([("n", pa.int64())])) as writer:
             writer.write_table(pa.table({"n": np.arange(10_000_000)}))
-        full = run("put", large, f"{uri}/large")
+        full = call("put", large, f"{uri}/large")
         assert (full.returncode, full.stdout) == (1, "")
-        assert re.search(r"\nthe store holds [\d.]+ kB of at most 64\.0 MB\n", run("status", uri).stdout)
+        assert re.search(r"\nthe store holds [\d.]+ kB of at most 64\.0 MB\n", call("status", uri).stdout)
         assert "is full: it holds" in full.stderr
-        assert run("drop", f"{uri}/both").returncode == 0
-        assert run("ls", uri).stdout == "no datasets\n"
-        missing = run("drop", f"{uri}/both")
+        assert call("drop", f"{uri}/both").returncode == 0
+        assert call("ls", uri).stdout == "no datasets\n"
+        missing = call("drop", f"{uri}/both")
         assert (missing.returncode, missing.stderr) == (
             1,
             "dissociated: no dataset 'both' is published here: list the names with dissociated ls\n",
@@ -716,27 +704,27 @@ def test_put_takes_what_get_writes(catalog: str, tmp_path: Path) -> None:
     """Files and the standard input are put into equal datasets."""
     for number, written in enumerate(("arrow", "arrows", "parquet", "csv", "jsonl")):
         path, name = tmp_path / f"out.{written}", f"{catalog}/put-{number}"
-        assert run("get", f"{catalog}/planes", "-o", path, "-f", written, "--rows", "1:5").returncode == 0
-        assert run("put", path, name).returncode == 0
+        assert call("get", f"{catalog}/planes", "-o", path, "-f", written, "--rows", "1:5").returncode == 0
+        assert call("put", path, name).returncode == 0
         text_format = ["-f", written] if written in ("csv", "jsonl") else []
-        piped = run("put", "-", name, "--append", *text_format, given=path.read_bytes())
+        piped = call("put", "-", name, "--append", *text_format, given=path.read_bytes())
         assert (piped.returncode, piped.stderr.partition(" rows")[0]) == (0, f"put-{number}: 4")
-        shown = run("cat", name, "-f", "jsonl").stdout.splitlines()
+        shown = call("cat", name, "-f", "jsonl").stdout.splitlines()
         assert [json.loads(line) for line in shown] == [*TABLE.slice(1, 4).to_pylist()] * 2
-        assert run("drop", name).returncode == 0
+        assert call("drop", name).returncode == 0
 
 
 def test_put_keeps_texts_that_look_like_times(catalog: str) -> None:
     """libarrow would convert them to timestamps without their zone."""
     line = '{"a": "2013-01-01T10:00:00Z", "b": [{"c": "2013-01-01"}]}\n'
-    assert run("put", "-", f"{catalog}/times", "-f", "jsonl", given=line.encode()).returncode == 0
-    assert run("cat", f"{catalog}/times", "-f", "jsonl").stdout == line
-    assert run("drop", f"{catalog}/times").returncode == 0
+    assert call("put", "-", f"{catalog}/times", "-f", "jsonl", given=line.encode()).returncode == 0
+    assert call("cat", f"{catalog}/times", "-f", "jsonl").stdout == line
+    assert call("drop", f"{catalog}/times").returncode == 0
 
 
 def test_put_takes_no_json_that_is_not_utf_8(catalog: str) -> None:
     """libarrow would accept it, and readers of the text would fail."""
-    put = run("put", "-", f"{catalog}/latin", "-f", "jsonl", given='{"a": "Zürich"}\n'.encode("latin-1"))
+    put = call("put", "-", f"{catalog}/latin", "-f", "jsonl", given='{"a": "Zürich"}\n'.encode("latin-1"))
     assert (put.returncode, "Invalid UTF8" in put.stderr) == (1, True)
 
 
@@ -746,19 +734,19 @@ def test_put_and_get_show_how_far_they_are_on_a_terminal(files: Path, catalog: s
     assert re.search(r"far ━* +100% 1\d\.\d kB, [^ ]+ .?B/s 00:00\r.*\rfar: 1,000 rows in", shown, re.DOTALL)
     dumb = in_terminal(60, command("get", f"{catalog}/far", "-o", tmp_path / "far.csv"), TERM="dumb")
     assert re.fullmatch(r"far: 1,000 rows, .*/s\r\n", dumb)
-    assert run("drop", f"{catalog}/far").returncode == 0
+    assert call("drop", f"{catalog}/far").returncode == 0
 
 
 def test_put_starts_a_node_where_there_is_none(files: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     for mode in ("", "--append"):
-        put = run("put", files / "planes.arrow", "planes", "--store", store, *filter(None, [mode]))
+        put = call("put", files / "planes.arrow", "planes", "--store", store, *filter(None, [mode]))
         assert put.returncode == 0
     node = running(store)
     assert node is not None
     try:
         assert put.stderr.endswith(f", at {node.uri}/planes\n")
-        (listed,) = json.loads(run("ls", "--json", node.uri).stdout)
+        (listed,) = json.loads(call("ls", "--json", node.uri).stdout)
         assert (listed["name"], listed["rows"]) == ("planes", 2000)
     finally:
         os.kill(node.pid, signal.SIGKILL)
@@ -782,13 +770,13 @@ def test_durations_are_written_as_people_do(written: str, seconds: float) -> Non
 
 @pytest.mark.parametrize("written", ["", "8 elephants", "-1", "GiB", "1e9"])
 def test_what_is_no_size_is_told(written: str, tmp_path: Path) -> None:
-    refused = run("node", "--store", tmp_path / "store", f"--limit={written}")
+    refused = call("node", "--store", tmp_path / "store", f"--limit={written}")
     assert refused.returncode == 2
     assert f"--limit: {written!r} is not a size: give 8GiB, 500MB, or a number of bytes" in refused.stderr
 
 
 @pytest.mark.parametrize("written", ["", "1 fortnight", "-1", "h", "nan"])
 def test_what_is_no_duration_is_told(written: str, tmp_path: Path) -> None:
-    refused = run("put", tmp_path / "f.arrow", "f", f"--ttl={written}")
+    refused = call("put", tmp_path / "f.arrow", "f", f"--ttl={written}")
     assert refused.returncode == 2
     assert f"--ttl: {written!r} is not a duration: give 90s, 15m, 1h, 2d, or a number of seconds" in refused.stderr

@@ -10,7 +10,6 @@ import re
 import select
 import signal
 import struct
-import subprocess
 import termios
 import time
 import urllib.request
@@ -24,9 +23,12 @@ import pytest
 import dissociated as dis
 from dissociated.cli import text
 from support.certificates import Certificates
-from support.helpers import Child
+from support.processes import Fork
 
-from .test_cli import PATIENCE, TABLE, command, run, until_catalog
+from .shell import call
+from .test_cli import PATIENCE, TABLE, started, until_catalog
+
+pytestmark = pytest.mark.usefixtures("forks")
 
 WIDE = pa.table({"n": np.zeros(100_000)})
 
@@ -40,7 +42,7 @@ def server() -> Iterator[dis.Server]:
 
 
 def test_elsewhere_than_in_a_terminal_it_is_shown_once(server: dis.Server) -> None:
-    ran = run("status", server.catalog_uri)
+    ran = call("status", server.catalog_uri)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert f"process {os.getpid()}" in ran.stdout
     assert re.search(r"^DATASET +ROWS +SIZE +CONSUMERS +STREAMS +SENT +RATE +LEASES$", ran.stdout, re.MULTILINE)
@@ -50,7 +52,7 @@ def test_elsewhere_than_in_a_terminal_it_is_shown_once(server: dis.Server) -> No
 
 
 def test_for_machines(server: dis.Server) -> None:
-    told = json.loads(run("status", server.catalog_uri, "--json").stdout)
+    told = json.loads(call("status", server.catalog_uri, "--json").stdout)
     assert told["totals"]["bytes"] == 800_000
     assert told["datasets"][0]["name"] == "flights"
     assert told["pid"] == os.getpid()
@@ -62,7 +64,7 @@ class Terminal:
     def __init__(self, *arguments: str) -> None:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 90, 0, 0))
-        self.process = subprocess.Popen(command(*arguments), stdin=slave, stdout=slave, stderr=slave)
+        self.process = Fork("-m", "dissociated", *arguments, stdin=slave, stdout=slave, stderr=slave)
         os.close(slave)
         self.shown = ""
 
@@ -154,21 +156,23 @@ def test_durations(seconds: float, shown: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory, certified: Certificates) -> Iterator[tuple[str, str, Path]]:
+def guarded(
+    forks: None, tmp_path_factory: pytest.TempPathFactory, certified: Certificates
+) -> Iterator[tuple[str, str, Path]]:
     """Yield the catalog and the metrics of a `serve` that requires a token, and the directory of its files."""
     directory = tmp_path_factory.mktemp("guarded")
     with pa.ipc.new_file(directory / "planes.arrow", TABLE.schema) as writer:
         writer.write_table(TABLE)
     (directory / "tokens").write_text("ali sesame admin\n")
     (directory / "wrong").write_text("simsim\n")
-    arguments = command(
+    arguments = (
         "serve", directory / "planes.arrow", "--tls-cert", certified.cert, "--tls-key", certified.key,
         "--token-file", directory / "tokens", "--ticket-lifetime", "60", "--metrics", "127.0.0.1:0",
         "--log-format", "json", "--log-level", "debug",
     )  # fmt: skip
     with (
         (directory / "log").open("w") as log,
-        Child(arguments, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+        started(*arguments, stderr=log) as process,
     ):
         assert process.stdout is not None
         printed = until_catalog(process.stdout).split()
@@ -196,13 +200,13 @@ def test_commands_show_their_token_and_check_the_certificate(
         ([*roots, "--token-file", directory / "wrong"], "does not accept this token"),
         ([*roots, "--token-file", "/nowhere"], "cannot read tokens from '/nowhere'"),
     ]:
-        refused = run(asked, uri, *more, *options)
+        refused = call(asked, uri, *more, *options)
         assert refused.returncode == 1
         assert sentence in refused.stderr
         assert refused.stderr.count("\n") == 1 or "absl" in refused.stderr  # except for gRPC's own lines
         assert refused.stdout == ""
     for options in ([*roots, *token], []):
-        told = run(asked, uri, *more, *options)
+        told = call(asked, uri, *more, *options)
         assert told.returncode == 0, told.stderr
         assert "planes" in told.stdout + told.stderr
         monkeypatch.setenv("DISSOCIATED_TOKEN", "sesame")
@@ -240,7 +244,7 @@ def test_metrics_and_the_log_of_serve(guarded: tuple[str, str, Path], certified:
 def test_options_of_serve_that_make_no_sense(tmp_path: Path, options: list[str], sentence: str) -> None:
     with pa.ipc.new_file(tmp_path / "planes.arrow", TABLE.schema) as writer:
         writer.write_table(TABLE)
-    ran = run("serve", tmp_path / "planes.arrow", *options)
+    ran = call("serve", tmp_path / "planes.arrow", *options)
     assert ran.returncode == 1
     assert sentence in ran.stderr
     assert ran.stderr.count("\n") == 1

@@ -212,16 +212,18 @@ def test_filters_of_pyarrow_select_the_rows_that_pyarrow_selects(client: dis.Cli
             except pa.ArrowException:
                 continue
             expected = texts.take(pc.indices_nonzero(passes.combine_chunks().fill_null(False)))
-            for chosen in (["s", "n"], ["v", "n"]):  # libarrow's scanner cannot filter views
-                read = handle.to_table(chosen, expression)
-                assert read.schema == TABLE.select(chosen).schema
-                assert read["n"] == expected["n"]
+            chosen = ["v" if number % 2 else "s", "n"]  # libarrow's scanner cannot filter views
+            read = handle.to_table(chosen, expression)
+            assert read.schema == TABLE.select(chosen).schema
+            assert read["n"] == expected["n"]
             if not number % 20:
                 assert shown(handle.to_table(filter=expression)) == shown(expected)
                 plain = PLAIN.schema.names
                 assert shown(handle.to_table(plain, expression)) == shown(expected.select(plain))
-            assert handle.head(3, ["n"], expression)["n"].to_pylist() == expected["n"][:3].to_pylist()
-            assert handle.count_rows(expression) == len(expected)
+            if number % 3:
+                assert handle.head(3, ["n"], expression)["n"].to_pylist() == expected["n"][:3].to_pylist()
+            else:
+                assert handle.count_rows(expression) == len(expected)
 
 
 def _mask(expression: pc.Expression) -> pa.ChunkedArray:

@@ -1,4 +1,7 @@
-"""Plans of reads: for every server, its part of a request and then the residual of the client are the whole request."""
+"""Plans of reads: for every server, its part of a request and then the residual of the client are the whole request.
+
+`pytest tests/client/test_plan.py --hypothesis-profile thorough` tries ten times as many requests.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from dissociated.client.plan import Capabilities, PartPlan, Route, Step, plan, plan_part
@@ -161,7 +164,6 @@ def expected_rows(
     return [tuple(row[at] for at in chosen) for row in rows_of(table.to_batches())]
 
 
-@settings(max_examples=300)
 @given(
     st.lists(batches, min_size=1, max_size=3),
     columns,
@@ -208,7 +210,6 @@ def test_all_parts_together_give_exactly_the_request(
         assert found == expected_rows([one for part in parts for one in part], rows, condition, limit, chosen)
 
 
-@settings(max_examples=300)
 @given(
     batches,
     columns,

@@ -144,11 +144,10 @@ def test_a_node_that_announces_its_loopback_address_to_another_host_is_refused(t
         assert "the catalog gets no answer at grpc://127.0.0.1:8817, which this node announces" in refused.stderr
         cluster["a"].dissociated(*arguments, *store)
         refused = cluster["b"].run("-m", "dissociated", *arguments, *store, check=False)
-        assert (
-            "another server answers the catalog at grpc://127.0.0.1:8817, which this node announces" in refused.stderr
-        )
+        reason = "another server answers the catalog at grpc://127.0.0.1:8817, which this node announces"
+        assert reason in refused.stderr
         listed = cluster["b"].run("-m", "dissociated", "ls", CATALOG)
-        assert listed.stderr.count("node on b: another server answers the catalog at ") == 1
+        assert listed.stderr.count(f"node on b: {reason}") == 1
         cluster["b"].dissociated("node", "--catalog", CATALOG, "--flight", "grpc://0.0.0.0:8817", *store)
         assert "announces" not in cluster["b"].run("-m", "dissociated", "ls", CATALOG).stderr
 

@@ -27,9 +27,9 @@ from . import consumer
 ROWS = 100_000
 #: Each column has more bytes than a medium buffers in host memory before they are requested.
 BIG = pa.table({
-    "n": range(5 * ROWS),
+    "n": np.arange(5 * ROWS),
     "holes": pa.array(np.arange(5 * ROWS, dtype=np.float64), mask=np.arange(5 * ROWS) % 3 == 0),
-    "s": [str(number) for number in range(5 * ROWS)],
+    "s": pa.array(np.arange(5 * ROWS)).cast(pa.string()),
     "b": pa.array(np.arange(5 * ROWS) % 2 == 0),
 })  # fmt: skip
 

@@ -8,7 +8,6 @@ import signal
 import socket
 import stat
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
@@ -26,7 +25,9 @@ from dissociated.node.node import Node
 from dissociated.store.store import Store
 from support.helpers import PATIENCE, case, wait_until
 from support.nodes import table
-from support.processes import Start
+from support.processes import Fork, Start
+
+pytestmark = pytest.mark.usefixtures("forks")
 
 NOBODY = 65534
 
@@ -86,11 +87,10 @@ with closing(dis.connect(uri, timeout=5)) as client:
 
 def refusals(uri: str, handover: Path) -> dict[str, tuple[str, str]]:
     """Return the results of another user's attempts."""
-    done = subprocess.run(
-        [sys.executable, "-c", STRANGER, uri, str(handover)], capture_output=True, text=True, timeout=3 * PATIENCE
-    )
-    assert done.returncode == 0, done.stderr
-    return {name: (kind, text) for name, kind, text in map(json.loads, done.stdout.splitlines())}
+    with Fork("-c", STRANGER, uri, handover, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        told, log = process.communicate(timeout=3 * PATIENCE)
+    assert process.returncode == 0, log
+    return {name: (kind, text) for name, kind, text in map(json.loads, told.splitlines())}
 
 
 @pytest.mark.needs("root")
@@ -140,15 +140,11 @@ def test_the_same_user_finds_the_node_by_its_uri_by_its_store_and_by_the_variabl
         writer.write_table(table(1, 2, 3))
 
     def command(*arguments: str, **environment: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "dissociated", *arguments],
-            env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout + done.stderr
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with Fork("-m", "dissociated", *arguments, env={**os.environ, **environment}, **streams) as process:
+            told: str = process.communicate(timeout=PATIENCE)[0]
+        assert process.returncode == 0, told
+        return told
 
     assert f"at {node.uri}/d" in command("put", str(tmp_path / "d.arrow"), "d", "--store", str(store))
     told = {
@@ -278,9 +274,9 @@ def test_a_node_that_is_open_to_others_says_so_when_it_starts(
     tokens = memory / "tokens"
     tokens.write_text("ali sesame\n")
     tokens.chmod(0o600)
-    command = [sys.executable, "-m", "dissociated", "node", "--store", str(memory / "store"), *arguments]
+    command = ["-m", "dissociated", "node", "--store", str(memory / "store"), *arguments]
     command = [str(tokens) if part == "TOKENS" else part for part in command]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as node:
+    with Fork(*command, stdout=subprocess.PIPE) as node:
         assert node.stdout is not None
         lines: list[str] = []
         while not lines or not lines[-1].startswith("catalog"):

@@ -78,7 +78,7 @@ def test_the_time_of_the_catalog_decides_on_tickets(
     signed = ("--secret-file", secret, "--ticket-lifetime", "5")
     catalog = start_catalog(start, tmp_path, *signed)
     monkeypatch.setenv(CLOCK, str(ahead))
-    start("node", "--store", memory / "store", "--catalog", catalog.uri, "--beat", "1", *signed)
+    node = start("node", "--store", memory / "store", "--catalog", catalog.uri, "--beat", "1", *signed)
     monkeypatch.delenv(CLOCK)
     put(catalog.uri, "d", table(1, 2))
     assert [read(catalog.uri, "d", transport) for transport in ("tcp", "shm", "grpc")] == [[1, 2]] * 3
@@ -95,6 +95,10 @@ def test_the_time_of_the_catalog_decides_on_tickets(
 
     wait_until(is_expired, "the ticket has expired")
     assert problems(catalog.uri) == [f"the node's clock is {problem} the catalog's"]
+    assert run("ls", catalog.uri).stderr.endswith(f": the node's clock is {problem} the catalog's\n")
+    node.kill()
+    wait_until(lambda: "has been away since" in run("ls", catalog.uri).stderr, "the node is away")
+    assert problems(catalog.uri) == [""]
 
 
 def test_a_node_whose_clock_is_behind_takes_part_in_a_commit_that_takes_a_while(

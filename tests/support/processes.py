@@ -16,6 +16,7 @@ import tempfile
 import termios
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from random import SystemRandom
 from threading import Thread
@@ -235,11 +236,16 @@ def in_terminal(
     *,
     given: bytes = b"",
 ) -> str:
-    """Run a command in a terminal of `columns` columns, in which somebody types `given`, and return its output."""
+    """Run a command in a terminal of `columns` columns, in which somebody types `given`, and return its output.
+
+    If the command is this Python, it is a fork.
+    """
     ours, theirs = pty.openpty()
     fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     around = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
-    with Child(arguments, stdin=theirs, stdout=theirs, stderr=theirs, env=around, cwd=cwd) as process:
+    program, *rest = arguments
+    start = partial(Fork, *rest) if program == sys.executable else partial(Child, arguments)
+    with start(stdin=theirs, stdout=theirs, stderr=theirs, env=around, cwd=cwd) as process:
         os.close(theirs)
         os.write(ours, given)
         written = b""

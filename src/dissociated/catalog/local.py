@@ -109,14 +109,17 @@ class LocalCatalog(Catalog):
 
     def nodes(self) -> Sequence[dict[str, Any]]:
         registered = [
-            {**asdict(node), "registered": True, "problem": describe_clock(self._members.clock(node.id))}
-            for node in self._database.nodes()
+            {**asdict(node), "registered": True, "problem": self._problem_of(node)} for node in self._database.nodes()
         ]
         refused = [
             {**asdict(replace(node, alive=False, seen=at)), "registered": False, "problem": reason}
             for node, reason, at in self._members.refusals()
         ]
         return [*registered, *refused]
+
+    def _problem_of(self, node: NodeRecord) -> str:
+        """Return a sentence about the clock of a registered node; empty if all is well, or the node is away."""
+        return describe_clock(self._members.clock(node.id)) if node.alive else ""
 
     def forget(self, node: str) -> None:
         records = [*self._database.nodes(), *(refusal.node for refusal in self._members.refusals())]
@@ -425,7 +428,7 @@ class LocalCatalog(Catalog):
             if node.id != self.node.id:
                 ahead = self._members.clock(node.id)
                 silence = max(0.0, now - node.seen)
-                problem = describe_clock(ahead)
+                problem = self._problem_of(node)
                 nodes.append(NodeStatus(node.host, node.flight, node.alive, silence, node.id, ahead, problem=problem))
         for node, reason, at in self._members.refusals():
             silence = max(0.0, now - at)

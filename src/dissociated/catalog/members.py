@@ -69,14 +69,15 @@ class Peer(CatalogClient):
         uri: The URI of the other catalog.
         security: The credentials of this process.
         timeout: The number of seconds in which the other catalog must answer.
-        silence: See `CatalogConnection`.
     """
 
-    def __init__(
-        self, uri: str, security: Security, timeout: float = PEER_TIMEOUT, silence: float | None = None
-    ) -> None:
+    #: While a link is cut, a node misses heartbeats, and a commit holds up others. Both must soon notice it, and that
+    #: the link was repaired.
+    _silence = 5.0
+
+    def __init__(self, uri: str, security: Security, timeout: float = PEER_TIMEOUT) -> None:
         unlimited = sys.maxsize  # The final reader applies its own limit to relayed data.
-        super().__init__(uri, timeout, security.peer, security.roots, max_metadata=unlimited, silence=silence)
+        super().__init__(uri, timeout, security.peer, security.roots, max_metadata=unlimited)
 
     def forward_action(self, action: str, body: bytes) -> bytes:
         """Return the answer to an action whose body is not JSON."""
@@ -289,6 +290,9 @@ class Members:
         """
         with Peer(node.flight, self._security) as peer:
             try:
+                if not node.alive:  # The process may be stopped, and a commit must not hold up others for a minute.
+                    with Peer(node.flight, self._security, _ANSWER_TIMEOUT) as asked:
+                        asked.stage()
                 yield peer
             except (CatalogUnreachable, DeadlineExceeded) as error:
                 _log.warning("a node does not answer: host=%s flight=%s error=%s", node.host, node.flight, error)

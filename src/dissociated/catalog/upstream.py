@@ -32,9 +32,6 @@ from dissociated.monitoring.status import NodeStatus, ServerStatus
 _log = logging.getLogger(__name__)
 
 _TIMEOUT_PER_VERSION = 0.01  # seconds that each reported version adds to the timeout
-#: The seconds after which a node gives up a connection to a catalog whose host acknowledges nothing. Until then, the
-#: node misses heartbeats, and does not notice that a broken link was repaired.
-_SILENCE = 5.0
 
 
 class UpstreamCatalog(Catalog):
@@ -51,7 +48,7 @@ class UpstreamCatalog(Catalog):
     ) -> None:
         super().__init__(node, holdings, security)
         self.reconcile_interval = heartbeat_interval
-        self._upstream = Peer(upstream, security, silence=_SILENCE)
+        self._upstream = Peer(upstream, security)
         self._report_lock = threading.Lock()  # keeps reports in the order of the changes
         self._digest = ""
         self._reported_changes: int | None = None  # the number of changes to the store at the last report
@@ -162,8 +159,7 @@ class UpstreamCatalog(Catalog):
         """Report everything that this node holds."""
         # The order matters: `versions` must include every version up to `serial`.
         serial, versions = self._backend.store.next_serial(), self._backend.store.versions()
-        timeout = PEER_TIMEOUT + len(versions) * _TIMEOUT_PER_VERSION
-        with Peer(self._upstream.uri, self.security, timeout, _SILENCE) as peer:
+        with Peer(self._upstream.uri, self.security, PEER_TIMEOUT + len(versions) * _TIMEOUT_PER_VERSION) as peer:
             self._report(
                 peer,
                 "register",

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import pyarrow as pa
 import pyarrow.flight as flight
@@ -47,12 +47,13 @@ class CatalogClient:
     A client that is unpickled connects anew with the same parameters. The pickle contains the token.
 
     `call_flight`, `describe_version`, `discard`, `do_action`, `reserve`, `sql_database`, `stage` and `with_uri` are
-    internal: nodes, writers and other rooms of this library use them. `silence` is internal, too: see
-    `CatalogConnection`.
+    internal: nodes, writers and other rooms of this library use them.
 
     Raises:
         CatalogError: The catalog cannot be reached, or refuses a call.
     """
+
+    _silence: ClassVar[float | None] = None  # see `CatalogConnection`
 
     def __init__(
         self,
@@ -64,12 +65,10 @@ class CatalogClient:
         max_metadata: int = MAX_METADATA,
         trusted_files: bool = False,
         max_parallel: int = MAX_PARALLEL,
-        *,
-        silence: float | None = None,
     ) -> None:
         users = tuple(trusted_users)
         self._parameters = uri, timeout, token, tls_roots, users, max_metadata, trusted_files, max_parallel
-        self._calls = CatalogConnection(uri, timeout, token, tls_roots, silence)
+        self._calls = CatalogConnection(uri, timeout, token, tls_roots, self._silence)
         self._lookup = Lookup(self._calls)
         #: Default request of a read.
         self.defaults = ReadRequest(

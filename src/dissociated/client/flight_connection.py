@@ -184,7 +184,8 @@ def _lost_after(silence: float) -> list[tuple[str, int]]:
 
     gRPC passes the time of silence to the kernel as well, as TCP_USER_TIMEOUT. The kernel by itself repeats a packet
     ever more seldom, so a call would wait for up to its deadline after a broken link has been repaired. A process that
-    is stopped or busy does not count as lost before `_ASK_AFTER`, because its kernel acknowledges.
+    is stopped or busy does not count as lost before `_ASK_AFTER`, because its kernel acknowledges. gRPC then waits a
+    minute for its answer.
     """
     milliseconds = int(min(silence * 1000, _MAX_MILLISECONDS))
     return [

@@ -57,14 +57,13 @@ SERVE = "dis.Server(['ucx:'], catalog=None)"
 OPEN = "dis.open_stream('ucx://127.0.0.1:1?want_data=1', b'')"
 
 
-@pytest.mark.parametrize("script", [SERVE, OPEN], ids=["server", "client"])
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("script", "environment", "said"),
     [
-        ({"DISSOCIATED_UCX_LIBRARY": "/nowhere/libucp.so.0"}, "let DISSOCIATED_UCX_LIBRARY name a libucp.so.0, or"),
-        ({"DISSOCIATED_UCX_LIBRARY": "libc.so.6"}, "'libc.so.6' is not libucp"),
-        ({"UCX_TLS": "sm,self"}, "UCX_TLS=sm,self leaves out tcp, which connections over UCX need: add it"),
-        ({"UCX_TLS": "^tcp"}, "UCX_TLS=^tcp leaves out tcp"),
+        (SERVE, {"DISSOCIATED_UCX_LIBRARY": "/nowhere/libucp.so.0"}, "let DISSOCIATED_UCX_LIBRARY name a libucp.so.0,"),
+        (OPEN, {"DISSOCIATED_UCX_LIBRARY": "libc.so.6"}, "'libc.so.6' is not libucp"),
+        (SERVE, {"UCX_TLS": "sm,self"}, "UCX_TLS=sm,self leaves out tcp, which connections over UCX need: add it"),
+        (OPEN, {"UCX_TLS": "^tcp"}, "UCX_TLS=^tcp leaves out tcp"),
     ],
     ids=["no library", "no libucp", "no tcp", "tcp excluded"],
 )
