@@ -40,7 +40,8 @@ _GOAL = 0.9  # fraction of the bandwidth of pinned memory that reading over shm 
 def run(gigabytes: float, rounds: int, name: str) -> None:
     """Measure, and print the tables. Raise DeviceNotFound if this machine lacks the device."""
     device = open_device(name)
-    shape = Shape("16 MB", max(16, round(gigabytes * 64)), 10, 209_715)
+    count = max(16, round(gigabytes * 64))  # at least one for each sixteenth
+    shape = Shape("16 MB or less", count, 10, min(209_715, round(gigabytes * 1e9) // (count * 80)))
     with _serving(shape, name) as catalog, dis.connect(catalog) as client, tempfile.TemporaryDirectory() as scratch:
         seconds = medians(_copies(client, device, shape, Path(scratch)), rounds)
         opened = medians({f"{part}/16": partial(_read, client, f"on {part}", device) for part in _SIXTEENTHS}, rounds)
@@ -49,7 +50,8 @@ def run(gigabytes: float, rounds: int, name: str) -> None:
         (way, f"{took * 1e3:.1f}", f"{shape.nbytes / took / 1e9:.2f}", f"{limit / took:.2f}")
         for way, took in seconds.items()
     ]
-    print(f"{shape.nbytes / 1e9:.2f} GB in batches of 16 MB onto {name}, median of {rounds} rounds\n")
+    size = shape.nbytes / shape.batches / 1e6
+    print(f"{shape.nbytes / 1e9:.2f} GB in batches of {size:.0f} MB onto {name}, median of {rounds} rounds\n")
     print(text.table(("FROM", "MS", "GB/S", "OF THE LIMIT"), rows, right=(1, 2, 3)))
     print(f"\nshm: {limit / seconds['shm']:.2f} of the limit; the goal is {_GOAL}\n")
     print(

@@ -15,7 +15,7 @@ from functools import partial
 from benchmarks.beside import Way, compare
 from benchmarks.peers import Shape
 from dissociated.transport.native.fabric.libfabric import ofi
-from dissociated.transport.native.fabric.provider import PROVIDER
+from dissociated.transport.native.fabric.transport import PROVIDER
 
 LISTEN = ("fabric:", "fabric:?rma=allow", "tcp://127.0.0.1:0")
 _TRIES = 20

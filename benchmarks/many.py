@@ -27,8 +27,8 @@ import pyarrow as pa
 import dissociated as dis
 from dissociated.client.client import Client
 from dissociated.client.request import TIMEOUT
+from dissociated.control.commit import StagedSegment
 from dissociated.memory.shared import Backing, create_memfd, seal
-from dissociated.store.commit import StagedSegment
 from dissociated.store.handover import hand_over
 from dissociated.store.manifest import MANIFEST
 from dissociated.store.store import Store

@@ -92,7 +92,7 @@ REQUIRED = [
     "spark/session.publish",
     "spark/session.read",
     "spark/session.session",
-    "store/commit.Commit",
+    "control/commit.Commit",
     "torch.loader",
     "torch/dataset.IterableDataset",
     "training/batches.Batches",

@@ -6,11 +6,11 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import date
 from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
@@ -19,28 +19,38 @@ from spark.archive import environment_for_plans
 pytest.importorskip("duckdb", reason="the demo's packages are not installed")
 pytest.importorskip("polars", reason="the demo's packages are not installed")
 
-from examples.tpch.data import generate, generator
+from examples.tpch.data import generator
 from examples.tpch.queries import QUERIES
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.fixture(scope="module")
-def lineitem(tmp_path_factory: pytest.TempPathFactory) -> pa.Table:
-    if generator() is None:
-        pytest.skip("tpchgen-cli is not installed")
-    directory = tmp_path_factory.mktemp("tpch")
-    generate(0.001, directory, ["lineitem"], parts=1)
-    return pq.read_table(directory / "lineitem")
+#: The columns of lineitem that Q1 and Q6 use.
+LINEITEM = pa.table(
+    {
+        **{
+            name: pa.array([Decimal(value)] * 3, pa.decimal128(15, 2))
+            for name, value in (
+                ("l_quantity", "17.00"),
+                ("l_extendedprice", "24710.35"),
+                ("l_discount", "0.06"),
+                ("l_tax", "0.02"),
+            )
+        },
+        "l_returnflag": ["N", "N", "R"],
+        "l_linestatus": ["O"] * 3,
+        "l_shipdate": [date(1994, 3, 13)] * 3,
+    }
+)
 
 
 @pytest.fixture
-def server(lineitem: pa.Table) -> Iterator[dis.Server]:
+def server() -> Iterator[dis.Server]:
     import duckdb
 
     with dis.Server(["shm:"]) as server, duckdb.connect() as database:
-        server.publish("lineitem", lineitem)
-        database.register("lineitem", lineitem)
+        server.publish("lineitem", LINEITEM)
+        database.register("lineitem", LINEITEM)
         for name in ("q1", "q6"):
             server.publish(name, database.sql(QUERIES[name]).to_arrow_table())
         yield server

@@ -23,7 +23,7 @@ KEYS = {
     ("monitoring/status.py", "held"),
     ("monitoring/status.py", "kept"),
     ("store/numbers.py", "used"),
-    ("store/version.py", "seen"),
+    ("control/version.py", "seen"),
 }
 
 #: Names with two meanings, which other projects chose: Arrow in C++ for `ipc`, and UCX for the transports.

@@ -25,11 +25,12 @@ FLOORS = (
         "server",
         "catalog",
         "client",
-        "control",
         "monitoring",
         "datasets",
+        "store",
+        "ipc",
     ),
-    *("ipc", "store", "codec", "transport", "protocol", "memory", "format", "base"),
+    *("control", "codec", "transport", "protocol", "memory", "format", "base"),
 )
 TOP = ("dissociated", "dissociated.__main__")
 
@@ -98,6 +99,13 @@ def test_at_the_base_is_only_what_several_rooms_stand_on(imports: dict[str, set[
         assert floor(module) < FLOORS.index("base") or len(users) > 1, f"{module} is for {users} alone"
 
 
+def test_no_small_file_serves_one_other_alone(imports: dict[str, set[str]]) -> None:
+    """A file under 60 lines with one importer belongs in that importer. Entry points have none."""
+    users = {module: [user for user, names in imports.items() if module in names] for module in MODULES}
+    small = {module for module, path in MODULES.items() if len(path.read_text().splitlines()) < 60}
+    assert [f"{module} is for {users[module][0]} alone" for module in small if len(users[module]) == 1] == []
+
+
 def test_no_room_imports_upward(imports: dict[str, set[str]]) -> None:
     upward = {
         module: names
@@ -115,3 +123,39 @@ def test_no_file_imports_in_a_circle(imports: dict[str, set[str]]) -> None:
         for names in below.values():
             names.difference_update(leaves)
     assert below == {}
+
+
+def classes() -> Iterator[ast.ClassDef]:
+    for path in MODULES.values():
+        yield from (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
+
+
+def base_names(node: ast.ClassDef) -> set[str]:
+    """Return the names of the bases of a class, without their modules and type arguments."""
+    return {re.sub(r"\[.*", "", ast.unparse(base)).rpartition(".")[2] for base in node.bases}
+
+
+def members(node: ast.ClassDef) -> Iterator[str]:
+    """Yield the methods and attributes that a class itself defines."""
+    for part in ast.walk(node):
+        match part:
+            case ast.FunctionDef(name=name) | ast.AnnAssign(target=ast.Name(name)):
+                yield name
+            case ast.Attribute(ast.Name("self"), name, ast.Store()):
+                yield name
+
+
+def test_an_abstraction_has_two_implementations() -> None:
+    found = [*classes()]
+    defined = {node.name: {*members(node)} for node in found if "Protocol" not in base_names(node)}
+    lacking = {}
+    for node in found:
+        if "Protocol" in base_names(node):
+            users = [name for name, names in defined.items() if names >= {*members(node)}]
+        elif "abstractmethod" in ast.unparse(node):
+            users = [each.name for each in found if node.name in base_names(each)]
+        else:
+            continue
+        if len(users) < 2:
+            lacking[node.name] = users
+    assert lacking == {}

@@ -29,17 +29,17 @@ if TYPE_CHECKING:
         open_tensors,
     )
     from dissociated.codec.options import ReadOptions, WriteOptions
+    from dissociated.control.commit import Commit
     from dissociated.control.dataset_info import DatasetInfo
     from dissociated.datasets.live import Live
     from dissociated.node.client import connect
     from dissociated.server.options import ServerOptions
     from dissociated.server.server import Server
-    from dissociated.store.commit import Commit
 else:
     #: The module of each public name. It is imported on first use, because importing all takes half a second (pyarrow).
     _PLACES = {
         "Client": "client.client",
-        "Commit": "store.commit",
+        "Commit": "control.commit",
         "DatasetInfo": "control.dataset_info",
         "Live": "datasets.live",
         "ReadOptions": "codec.options",

@@ -10,8 +10,8 @@ import pytest
 
 import dissociated as dis
 from dissociated.adapters.ray import DatasetWrite
+from dissociated.control.commit import Commit
 from dissociated.node.node import Node
-from dissociated.store.commit import Commit
 from dissociated.store.store import Store
 
 ONE = pa.table({"n": [1]})

@@ -15,8 +15,8 @@ import pytest
 import dissociated as dis
 from dissociated.catalog.database import FOREVER, Database
 from dissociated.catalog.service import CatalogService
-from dissociated.store.commit import StagedSegment
-from dissociated.store.version import NodeRecord, Part
+from dissociated.control.commit import StagedSegment
+from dissociated.control.version import NodeRecord, Part
 from support.arrow_cases import stream_of
 from support.helpers import commit_of
 from support.processes import Start
@@ -137,7 +137,7 @@ from pathlib import Path
 import pyarrow as pa, pyarrow.flight as flight
 import dissociated as dis
 from dissociated.node.node import Node
-from dissociated.store.commit import StagedSegment
+from dissociated.control.commit import StagedSegment
 from dissociated.store.store import Store
 
 random.seed(int(sys.argv[2]))

@@ -15,11 +15,11 @@ import pytest
 import dissociated as dis
 from dissociated.catalog.database import FOREVER, Database
 from dissociated.catalog.service import CatalogService
+from dissociated.control.commit import Commit
+from dissociated.control.version import NodeRecord, Part, Version
 from dissociated.errors import CatalogDamaged, CatalogError
 from dissociated.node.node import Node
-from dissociated.store.commit import Commit
 from dissociated.store.store import Store
-from dissociated.store.version import NodeRecord, Part, Version
 from support.helpers import leaving_nothing
 from support.nodes import put, read, table
 from support.processes import free_port

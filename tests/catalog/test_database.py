@@ -18,10 +18,10 @@ import pytest
 
 from dissociated.catalog.database import FOREVER, PREPARE_TIMEOUT, Database
 from dissociated.catalog.tables import Tables
+from dissociated.control.commit import Commit
+from dissociated.control.version import NodeRecord, Part, Version
 from dissociated.errors import CatalogError, DatasetNotFound
-from dissociated.store.commit import Commit
 from dissociated.store.numbers import Removal
-from dissociated.store.version import NodeRecord, Part, Version
 from support.helpers import case, leaving_nothing, rest_of
 from support.processes import Fork
 
@@ -363,8 +363,8 @@ def test_a_database_that_others_could_write_is_refused(tmp_path: Path) -> None:
 COMMITTER = """
 import itertools, sys
 from dissociated.catalog.database import FOREVER, Database
-from dissociated.store.commit import Commit
-from dissociated.store.version import NodeRecord, Part
+from dissociated.control.commit import Commit
+from dissociated.control.version import NodeRecord, Part
 database = Database(sys.argv[1])
 database.register(NodeRecord("a", "h", "b", "f", ()), [], "", FOREVER, serial=-1)
 for n in itertools.count(int(sys.argv[2])):

@@ -18,8 +18,8 @@ import pytest
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.local import LocalCatalog
 from dissociated.catalog.service import CatalogService
+from dissociated.control.commit import Commit, StagedSegment
 from dissociated.node.node import Node
-from dissociated.store.commit import Commit, StagedSegment
 from dissociated.store.store import Store
 from support.nodes import SCHEMA, table
 

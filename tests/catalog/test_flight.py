@@ -21,11 +21,11 @@ from dissociated.base.host import boot_id
 from dissociated.catalog.database import Database
 from dissociated.catalog.listing import REUSE_CONNECTION
 from dissociated.catalog.service import CatalogService
+from dissociated.control.commit import StagedSegment
 from dissociated.control.flight_streams import checked, generate_get
 from dissociated.errors import SourceError
 from dissociated.format.encapsulated import encapsulate
 from dissociated.node.node import Node
-from dissociated.store.commit import StagedSegment
 from dissociated.store.store import Store
 from support.helpers import case, clients_end, commit_of, descriptors, wait_until
 

@@ -15,9 +15,9 @@ import pytest
 
 import dissociated as dis
 from dissociated.base.host import boot_id
-from dissociated.control.stage import StagePlace
 from dissociated.errors import CatalogError, StoreError
 from dissociated.node.node import Node
+from dissociated.store.stage import StagePlace
 from dissociated.store.store import Store
 from support.helpers import case
 

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
+from dissociated.control.commit import StagedSegment
 from dissociated.errors import (
     CatalogError,
     ColumnNotFound,
@@ -28,7 +29,6 @@ from dissociated.errors import (
     TransportError,
 )
 from dissociated.node.node import Node
-from dissociated.store.commit import StagedSegment
 from dissociated.store.store import Store
 from dissociated.uri import Uri
 from support.helpers import PATIENCE, case, commit_of, connections_left

@@ -141,7 +141,7 @@ def test_what_was_evicted_is_told(memory: Path) -> None:
 
 
 def test_more_has_changed_than_is_remembered(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dissociated.store.contents._MAX_CHANGES", 3)
+    monkeypatch.setattr("dissociated.store.contents.MAX_CHANGES", 3)
     with ExitStack() as running:
         pair = Pair(memory, running)
         for number in range(8):

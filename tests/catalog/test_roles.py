@@ -20,9 +20,9 @@ import pytest
 
 import dissociated as dis
 from cli.shell import call
-from dissociated.base import roles
-from dissociated.base.access import Tokens, security
 from dissociated.catalog.service import CatalogService
+from dissociated.control import roles
+from dissociated.control.access import Tokens, security
 from dissociated.errors import AccessDenied
 from dissociated.node.node import Node
 from dissociated.store.store import Store

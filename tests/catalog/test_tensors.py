@@ -11,7 +11,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.cli import main
-from dissociated.datasets.tensors import TensorInfo, TensorsInfo, parse_tensors_info
+from dissociated.control.dataset_info import TensorInfo, TensorsInfo, parse_tensors_info
 from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError, SourceError, WrongKind
 from support.tensor_cases import CUBE, MATRIX, assert_same, some
 
@@ -95,8 +95,13 @@ def test_what_cannot_be_published(server: dis.Server) -> None:
     outside = pa.SparseCOOTensor.from_numpy(np.array([[1.0]]), np.array([[0, 3]]), (2, 3))
     with pytest.raises(SourceError, match=r"cannot publish 'refused': .* index outside a dimension of 3"):
         server.publish("refused", [DENSE, outside])
-    with pytest.raises(DissociatedError, match="was not written in segments"):
-        server.publish_segments("pair", [], append=True)
+
+
+def test_nothing_is_appended_to_tensors_and_tables(client: dis.Client) -> None:
+    for name in ("pair", "table"):
+        with pytest.raises(DissociatedError, match=f"'{name}' was not written in segments"):
+            client.put(name, pa.table({"n": [4]}), mode="append")
+    assert client.read("table").read_all() == pa.table({"n": [1, 2, 3]})
 
 
 def test_ls(server: dis.Server, capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,7 +162,7 @@ def test_our_server_passes_every_check(scheme: str) -> None:
         uri = location(server, "data", scheme)
         lines = run("conformance", "check", uri, "--ticket", "0x" + b"\x01ticket".hex()).splitlines()
     assert [line for line in lines if not line.startswith("ok    ")] == []
-    assert len(lines) == (9 if scheme == "shm" else 6)
+    assert len(lines) == (11 if scheme == "shm" else 8)
     assert any(re.search(r"leased [1-9]", line) for line in lines) is (scheme == "shm")
 
 
@@ -175,6 +175,15 @@ def test_a_wrong_server_fails_the_checks_by_rule() -> None:
                 assert checked.returncode == 1
                 assert f"FAIL  whole stream: breaks {rule}: " in checked.stdout
         assert len(reports()) == checks * len(WRONG)
+
+
+def test_a_server_that_sends_another_part_than_the_requested_one_fails_the_checks() -> None:
+    """The player does not know parts, and does not say that it does."""
+    with playing("tcp:", 7) as (uri, reports):
+        output = run("conformance", "check", f"{uri}&request=1", "--ticket", "ordinary", status=1)
+        assert "FAIL  unknown part: " in output
+        assert "ok    a client that reads other streams first: " in output
+        assert len(reports()) == 7
 
 
 def test_a_server_that_answers_what_it_must_refuse_fails_the_checks() -> None:

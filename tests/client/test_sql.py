@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import duckdb
@@ -12,15 +15,19 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from dissociated.client import kept_versions
 from dissociated.errors import DatasetNotFound, OptionError, SourceError, WrongKind
 from dissociated.node.node import Node
 from dissociated.store.store import Store
-from support.helpers import case
+from support.helpers import PATIENCE, case, wait_until
 
 ROWS, BATCH = 4_000, 250
 N = np.arange(ROWS)
 ORDERS = pa.table({"n": N, "customer": N * 7 % 10, "price": pa.array(N / 4, mask=N % 9 == 0)})
 CUSTOMERS = pa.table({"customer": range(10), "name": [f"name {number}" for number in range(10)]})
+MANY, LONG_BATCH = 1 << 20, 1 << 16
+KEYS = np.arange(MANY)
+EVENTS = pa.table({"key": KEYS, "value": KEYS % 1000, "item": pa.array(KEYS % 11 - 1, mask=KEYS % 7 == 3)})
 ADVICE = r"client\.put\(name, client\.sql\(query\)\)"
 
 
@@ -63,22 +70,170 @@ def test_tables_of_a_script_are_private(client: dis.Client) -> None:
         client.sql("FROM t")
 
 
-def test_a_result_needs_neither_client_nor_dataset(tmp_path: Path) -> None:
+def test_settings_and_functions_of_a_script_are_private(client: dis.Client) -> None:
+    (before,) = client.sql("SELECT current_setting('threads') AS threads")["threads"].to_pylist()
+    for script in (
+        f"SET threads = {before + 1}; SELECT current_setting('threads') AS threads",
+        f"SET GLOBAL threads = {before + 1}; SELECT current_setting('threads') AS threads",
+        "ATTACH ':memory:' AS other; CREATE TABLE other.t AS SELECT 1 AS x; FROM other.t",
+        "CREATE TEMP TABLE t AS SELECT 1 AS x; FROM t",
+        "CREATE MACRO twice(x) AS 2 * x; SELECT twice(3)",
+    ):
+        client.sql(script)
+    assert client.sql("SELECT current_setting('threads') AS threads")["threads"].to_pylist() == [before]
+    assert client.sql("SELECT database_name FROM duckdb_databases() WHERE NOT internal").num_rows == 1
+    assert client.sql("FROM duckdb_tables()").num_rows == 0
+    with pytest.raises(OptionError, match="twice"):
+        client.sql("SELECT twice(3)")
+
+
+def test_a_name_means_the_current_version_in_each_call(tmp_path: Path) -> None:
+    with Node(Store(tmp_path / "store"), ["shm:"]) as node, dis.connect(node.uri) as client:
+        for rows in (5, 3, 9):
+            client.put("orders", ORDERS[:rows])
+            for _ in range(2):
+                assert client.sql("FROM orders") == ORDERS[:rows]
+        client.put("orders", ORDERS[9:12], mode="append")
+        assert client.sql("FROM orders") == ORDERS[:12]
+        client.drop("orders")
+        with pytest.raises(DatasetNotFound):
+            client.sql("FROM orders")
+        client.put("orders", ORDERS[1:2])
+        assert client.sql("FROM orders") == ORDERS[1:2]
+
+
+def test_memory_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Node(Store(tmp_path / "store"), ["shm:"]) as node, dis.connect(node.uri) as client:
         client.put("orders", ORDERS)
         client.read("orders").read_all()  # from here on, the node itself maps the segment
         before = _mappings(tmp_path)
         result = client.sql("SELECT n, price FROM orders")
+        client.close()
         gc.collect()
         assert _mappings(tmp_path) <= before
-        client.put("orders", ORDERS[:5])
-        assert client.sql("SELECT count(*) AS n FROM orders").to_pylist() == [{"n": 5}]
-        client.drop("orders")
+        with dis.connect(node.uri) as client:
+            monkeypatch.setattr(kept_versions, "MAX_AGE", 0.2)
+            for _ in range(2):
+                client.sql("SELECT n, price FROM orders")
+                wait_until(lambda: _mappings(tmp_path) <= before, "the memory is given back without another query")
+            client.drop("orders")
     assert result == ORDERS.select(["n", "price"])
 
 
 def _mappings(directory: Path) -> int:
     return Path("/proc/self/maps").read_text().count(str(directory))
+
+
+def test_queries_of_threads_share_a_client(client: dis.Client) -> None:
+    def ask(number: int) -> list[int]:
+        query = f'SELECT count(*) AS n FROM orders JOIN "team/customers" USING (customer) WHERE n < {number}'
+        return client.sql(query if number % 3 else f"SET threads = 1; {query}")["n"].to_pylist()
+
+    with ThreadPoolExecutor(4) as threads:
+        assert [*threads.map(ask, range(24))] == [[number] for number in range(24)]
+
+
+def test_a_closed_client_closes_its_database_and_a_child_opens_its_own(client: dis.Client) -> None:
+    with dis.connect(client.uri) as other:
+        assert other.sql("SELECT sum(n) AS s FROM orders")["s"].to_pylist() == [ROWS * (ROWS - 1) // 2]
+        if not (child := os.fork()):
+            try:
+                query = "SELECT sum(range) AS s FROM range(100000)"
+                answers = [other.sql(query)["s"].to_pylist() for _ in range(2)]
+                other.close()
+                os._exit(0 if answers == [[4999950000]] * 2 else 2)
+            finally:
+                os._exit(3)
+        assert os.waitpid(child, 0)[1] == 0
+        assert other.sql("SELECT 1 AS a")["a"].to_pylist() == [1]
+    with pytest.raises(dis.DissociatedError, match="closed"):
+        other.sql("FROM orders")
+
+
+def test_a_client_may_be_closed_during_a_query() -> None:
+    started, closed = threading.Event(), threading.Event()
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        yield CUSTOMERS.to_batches()[0]
+        started.set()
+        assert closed.wait(PATIENCE)
+        yield CUSTOMERS.to_batches()[0]
+
+    with dis.Server(["tcp://127.0.0.1:0"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("slow", lambda: pa.RecordBatchReader.from_batches(CUSTOMERS.schema, batches()))
+        with ThreadPoolExecutor(1) as thread:
+            answer = thread.submit(client.sql, "SELECT count(*) AS n FROM slow")
+            assert started.wait(PATIENCE)
+            client.close()
+            closed.set()
+            assert answer.result()["n"].to_pylist() == [20]
+
+
+@pytest.fixture(scope="module")
+def events(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dis.Client]:
+    with (
+        Node(Store(tmp_path_factory.mktemp("events") / "store"), ["shm:"]) as node,
+        dis.connect(node.uri) as client,
+    ):
+        client.put("events", pa.Table.from_batches(EVENTS.to_batches(max_chunksize=LONG_BATCH)))
+        client.put("items", pa.table({"item": range(-1, 10), "label": [f"label {n}" for n in range(-1, 10)]}))
+        yield client
+
+
+def test_answers_over_many_rows(events: dis.Client) -> None:
+    with duckdb.connect() as database:
+        database.register("events", EVENTS)
+        database.register("items", events["items"].to_table())
+        for query in (
+            "SELECT sum(value), count(item) FROM events",
+            "FROM events WHERE key = 700000",
+            "FROM events WHERE key = -1",
+            "SELECT key, label FROM events JOIN items USING (item) WHERE key BETWEEN 131070 AND 131075 ORDER BY key",
+            "SELECT label, sum(value) FROM events JOIN items USING (item) WHERE value > 9 GROUP BY label ORDER BY ALL",
+            "SELECT a.key FROM events a JOIN events b ON a.key = b.value WHERE b.key = 999 OR b.key = 5 ORDER BY a.key",
+            "SELECT count(*) FROM events a JOIN events b ON a.key = b.key + 1 WHERE a.key < 9 AND b.value < 500",
+            "(SELECT key FROM events WHERE key < 9) UNION ALL (SELECT max(value) FROM events) ORDER BY key",
+            "SELECT key FROM events WHERE key < (SELECT min(value) + 4 FROM events WHERE value > 2) ORDER BY key",
+            "SELECT key, value FROM events WHERE key > 1048570 AND value % 2 = 0",
+            "SELECT key FROM events WHERE key < 70000 LIMIT 3",
+            "SELECT count(*) FROM (FROM events LIMIT 100000)",
+        ):
+            for _ in range(2):  # the second call knows of the first
+                with case(query):
+                    assert events.sql(query).equals(database.sql(query).to_arrow_table())
+
+
+def test_errors_over_many_rows(events: dis.Client) -> None:
+    for query in (
+        "SELECT error('late ' || value) FROM events WHERE key = 70000",
+        "SELECT error('late ' || count(*)) FROM events",
+    ):
+        for _ in range(2):
+            with case(query), pytest.raises(OptionError, match="late"):
+                events.sql(query)
+
+
+def test_a_point_query_reads_few_batches(events: dis.Client) -> None:
+    whole = "SELECT count(*) AS n FROM events WHERE key + value >= 0 OR item IS NULL"
+    assert events.sql(whole)["n"].to_pylist() == [MANY]  # from here on, the node has read all of it
+    with dis.connect(events.uri) as client:
+        before = _resident("events")
+        assert client.sql("FROM events WHERE key = 700000").to_pylist() == EVENTS[700000:700001].to_pylist()
+        few = _resident("events") - before
+        assert client.sql(whole)["n"].to_pylist() == [MANY]
+        assert 0 < few < (_resident("events") - before) / 4
+
+
+def _resident(directory: str) -> int:
+    """Return how many kB of files below a directory of this name are in the page table of this process."""
+    total, counted = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            counted = f"/{directory}" in words[-1]
+        elif counted and words[0] == "Rss:":
+            total += int(words[1])
+    return total
 
 
 def test_errors_tell_what_to_do(client: dis.Client) -> None:

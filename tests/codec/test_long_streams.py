@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,9 +16,9 @@ from dissociated.client import stream
 from dissociated.codec import split
 from dissociated.errors import RemoteProtocolError, StoreError, TransportError
 from dissociated.store.segment import Segment
-from support.helpers import wait_until
+from support.helpers import case, wait_until
 
-LONG = 30_000  # batches: their metadata is much longer than the buffers of a socket
+LONG = 10_000  # batches: their metadata is much longer than the buffers of a socket
 
 
 @pytest.fixture
@@ -46,16 +48,37 @@ def ended(server: dis.Server) -> None:
     wait_until(lambda: not server.status().consumers, "the end of the connection")
 
 
+@cache
 def batches(count: int) -> list[pa.RecordBatch]:
     whole = pa.record_batch({"n": range(3 * count), "text": [f"value {n}" for n in range(3 * count)]})
     return [whole.slice(3 * number, 3) for number in range(count)]
 
 
-def long_segment(path: Path, content: list[pa.RecordBatch], compression: str | None = None) -> Segment:
+def write(path: Path, content: list[pa.RecordBatch], compression: str | None = None) -> Path:
     with pa.ipc.new_stream(path, content[0].schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
         for batch in content:
             writer.write_batch(batch)
-    return Segment.open(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Return the path of 3,000 batches."""
+    return [write(tmp_path_factory.mktemp("whole") / "0", batches(3_000))]
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Return the paths of the halves of 3,000 batches."""
+    folder, content = tmp_path_factory.mktemp("halves"), batches(3_000)
+    return [write(folder / "0", content[:1_500]), write(folder / "1", content[1_500:])]
+
+
+@pytest.fixture(scope="module")
+def partly_compressed(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Return the paths of 1,000 batches, and of 200 more that are compressed."""
+    folder, content = tmp_path_factory.mktemp("compressed"), batches(1_200)
+    return [write(folder / "0", content[:1_000]), write(folder / "1", content[1_000:], "lz4")]
 
 
 def test_the_first_batch_is_read_before_the_server_has_sent_the_rest(server: dis.Server) -> None:
@@ -80,26 +103,24 @@ def test_no_address_is_held_after_the_last_batch_of_a_beginning_is_dropped(serve
     ended(server)
 
 
-@pytest.mark.parametrize("alone", [0, 1, 40, 512, 600, 2_999, 3_000])
-@pytest.mark.parametrize("segments", [1, 2])
+@pytest.mark.parametrize("parts", ["whole", "halves"])
 def test_batches_come_in_order_however_they_are_read(
-    server: dis.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: int, segments: int
+    server: dis.Server, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, parts: str
 ) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("not read in place")
 
     monkeypatch.setattr(stream, "join_deliveries", refuse)
     content = batches(3_000)
-    cut = 3_000 // segments
-    parts = [content[at : at + cut] for at in range(0, 3_000, cut)]
-    server.publish_segments("long", [long_segment(tmp_path / str(n), part) for n, part in enumerate(parts)])
-    reader = read(server)
-    assert [reader.read_next_batch() for _ in range(alone)] == content[:alone]
-    assert reader.stats.num_record_batches == alone
-    rest = reader.read_all()
-    assert rest.to_batches() == content[alone:]
-    assert reader.stats.num_messages == 3_001
-    assert reader.stats.num_record_batches == 3_000
+    server.publish_segments("long", [*map(Segment.open, request.getfixturevalue(parts))])
+    for alone in (0, 1, 40, 512, 600, 2_999, 3_000):
+        reader = read(server)
+        with case(alone):
+            assert [reader.read_next_batch() for _ in range(alone)] == content[:alone]
+            assert reader.stats.num_record_batches == alone
+            assert reader.read_all().to_batches() == content[alone:]
+            assert reader.stats.num_messages == 3_001
+            assert reader.stats.num_record_batches == 3_000
 
 
 def test_a_consumer_of_the_c_stream_gets_the_batches_that_are_left(server: dis.Server) -> None:
@@ -122,20 +143,17 @@ def test_metadata_of_batches_survives(server: dis.Server, tmp_path: Path) -> Non
     assert found == [{b"number": b"%04d" % number} for number in range(3_000)]
 
 
-@pytest.mark.parametrize("alone", [0, 5, 1_001])
-@pytest.mark.parametrize("way", WAYS)
-def test_the_rest_may_not_lie_in_place(server: dis.Server, tmp_path: Path, alone: int, way: str) -> None:
-    first, second = batches(2_000)[:1_000], batches(2_000)[1_000:]
-    segments = [long_segment(tmp_path / "0", first), long_segment(tmp_path / "1", second, "lz4")]
-    server.publish_segments("long", segments)
-    reader = read(server)
-    content = first + second
-    assert [reader.read_next_batch() for _ in range(alone)] == content[:alone]
-    rest = WAYS[way](reader)
-    assert rest == content[alone:]
-    del rest, reader
-    gc.collect()
-    ended(server)
+def test_the_rest_may_not_lie_in_place(server: dis.Server, partly_compressed: list[Path]) -> None:
+    content = batches(1_200)
+    server.publish_segments("long", [*map(Segment.open, partly_compressed)])
+    for way, alone in [*product(WAYS, (5,)), *product(("one by one", "read_all"), (0, 1_001))]:
+        reader = read(server)
+        with case((way, alone)):
+            assert [reader.read_next_batch() for _ in range(alone)] == content[:alone]
+            assert WAYS[way](reader) == content[alone:]
+            del reader
+            gc.collect()
+            ended(server)
 
 
 def test_a_device_gets_every_batch_though_the_rest_does_not_lie_in_place() -> None:

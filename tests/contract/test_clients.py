@@ -68,7 +68,7 @@ def test_a_client_that_stops_half_way_leaves_nothing(route: Route) -> None:
     for live, batches in product((False, True), (2, 600)) if quick else [(True, 600)]:
         sent = pa.Table.from_batches(table(1).slice(0, 20 * batches).to_batches(max_chunksize=20))
         route.publish(sent.to_reader if live else sent)
-        for stop in range(3) if quick else [1]:
+        for stop in (0, 1) if quick and batches > 2 else (2,) if quick else (1,):
             with case((live, batches, stop)):
                 reader = route.open()
                 arrived = [reader.read_next_batch() for _ in range(stop)]

@@ -13,7 +13,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.client import bodies
-from dissociated.codec.placed_bodies import attach
+from dissociated.codec.join import attach
 from dissociated.errors import StoreError
 from dissociated.transport.framed.connection import SocketConnection
 from support.helpers import PATIENCE, connections_left, wait_until

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -68,8 +69,13 @@ def test_slices(quick: Route) -> None:
             assert pa.Table.from_batches(arrived) == sent
 
 
+@cache
+def small_batches() -> list[pa.RecordBatch]:
+    return numbers(*(range(start, start + 3) for start in range(COUNT)))
+
+
 def test_many_small_batches(route: Route) -> None:
-    sent = numbers(*(range(start, start + 3) for start in range(COUNT)))
+    sent = small_batches()
     table = pa.Table.from_batches(sent)
     sources = (table, lambda: stream(NUMBERS, sent))
     for source in sources if route.is_quick else sources[route.way.arrangement == "one" :][:1]:

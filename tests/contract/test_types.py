@@ -21,10 +21,10 @@ def check(route: Route, sent: list[pa.RecordBatch]) -> None:
     assert pa.Table.from_batches(arrived) == pa.Table.from_batches(sent)
 
 
-def test_each_type(quick: Route) -> None:
+def test_each_type(either: Route) -> None:
     for type_, arrays in ARRAYS.items():
         with case(type_):
-            check(quick, batches(arrays))
+            check(either, batches(arrays))
 
 
 def test_all_types_side_by_side(direct: Route) -> None:

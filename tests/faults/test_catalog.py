@@ -127,7 +127,7 @@ def test_flight_client_that_takes_nothing(
     server: dis.Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     # An ordinary Flight client that stops reading does not keep the server from closing.
-    monkeypatch.setattr("dissociated.catalog.service._STOP_TIMEOUT", 0.3)
+    monkeypatch.setattr("dissociated.catalog.service.STOP_TIMEOUT", 0.3)
     server.publish("large", pa.Table.from_batches(TABLE.to_batches() * 16))
     client = flight.FlightClient(server.catalog_uri)
     stream = client.do_get(flight.Ticket(server.ticket("large")))
@@ -154,7 +154,7 @@ STALLED = textwrap.dedent(
     import dissociated as dis
     import dissociated.catalog.service as service
 
-    service._STOP_TIMEOUT = 0.2
+    service.STOP_TIMEOUT = 0.2
     server = dis.Server([])
     server.publish("large", pa.table({"n": pa.array(np.arange(1 << 22))}))
     print(server.catalog_uri, server.ticket("large").hex(), flush=True)

@@ -22,8 +22,9 @@ from .test_client_misbehaves import read_stream
 CROWD = 200
 
 
-@pytest.mark.parametrize("source", ["table", "callable", "live"])
-@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("scheme", "source"), [("shm", "table"), ("tcp", "callable"), ("shm", "live"), ("tcp", "live")]
+)
 def test_two_hundred_consumers_of_one_dataset(serve: Serve, table: pa.Table, scheme: str, source: str) -> None:
     """Connect all consumers, and read to the middle of the stream, before the first consumer continues."""
     good = serve("shm:", "tcp://127.0.0.1:0")

@@ -185,10 +185,13 @@ def test_a_client_that_ends_within_a_live_stream_is_noticed(serve: Serve, spawn:
 
 @pytest.mark.parametrize("provider", ["tcp;ofi_rxm", pytest.param("tcp", marks=pytest.mark.needs("libfabric 2"))])
 def test_a_client_that_does_nothing_for_long_is_not_lost(serve: Serve, provider: str) -> None:
-    """Keep inactive clients connected: heartbeats pass in both directions in spite of unread data before them."""
+    """Keep inactive clients connected: heartbeats pass in both directions in spite of unread data before them.
+
+    Each dataset is larger than the 64 MB that a server has in flight.
+    """
     good = serve(f"{WHERE}&provider={provider}")
     readers = {}
-    for rows, batches in ((1 << 20, 20), (20_000, 600), (1_000, 10_000)):
+    for rows, batches in ((1 << 20, 9), (20_000, 450), (1_000, 9_000)):
         batch, name = pa.record_batch({"n": pa.array(range(rows), pa.int64())}), f"{batches} of {rows} rows"
         good.server.publish(name, pa.Table.from_batches([batch] * batches))
         readers[name] = dis.open_stream(good.server.locations(name)[0], good.server.ticket(name))

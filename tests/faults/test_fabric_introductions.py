@@ -12,11 +12,11 @@ import pytest
 
 from dissociated.errors import DeadlineExceeded, DissociatedError, RemoteProtocolError, TransportError
 from dissociated.transport.native.addresses import host_and_port
-from dissociated.transport.native.fabric import listener as listeners
-from dissociated.transport.native.fabric.control import Kind
+from dissociated.transport.native.fabric import transport as transports
 from dissociated.transport.native.fabric.endpoint import FabricEndpoint
 from dissociated.transport.native.fabric.memory import Completion
-from dissociated.transport.native.fabric.provider import PROVIDER
+from dissociated.transport.native.fabric.messages import Kind
+from dissociated.transport.native.fabric.transport import PROVIDER
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 from support.fabric_peer import CONTROL, VERSION, progress_until, tell
@@ -141,7 +141,7 @@ def test_who_only_says_hello_has_few_places_and_keeps_nobody_out(serve: Serve) -
 
 def test_clients_that_do_not_take_an_answer_delay_nobody(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give silent clients as long to take their answers as the good client has to connect, so that waits show."""
-    monkeypatch.setattr(listeners, "_LAST_TIMEOUT", 2 * PATIENCE)
+    monkeypatch.setattr(transports, "_LAST_TIMEOUT", 2 * PATIENCE)
     good = serve("fabric:", handshake_timeout=1.0)
     uri = Uri.parse(good.server.locations("good")[0])
     assert uri.host is not None

@@ -67,12 +67,12 @@ import json, re, sys, time
 import dissociated as dis
 from dissociated.protocol.message import Message
 from dissociated.protocol import receiver
-from dissociated.transport.native import connection as native
-from dissociated.transport.native.fabric import control
+from dissociated.transport.native import channel as native
+from dissociated.transport.native.fabric import messages
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 
-cap = native.MAX_FROM_SERVER = control.MAX_IN_FLIGHT = receiver.MAX_WAITING_BYTES = int(sys.argv[2]) << 20
+cap = native.MAX_FROM_SERVER = messages.MAX_IN_FLIGHT = receiver.MAX_WAITING_BYTES = int(sys.argv[2]) << 20
 
 def memory():
     return int(re.search(r"VmHWM:[^0-9]+([0-9]+)", open("/proc/self/status").read())[1]) // 1000

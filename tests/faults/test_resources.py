@@ -261,9 +261,13 @@ FULL = textwrap.dedent(
             if last == "schema":
                 fill(filler)
             with SegmentWriter(stage.directory / "segment", numbers.schema) as writer:
-                writer.write(fitting)
+                writer.write_batch(fitting, {"x": "x" * 8})
                 # Exactly to the end of a page, then no page more.
-                writer._write([bytes(-writer.nbytes % 4096)])
+                before = writer.nbytes
+                writer.write_batch(fitting, {"x": "x" * 8})
+                size = writer.nbytes - before
+                writer.write_batch(fitting, {"x": "x" * (8 + -(writer.nbytes + size) % 4096)})
+                assert writer.nbytes % 4096 == 0
                 fill(filler)
         except StoreError as error:
             assert "no space is left" in str(error)

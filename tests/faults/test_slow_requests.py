@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dissociated.transport.native.fabric.control import Kind
+from dissociated.transport.native.fabric.messages import Kind
 from dissociated.uri import Uri
 from support import ucx_binding, ucx_peer
 from support.fabric_peer import CONTROL, fabric_client

@@ -47,11 +47,12 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("after", [0, 1, 50])
-def test_source_raises(serve: Serve, after: int) -> None:
+def test_source_raises(serve: Serve) -> None:
+    """Raise each error after a batch, and one of them at once and after many batches."""
     good = serve("shm:", "tcp://127.0.0.1:0", "inproc:")
-    for name, (error, phrase) in ERRORS.items():
-        with case(name):
+    for name, after in [*((name, 1) for name in ERRORS), ("no reason", 0), ("no reason", 50)]:
+        error, phrase = ERRORS[name]
+        with case((name, after)):
             check_source_that_raises(good, error, phrase, after)
 
 

@@ -218,7 +218,8 @@ _CARELESS = {
     if scheme != "tls" and (bodies == "packed" or scheme in _ADDRESSES)
 }
 
-_DIRECT = {
+#: Ways without a medium.
+DIRECT = {
     "libarrow": by_libarrow,
     "opened-mapped": opened(memory_map=True),
     "opened-plain": opened(memory_map=False),
@@ -239,4 +240,4 @@ def slow(way: str) -> bool:
     return medium(way) in _SLOW
 
 
-WAYS: dict[str, Read] = {**_DIRECT, **_PUBLISHED, **_LIVE, **_APART, **_CARELESS}
+WAYS: dict[str, Read] = {**DIRECT, **_PUBLISHED, **_LIVE, **_APART, **_CARELESS}

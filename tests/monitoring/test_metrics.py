@@ -120,7 +120,7 @@ def test_those_who_say_nothing_keep_nobody_out(serve: Serve) -> None:
 def test_those_who_come_again_and_again_close_nobody_who_has_just_come(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dissociated.monitoring.http._LEAST_TIME", PATIENCE)
+    monkeypatch.setattr("dissociated.monitoring.http.LEAST_TIME", PATIENCE)
     server = serve("inproc:", metrics="127.0.0.1:0")
     host, port = server.metrics_uri.split("/")[2].split(":")
     with ExitStack() as stack:

@@ -13,9 +13,9 @@ import pyarrow.flight as flight
 import pytest
 
 import dissociated as dis
-from dissociated.base.access import Security, security
 from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
+from dissociated.control.access import Security, security
 from dissociated.errors import AccessDenied
 from dissociated.node.node import Node
 from dissociated.store.store import Store

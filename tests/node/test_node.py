@@ -19,10 +19,10 @@ import pyarrow.flight as flight
 import pytest
 
 import dissociated as dis
-from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError, StoreError
+from dissociated.control.commit import StagedSegment
+from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError, NodeUnreachable, StoreError
 from dissociated.node.launch import ensure, running
 from dissociated.node.node import Node
-from dissociated.store.commit import StagedSegment
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
 from memory.maps import origins
@@ -453,6 +453,25 @@ def test_nodes_that_are_killed_are_marked_and_come_back(memory: Path, tmp_path: 
         start(*arguments)
         wait_until(lambda: client.describe("d").endpoints[0].locations, "it is back")
         assert read(catalog.uri, "d", "shm") == read(catalog.uri, "d", "grpc") == [1, 2]
+
+
+def test_a_commit_with_a_node_that_is_stopped_fails_soon_and_holds_up_no_other(
+    memory: Path, tmp_path: Path, start: Start
+) -> None:
+    """The kernel accepts connections for a stopped process, so without a check it is waited for until the deadline."""
+    catalog = start("catalog", "--db", tmp_path / "db", "--listen", "grpc://127.0.0.1:0")
+    a, b = (start("node", "--store", memory / n, "--catalog", catalog.uri, "--beat", "0.2") for n in "ab")
+    commits = [commit_of(name, [write(node.uri, "1", 1)], SCHEMA, key=name) for name, node in (("a", a), ("b", b))]
+    with dis.connect(catalog.uri, timeout=15) as client:
+        b.signal(signal.SIGSTOP)
+        wait_until(lambda: sum(node["alive"] for node in client.nodes()) == 1, "the catalog has noticed")
+        with pytest.raises(NodeUnreachable, match=f"does not answer the catalog at {b.uri}"):
+            client.commit(commits[1])
+        client.commit(commits[0])
+        b.signal(signal.SIGCONT)
+        wait_until(lambda: all(node["alive"] for node in client.nodes()), "it is back")
+        client.commit(commits[1])
+    assert read(catalog.uri, "a") == read(catalog.uri, "b") == [1]
 
 
 def test_a_catalog_that_lost_its_database_learns_from_the_nodes(memory: Path, tmp_path: Path, start: Start) -> None:

@@ -15,7 +15,7 @@ from support.helpers import PATIENCE, location
 from vectors.replay import ABORTED, INVALID, OF_CLIENTS, READABLE, Vector, cases, replayed
 
 SOURCES = Path(__file__).parents[2] / "examples" / "peers"
-STRICT = ["-Wall", "-Wextra", "-Werror", "-O1", "-g", "-fsanitize=address,undefined"]
+STRICT = ["-Wall", "-Wextra", "-Werror", "-O1", "-fsanitize=address,undefined"]
 LANGUAGES = ["c", "cc", "mjs"]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.protocol.message import Message
-from dissociated.transport.native.ucx.connection import UcxConnection
+from dissociated.transport.native.connection import NativeConnection
 from support.helpers import PATIENCE, connections_left, leaving_nothing
 
 from .double import COMMAND, WANT_DATA, WANT_METADATA, ReferenceClient, ReferenceFlight, ReferenceServer
@@ -58,22 +58,22 @@ def test_our_client_reads_from_the_reference(table: pa.Table, reference: Referen
 def test_our_client_asks_and_closes_in_the_order_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client asks for the metadata first, and closes that connection first."""
     asked: list[int | None] = []
-    on: list[UcxConnection] = []
-    closed: list[UcxConnection] = []
-    send, close = UcxConnection.send, UcxConnection.close
+    on: list[NativeConnection] = []
+    closed: list[NativeConnection] = []
+    send, close = NativeConnection.send, NativeConnection.close
 
-    def sending(connection: UcxConnection, messages: list[Message], timeout: float) -> None:
+    def sending(connection: NativeConnection, messages: list[Message], timeout: float) -> None:
         asked.append(messages[0].tag)
         on.append(connection)
         send(connection, messages, timeout)
 
-    def closing_one(connection: UcxConnection, reason: str | None = None) -> None:
+    def closing_one(connection: NativeConnection, reason: str | None = None) -> None:
         if connection not in closed:
             closed.append(connection)
         close(connection, reason)
 
-    monkeypatch.setattr(UcxConnection, "send", sending)
-    monkeypatch.setattr(UcxConnection, "close", closing_one)
+    monkeypatch.setattr(NativeConnection, "send", sending)
+    monkeypatch.setattr(NativeConnection, "close", closing_one)
     with closing(ReferenceServer(TABLES["numbers"])) as reference:
         assert dis.open_stream(reference.locations, COMMAND, timeout=PATIENCE).read_all() == TABLES["numbers"]
     assert asked == [WANT_METADATA, WANT_DATA]

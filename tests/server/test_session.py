@@ -28,7 +28,7 @@ def live_source(count: int) -> pa.RecordBatchReader:
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_live_stream_goes_on_in_another_region(serve: Serve, monkeypatch: pytest.MonkeyPatch, keep: bool) -> None:
-    monkeypatch.setattr(live, "_SPAN", 1 << 20)  # 13 batches of 80 kB
+    monkeypatch.setattr(live, "SPAN", 1 << 20)  # 13 batches of 80 kB
     monkeypatch.setattr(live.LiveRegion, "size", 1 << 20)
     server = serve("shm:")
     server.publish("live", lambda: live_source(100))
@@ -44,7 +44,7 @@ def test_a_live_stream_goes_on_in_another_region(serve: Serve, monkeypatch: pyte
 
 
 def test_the_limit_counts_what_is_held_in_all_regions(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "_SPAN", 1 << 20)
+    monkeypatch.setattr(live, "SPAN", 1 << 20)
     monkeypatch.setattr(live.LiveRegion, "size", 1 << 20)
     server = serve("shm:", live_limit=1 << 21)
     server.publish("live", lambda: live_source(100))  # 8 MB
@@ -68,7 +68,7 @@ def test_what_arrived_of_a_group_that_is_cut_off_is_held(serve: Serve, monkeypat
     monkeypatch.setattr(Sending, "drain", draining)
     small, large = ({f"c{n}": [n] * rows for n in range(400)} for rows in (1, 100))
     # The first batch is inline, so nothing is read in place. The rest has megabytes of addresses.
-    server.publish("wide", pa.Table.from_batches([pa.record_batch(small), *[pa.record_batch(large)] * 400]))
+    server.publish("wide", pa.Table.from_batches([pa.record_batch(small), *[pa.record_batch(large)] * 150]))
     uri, ticket = server.locations("wide")[0], server.ticket("wide")
     reader = dis.open_stream(uri, ticket)
     kept = [reader.read_next_batch() for _ in range(2)]
@@ -79,4 +79,4 @@ def test_what_arrived_of_a_group_that_is_cut_off_is_held(serve: Serve, monkeypat
     assert connections_left(server) == 0
     assert len(held) == 1
     assert held[0] >= 400
-    assert dis.open_stream(uri, ticket).read_all().num_rows == 40_001
+    assert dis.open_stream(uri, ticket).read_all().num_rows == 15_001

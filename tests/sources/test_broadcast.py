@@ -339,7 +339,7 @@ def test_what_a_consumer_that_stops_was_not_sent_any_more_is_free(serve: Serve) 
 
 
 def test_a_broadcast_goes_on_in_another_region(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_memory, "_SPAN", 1 << 20)
+    monkeypatch.setattr(live_memory, "SPAN", 1 << 20)
     monkeypatch.setattr(live_memory.LiveRegion, "size", 1 << 20)
     server = serve("shm:", "tcp://127.0.0.1:0")
     server.publish("live", reader(map(batch, range(60))), live=dis.Live(consumers=2))

@@ -34,7 +34,7 @@ def coded(number: int) -> pa.RecordBatch:
     """Return a batch with three dictionaries: one for each batch, one that grows, and one that seldom changes."""
     own = pa.array([f"own {number}"]).dictionary_encode()
     grown = pa.DictionaryArray.from_arrays([number % 50], [f"value {n}" for n in range(number % 50 + 1)])
-    seldom = pa.DictionaryArray.from_arrays([0], [f"seldom {number // 1000}"])
+    seldom = pa.DictionaryArray.from_arrays([0], [f"seldom {number // 300}"])
     return pa.record_batch({"n": [number], "own": own, "grown": grown, "seldom": seldom})
 
 
@@ -90,15 +90,16 @@ def test_a_consumer_that_pauses_does_not_hold_up_the_source(serve: Serve, policy
 def test_batches_that_are_left_have_their_dictionaries(
     serve: Serve, policy: Policy, make: Callable[[int], pa.RecordBatch]
 ) -> None:
-    server = serve("shm:", "tcp://127.0.0.1:0", live_limit=MB // 4)
+    server = serve("shm:", "tcp://127.0.0.1:0", live_limit=MB // 16)
     live = dis.Live(policy=policy, stall_timeout=3600)
-    count = 2000
+    count = 1000
     for scheme in ("shm", "tcp"):
         source = Source(make, count)
         server.publish("live", source.reader, live=live)
         reader = open_live(server, scheme)
         assert source.exhausted.wait(PATIENCE), "the source waits for the consumer"
         (missed,) = [one.missed for one in server.status().consumers if one.dataset == "live"]
+        assert missed or scheme == "tcp"  # over tcp, the kernels of both sides may take small ones
         source.goes_on.set()
         numbers = []
         for one in reader:

@@ -27,11 +27,11 @@ SHARED_OR_NOT: list[dict[str, Any]] = [{"live": dis.Live()}, {}]
 
 
 def test_a_reader_may_be_many_small_batches_behind(serve: Serve) -> None:
-    """20,000 batches of one row are 300 kB; in pages of their own they would be 80 MB.
+    """6,000 batches of one row are 100 kB; in pages of their own they would be 24 MB.
 
     The reader pauses until all are there.
     """
-    rows = pa.record_batch({"n": np.arange(20_000), "v": np.arange(20_000) / 7})
+    rows = pa.record_batch({"n": np.arange(6_000), "v": np.arange(6_000) / 7})
     exhausted = threading.Event()
 
     def source() -> Iterator[pa.RecordBatch]:

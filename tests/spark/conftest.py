@@ -58,9 +58,14 @@ def java() -> str:
         pytest.skip(str(error))
 
 
-#: Modules of Python processes that Spark starts in full, and not as forks of warm.py: for the source of a stream, of
-#: which each query has two that must answer within ten seconds, and for each call of a data source by the driver.
-STARTED_IN_FULL = ("pyspark.sql.streaming.python_streaming_source_runner", "pyspark.daemon")
+#: Modules that the forks of Spark's Python run: the sources of streams, which must answer within ten seconds, the calls
+#: of a data source by the driver, the daemons of workers, and the sidecar.
+FORKED = (
+    "pyspark.sql.streaming.python_streaming_source_runner",
+    "pyspark.daemon",
+    "warm",
+    "dissociated.spark.sidecar",
+)
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +73,7 @@ def python(forks: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
     """Yield a Python that forks where Spark would load all modules anew, which takes a second of the processor."""
     parent().load("spark.warm")
     path = tmp_path_factory.mktemp("python") / "python"
-    with forking_python(path, *STARTED_IN_FULL):
+    with forking_python(path, *FORKED):
         yield path
 
 

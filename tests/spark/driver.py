@@ -47,10 +47,9 @@ def writer_of(segment: str, stores: str) -> int | None:
 
 
 def executor() -> int:
-    """Return the process ID of the executor that this Python worker belongs to."""
-    pid = os.getppid()
-    while b"CoarseGrainedExecutorBackend" not in Path(f"/proc/{pid}/cmdline").read_bytes():
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    """Return the process ID of the executor that this Python worker belongs to, which called the daemon of workers."""
+    pid = int(os.environ["DISSOCIATED_TEST_CALLER"])
+    assert b"CoarseGrainedExecutorBackend" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return pid
 
 

@@ -1,4 +1,4 @@
-"""Descendants of a process, and the shared memory that they hold for functions and exported rows."""
+"""Descendants of a process, the sidecar of a Java process, and the shared memory for functions and exported rows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+
+from support.forks import MARK
 
 _NAMES = "/memfd:dissociated:function", "/memfd:dissociated:spark"
 
@@ -25,14 +27,34 @@ def descendants(root: int) -> set[int]:
     return below - {root}
 
 
-def marked(variable: str, value: str) -> set[int]:
-    """Return the processes that were started with this environment variable, also those whose parents have ended."""
-    found = set()
+def marked() -> set[int]:
+    """Return all forks of the tests and other processes with their mark, also those whose parents have ended."""
+    mark, found = f"{MARK}={os.getpid()}".encode(), set()
     for process in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):  # it has ended, or belongs to another user
-            if f"{variable}={value}".encode() in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
+            if mark in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
                 found.add(int(process))
     return found
+
+
+def sidecar(java: int) -> int:
+    """Return the sidecar of a Java process. The sidecar may be a fork, whose child of Java has the same input."""
+
+    def has_input(process: str, pipe: str) -> bool:
+        with suppress(OSError):  # it has ended
+            return os.readlink(f"/proc/{process}/fd/0") == pipe
+        return False
+
+    processes = [*filter(str.isdigit, os.listdir("/proc"))]
+    for process in processes:
+        with suppress(OSError):
+            command = Path(f"/proc/{process}/cmdline").read_bytes()
+            parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1]
+            if b"dissociated.spark.sidecar" in command and int(parent) == java:
+                pipe = os.readlink(f"/proc/{process}/fd/0")
+                forks = [int(other) for other in processes if other != process and has_input(other, pipe)]
+                return forks[0] if forks else int(process)
+    raise AssertionError("there is no sidecar")
 
 
 def function_memory(processes: set[int]) -> int:

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pyspark
@@ -22,9 +23,9 @@ import pytest
 
 import dissociated as dis
 from dissociated.node.launch import running
-from spark.archive import environment_for_plans
+from support.forks import MARK
 from support.helpers import PATIENCE, wait_until
-from support.processes import Process, free_port
+from support.processes import Fork, Process, free_port
 
 from .processes import function_memory, marked
 
@@ -32,8 +33,6 @@ pytestmark = pytest.mark.timeout(300)
 
 EXECUTORS = {"127.0.0.1": 2, "127.0.0.2": 1}  # per host
 HOSTS = tuple(EXECUTORS)
-#: The environment variable by which all processes of a cluster are found, also those whose parents were killed.
-MARK = "DISSOCIATED_TEST_CLUSTER"
 CONF = {
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
@@ -66,18 +65,18 @@ def home() -> Iterator[Path]:
         yield Path(directory)
 
 
-def environment(java: str, home: Path, host: str = "") -> dict[str, str]:
+def environment(java: str, python: Path, home: Path, host: str = "") -> dict[str, str]:
     """Return the environment of a process on a host, whose nodes have their stores below `home`."""
     named = {"DISSOCIATED_HOST": host} if host else {}
     where = f"--listen shm: --listen tcp://{host}:0 --flight grpc://{host}:0" if host else ""
     return {
-        **environment_for_plans(),
+        **os.environ,
         "JAVA_HOME": java,
         "SPARK_HOME": str(Path(pyspark.__file__).parent),
         "SPARK_DAEMON_MEMORY": "256m",
-        "PYSPARK_PYTHON": sys.executable,
+        "PYSPARK_PYTHON": str(python),
         "PYTHONPATH": os.pathsep.join(map(str, (Path(dis.__file__).parents[1], Path(__file__).parent))),
-        MARK: str(home),
+        MARK: str(os.getpid()),
         "DISSOCIATED_NODE": f"--store {store(home, host)} --beat 1 {where}",
         **named,
     }
@@ -173,7 +172,7 @@ class Catalog:
         self.start()
 
     def start(self) -> None:
-        self._process = Process(*self._arguments)
+        self._process = Process(*self._arguments, forked=True)
         self.uri = self._process.uri
 
     def kill(self) -> None:
@@ -195,23 +194,23 @@ def daemon(env: Mapping[str, str], *arguments: str) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def cluster(java: str, home: Path) -> Iterator[Cluster]:
+def cluster(java: str, python: Path, home: Path) -> Iterator[Cluster]:
     """Yield a cluster of a master and one worker on each host."""
     master = f"spark://127.0.0.1:{free_port()}"
     package = "org.apache.spark.deploy"
     with ExitStack() as ends:
         port = master.rpartition(":")[2]
         places = ("--host", "127.0.0.1", "--port", port, "--webui-port", "0")
-        ends.enter_context(daemon(environment(java, home), f"{package}.master.Master", *places))
+        ends.enter_context(daemon(environment(java, python, home), f"{package}.master.Master", *places))
         for host, executors in EXECUTORS.items():
             has = ("-c", str(executors), "-m", f"{executors}g", "-d", str(home / f"work-{host}"))
             place = ("--host", host, "--webui-port", "0", *has, master)
-            ends.enter_context(daemon(environment(java, home, host), f"{package}.worker.Worker", *place))
+            ends.enter_context(daemon(environment(java, python, home, host), f"{package}.worker.Worker", *place))
         settings = {
             "spark.scheduler.minRegisteredResourcesRatio": "1.0",
             "spark.cores.max": sum(EXECUTORS.values()),
         }
-        driver = Driver(master, environment(java, home), home / "driver.log", **settings)
+        driver = Driver(master, environment(java, python, home), home / "driver.log", **settings)
         ends.callback(driver.kill)
         catalog = Catalog(home / "catalog.db")
         ends.callback(catalog.kill)
@@ -227,7 +226,7 @@ def kill_nodes(home: Path) -> None:
 
 
 def test_one_node_of_each_host_serves_its_segments_by_shm_there_and_by_tcp_elsewhere(
-    cluster: Cluster, java: str, home: Path, tmp_path: Path
+    cluster: Cluster, home: Path, tmp_path: Path
 ) -> None:
     """This test writes first: both executors of a host begin at once, and start one node."""
     executors = sum(EXECUTORS.values())
@@ -238,16 +237,9 @@ def test_one_node_of_each_host_serves_its_segments_by_shm_there_and_by_tcp_elsew
         assert sorted(one.hosts for one in client.describe("spread").endpoints) == [(host,) for host in HOSTS]
         assert len(client.nodes()) == len(HOSTS)
     for host in HOSTS:
-        told = json.loads(
-            subprocess.run(
-                [sys.executable, "-c", CONSUMER, cluster.uri, "spread"],
-                env=environment(java, home, host),
-                capture_output=True,
-                text=True,
-                check=True,
-                timeout=PATIENCE,
-            ).stdout
-        )
+        there = {**os.environ, "DISSOCIATED_HOST": host}
+        with Fork("-c", CONSUMER, cluster.uri, "spread", env=there, stdout=PIPE) as consumer:
+            told = json.loads(consumer.communicate(timeout=PATIENCE)[0])
         assert sorted(told["ids"]) == [*range(200_000)]
         assert told["maps"] == sorted(map(str, cluster.segments("spread", host)))
     cluster.run("summed", "spread", rows=200_000, partitions=4)
@@ -317,8 +309,8 @@ def test_an_executor_that_is_killed_under_map_in_arrow_leaves_nothing(
     killed = tmp_path / "killed"
     cluster.driver.run("function_killed", rows=100_000, killed=str(killed))
     processes = {int(process) for process in killed.read_text().split()}
-    wait_until(lambda: not processes & marked(MARK, str(home)), "the executor and its Python worker have ended")
-    wait_until(lambda: not function_memory(marked(MARK, str(home))), "all memory of functions is freed")
+    wait_until(lambda: not processes & marked(), "the executor and its Python worker have ended")
+    wait_until(lambda: not function_memory(marked()), "all memory of functions is freed")
 
 
 def test_a_driver_that_is_killed_under_map_in_arrow_leaves_nothing(
@@ -328,8 +320,8 @@ def test_a_driver_that_is_killed_under_map_in_arrow_leaves_nothing(
     cluster.driver.begin("function_never_ends", rows=100_000, started=str(tmp_path))
     wait_until(lambda: len(os.listdir(tmp_path)) == 2, "two functions run")
     workers = {int(process) for process in os.listdir(tmp_path)}
-    assert workers <= marked(MARK, str(home))
+    assert workers <= marked()
     assert function_memory(workers) > 0
     cluster.driver.kill()
-    wait_until(lambda: not workers & marked(MARK, str(home)), "the Python workers have ended")
-    wait_until(lambda: not function_memory(marked(MARK, str(home))), "all memory of functions is freed")
+    wait_until(lambda: not workers & marked(), "the Python workers have ended")
+    wait_until(lambda: not function_memory(marked()), "all memory of functions is freed")

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import dissociated as dis
-from spark.archive import environment_for_plans
 
 from .test_quickstart import PROGRAM, RESULT
 
@@ -48,14 +47,15 @@ spark.stop()
 
 
 @pytest.fixture
-def environment(java: str, tmp_path: Path) -> dict[str, str]:
+def environment(java: str, python: Path, tmp_path: Path) -> dict[str, str]:
     """Return an environment in which Spark Connect takes a free port, but Java does not check each plan twice."""
     of_java = tmp_path / "conf"
     of_java.mkdir()
     (of_java / "spark-env.sh").write_text('unset SPARK_TESTING\nSPARK_CONF_DIR="$SPARK_HOME/conf"\n')
     return {
-        **environment_for_plans(),
+        **os.environ,
         "JAVA_HOME": java,
+        "PYSPARK_PYTHON": str(python),
         "SPARK_CONF_DIR": str(of_java),
         "SPARK_TESTING": "1",  # makes Spark choose a free port
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),

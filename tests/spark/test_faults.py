@@ -20,13 +20,13 @@ from pyspark import TaskContext
 from pyspark.sql.types import LongType, StructField, StructType
 
 import dissociated as dis
+from dissociated.control.commit import Commit
 from dissociated.errors import DissociatedError
 from dissociated.node.node import Node
 from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.staging import Writes
 from dissociated.spark.target import WriteTarget
 from dissociated.spark.writer import DatasetWriter, Written
-from dissociated.store.commit import Commit
 from dissociated.store.store import Store
 from support.helpers import PATIENCE, case, files_below, wait_until
 from support.injection import Fault, calls, child_environment

@@ -12,13 +12,13 @@ from pyspark.errors import PySparkException
 from pyspark.sql.types import StructType
 
 import dissociated as dis
+from dissociated.control.commit import Commit
 from dissociated.errors import DissociatedError, SourceError
 from dissociated.spark import publish, read
 from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.fitting import Fitting
 from dissociated.spark.target import WriteTarget
 from dissociated.spark.types import arrow_schema
-from dissociated.store.commit import Commit
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -17,7 +17,7 @@ import pytest
 from dissociated.node.node import Node
 from dissociated.spark import map_in_arrow, publish, read
 from dissociated.store.store import Store
-from support.helpers import PATIENCE, connections_left, wait_until
+from support.helpers import PATIENCE, case, connections_left, wait_until
 
 from . import processes
 from .conftest import IN_JVM
@@ -33,10 +33,19 @@ for module in (sys.modules[__name__], processes):
 Batches = Iterator[pa.RecordBatch]
 
 #: The bytes that pass through functions. DISSOCIATED_TEST_FUNCTION_BYTES=4294967296 is the full size.
-SIZE = int(os.environ.get("DISSOCIATED_TEST_FUNCTION_BYTES", 256 << 20))
-#: The largest amount of shared memory that a worker may hold at once, whatever the size.
+SIZE = int(os.environ.get("DISSOCIATED_TEST_FUNCTION_BYTES", 128 << 20))
+#: The largest amount of shared memory that a worker may hold at once, whatever the size. Each of two workers takes half
+#: of the bytes and yields as many.
 LIMIT = 64 << 20
 ROW = 1_000  # bytes of the text in each row
+
+
+@pytest.fixture
+def small_batches(spark: SparkSession) -> Iterator[None]:
+    """Give functions batches of 10,000 rows."""
+    spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", 10_000)
+    yield
+    spark.conf.unset("spark.sql.execution.arrow.maxRecordsPerBatch")
 
 
 def nothing_is_left() -> None:
@@ -110,30 +119,37 @@ def an_error(batch: pa.RecordBatch) -> Any:
     raise ValueError("the second batch is refused")
 
 
-@pytest.mark.parametrize("late", [another_type, another_column, no_column, a_table, an_error])
-def test_a_later_batch_that_is_wrong_fails_the_job_and_leaves_nothing(
-    spark: SparkSession, late: Callable[[pa.RecordBatch], Any]
-) -> None:
-    def wrong(batches: Batches) -> Batches:
-        for number, batch in enumerate(batches):
-            yield late(batch) if number else batch
+def test_a_later_batch_that_is_wrong_fails_the_job_and_leaves_nothing(spark: SparkSession, small_batches: None) -> None:
+    df = spark.range(0, 60_000, numPartitions=2)
+    messages = {
+        another_type: "string",
+        another_column: "column",
+        no_column: "column",
+        a_table: "Table",
+        an_error: "the second batch is refused",
+    }
+    for late, message in messages.items():
 
-    df = spark.range(0, 600_000, numPartitions=2)
-    message = {"another_type": "string", "a_table": "Table", "an_error": "the second batch is refused"}
-    with pytest.raises(Exception, match=message.get(late.__name__, "column")):
-        map_in_arrow(df, wrong, df.schema).collect()
-    nothing_is_left()
-    assert map_in_arrow(df, lambda batches: batches, df.schema).count() == 600_000
+        def wrong(batches: Batches, late: Callable[[pa.RecordBatch], Any] = late) -> Batches:
+            for number, batch in enumerate(batches):
+                yield late(batch) if number else batch
+
+        with case(late.__name__), pytest.raises(Exception, match=message):
+            map_in_arrow(df, wrong, df.schema).collect()
+        nothing_is_left()
+    assert map_in_arrow(df, lambda batches: batches, df.schema).count() == 60_000
 
 
 @pytest.mark.parametrize("way", ["before its first batch", "between batches", "by yielding"])
-def test_a_function_that_never_ends_is_ended_with_its_job(spark: SparkSession, tmp_path: Path, way: str) -> None:
+def test_a_function_that_never_ends_is_ended_with_its_job(
+    spark: SparkSession, small_batches: None, tmp_path: Path, way: str
+) -> None:
     started, ended = tmp_path / "started", tmp_path / "ended"
 
     def endless(batches: Batches) -> Batches:
         batch = next(batches)
-        if way == "between batches":
-            yield batch
+        if way != "before its first batch":
+            yield batch  # which the task has mapped before it is cancelled
         started.with_suffix(".new").write_text(str(os.getpid()))
         started.with_suffix(".new").rename(started)
         try:
@@ -145,7 +161,7 @@ def test_a_function_that_never_ends_is_ended_with_its_job(spark: SparkSession, t
         finally:
             ended.touch()
 
-    df = spark.range(0, 600_000, numPartitions=1)
+    df = spark.range(0, 60_000, numPartitions=1)
     mapped = map_in_arrow(df, endless, df.schema)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(mapped.write.format("noop").mode("overwrite").save)
@@ -157,7 +173,7 @@ def test_a_function_that_never_ends_is_ended_with_its_job(spark: SparkSession, t
     is_over = ended.exists if way == "by yielding" else lambda: worker not in descendants(os.getpid())
     wait_until(is_over, "the function, or its worker, has ended", 2 * PATIENCE)
     nothing_is_left()
-    assert map_in_arrow(df, lambda batches: batches, df.schema).count() == 600_000
+    assert map_in_arrow(df, lambda batches: batches, df.schema).count() == 60_000
 
 
 @pytest.mark.usefixtures("plans")

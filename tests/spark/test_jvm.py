@@ -23,12 +23,15 @@ from pyspark.errors import PySparkException
 import dissociated as dis
 from dissociated.spark import read
 from support.helpers import connections_left, wait_until
-from support.jvm import executed_plan, jvm
+from support.jvm import executed_plan, java_pid
+
+from .processes import sidecar
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.usefixtures("plans")
+#: For tests whose subject is a plan.
+plans = pytest.mark.usefixtures("plans")
 
 ROWS = 1000
 TABLE = pa.table(
@@ -52,6 +55,7 @@ def plan(df: DataFrame) -> str:
     return str(executed_plan(df).toString())
 
 
+@plans
 def test_a_query_reads_what_it_needs_and_a_count_or_a_limit_nearly_nothing(
     spark: SparkSession, server: dis.Server
 ) -> None:
@@ -122,6 +126,7 @@ def test_batches_without_rows_that_a_query_wants_stay_where_they_are(spark: Spar
         assert 2 * (between - before) < server.status().totals.bytes - between
 
 
+@plans
 def test_a_join_reads_only_batches_that_may_have_its_keys(spark: SparkSession, server: dis.Server) -> None:
     table = pa.table({"n": range(80_000), "m": range(80_000)})
     server.publish("data", pa.Table.from_batches(table.to_batches(max_chunksize=20_000)))
@@ -135,6 +140,7 @@ def test_a_join_reads_only_batches_that_may_have_its_keys(spark: SparkSession, s
         assert server.status().totals.bytes - before < 2 * 8 * 20_000
 
 
+@plans
 def test_the_source_in_python_reads_where_it_is_asked_to(
     spark: SparkSession, server: dis.Server, use_jvm: Callable[[bool], None]
 ) -> None:
@@ -191,6 +197,7 @@ def changed(content: bytes, values: np.ndarray, place: int, value: int) -> bytes
     return content[:found] + np.array([value], values.dtype).tobytes() + content[found + values.itemsize :]
 
 
+@plans
 def test_of_structs_only_the_fields_that_a_query_uses_are_looked_at(
     spark: SparkSession, server: dis.Server, tmp_path: Path, use_jvm: Callable[[bool], None]
 ) -> None:
@@ -247,17 +254,6 @@ def test_what_is_damaged_is_told_with_its_column_and_harms_nothing_else(
         assert len(read(spark, what, server.catalog_uri).select(others).collect()) == ROWS, what
 
 
-def sidecar(spark: SparkSession) -> int:
-    """Return the process ID of the sidecar of Spark's JVM."""
-    of_jvm = f"\nPPid:\t{jvm(spark).java.lang.ProcessHandle.current().pid()}\n"
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            of_sidecar = b"dissociated.spark.sidecar" in (process / "cmdline").read_bytes()
-            if of_sidecar and of_jvm in (process / "status").read_text():
-                return int(process.name)
-    raise AssertionError("there is none")
-
-
 def test_a_task_fails_whose_sidecar_has_ended(spark: SparkSession, server: dis.Server) -> None:
     """The memory of a live stream that the sidecar held may be reused before Spark has read it."""
     batches = [pa.record_batch({"n": range(first, first + ROWS * 10)}) for first in (0, ROWS * 10)]
@@ -267,7 +263,7 @@ def test_a_task_fails_whose_sidecar_has_ended(spark: SparkSession, server: dis.S
     for batch in batches:
         assert reader.next()
         assert reader.get().column(0).getLong(0) == batch["n"][0].as_py()
-    os.kill(sidecar(spark), signal.SIGKILL)
+    os.kill(sidecar(java_pid(spark)), signal.SIGKILL)
     for end in reader.next, reader.close:  # at the end of all rows, or when a LIMIT stops early
         with pytest.raises(PySparkException, match="sidecar has ended"):
             end()
@@ -280,6 +276,7 @@ exec sleep 1000
 """
 
 
+@plans
 def test_a_script_that_takes_no_more_ends_with_its_task(
     spark: SparkSession, server: dis.Server, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -17,11 +18,18 @@ from dissociated.node.node import Node
 from dissociated.spark import publish
 from dissociated.store.store import Store
 from support.helpers import case, wait_until
+from support.jvm import java_pid
 
+from . import processes
+from .processes import sidecar
 from .test_faults import leaves_nothing, numbers
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+cloudpickle = pytest.importorskip("pyspark.cloudpickle")
+for module in (sys.modules[__name__], processes):
+    cloudpickle.register_pickle_by_value(module)  # Spark's workers cannot import these modules.
 
 #: The rows of each write, in PARTITIONS partitions.
 ROWS, PARTITIONS = 60_000, 2
@@ -43,30 +51,14 @@ def is_gone(process: str) -> bool:
     return not Path("/proc", process).exists()
 
 
-def killing(victim: str, at: int, killed: Path) -> Callable[[Batches], Batches]:
-    """Return a function of tasks that kills a process once, before batch `at`, and writes its id to `killed`.
-
-    Python workers cannot import this module, so everything that they need is within the function.
-    """
-
-    def sidecar() -> int:
-        """Return the sidecar of the JVM that this Python worker belongs to."""
-        jvm = parent(os.getppid())
-        for process in map(int, filter(str.isdigit, os.listdir("/proc"))):
-            with suppress(OSError):  # it has just ended
-                command = Path(f"/proc/{process}/cmdline").read_bytes()
-                if b"dissociated.spark.sidecar" in command and parent(process) == jvm:
-                    return process
-        raise AssertionError("there is no sidecar")
-
-    def parent(pid: int) -> int:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+def killing(victim: str, java: int, at: int, killed: Path) -> Callable[[Batches], Batches]:
+    """Return a function of tasks that kills a process once, before batch `at`, and writes its id to `killed`."""
 
     def through(batches: Batches) -> Batches:
         for number, batch in enumerate(batches):
             if number == at:
                 with suppress(FileExistsError), killed.open("x") as told:  # both partitions get here
-                    pid = sidecar() if victim == "sidecar" else os.getpid()
+                    pid = sidecar(java) if victim == "sidecar" else os.getpid()
                     told.write(str(pid))
                     told.flush()
                     os.kill(pid, signal.SIGKILL)
@@ -86,7 +78,7 @@ def test_a_task_that_is_killed_is_done_again_once(
         killed = tmp_path / f"{number}"
         with case(point):
             frame = spark.range(0, ROWS, numPartitions=PARTITIONS).mapInArrow(
-                killing(victim, number, killed), "id long"
+                killing(victim, java_pid(spark), number, killed), "id long"
             )
             publish(frame, "x", node.uri, mode)
             expected = sorted([*(expected if mode == "append" else ()), *range(ROWS)])

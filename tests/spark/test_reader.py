@@ -18,6 +18,7 @@ import dissociated as dis
 from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
 from dissociated.client.partitions import slices
+from dissociated.control.commit import StagedSegment
 from dissociated.errors import DissociatedError, OptionError, SourceError
 from dissociated.node.node import Node
 from dissociated.spark import publish, read
@@ -26,7 +27,6 @@ from dissociated.spark.layouts import stream_layout
 from dissociated.spark.reader import DatasetReader
 from dissociated.spark.request import DatasetRequest
 from dissociated.spark.types import arrow_schema
-from dissociated.store.commit import StagedSegment
 from dissociated.store.store import Store
 from support.arrow_cases import ARRAYS, ROWS
 from support.certificates import Certificates
@@ -482,8 +482,7 @@ def test_cuts_lie_between_batches_where_that_is_near(
     assert slices(sizes, count) == expected
 
 
-@pytest.mark.parametrize("in_jvm", [True, False])
-@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+@pytest.mark.parametrize(("transport", "in_jvm"), [("shm", True), ("tcp", True), ("grpc", True), ("tcp", False)])
 def test_the_text_of_a_source_s_exception_does_not_reach_a_query(
     spark: SparkSession,
     server: dis.Server,

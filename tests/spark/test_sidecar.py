@@ -75,7 +75,7 @@ def test_partitions_are_of_the_bytes_that_are_read_and_enough_for_all_tasks(
 ) -> None:
     sidecar = Sidecar()
     nbytes = sidecar.describe({"path": "data", "catalog": node.uri})["nbytes"]
-    monkeypatch.setattr("dissociated.spark.sidecar._SLICE_BYTES", -(-nbytes // COUNT))
+    monkeypatch.setattr("dissociated.spark.sidecar.SLICE_BYTES", -(-nbytes // COUNT))
 
     def partitions(share: float, tasks: int) -> int:
         return len(planned(sidecar, node, share=share, tasks=tasks)["partitions"])
@@ -83,8 +83,8 @@ def test_partitions_are_of_the_bytes_that_are_read_and_enough_for_all_tasks(
     assert partitions(1.0, 1) == COUNT
     assert partitions(0.5, 1) == COUNT // 2
     assert partitions(0.01, 1) == 1
-    monkeypatch.setattr("dissociated.spark.sidecar._SLICE_BYTES", nbytes)
-    monkeypatch.setattr("dissociated.spark.reader._MIN_SLICE_BYTES", nbytes // COUNT)
+    monkeypatch.setattr("dissociated.spark.sidecar.SLICE_BYTES", nbytes)
+    monkeypatch.setattr("dissociated.spark.reader.MIN_SLICE_BYTES", nbytes // COUNT)
     assert partitions(1.0, 1) == 1
     assert partitions(1.0, 2) == 2
     assert partitions(1.0, 100) == COUNT
@@ -135,7 +135,7 @@ def test_of_memory_that_is_used_again_one_batch_is_held_and_the_last_until_the_e
 
 
 def test_what_the_pieces_of_a_batch_share_is_copied_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dissociated.spark.stream._MAX_BATCH_BYTES", 5_000)
+    monkeypatch.setattr("dissociated.spark.stream.MAX_BATCH_BYTES", 5_000)
     sidecar = Sidecar()
     stream = opened(sidecar, path="data", catalog=node.uri, transport="grpc")
     answer = sidecar.next(stream)

@@ -19,6 +19,7 @@ from pyspark import TaskContext
 
 import dissociated as dis
 from dissociated.catalog.local import LocalCatalog
+from dissociated.control.commit import Commit
 from dissociated.errors import CatalogError, CatalogUnreachable, StoreError
 from dissociated.node.launch import running
 from dissociated.node.node import Node
@@ -27,7 +28,6 @@ from dissociated.spark.reader import DatasetReader
 from dissociated.spark.request import DatasetRequest
 from dissociated.spark.target import WriteTarget
 from dissociated.spark.writer import DatasetWriter, Written
-from dissociated.store.commit import Commit
 from dissociated.store.store import Store
 from support.certificates import Certificates
 from support.helpers import PATIENCE, wait_until

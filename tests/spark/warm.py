@@ -1,7 +1,7 @@
 """Spark's daemon of Python workers with all common modules imported, so that its forks start at once.
 
-Spark's own daemon imports nothing, so that each worker of each query takes half a second. Other tests that start a
-Spark use this daemon too, except for the clusters.
+Spark's own daemon imports nothing, so that each worker of each query takes half a second, and with pandas, which Spark
+imports for its own `mapInArrow`, a second. The processes of FORKED in conftest.py are forks with these modules, too.
 """
 
 import gc
@@ -12,8 +12,11 @@ for name in (
     "dissociated.spark.datasource",
     "dissociated.spark.functions",
     "dissociated.spark.reader",
+    "dissociated.spark.staging",
     "dissociated.spark.streaming",
     "dissociated.spark.writer",
+    "pandas",
+    "pyarrow.pandas_compat",
     "pyspark.sql.worker.commit_data_source_write",
     "pyspark.sql.worker.create_data_source",
     "pyspark.sql.worker.data_source_pushdown_filters",

@@ -16,12 +16,12 @@ import pytest
 
 import dissociated as dis
 from dissociated.catalog.service import CatalogService
+from dissociated.control.version import Version
 from dissociated.errors import CatalogError, DissociatedError, StoreError, StoreFull
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
-from dissociated.store.version import Version
 from support.helpers import case, commit_of, connections_left, wait_until
 from support.machine import media
 from support.nodes import MIB, small_file_system

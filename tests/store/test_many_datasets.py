@@ -13,16 +13,16 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.base.access import Unsigned
 from dissociated.catalog.service import CatalogService
 from dissociated.catalog.store_backend import StoreBackend
+from dissociated.control.access import Unsigned
+from dissociated.control.version import Version
 from dissociated.datasets.registry import Registry
 from dissociated.errors import DatasetNotFound, DissociatedError
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.segment_cache import OpenSegments, SegmentCache
 from dissociated.store.store import Store
-from dissociated.store.version import Version
 from support.helpers import PATIENCE, commit_of, files_below
 from support.nodes import MIB, SCHEMA, put, read, table
 
@@ -86,7 +86,7 @@ def open_below(directory: Path) -> set[str]:
 
 
 def test_few_are_open_that_nobody_reads(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dissociated.store.segment_cache._MAX_SEGMENTS", 3)
+    monkeypatch.setattr("dissociated.store.segment_cache.MAX_SEGMENTS", 3)
     with Node(Store(memory), ["tcp://127.0.0.1:0"], retain=0.0) as node, dis.connect(node.uri) as client:
         for number in range(8):
             put(node.uri, f"d{number}", table(number))
@@ -206,7 +206,7 @@ def test_readers_that_begin_while_it_goes_get_its_bytes_or_an_error(
     memory: Path, monkeypatch: pytest.MonkeyPatch, policy: Policy
 ) -> None:
     """Versions are opened, replaced, dropped, evicted or spilled, and their pages recycled, all at once."""
-    monkeypatch.setattr("dissociated.store.segment_cache._MAX_SEGMENTS", 1)
+    monkeypatch.setattr("dissociated.store.segment_cache.MAX_SEGMENTS", 1)
     store = Store(memory / "store", 6 * MIB, policy, memory / "spilled" if policy is Policy.SPILL else None)
     with Node(store, ["shm:", "tcp://127.0.0.1:0"], retain=0.0) as node, dis.connect(node.uri) as client:
         over = threading.Event()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from dissociated.control.version import Version
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
-from dissociated.store.version import Version
 from support.helpers import commit_of
 from support.nodes import MIB, SCHEMA, staged, table
 
@@ -119,8 +119,8 @@ def test_versions_that_were_spilled_leave_their_numbers_too(memory: Path, tmp_pa
 
 
 def test_the_file_grows_with_the_names_and_not_with_the_versions(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dissociated.store.numbers._SPARE_LINES", 10)
-    monkeypatch.setattr("dissociated.store.numbers._MAX_NAMES", 6)
+    monkeypatch.setattr("dissociated.store.numbers.SPARE_LINES", 10)
+    monkeypatch.setattr("dissociated.store.numbers.MAX_NAMES", 6)
     with Store(memory) as store:
         for number in range(1, 30):
             store.remove(commit(store, "d", number))

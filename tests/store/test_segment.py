@@ -245,22 +245,6 @@ def test_more_segments_than_descriptors_in_one_read(serve: Serve, tmp_path: Path
     assert arrived["d"].to_pylist() == [str(number) for number in range(100)]
 
 
-def test_appending(serve: Serve, tmp_path: Path) -> None:
-    server = serve("shm:")
-    for number in range(3):
-        segment = Segment.open(written(tmp_path / str(number), batch(str(number))))
-        server.publish_segments("data", [segment], append=True)
-    arrived = dis.open_stream(server.locations("data")[0], server.ticket("data")).read_all()
-    assert arrived["d"].to_pylist() == ["0", "1", "2"]
-
-
-def test_nothing_can_be_appended_to_a_table(serve: Serve, tmp_path: Path) -> None:
-    server = serve("shm:")
-    server.publish("data", pa.table({"n": [1]}))
-    with pytest.raises(dis.DissociatedError, match="'data' was not written in segments"):
-        server.publish_segments("data", [Segment.open(written(tmp_path / "segment", batch("x")))], append=True)
-
-
 def test_segments_have_one_schema(serve: Serve, tmp_path: Path) -> None:
     server = serve("shm:")
     other = Segment.in_memory("other", pa.table({"n": np.arange(3)}).to_reader())

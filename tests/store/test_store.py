@@ -21,13 +21,13 @@ import pytest
 
 import dissociated as dis
 from dissociated.cli import main
+from dissociated.control.version import Version
 from dissociated.errors import StoreError
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.files import NewFile, StagedFile, claim_unused
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
-from dissociated.store.version import Version
 from support.helpers import PATIENCE, case, commit_of, descriptors, leaving_nothing
 from support.nodes import kill, small_file_system, spawn
 
@@ -408,7 +408,7 @@ sys.stdin.read()
 #: A process that owns the store, commits without end, and reports each commit after it has returned.
 COMMITTER = """
 import itertools, os, sys, pyarrow as pa
-from dissociated.store.commit import Commit, StagedSegment
+from dissociated.control.commit import Commit, StagedSegment
 from dissociated.store.store import Store
 schema = pa.schema([("n", pa.int64())])
 with Store(sys.argv[1]) as store:
@@ -614,7 +614,7 @@ SMALL = """
 import os, sys
 import pyarrow as pa
 from dissociated.errors import StoreError, StoreFull
-from dissociated.store.commit import Commit, StagedSegment
+from dissociated.control.commit import Commit, StagedSegment
 from dissociated.store.eviction import Policy
 from dissociated.store.segment import Segment
 from dissociated.store.store import Store

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from dissociated.transport.native.addresses import advertised_names, host_and_port
-from dissociated.transport.native.fabric.control import Kind
-from dissociated.transport.native.fabric.dual_endpoint import ConnectionEndpoint
-from dissociated.transport.native.fabric.endpoint import FabricEndpoint
+from dissociated.transport.native.fabric.endpoint import ConnectionEndpoint, FabricEndpoint
 from dissociated.transport.native.fabric.memory import Completion
-from dissociated.transport.native.fabric.provider import open_endpoint, provider_of
+from dissociated.transport.native.fabric.messages import Kind
+from dissociated.transport.native.fabric.transport import open_endpoint, provider_of
 from dissociated.uri import Uri
 from support.helpers import PATIENCE
 

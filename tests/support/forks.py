@@ -45,6 +45,9 @@ _LOADED = (
 )
 #: Settings that keep NumPy and libarrow from starting threads, which a fork would lack.
 _ALONE = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+#: A variable that forks have from their start. Other processes get it from a test that has to find them all. Its value
+#: is the process id of the tests.
+MARK = "DISSOCIATED_TEST_PROCESS"
 _TESTS = Path(__file__).parents[1]
 _MAX_REQUEST = 1 << 17  # bytes: a script and the environment
 
@@ -58,7 +61,7 @@ class Parent:
         with theirs:
             command = [sys.executable, "-m", "support.forks", str(theirs.fileno())]
             self._process = subprocess.Popen(
-                command, cwd=_TESTS, pass_fds=(theirs.fileno(),), env={**os.environ, **_ALONE}
+                command, cwd=_TESTS, pass_fds=(theirs.fileno(),), env={**os.environ, **_ALONE, MARK: str(os.getpid())}
             )
 
     def close(self) -> None:

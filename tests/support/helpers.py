@@ -23,7 +23,7 @@ from urllib.parse import quote
 import pyarrow as pa
 
 import dissociated as dis
-from dissociated.store.commit import StagedSegment
+from dissociated.control.commit import StagedSegment
 
 #: Deadline, in seconds, of everything that a test waits for. Only failing tests wait this long.
 PATIENCE = 20.0

@@ -14,6 +14,11 @@ def jvm(spark: SparkSession) -> Any:
     return spark._jvm
 
 
+def java_pid(spark: SparkSession) -> int:
+    """Return the process ID of the Java process of `spark`."""
+    return int(jvm(spark).java.lang.ProcessHandle.current().pid())
+
+
 def java_process(spark: SparkSession) -> subprocess.Popen[bytes]:
     """Return the Java process of `spark`, which ends when its standard input is closed."""
     gateway = spark.sparkContext._gateway

@@ -63,6 +63,8 @@ class Fork(Child):
         return self.returncode
 
 
+#: The variable by which a fork of a script knows the process that called the script.
+CALLER = "DISSOCIATED_TEST_CALLER"
 #: A script that sends its arguments, directory, environment and streams to the forking process, and exits as the fork
 #: does. If Python is to run a module that is not in `forked`, it becomes that Python.
 _COMMAND = """#!{python} -IS
@@ -73,7 +75,7 @@ if arguments[0] != "-m" or arguments[1] not in {forked!r}:
     os.execv({python!r}, [{python!r}, *arguments])
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
     connection.connect({place!r})
-    asked = json.dumps([arguments, os.getcwd(), dict(os.environ)])
+    asked = json.dumps([arguments, os.getcwd(), {{**os.environ, {caller!r}: str(os.getppid())}}])
     socket.send_fds(connection, [asked.encode()], [0, 1, 2])
     sys.exit(int(connection.recv(16)))
 """
@@ -98,7 +100,9 @@ def _forking_script(path: Path, before: Sequence[str], forked: Sequence[str]) ->
         place = f"{directory}/forks.sock"
         listener.bind(place)
         listener.listen()
-        path.write_text(_COMMAND.format(python=sys.executable, place=place, before=before, forked=forked))
+        path.write_text(
+            _COMMAND.format(python=sys.executable, place=place, before=before, forked=forked, caller=CALLER)
+        )
         path.chmod(0o700)
         thread = Thread(target=_fork_on_request, args=(listener,))
         thread.start()

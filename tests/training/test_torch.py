@@ -81,7 +81,7 @@ def test_tensors_lie_in_shared_memory_and_what_is_written_to_one_nobody_else_see
 def test_tensors_may_be_written_to_and_the_data_stays_as_it_is(
     client: dis.Client, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dissociated.memory.private._MAX_CLAIMED", 1)  # so that each tensor takes a mapping
+    monkeypatch.setattr("dissociated.memory.private.MAX_CLAIMED", 1)  # so that each tensor takes a mapping
     handle = client.dataset("data", transport=transport)
     cases: list[tuple[dict[str, Any], bool]] = [
         ({}, True),

@@ -142,7 +142,7 @@ def test_messages_arrive_whole_and_in_order(ends: Ends, back: bool) -> None:
 def test_prepared_messages_can_be_sent_on_any_connection_of_the_same_kind(listener: Listener) -> None:
     with ThreadPoolExecutor(1) as pool:
         prepared = None
-        for _ in range(3):
+        for _ in range(2):
             both = connect(listener)
             with both.client, both.server:
                 both.client.send([Message(1, (b"ticket",))], PATIENCE)

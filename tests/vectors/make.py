@@ -63,6 +63,11 @@ class Vector:
     broken_rule: str | None = None
     breaks: str = "server"
     preamble: bytes = PREAMBLE
+    request: dict[str, object] | None = None
+
+    def __post_init__(self) -> None:
+        if self.request is not None:
+            self.client = PREAMBLE + encode(TAGGED, double.structured(TICKET, **self.request), WANT)
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True)
@@ -89,6 +94,8 @@ class Vector:
             "want_data": str(WANT),
             "ticket": TICKET.decode(),
         }
+        if self.request is not None:
+            plain["request"] = self.request
         if regions:
             plain |= {"free_data": str(FREE), "regions": regions, "frees": [*map(str, self.frees)]}
         if self.abort != "no":
@@ -200,6 +207,7 @@ def valid() -> Iterable[Vector]:
     yield from memories()
     yield from tensors()
     yield from aborts()
+    yield from requests()
 
 
 def streams() -> Iterable[Vector]:
@@ -459,6 +467,26 @@ def aborts() -> Iterable[Vector]:
     )
 
 
+def requests() -> Iterable[Vector]:
+    stream = stream_of(SMALL)
+    messages = messages_of(stream)
+    yield Vector(
+        "request-ahead",
+        "A structured request of a client that reads other streams first.",
+        [*packed(messages), end(len(messages))],
+        stream,
+        request={"ahead": True},
+    )
+    yield Vector(
+        "request-part",
+        "A structured request for a publication that the ticket does not mean any more.",
+        [encode(ABORT, b"this publication was replaced\x0027")],
+        stream,
+        abort=27,
+        request={"part": "0f3a9c12d07e4b55"},
+    )
+
+
 def invalid() -> Iterable[Vector]:
     messages = messages_of(stream_of(SMALL))
     good, count = packed(messages), len(messages)
@@ -562,6 +590,16 @@ def invalid() -> Iterable[Vector]:
             PREAMBLE + encode(TAGGED, b"DISSREQ\x01" + struct.pack("<I", len(TICKET)) + TICKET + b"{", WANT),
         ),
         (
+            "request-members ahead",
+            "A structured request whose `ahead` is a number.",
+            PREAMBLE + encode(TAGGED, double.structured(TICKET, ahead=1), WANT),
+        ),
+        (
+            "request-members part",
+            "A structured request whose `part` is no text.",
+            PREAMBLE + encode(TAGGED, double.structured(TICKET, part=["0f3a9c12d07e4b55"]), WANT),
+        ),
+        (
             "frame-length",
             "The head of a request of 70,000 bytes.",
             PREAMBLE + struct.pack("<QQ", TAGGED << 56 | 70_000, WANT),
@@ -569,8 +607,9 @@ def invalid() -> Iterable[Vector]:
         ("region-medium", "A region of a client.", PREAMBLE + encode(REGION, struct.pack("<QQQ", 8, 8, 0))),
     ]
     seen.clear()
-    for rule, description, said in clients:
-        name = f"invalid-client-{rule}{'-again' if rule in seen else ''}"
+    for case, description, said in clients:
+        rule, _, detail = case.partition(" ")
+        name = f"invalid-client-{rule}{f'-{detail}' if detail else '-again' if rule in seen else ''}"
         seen.add(rule)
         yield Vector(name, description, (), stream_of(SMALL), client=said, broken_rule=rule, breaks="client")
 

@@ -22,7 +22,8 @@ INVALID = [name for name in NAMES if name.startswith("invalid-")]
 OF_CLIENTS = [name for name in INVALID if name.startswith("invalid-client-")]
 ABORTED = [name for name in NAMES if name.startswith("abort-")]
 TENSORS = [name for name in NAMES if name.startswith("tensor-")]
-READABLE = [name for name in NAMES if name not in {*INVALID, *ABORTED, *TENSORS}]
+REQUESTS = [name for name in NAMES if name.startswith("request-")]
+READABLE = [name for name in NAMES if name not in {*INVALID, *ABORTED, *TENSORS, *REQUESTS}]
 SEALS = {
     FILE: 0,
     SEALED: fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL,

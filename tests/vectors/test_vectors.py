@@ -18,7 +18,7 @@ from porter import double
 from support.helpers import PATIENCE, location
 from support.tensor_cases import KINDS, dense, expected
 
-from .replay import ABORTED, HERE, INVALID, NAMES, OF_CLIENTS, READABLE, TENSORS, Vector, cases, replayed
+from .replay import ABORTED, HERE, INVALID, NAMES, OF_CLIENTS, READABLE, REQUESTS, TENSORS, Vector, cases, replayed
 
 
 def table_of(stream: bytes) -> pa.Table:
@@ -88,6 +88,26 @@ def test_our_server_answers_the_request_of_a_vector(name: str, tmp_path: Path) -
             client = double.Client(uri, vector.ticket)
             assert double.join(client.messages()).equals(content)
             client.close()
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+def test_our_server_answers_a_structured_request(name: str, scheme: str, tmp_path: Path) -> None:
+    vector = Vector(name)
+    path = tmp_path / "stream.arrows"
+    path.write_bytes(vector.read("stream.arrows"))
+    identifier = double.structured(vector.ticket, **vector.plain["request"])
+    assert identifier in vector.read("client")
+    with dis.Server(["tcp:", "shm:"], catalog=None) as server:
+        server.publish("data", path, ticket=vector.ticket)
+        client = double.Client(location(server, "data", scheme), identifier)
+        if "abort" in vector.plain:
+            with pytest.raises(double.Aborted) as caught:
+                client.messages()
+            assert str(caught.value).partition("\0")[2] == str(vector.plain["abort"])
+        else:
+            assert double.join(client.messages()).equals(table_of(vector.read("stream.arrows")))
+        client.close()
 
 
 @pytest.mark.parametrize("name", OF_CLIENTS)

@@ -18,9 +18,9 @@ from dissociated.client.dataset import DatasetHandle
 from dissociated.client.partitions import PARTITION_BYTES, Partition, partitions, selected_schema
 from dissociated.client.put import was_published
 from dissociated.codec.schemas import schema_difference
+from dissociated.control.commit import Commit, StagedSegment
 from dissociated.errors import DissociatedError, OptionError
 from dissociated.node.local import stage_here
-from dissociated.store.commit import Commit, StagedSegment
 from dissociated.store.segment import SegmentWriter
 
 if TYPE_CHECKING:

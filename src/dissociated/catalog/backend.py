@@ -17,17 +17,17 @@ import pyarrow as pa
 
 from dissociated.base.buffers import MAX_METADATA
 from dissociated.codec.options import WriteOptions
+from dissociated.control.commit import Commit
+from dissociated.control.version import Version
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.static import SegmentsDataset
 from dissociated.errors import CatalogError, StoreError
-from dissociated.store.commit import Commit
 from dissociated.store.directory import SetAside
 from dissociated.store.numbers import Removal
 from dissociated.store.places import Usage
 from dissociated.store.segment import Segment, SegmentWriter
 from dissociated.store.stage import Stage
 from dissociated.store.store import Store
-from dissociated.store.version import Version
 
 
 @dataclass(frozen=True)

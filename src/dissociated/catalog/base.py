@@ -18,19 +18,20 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from dissociated.base.access import Security
 from dissociated.base.host import boot_id, directory_id, host_name
 from dissociated.catalog.backend import Prepared
 from dissociated.catalog.holdings import Holdings
 from dissociated.codec import schemas
 from dissociated.codec.split import BatchAndMetadata
+from dissociated.control.access import Security
+from dissociated.control.commit import Commit, StagedSegment
 from dissociated.control.flight_streams import receive_put
+from dissociated.control.version import NodeRecord, Version
 from dissociated.datasets.base import Dataset
 from dissociated.errors import CatalogError, DissociatedError
 from dissociated.monitoring.status import NodeStatus, ServerStatus
 from dissociated.protocol.request import Request
-from dissociated.store.commit import Commit, StagedSegment
-from dissociated.store.version import NodeRecord, Version
+from dissociated.store.stage import StagePlace
 
 _log = logging.getLogger(__name__)
 
@@ -225,16 +226,16 @@ class Catalog(ABC):
         """Return the directory in which writers put segments, preferably that of a node on the caller's host."""
         directory = self._backend.directory
         self.stage_asked_at = time.monotonic()
-        return {
-            "directory": str(directory),
-            "host": host_name(),
-            "boot_id": boot_id(),
-            "node": self.node.id,
-            "flight": self.node.flight,
-            "limited": self._backend.limited,
-            "inode": directory_id(directory),
-            "handover": self._backend.handover,
-        }
+        return StagePlace(
+            str(directory),
+            host_name(),
+            boot_id(),
+            self.node.id,
+            self.node.flight,
+            self._backend.limited,
+            directory_id(directory),
+            self._backend.handover,
+        ).to_json()
 
     def reserve(self, segment: str, size: int, wish: int) -> int:
         """Reserve room for a segment in the stage, and return the number of bytes reserved."""

@@ -14,11 +14,11 @@ from dataclasses import replace
 
 from dissociated.catalog.tables import Tables
 from dissociated.catalog.versions import Versions
+from dissociated.control.commit import Commit
+from dissociated.control.version import NodeRecord, Part, Version
 from dissociated.errors import CatalogError, DatasetNotFound
 from dissociated.monitoring.changes import Change
-from dissociated.store.commit import Commit
 from dissociated.store.numbers import Removal
-from dissociated.store.version import NodeRecord, Part, Version
 
 #: The number of seconds after which a prepared part is released if its commit never came.
 PREPARE_TIMEOUT = 600.0

@@ -17,6 +17,7 @@ from dissociated.base.limited_log import LimitedLog
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.guard import CALL_NAMES, require_action
 from dissociated.codec.split import batches
+from dissociated.control.commit import Commit
 from dissociated.control.descriptors import first_field, parse_put
 from dissociated.control.flight_streams import checked, generate_get
 from dissociated.errors import (
@@ -31,7 +32,6 @@ from dissociated.errors import (
     log_message,
     peer_message,
 )
-from dissociated.store.commit import Commit
 
 _NOT_CANCELLABLE = b"\x08\x03"  # CancelFlightInfoResult { status: CANCEL_STATUS_NOT_CANCELLABLE }
 

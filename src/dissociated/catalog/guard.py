@@ -9,9 +9,9 @@ from typing import Any
 
 import pyarrow.flight as flight
 
-from dissociated.base.access import Security, identify
 from dissociated.base.limited_log import LimitedLog
-from dissociated.base.roles import ACTIONS, FLIGHT_CALLS, Role
+from dissociated.control.access import Security, identify
+from dissociated.control.roles import ACTIONS, FLIGHT_CALLS, Role
 from dissociated.errors import OptionError
 
 _log = logging.getLogger(__name__)

@@ -6,15 +6,15 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
 
 import pyarrow as pa
 
-from dissociated.base.access import Signer, Unsigned
 from dissociated.catalog.backend import Backend, NoBackend, Prepared
 from dissociated.codec import schemas
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, batches
+from dissociated.control.access import Signer, Unsigned
+from dissociated.control.version import Part, Version
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.registry import Registry
 from dissociated.datasets.source_errors import source_errors
@@ -25,40 +25,27 @@ from dissociated.monitoring.changes import Change
 from dissociated.monitoring.status import StoreStatus
 from dissociated.protocol.request import Request
 from dissociated.store.layout import NODE_LOG
-from dissociated.store.version import Part, Version
 
 _log = logging.getLogger(__name__)
 
 
-class EndpointProvider(Protocol):
-    """The source of the URIs at which clients can request the datasets of this process."""
+class OwnLocations:
+    """The URIs at which clients can request the datasets of this process: none, as long as it has no listener."""
 
     def listener_uris(self) -> list[str]:
-        """Return the URIs of the listeners themselves."""
-
-    def base_locations(self) -> list[str]:
-        """Return the URIs at which every dataset can be requested."""
-
-    def dataset_locations(self, dataset: Dataset) -> list[str]:
-        """Return the locations of a dataset."""
-
-    def reference_locations(self, dataset: Dataset) -> list[str]:
-        """Return the two URIs that the C++ reference expects, or no URIs if a listener for it is missing."""
-
-
-class NoEndpoints:
-    """The endpoints of a process that serves nothing."""
-
-    def listener_uris(self) -> list[str]:
+        """Return the URIs of the listeners, without parameters of a dataset."""
         return []
 
     def base_locations(self) -> list[str]:
+        """Return the URIs at which any dataset of the process can be requested, one for each listener."""
         return []
 
     def dataset_locations(self, dataset: Dataset) -> list[str]:
+        """Return the URIs at which `dataset` can be requested, in the order in which clients should try them."""
         return []
 
     def reference_locations(self, dataset: Dataset) -> list[str]:
+        """Return the two URIs that the C++ reference client expects, or no URIs if a listener for it is missing."""
         return []
 
 
@@ -72,7 +59,7 @@ class Holdings:
         activity: The counters of requests and data.
     """
 
-    def __init__(self, registry: Registry, backend: Backend, endpoints: EndpointProvider, activity: Activity) -> None:
+    def __init__(self, registry: Registry, backend: Backend, endpoints: OwnLocations, activity: Activity) -> None:
         self.registry = registry
         self.backend = backend
         self.endpoints = endpoints
@@ -81,7 +68,7 @@ class Holdings:
     @classmethod
     def empty(cls, tickets: Signer | Unsigned) -> Holdings:
         """Return the holdings of a catalog that stores nothing and only knows the parts that its nodes hold."""
-        return cls(Registry(tickets), NoBackend(), NoEndpoints(), Activity())
+        return cls(Registry(tickets), NoBackend(), OwnLocations(), Activity())
 
     def serve(self, prepared: Prepared, named: bool = False) -> None:
         """Serve a prepared dataset from now on; `named` if it is a whole dataset and not a part."""

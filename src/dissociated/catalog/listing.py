@@ -11,12 +11,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from dissociated.base.access import Grant
 from dissociated.base.host import boot_id, host_name
 from dissociated.catalog.holdings import Holdings
 from dissociated.codec.schemas import deserialize
+from dissociated.control.access import Grant
 from dissociated.control.locations import MAX_EMBEDDED, with_embedded
-from dissociated.store.version import NodeRecord, Part, Version
+from dissociated.control.version import NodeRecord, Part, Version
 
 #: A location that tells a client to reuse the connection over which it called GetFlightInfo. Clients that know only
 #: Flight need it.

@@ -14,7 +14,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from dissociated.base.access import Security
 from dissociated.base.display import advise_name
 from dissociated.catalog.backend import Prepared
 from dissociated.catalog.base import Catalog
@@ -24,14 +23,15 @@ from dissociated.catalog.listing import Listing, earliest_expiry
 from dissociated.catalog.members import Members, describe_clock
 from dissociated.codec import schemas
 from dissociated.codec.split import BatchAndMetadata
+from dissociated.control.access import Security
+from dissociated.control.commit import Commit
 from dissociated.control.descriptors import first_field, parse_criteria, parse_get
+from dissociated.control.version import NodeRecord, Part, Version
 from dissociated.datasets.base import Dataset
 from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound
 from dissociated.monitoring.status import DatasetStatus, NodeStatus, ServerStatus
 from dissociated.protocol.request import Request
-from dissociated.store.commit import Commit
 from dissociated.store.numbers import Removal
-from dissociated.store.version import NodeRecord, Part, Version
 
 _MAX_COMPARED = 1000  # names that an unknown name is compared with
 
@@ -109,14 +109,17 @@ class LocalCatalog(Catalog):
 
     def nodes(self) -> Sequence[dict[str, Any]]:
         registered = [
-            {**asdict(node), "registered": True, "problem": describe_clock(self._members.clock(node.id))}
-            for node in self._database.nodes()
+            {**asdict(node), "registered": True, "problem": self._problem_of(node)} for node in self._database.nodes()
         ]
         refused = [
             {**asdict(replace(node, alive=False, seen=at)), "registered": False, "problem": reason}
             for node, reason, at in self._members.refusals()
         ]
         return [*registered, *refused]
+
+    def _problem_of(self, node: NodeRecord) -> str:
+        """Return a sentence about the clock of a registered node; empty if all is well, or the node is away."""
+        return describe_clock(self._members.clock(node.id)) if node.alive else ""
 
     def forget(self, node: str) -> None:
         records = [*self._database.nodes(), *(refusal.node for refusal in self._members.refusals())]
@@ -425,7 +428,7 @@ class LocalCatalog(Catalog):
             if node.id != self.node.id:
                 ahead = self._members.clock(node.id)
                 silence = max(0.0, now - node.seen)
-                problem = describe_clock(ahead)
+                problem = self._problem_of(node)
                 nodes.append(NodeStatus(node.host, node.flight, node.alive, silence, node.id, ahead, problem=problem))
         for node, reason, at in self._members.refusals():
             silence = max(0.0, now - at)

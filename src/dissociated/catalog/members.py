@@ -13,15 +13,17 @@ from typing import Any, NamedTuple, TypeVar
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from dissociated.base.access import Security
 from dissociated.base.display import duration
 from dissociated.catalog.database import Database
 from dissociated.client.calls import CatalogClient
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.codec.validation import Validator
+from dissociated.control.access import Security
+from dissociated.control.commit import StagedSegment
 from dissociated.control.flight_streams import upload
 from dissociated.control.locations import describe_away
+from dissociated.control.version import NodeRecord, Part
 from dissociated.errors import (
     AccessDenied,
     CatalogError,
@@ -31,8 +33,6 @@ from dissociated.errors import (
     DissociatedError,
     NodeUnreachable,
 )
-from dissociated.store.commit import StagedSegment
-from dissociated.store.version import NodeRecord, Part
 
 T = TypeVar("T")
 
@@ -71,6 +71,10 @@ class Peer(CatalogClient):
         timeout: The number of seconds in which the other catalog must answer.
     """
 
+    #: While a link is cut, a node misses heartbeats, and a commit holds up others. Both must soon notice it, and that
+    #: the link was repaired.
+    _silence = 5.0
+
     def __init__(self, uri: str, security: Security, timeout: float = PEER_TIMEOUT) -> None:
         unlimited = sys.maxsize  # The final reader applies its own limit to relayed data.
         super().__init__(uri, timeout, security.peer, security.roots, max_metadata=unlimited)
@@ -99,7 +103,7 @@ class Members:
         self._own = own
         self._security = security
         self._clocks: dict[str, float] = {}  # by node: the seconds by which its clock is ahead
-        self._refusals: dict[str, Refusal] = {}  # by Flight URI, the oldest first
+        self._refusals: dict[tuple[str, str], Refusal] = {}  # by id and host, the oldest first
         self._peers: dict[str, Peer] = {}  # by Flight URI: the connections that reads were relayed over
 
     def find(self, ids: Iterable[str]) -> dict[str, NodeRecord]:
@@ -133,8 +137,9 @@ class Members:
     def refuse(self, node: NodeRecord, reason: str) -> None:
         """Remember that the registration of a node was refused, for `refusals`."""
         _log.warning("a node was refused: host=%s flight=%s reason=%s", node.host, node.flight, reason)
-        self._refusals.pop(node.flight, None)
-        self._refusals[node.flight] = Refusal(node, reason, time.time())
+        key = node.id, node.host  # The port may differ each time that a service manager starts the node.
+        self._refusals.pop(key, None)
+        self._refusals[key] = Refusal(node, reason, time.time())
         while len(self._refusals) > _MAX_REFUSALS:
             del self._refusals[next(iter(self._refusals))]
 
@@ -151,7 +156,7 @@ class Members:
         """Forget the refusals of the node with this id."""
         for refusal in self.refusals():
             if refusal.node.id == node:
-                self._refusals.pop(refusal.node.flight, None)
+                self._refusals.pop((refusal.node.id, refusal.node.host), None)
 
     def check_reachable(self, node: NodeRecord) -> None:
         """Raise AccessDenied unless the node answers at the Flight URI that it announces.
@@ -162,15 +167,15 @@ class Members:
             with Peer(node.flight, self._security, _REACH_TIMEOUT) as peer:
                 if peer.stage().node == node.id:
                     return
-            reason = "where another server answers the catalog"
+            reason = f"another server answers the catalog at {node.flight}, which this node announces"
         except (CatalogUnreachable, DeadlineExceeded):
-            reason = "where the catalog gets no answer"
+            reason = f"the catalog gets no answer at {node.flight}, which this node announces"
         except DissociatedError as error:
-            reason = f"where the catalog is refused: {error}"
+            reason = f"the catalog is refused at {node.flight}, which this node announces: {error}"
         raise AccessDenied(
-            f"the node on {node.host} announces {node.flight}, {reason}. Let the Flight server of the node "
-            "listen at an address that the catalog's host reaches, such as grpc://0.0.0.0:PORT, open that port, and "
-            "advertise a name of the node's host that the catalog's host can resolve"
+            f"{reason}. Let the Flight server of the node listen at an address that the catalog's host reaches, such "
+            "as grpc://0.0.0.0:PORT, open that port, and advertise a name of the node's host that the catalog's host "
+            "can resolve"
         )
 
     def find_duplicate(self, node: NodeRecord) -> NodeRecord | None:
@@ -285,6 +290,9 @@ class Members:
         """
         with Peer(node.flight, self._security) as peer:
             try:
+                if not node.alive:  # The process may be stopped, and a commit must not hold up others for a minute.
+                    with Peer(node.flight, self._security, _ANSWER_TIMEOUT) as asked:
+                        asked.stage()
                 yield peer
             except (CatalogUnreachable, DeadlineExceeded) as error:
                 _log.warning("a node does not answer: host=%s flight=%s error=%s", node.host, node.flight, error)

@@ -27,8 +27,8 @@ The bodies and results of actions are JSON, except for the actions that Flight d
     forget    {node}                                 -> {}
     status    {}                                     -> the result of `ServerStatus.plain`
     RenewFlightEndpoint, CancelFlightInfo            messages of Flight.proto
-Catalogs and nodes call each other with prepare, over, register, heartbeat and leave. `dissociated.base.roles` has the
-role that each action needs if the catalog checks tokens or a secret.
+Catalogs and nodes call each other with prepare, over, register, heartbeat and leave. `dissociated.control.roles` has
+the role that each action needs if the catalog checks tokens or a secret.
 
 A segment in `commit` is the name of a segment in the stage of this catalog's own node, or {node, segment}. A catalog
 can have many nodes. A catalog that is created with an `upstream` is a node of that catalog and forwards calls to it.
@@ -51,7 +51,6 @@ from secrets import token_hex
 
 import pyarrow as pa
 
-from dissociated.base.access import Security
 from dissociated.base.fork import ProcessBound, leak, use_grpc
 from dissociated.base.host import boot_id, host_name
 from dissociated.catalog.base import Catalog
@@ -61,19 +60,22 @@ from dissociated.catalog.guard import server_options
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.local import LocalCatalog
 from dissociated.catalog.upstream import UpstreamCatalog
+from dissociated.control.access import Security
 from dissociated.control.catalog_uri import UNIX_SCHEME, check_socket, describe_reach, is_unix, socket_path, unix_uri
+from dissociated.control.version import NodeRecord
 from dissociated.datasets.base import Dataset
 from dissociated.errors import DissociatedError, TransportError, UriError
 from dissociated.monitoring.status import ServerStatus
-from dissociated.store.version import NodeRecord
 from dissociated.transport.framed.shm import runtime_directory
 from dissociated.uri import ANY_INTERFACE, Uri
 
 _log = logging.getLogger(__name__)
 
-_STOP_TIMEOUT = 5.0  # seconds
+#: Seconds that the end of a thread may take.
+STOP_TIMEOUT = 5.0
 _TICK_INTERVAL = 1.0  # seconds between two ticks, which may reconcile
-_SWEEP_TICKS = 10  # ticks between two sweeps of the staging directory
+#: Ticks between two sweeps of the staging directory.
+SWEEP_TICKS = 10
 _ANY_INTERFACE = (*ANY_INTERFACE, "[::]")
 
 
@@ -180,7 +182,7 @@ class CatalogService(ProcessBound):
                 if time.monotonic() >= last + self.catalog.reconcile_interval:
                     last = time.monotonic()
                     self.catalog.reconcile()
-                if ticks % _SWEEP_TICKS == 0:
+                if ticks % SWEEP_TICKS == 0:
                     self.catalog.holdings.backend.sweep()
             except DissociatedError as error:
                 _log.warning("reconcile failed: catalog=%s error=%s", self.uri, error)
@@ -193,11 +195,11 @@ class CatalogService(ProcessBound):
             return
         self._stopped.set()
         if self._ticker is not None:
-            self._ticker.join(_STOP_TIMEOUT)
+            self._ticker.join(STOP_TIMEOUT)
         self.catalog.close()
         stopping = threading.Thread(target=self._flight.shutdown, name="catalog shutdown", daemon=True)
         stopping.start()
-        stopping.join(_STOP_TIMEOUT)
+        stopping.join(STOP_TIMEOUT)
         if stopping.is_alive():
             _log.warning("shutdown timed out, a client still has an open stream: catalog=%s", self.uri)
             return

@@ -14,14 +14,14 @@ import pyarrow as pa
 
 from dissociated.catalog.backend import Backend, Prepared
 from dissociated.codec.options import WriteOptions
+from dissociated.control.commit import Commit
+from dissociated.control.version import Version
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.registry import Registry
 from dissociated.datasets.static import SegmentsDataset, StoredDataset
 from dissociated.errors import DatasetNotFound, DissociatedError, SourceError, StoreError, StoreFull
-from dissociated.store.commit import Commit
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
-from dissociated.store.version import Version
 
 _log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class StoreBackend(Backend):
         """
         try:
             segments = self.store.segments(version)
-            return segments.serve_once(lambda: SegmentsDataset(version.name, [*segments]))
+            return segments.serve_once(lambda: SegmentsDataset(version.name, [*segments]), SegmentsDataset.drop)
         except StoreError as error:
             if self.store.version(version.id) is None:
                 raise DatasetNotFound(

@@ -17,17 +17,17 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from dissociated.base.access import Security
 from dissociated.catalog.backend import Prepared
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.members import CLOCK_TOLERANCE, PEER_TIMEOUT, Peer, describe_clock
+from dissociated.control.access import Security
+from dissociated.control.commit import Commit
 from dissociated.control.descriptors import parse_get
+from dissociated.control.version import NodeRecord, Version
 from dissociated.datasets.base import Dataset
 from dissociated.errors import CatalogError, DeadlineExceeded, DissociatedError
 from dissociated.monitoring.status import NodeStatus, ServerStatus
-from dissociated.store.commit import Commit
-from dissociated.store.version import NodeRecord, Version
 
 _log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from dissociated.catalog.tables import Tables
 from dissociated.codec.schemas import deserialize, schema_difference
+from dissociated.control.version import NodeRecord, Part, Version, sum_known
 from dissociated.errors import CatalogError
 from dissociated.monitoring.changes import Change
 from dissociated.store.numbers import ANY_NAME, Removal
-from dissociated.store.version import NodeRecord, Part, Version, sum_known
 
 _log = logging.getLogger(__name__)
 

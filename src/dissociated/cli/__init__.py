@@ -20,7 +20,7 @@ COMMANDS = {
     "versions": ("datasets", "list the versions of a dataset that can be read"),
     "head": ("reading", "show the first rows of a dataset"),
     "cat": ("reading", "write a dataset to the standard output"),
-    "sql": ("sql", "query datasets in SQL, with DuckDB"),
+    "sql": ("reading", "query datasets in SQL, with DuckDB"),
     "get": ("reading", "copy a dataset into a file"),
     "put": ("put", "publish files as a dataset of a node"),
     "drop": ("datasets", "make a dataset unavailable"),

@@ -6,10 +6,10 @@ import argparse
 import os
 from typing import Any
 
-from dissociated.base.access import Security, Tokens, read_secret, read_token
 from dissociated.cli import quantities
 from dissociated.client.client import Client
 from dissociated.client.request import TIMEOUT
+from dissociated.control.access import Security, Tokens, read_secret, read_token
 from dissociated.control.catalog_uri import ROOTS_VARIABLE, TOKEN_VARIABLE, describe_reach
 from dissociated.monitoring import log
 

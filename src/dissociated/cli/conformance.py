@@ -82,6 +82,8 @@ class _Checks:
             yield self._run("packed bodies", lambda: self._packed(packed))
         if announces(self._uri, REQUEST_PARAMETER):
             yield self._run("two streams on one connection", self._two_streams)
+            yield self._run("a client that reads other streams first", self._ahead)
+            yield self._run("unknown part", self._unknown_part)
         yield self._run("unknown ticket", self._unknown_ticket)
         yield self._run("refuses what breaks client-tags", lambda: self._refused(self._tag ^ 1 << 63, self._ticket))
         yield self._run("refuses what breaks client-frames", lambda: self._refused(None, self._ticket))
@@ -169,15 +171,27 @@ class _Checks:
                 connection.end_stream()
         return f"{count} messages each"
 
-    def _unknown_ticket(self) -> str:
+    def _ahead(self) -> str:
         with self._connect() as connection:
-            self._request(connection, self._tag, b"no such ticket \xff")
+            self._request(connection, self._tag, with_members(self._ticket, ahead=True))
+            count, _ = self._read(connection)
+        return f"{count} messages"
+
+    def _unknown_ticket(self) -> str:
+        return self._not_found(b"no such ticket \xff", "ticket")
+
+    def _unknown_part(self) -> str:
+        return self._not_found(with_members(self._ticket, part="no such part"), "part")
+
+    def _not_found(self, identifier: bytes, kind: str) -> str:
+        with self._connect() as connection:
+            self._request(connection, self._tag, identifier)
             with suppress(ConnectionClosed):
                 try:
                     connection.receive(self._timeout, _bounded)
                 except RemoteError as error:
                     return f"ABORT with the code {error_number(error)}"
-        raise RemoteProtocolError("the server did not say why it refused an unknown ticket")
+        raise RemoteProtocolError(f"the server did not say why it refused an unknown {kind}")
 
     def _refused(self, tag: int | None, content: bytes) -> str:
         with self._connect() as connection:

@@ -58,7 +58,7 @@ def add_put(parser: argparse.ArgumentParser) -> None:
 
 def _run_put(arguments: argparse.Namespace) -> None:
     """Publish the files, and print a summary to stderr."""
-    from dissociated.store.commit import Commit
+    from dissociated.control.commit import Commit
 
     name = target.name(arguments.uri)
     mode = "append" if arguments.append else "overwrite"

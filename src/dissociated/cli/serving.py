@@ -18,9 +18,9 @@ from dissociated.errors import SourceError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from dissociated.control.version import Version
     from dissociated.monitoring.status import ConsumerStatus
     from dissociated.node.node import Node
-    from dissociated.store.version import Version
 
 
 _SERVE = """\
@@ -337,9 +337,9 @@ def add_catalog(parser: argparse.ArgumentParser) -> None:
 
 def _run_catalog(arguments: argparse.Namespace) -> None:
     """Run a catalog until a signal arrives."""
-    from dissociated.base.access import security
     from dissociated.catalog.database import Database
     from dissociated.catalog.service import CatalogService
+    from dissociated.control.access import security
 
     stop = StopSignal()
     guarded = security(**access.serving(arguments, peers=True), peers=True)

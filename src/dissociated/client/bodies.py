@@ -10,7 +10,7 @@ import pyarrow as pa
 from dissociated.base.buffers import Buffer
 from dissociated.client.leases import ClientLeases
 from dissociated.client.request import ReadRequest
-from dissociated.codec.placed_bodies import attach
+from dissociated.codec.join import attach
 from dissociated.codec.tensor import slice_buffers
 from dissociated.errors import DeviceFull, TransportError
 from dissociated.format.message import extents_within

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import pyarrow as pa
 import pyarrow.flight as flight
@@ -22,11 +22,12 @@ from dissociated.client.flight_connection import CatalogConnection, open_flight,
 from dissociated.client.idle import IdleConnections
 from dissociated.client.lookup import Lookup, caller_identity
 from dissociated.client.request import MAX_PARALLEL, TIMEOUT, ReadRequest
+from dissociated.client.sql_database import SqlDatabase
 from dissociated.codec.options import ReadOptions, check_options
+from dissociated.control.commit import Commit, StagedSegment
 from dissociated.control.dataset_info import DatasetInfo, DatasetList
 from dissociated.control.flight_streams import parse_answer
 from dissociated.control.messages import NODE_FIELDS, VERSION_FIELDS, FieldTypes, has_fields, is_moment
-from dissociated.control.stage import StagePlace
 from dissociated.errors import (
     CatalogError,
     DatasetNotFound,
@@ -34,8 +35,8 @@ from dissociated.errors import (
     FormatError,
 )
 from dissociated.monitoring.status import ServerStatus
-from dissociated.store.commit import Commit, StagedSegment
 from dissociated.store.handover import hand_over
+from dissociated.store.stage import StagePlace
 
 T = TypeVar("T")
 
@@ -45,12 +46,14 @@ class CatalogClient:
 
     A client that is unpickled connects anew with the same parameters. The pickle contains the token.
 
-    `call_flight`, `describe_version`, `discard`, `do_action`, `reserve`, `stage` and `with_uri` are internal: nodes,
-    writers and other rooms of this library call them.
+    `call_flight`, `describe_version`, `discard`, `do_action`, `reserve`, `sql_database`, `stage` and `with_uri` are
+    internal: nodes, writers and other rooms of this library use them.
 
     Raises:
         CatalogError: The catalog cannot be reached, or refuses a call.
     """
+
+    _silence: ClassVar[float | None] = None  # see `CatalogConnection`
 
     def __init__(
         self,
@@ -65,12 +68,14 @@ class CatalogClient:
     ) -> None:
         users = tuple(trusted_users)
         self._parameters = uri, timeout, token, tls_roots, users, max_metadata, trusted_files, max_parallel
-        self._calls = CatalogConnection(uri, timeout, token, tls_roots)
+        self._calls = CatalogConnection(uri, timeout, token, tls_roots, self._silence)
         self._lookup = Lookup(self._calls)
         #: Default request of a read.
         self.defaults = ReadRequest(
             timeout=timeout, max_metadata=max_metadata, max_parallel=max_parallel, idle=IdleConnections()
         )
+        #: Database in which queries of SQL run.
+        self.sql_database = SqlDatabase()
         self.uri = uri
         self._trust = {
             "tls": {} if tls_roots is None else {"roots": os.fspath(tls_roots)},
@@ -362,7 +367,11 @@ class CatalogClient:
             raise CatalogError(f"the catalog at {self.uri} answered with what cannot be read: {error}") from None
 
     def close(self) -> None:
-        """Close the connection to the catalog, and idle connections to servers. Streams that are open stay open."""
+        """Close the connection to the catalog, idle connections to servers, and the database of `Client.sql`.
+
+        Streams that are open stay open.
+        """
+        self.sql_database.close()
         if self.defaults.idle is not None:
             self.defaults.idle.close()
         self._calls.close()

@@ -19,13 +19,13 @@ from dissociated.client.put import Progress, Put
 from dissociated.codec.device import DeviceReader
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.tensor import Tensor
+from dissociated.control.commit import Commit
 from dissociated.control.dataset_info import DatasetInfo
 from dissociated.control.locations import Endpoint
 from dissociated.datasets.base import Source
 from dissociated.datasets.sources import make_dataset
 from dissociated.errors import DatasetNotFound, OptionError, WrongKind
 from dissociated.memory.device.registry import open_device
-from dissociated.store.commit import Commit
 
 if TYPE_CHECKING:
     import polars as pl
@@ -246,8 +246,9 @@ class Client(CatalogClient):
 
         The tables are the current versions of the datasets. Write a name in double quotes if it has other characters
         than letters, digits and underscores. DuckDB resolves all other names: "other.parquet" is a file. Data in shared
-        memory is not copied; else only the needed columns and rows are read. Of several statements, the last must
-        return rows: a query, also `PIVOT` or `EXPLAIN`. Statements that would change a dataset are refused.
+        memory is not copied, and stays mapped for 8 s for the next query; else only the needed columns and rows are
+        read. Of several statements, the last must return rows: a query, also `PIVOT` or `EXPLAIN`. Statements that
+        would change a dataset are refused. Nothing else of a call remains for later calls.
 
         Returns:
             The result. It has memory of its own, and needs neither the client nor the datasets.

@@ -495,13 +495,6 @@ class DatasetHandle(_Rows):
         """
         return self._reader.read_part(number, request(self._client.defaults))
 
-    def map_table(self) -> pa.Table | None:
-        """Return all rows if they lie in shared memory and can be read without a copy; else None.
-
-        `Client.sql` calls this.
-        """
-        return None if self._reader.map(self._client.defaults) is None else self.to_table()
-
     def map_part(self, number: int, keep_files: bool) -> MappedReader | None:
         """Return a reader over a whole endpoint if it lies in shared memory and can be read without a copy; else None.
 

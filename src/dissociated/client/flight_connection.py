@@ -15,12 +15,12 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from dissociated.base import tracing
-from dissociated.base.access import check_token
 from dissociated.base.exit import StreamThread
 from dissociated.base.fork import ProcessBound, leak, use_grpc
 from dissociated.client.request import ReadRequest
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.reader import check_field_names
+from dissociated.control.access import check_token
 from dissociated.control.catalog_uri import check_owner, is_unix, socket_path
 from dissociated.control.flight_streams import receive_get
 from dissociated.control.locations import Endpoint, flight_uris
@@ -48,6 +48,11 @@ _CONFIDENTIAL = ("grpc+tls:", "grpc+unix:")
 
 #: gRPC would wait for up to two minutes before it tries again to reach a server that was not there.
 _RECONNECT = {"grpc.initial_reconnect_backoff_ms": 100, "grpc.max_reconnect_backoff_ms": 2000}
+#: Seconds after which a server that sends nothing during a call is asked whether it still answers. gRPC's servers
+#: disconnect clients that ask more often than every five minutes.
+_ASK_AFTER = 330.0
+_SILENCE = 20.0  # seconds, which is gRPC's default
+_MAX_MILLISECONDS = (1 << 31) - 1
 
 #: The text that gRPC puts before the reason why a server cannot be reached.
 _UNREACHABLE = re.compile(
@@ -59,12 +64,27 @@ _UNREACHABLE = re.compile(
 class CatalogConnection(ProcessBound):
     """A connection to the catalog at `uri`. The first call opens it, so a process forked before that opens its own.
 
+    Args:
+        uri: The URI of the catalog.
+        timeout: Seconds in which the catalog answers a call.
+        token: Bearer token that is sent with each call.
+        tls_roots: PEM file with the certificates to trust.
+        silence: Seconds for which the catalog's host may acknowledge nothing before the connection counts as lost;
+            by default as long as a call may take, but no less than gRPC's 20 s.
+
     Raises:
         UriError: `uri` is not the URI of a catalog.
         OptionError: The token or a file is invalid.
     """
 
-    def __init__(self, uri: str, timeout: float, token: str | None, tls_roots: str | os.PathLike[str] | None) -> None:
+    def __init__(
+        self,
+        uri: str,
+        timeout: float,
+        token: str | None,
+        tls_roots: str | os.PathLike[str] | None,
+        silence: float | None = None,
+    ) -> None:
         if not Uri.parse(uri).scheme.startswith("grpc"):
             raise UriError(f"{uri} is not the URI of a catalog: grpc://HOST:PORT")
         self.uri = uri
@@ -72,6 +92,7 @@ class CatalogConnection(ProcessBound):
         roots = None if tls_roots is None else os.fspath(tls_roots)
         self._token, self._tls_roots = token, roots
         self._parameters = _client_options(None if token is None else check_token(token), roots)
+        self._parameters["generic_options"] += _lost_after(max(_SILENCE, timeout) if silence is None else silence)
         self._connection: Any = None
         self._closed = False
         self.bind_to_process()
@@ -156,6 +177,23 @@ class CatalogConnection(ProcessBound):
             use_grpc()
             self._connection = flight.FlightClient(self.uri, **self._parameters)
         return self._connection
+
+
+def _lost_after(silence: float) -> list[tuple[str, int]]:
+    """Return the options by which gRPC gives up a connection when the server's host acknowledges nothing.
+
+    gRPC passes the time of silence to the kernel as well, as TCP_USER_TIMEOUT. The kernel by itself repeats a packet
+    ever more seldom, so a call would wait for up to its deadline after a broken link has been repaired. A process that
+    is stopped or busy does not count as lost before `_ASK_AFTER`, because its kernel acknowledges. gRPC then waits a
+    minute for its answer.
+    """
+    milliseconds = int(min(silence * 1000, _MAX_MILLISECONDS))
+    return [
+        ("grpc.keepalive_time_ms", int(_ASK_AFTER * 1000)),
+        ("grpc.keepalive_timeout_ms", milliseconds),
+        ("grpc.http2.max_pings_without_data", 0),  # a client sends nothing during a long stream
+        ("grpc.min_reconnect_backoff_ms", min(milliseconds, int(_SILENCE * 1000))),  # the deadline for connecting
+    ]
 
 
 def _is_untrusted(error: Exception) -> bool:

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import polars as pl
+import pyarrow as pa
 from polars.io.plugins import register_io_source
 
 from dissociated.client.conditions import implied_conditions
+from dissociated.client.mapped import MappedVersion
 from dissociated.client.request import Filtering
 from dissociated.client.version_reader import VersionReader
+
+try:
+    from polars.lazyframe.resolver import FilterExpr, LazyFrameResolver, ResolvedLazyFrameProps
+except ImportError:  # older releases of Polars have no resolvers
+    LazyFrameResolver = object  # type: ignore[misc, assignment]
+
+_FRAME_ROWS = 1 << 17  # least number of rows of a frame, which is read or skipped as a whole
 
 
 def scan(version: VersionReader) -> pl.LazyFrame:
     """Return a LazyFrame over a version of a dataset."""
     stream = _stream(version)
-    try:
-        from dissociated.client.resolver import Resolver
-    except ImportError:  # older releases of Polars have no resolvers
-        return stream
-    return Resolver(version, stream).lazy()
+    return stream if LazyFrameResolver is object else Resolver(version, stream).lazy()
 
 
 def _stream(version: VersionReader) -> pl.LazyFrame:
@@ -47,3 +54,104 @@ def _stream(version: VersionReader) -> pl.LazyFrame:
                 return
 
     return register_io_source(source, schema=dict(pl.DataFrame(schema.empty_table()).schema), is_pure=True)
+
+
+class Resolver(LazyFrameResolver):
+    """The LazyFrame of a version, which Polars requests for each query with its columns and filters.
+
+    A mapped version becomes a DataFrame, which Polars then scans in its threads, without Python. Polars applies all
+    filters; batches that have no passing rows are left out before.
+    """
+
+    def __init__(self, version: VersionReader, stream: pl.LazyFrame) -> None:
+        self._version = version
+        self._stream = stream
+        self._schema = stream.collect_schema()
+
+    def schema(self) -> pl.Schema:
+        """Return the types of the columns."""
+        return self._schema
+
+    def cse_eq(self, other: object) -> bool:
+        """Return whether the other scan has the same rows."""
+        return isinstance(other, Resolver) and other._version is self._version
+
+    def resolve_lazyframe(
+        self,
+        *,
+        projection: list[str] | None,
+        limit: int | None,
+        filters: list[FilterExpr],
+        filter_columns: list[str],
+        filter_drop_columns_idx: int | None,
+        existing_resolved_version_key: str | None,
+    ) -> tuple[pl.LazyFrame, ResolvedLazyFrameProps]:
+        """Return the columns of the rows that pass all filters, among the first `limit` rows if there is a limit."""
+        mapped = self._version.map(replace(self._version.client.defaults, limit=limit))
+        columns = [*self._schema] if projection is None else [*dict.fromkeys([*projection, *filter_columns])]
+        if mapped is None or not columns:
+            lazy = self._stream
+        else:
+            conditions = []
+            if limit is None:  # a limit comes before the filters
+                conditions = [part for each in filters for part in implied_conditions(each.expr, mapped.schema)]
+            lazy = _frames_of(mapped).select(columns, conditions).lazy()
+        if limit is not None:
+            lazy = lazy.head(limit)
+        for each in filters:
+            lazy = lazy.filter(each.expr)
+        if projection is not None:
+            lazy = lazy.select(projection)
+        return lazy, ResolvedLazyFrameProps(applied_filters=range(len(filters)))
+
+
+class _Frames:
+    """The columns of a mapped version, in frames of Polars. Each column is converted once, when it is first needed.
+
+    Numbers stay in the mapped memory. Polars keeps views of text, which take 16 bytes of this process's own memory for
+    each value.
+    """
+
+    def __init__(self, mapped: MappedVersion) -> None:
+        self._mapped = weakref.ref(mapped)
+        self._columns: dict[tuple[int, str], pl.Series] = {}
+        self._groups: list[list[int]] = []  # numbers of the batches of each frame
+        rows = _FRAME_ROWS
+        for number, batch in enumerate(mapped.batches):
+            if rows >= _FRAME_ROWS:
+                self._groups.append([])
+                rows = 0
+            self._groups[-1].append(number)
+            rows += batch.num_rows
+
+    def select(self, columns: Sequence[str], conditions: Sequence[Any]) -> pl.DataFrame:
+        """Return these columns of at least the rows that pass all conditions."""
+        mapped = self._mapped()
+        assert mapped is not None
+        groups = [*enumerate(self._groups)]
+        if conditions:
+            passing = {*mapped.passing_numbers(conditions)}
+            groups = [(number, group) for number, group in groups if not passing.isdisjoint(group)]
+        if not groups:
+            return pl.DataFrame(mapped.schema.empty_table().select([*columns]))
+        return pl.concat([self._frame(mapped, number, columns) for number, _ in groups], rechunk=False)
+
+    def _frame(self, mapped: MappedVersion, number: int, columns: Sequence[str]) -> pl.DataFrame:
+        missing = [name for name in columns if (number, name) not in self._columns]
+        if missing:
+            some = mapped.batches[self._groups[number][0] : self._groups[number][-1] + 1]
+            table = pa.Table.from_batches([batch.select(missing) for batch in some])
+            frame = cast("pl.DataFrame", pl.from_arrow(table, rechunk=False))
+            self._columns.update({(number, name): frame[name] for name in missing})
+        return pl.DataFrame([self._columns[number, name] for name in columns])
+
+
+#: Kept as long as the mapped version. A LazyFrame that was collected keeps its DataFrame, also after `close`.
+_frames: weakref.WeakKeyDictionary[MappedVersion, _Frames] = weakref.WeakKeyDictionary()
+
+
+def _frames_of(mapped: MappedVersion) -> _Frames:
+    frames = _frames.get(mapped)
+    if frames is None:
+        frames = _frames[mapped] = _Frames(mapped)
+    return frames

@@ -44,7 +44,12 @@ class MappedVersion:
     """
 
     def __init__(
-        self, schema: pa.Schema, pairs: Sequence[BatchAndMetadata], statistics: Statistics, nbytes: int
+        self,
+        schema: pa.Schema,
+        pairs: Sequence[BatchAndMetadata],
+        statistics: Statistics,
+        nbytes: int,
+        computes_statistics: bool,
     ) -> None:
         #: The schema of all columns.
         self.schema = schema
@@ -57,10 +62,15 @@ class MappedVersion:
         # For few rows, statistics and libarrow's threads cost more than they save.
         self._is_small = len(pairs) < 2 and sum(batch.num_rows for batch, _ in pairs) < _FEW_ROWS
         self._statistics = statistics
+        self._computes_statistics = computes_statistics
 
     @classmethod
-    def read(cls, readers: Sequence[pa.RecordBatchReader]) -> Self | None:
+    def read(cls, readers: Sequence[pa.RecordBatchReader], computes_statistics: bool = True) -> Self | None:
         """Read all batches of `readers`, which follow each other.
+
+        Args:
+            readers: The readers.
+            computes_statistics: Whether statistics that the segments lack are computed for a filter.
 
         Returns:
             The version; None if not all of it is mapped, or if it has too many batches. The readers are closed then.
@@ -80,7 +90,12 @@ class MappedVersion:
                     return None
             statistics.append(_stored_statistics(reader, [batch.num_rows for batch, _ in pairs[first:]]))
         nbytes = sum(region.size for reader in mapped for region in reader.regions)
-        return cls(mapped[0].schema, pairs, Statistics.concatenate(statistics), nbytes)
+        return cls(mapped[0].schema, pairs, Statistics.concatenate(statistics), nbytes, computes_statistics)
+
+    @property
+    def has_statistics(self) -> bool:
+        """Return whether there are statistics of a column."""
+        return bool(self._statistics.bounds)
 
     @property
     def batches(self) -> Sequence[pa.RecordBatch]:
@@ -106,7 +121,7 @@ class MappedVersion:
             return self._scan(passing, whole, rows, needed, selected)
         rows = rows.at_columns([needed.index(index) for index in rows.columns])
         columns = [needed.index(index) for index in selected]
-        return filter_batches(self._reader(passing, needed), rows.mask, columns, request.limit)
+        return filter_batches(self._reader(passing, needed), rows.mask, columns, request.limit, at_hand=True)
 
     def table(self, request: ReadRequest) -> pa.Table:
         """Return the columns and rows that `request` selects as a table. Errors are those of `Client.read`."""
@@ -197,7 +212,7 @@ class MappedVersion:
         """Return the statistics, for at least these columns. Missing statistics of a column are computed once."""
         statistics = self._statistics
         missing = [column for column in columns if column not in statistics.bounds]
-        if missing:
+        if missing and self._computes_statistics:
             collector = StatisticsCollector(self.schema, missing, thorough=True)
             for batch, _ in self._pairs:
                 collector.add(batch)

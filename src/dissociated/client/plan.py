@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from dissociated.client.request import Filtering, ReadRequest
 from dissociated.codec.columns import filter_batches, select_fields, slice_batches, slice_rows
+from dissociated.codec.inplace import MappedReader
 from dissociated.control.dataset_info import DatasetInfo
 from dissociated.control.locations import Endpoint
 from dissociated.errors import CatalogError, RemoteProtocolError
@@ -160,6 +161,7 @@ class Residual:
         """
         if self.expected is not None and tuple(reader.schema.names) != self.expected:
             raise RemoteProtocolError("the stream has other columns than its dataset was said to have")
+        at_hand = isinstance(reader, MappedReader)
         if self.batches is not None:
             reader = slice_batches(reader, *self.batches)
         if self.rows is not None:
@@ -170,7 +172,7 @@ class Residual:
         # leaves these out, too.
         mask_of = None if self.filter is None else row_filter(self.filter, reader.schema).mask
         result = (self.result or Selection()).indices(reader.schema.names)
-        return filter_batches(reader, mask_of, result, self.limit)
+        return filter_batches(reader, mask_of, result, self.limit, at_hand=at_hand)
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ from dissociated.client.calls import CatalogClient
 from dissociated.codec.columns import values_size
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.codec.validation import Validator
+from dissociated.control.commit import Commit, StagedSegment
 from dissociated.control.flight_streams import upload
-from dissociated.control.stage import StagePlace
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.source_errors import source_errors
 from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded, DissociatedError
-from dissociated.store.commit import Commit, StagedSegment
 from dissociated.store.files import Reserve
 from dissociated.store.segment import SegmentWriter
+from dissociated.store.stage import StagePlace
 
 #: Is called with the rows and bytes so far, and with the total number of rows, or None if it is unknown.
 Progress: TypeAlias = Callable[[int, int, int | None], object]

@@ -6,6 +6,8 @@ Importing this module imports duckdb and pyarrow.dataset.
 from __future__ import annotations
 
 import re
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
@@ -14,7 +16,10 @@ import pyarrow as pa
 
 from dissociated.client.calls import CatalogClient
 from dissociated.client.dataset import DatasetHandle
+from dissociated.client.mapped import MappedVersion
 from dissociated.client.request import ReadRequest
+from dissociated.client.scanner import Scanner
+from dissociated.client.sql_database import open_database
 from dissociated.client.version_reader import VersionReader
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, batches
@@ -34,13 +39,23 @@ _CHANGING = {"INSERT", "UPDATE", "DELETE", "DROP", "ALTER", "MERGE_INTO"}
 _PREPARING = {"CREATE", "ATTACH"}
 #: Kinds of statements that return rows. MULTI is a PIVOT, which DuckDB runs in several steps.
 _QUERIES = {"SELECT", "EXPLAIN", "MULTI"}
+_LONG = 1 << 20  # least number of rows of a dataset for which a query is tried with its handle
+_MAX_READ = 0.25  # largest fraction of the batches that a scan of a handle may need
+_MAX_REFUSED = 1_000  # most statements that are remembered for a version
+#: The statements that were refused, as long as a version is kept.
+_refused_statements: weakref.WeakKeyDictionary[MappedVersion, set[str]] = weakref.WeakKeyDictionary()
 
 
 class SqlSession:
-    """A private database of DuckDB, in which names stand for the datasets of a client. It is a context manager.
+    """Statements of DuckDB, in which names stand for the datasets of a client. It is a context manager.
 
     A name stands for the version that was current when a statement first used it. DuckDB resolves all names that it
-    knows itself.
+    knows itself. Queries run in the database that the client keeps, other statements in a database of their own.
+
+    DuckDB plans joins by the number of rows, which it knows of a Table, and not of a handle. And it filters faster than
+    libarrow. But only a handle gets the filters of a query, and can skip batches. So a query over many rows begins with
+    handles. A scan that statistics do not make short is refused, and the query begins anew with Tables. The next time,
+    it begins with Tables.
 
     Args:
         client: The client.
@@ -50,11 +65,12 @@ class SqlSession:
     def __init__(self, client: CatalogClient, advice: str) -> None:
         self._client = client
         self._advice = advice
+        self._is_shared = True  # whether the database is that of the client, which statements do not change
         self._has_tables = False  # whether there may be tables that are no datasets
-        self._names: set[str] = set()  # of the datasets that are registered
+        self._datasets: dict[str, _SqlHandle] = {}
+        self._registered: dict[str, Any] = {}  # the handle or Table by which DuckDB knows each dataset
         self._failures: list[Failure] = []  # of the datasets that the current statement reads
-        self._connection = duckdb.connect()
-        self._connection.execute("SET python_enable_replacements = false")  # names must not refer to Python variables
+        self._connection = client.sql_database.connect()
 
     def __enter__(self) -> Self:
         return self
@@ -86,6 +102,9 @@ class SqlSession:
             raise OptionError(f"the result of the last statement is deleted when the query ends: {self._advice}")
         if returns_rows and (not kinds or kinds[-1] not in _QUERIES):
             raise OptionError("a query is needed as the last statement")
+        if {*kinds} != {"SELECT"}:
+            self._connection.close()
+            self._connection, self._is_shared = open_database(), False
         return statements
 
     def run(self, statement: duckdb.Statement) -> pa.RecordBatchReader | None:
@@ -101,29 +120,63 @@ class SqlSession:
             WrongKind: The dataset of a name holds tensors.
         """
         self._check_names(statement.query)
+        kind = statement.type.name
+        is_tried = self._is_shared  # other statements might take effect twice
         while True:
+            for name, handle in self._datasets.items():
+                self._register(name, handle.begin(statement.query) if is_tried else handle.whole)
             self._failures.clear()
+            missing = None
             with self._errors():
                 try:
                     relation = self._connection.sql(statement.query)
-                    if relation is None or statement.type.name in _CHANGING | _PREPARING:
+                    if relation is None or kind in _CHANGING | _PREPARING:
                         return None
-                    return self._read(relation)
+                    if (reader := self._begin(relation)) is not None:
+                        return reader
                 except duckdb.CatalogException as error:
                     missing = _MISSING.search(str(error))
-                    if missing is None or missing[1] in self._names:
+                    if missing is None or missing[1] in self._datasets:
                         raise
-            self._register(missing[1])
+            if missing is None:
+                is_tried = False
+            else:
+                self._datasets[missing[1]] = self._find(missing[1])
 
-    def _read(self, relation: Any) -> pa.RecordBatchReader:
-        """Return the result of a relation. Its reader raises the errors of `run` if the rest of the query fails."""
-        reader = relation.to_arrow_reader()
+    def _begin(self, relation: Any) -> pa.RecordBatchReader | None:
+        """Return the result of a relation, of which the first batch was read; None if a handle has refused a scan.
+
+        No scan is refused afterwards. The reader raises the errors of `run` if the rest of the query fails.
+        """
+        reader = first = None
+        try:
+            reader = relation.to_arrow_reader()
+            first = next(reader, None)
+        except (duckdb.Error, pa.ArrowException, OSError):
+            if not self._has_refused():
+                raise
+            return None
+        if self._has_refused():
+            reader.close()
+            return None
 
         def batches() -> Iterator[pa.RecordBatch]:
+            if first is not None:
+                yield first
             with self._errors():
                 yield from reader
 
         return pa.RecordBatchReader.from_batches(reader.schema, batches())
+
+    def _has_refused(self) -> bool:
+        refusals = [handle.accept_all() for handle in self._datasets.values()]
+        return any(refusals)
+
+    def _register(self, name: str, form: Any) -> None:
+        """Register a dataset in this form: a handle or a Table."""
+        if self._registered.get(name) is not form:
+            self._connection.register(name, form)
+            self._registered[name] = form
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -144,14 +197,14 @@ class SqlSession:
         except duckdb.Error:  # no query, which names no two datasets; or the statement fails
             return
         spellings: dict[str, str] = {}
-        for name in sorted(self._names | table_names):
+        for name in sorted(self._datasets.keys() | table_names):
             if (first_spelling := spellings.setdefault(name.casefold(), name)) != name:
                 raise OptionError(
                     f"DuckDB does not distinguish {first_spelling!r} and {name!r}: query one dataset at a time, and "
                     "write its name as the catalog does"
                 )
 
-    def _register(self, name: str) -> None:
+    def _find(self, name: str) -> _SqlHandle:
         try:
             info = self._client.describe(name)
         except DatasetNotFound as unknown:
@@ -160,18 +213,80 @@ class SqlSession:
             raise WrongKind(
                 f"{name!r} holds tensors, which have no rows: client.read_tensors({name!r}) reads them in Python"
             )
-        self._names.add(name)
-        handle = DatasetHandle(self._client, info, reader=_RecordingReader(self._client, info, self._failures))
-        # DuckDB plans joins by the number of rows, which it knows of a Table, and not of a dataset.
-        table = handle.map_table()
-        self._connection.register(name, handle if table is None else table)
+        return _SqlHandle(self._client, info, self._failures)
+
+
+class _SqlHandle(DatasetHandle):
+    """A handle that can refuse scans of most batches.
+
+    Args:
+        client: The client.
+        info: The description, which the catalog has just returned.
+        failures: Gets the errors of reading.
+    """
+
+    def __init__(self, client: CatalogClient, info: DatasetInfo, failures: list[Failure]) -> None:
+        kept_versions = client.sql_database.kept_versions
+        kept_version = kept_versions.get(info)
+        super().__init__(client, info, reader=_RecordingReader(client, info, failures, kept_version))
+        self._lock = threading.Lock()  # DuckDB scans in its own threads
+        self._statement: str | None = None  # which begins; its scans may be refused
+        self._has_refused = False
+        self._mapped = self._reader.map(client.defaults, described_now=True)
+        if self._mapped is not None and kept_version is None:
+            kept_versions.put(info, self._mapped)
+        #: The form in which DuckDB reads the dataset best if it needs most rows: a Table if the rows are mapped.
+        self.whole: Any = self if self._mapped is None else self.to_table()
+
+    def begin(self, statement: str) -> Any:
+        """Return the form with which a statement begins. If it is the handle of mapped rows, it refuses long scans."""
+        mapped = self._mapped
+        if mapped is None or not mapped.has_statistics or (self.num_rows or 0) < _LONG:
+            return self.whole
+        if statement in _refused_statements.get(mapped, ()):
+            return self.whole
+        self._statement = statement
+        return self
+
+    def scanner(self, columns: Any = None, filter: Any = None, **options: Any) -> Scanner:
+        """Return a selection. See `DatasetHandle.scanner`.
+
+        Raises:
+            OptionError: The scan is refused.
+        """
+        with self._lock:
+            if self._statement is not None and self._is_long(filter):
+                self._has_refused = True
+                raise OptionError("this scan needs most batches")
+        return super().scanner(columns, filter, **options)
+
+    def _is_long(self, filter_: Any) -> bool:
+        mapped = self._mapped
+        assert mapped is not None
+        return filter_ is None or len(mapped.passing_numbers(filter_)) > _MAX_READ * len(mapped.batches)
+
+    def accept_all(self) -> bool:
+        """Refuse no more scans. Return whether a scan was refused since `begin`, which is remembered."""
+        with self._lock:
+            statement, self._statement = self._statement, None
+            has_refused, self._has_refused = self._has_refused, False
+        if has_refused and statement is not None and self._mapped is not None:
+            statements = _refused_statements.setdefault(self._mapped, set())
+            if len(statements) >= _MAX_REFUSED:
+                statements.clear()
+            statements.add(statement)
+        return has_refused
 
 
 class _RecordingReader(VersionReader):
     """A VersionReader that records its errors in `failures`: DuckDB, which calls it, passes on their text alone."""
 
-    def __init__(self, client: CatalogClient, info: DatasetInfo, failures: list[Failure]) -> None:
-        super().__init__(client, info, None)
+    computes_statistics = False  # for a single query, this takes longer than it saves
+
+    def __init__(
+        self, client: CatalogClient, info: DatasetInfo, failures: list[Failure], mapped: MappedVersion | None
+    ) -> None:
+        super().__init__(client, info, None, mapped=mapped)
         self._failures = failures
 
     def read(self, request: ReadRequest) -> pa.RecordBatchReader:

@@ -6,6 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 
 from dissociated.base.buffers import Buffer
 from dissociated.base.exit import section
@@ -13,7 +14,7 @@ from dissociated.client.device import DeviceReceiver, place_on_device
 from dissociated.client.session import ClientSession, Deliveries
 from dissociated.codec.batches import RaisingAgain
 from dissociated.codec.device import DeviceMessage, DeviceReader, Mover, join_on_device
-from dissociated.codec.inplace import InPlace, StreamPlace
+from dissociated.codec.inplace import InPlace, StreamPlace, Tail
 from dissociated.codec.join import Messages, join
 from dissociated.codec.options import ReadOptions
 from dissociated.codec.reader import StreamReader
@@ -142,7 +143,8 @@ class ClientStream:
                 schema = self._examined.popleft()
                 self._examined.clear()  # the reader has the leases of these batches
                 self._examined.append(schema)
-                return in_place.reader(self._bodies.lease, options, _Tail(self, in_place, options))
+                tail = Tail(partial(self._compare, in_place, options), self._is_waiting, self._session.stop, self.close)
+                return in_place.reader(self._bodies.lease, options, tail)
         return in_place.reader(self._bodies.lease, options)
 
     def _accepts(self, in_place: InPlace, item: Delivered) -> bool:
@@ -153,8 +155,8 @@ class ClientStream:
             self._session.blame(error)
             raise
 
-    def compare(self, in_place: InPlace, at: int, options: ReadOptions) -> StreamPlace | StreamReader:
-        """Compare the rest of a stream whose beginning lies in place. See `Tail.compare`."""
+    def _compare(self, in_place: InPlace, options: ReadOptions, at: int) -> StreamPlace | StreamReader:
+        """Compare the rest of a stream whose beginning lies in place. See `Tail`."""
         for item in self._remaining:
             self._examined.append(item)
             if len(self._examined) > _MAX_EXAMINED or not self._accepts(in_place, item):
@@ -162,14 +164,8 @@ class ClientStream:
         self._examined.clear()
         return in_place.place(self._bodies.lease, at)
 
-    @property
-    def idle_time(self) -> float:
-        """Return the number of seconds since a message arrived."""
-        return self._session.idle_time
-
-    def interrupt(self) -> None:
-        """Make a thread that receives return with ConnectionClosed. Never raises."""
-        self._session.stop()
+    def _is_waiting(self) -> bool:
+        return self._session.idle_time > _PATIENCE
 
     @section
     def _deliveries(self) -> Deliveries:
@@ -194,28 +190,6 @@ class ClientStream:
         except FormatError as error:
             why = str(error)  # not the error itself, whose traceback would keep leased memory
         raise RemoteProtocolError(f"the peer sent a tensor that cannot be read: {why}")
-
-
-class _Tail:
-    """The rest of a stream whose beginning lies in place in shared memory."""
-
-    def __init__(self, stream: ClientStream, in_place: InPlace, options: ReadOptions) -> None:
-        self._stream = stream
-        self._in_place = in_place
-        self._options = options
-
-    def compare(self, at: int) -> StreamPlace | StreamReader:
-        return self._stream.compare(self._in_place, at, self._options)
-
-    @property
-    def is_due(self) -> bool:
-        return self._stream.idle_time > _PATIENCE
-
-    def interrupt(self) -> None:
-        self._stream.interrupt()
-
-    def close(self) -> None:
-        self._stream.close()
 
 
 class TensorReader(Iterator[Tensor]):

@@ -17,6 +17,7 @@ from dissociated.client.calls import CatalogClient
 from dissociated.client.idle import MAX_AGE
 from dissociated.client.request import ReadRequest
 from dissociated.codec.device import DeviceReader
+from dissociated.codec.inplace import MappedReader
 from dissociated.control.dataset_info import DatasetInfo
 from dissociated.errors import AccessDenied, CatalogError, RemoteError, TransportError
 
@@ -29,23 +30,37 @@ _MAX_ATTEMPTS = 3
 
 
 class VersionReader(ProcessBound):
-    """A reader of the version of a dataset that `info` describes, at its current locations, through `transport`.
+    """A reader of one version of a dataset, at its current locations.
 
-    It is internal: handles, scanners and lazy frames read through it. `described_now`: whether the catalog has just
-    returned `info`.
+    It is internal: handles, scanners and lazy frames read through it.
+
+    Args:
+        client: The client.
+        info: The description.
+        transport: Transport to read through. None: the nearest one.
+        described_now: Whether the catalog has just returned `info`.
+        mapped: The same version, if it is mapped already.
 
     Every method that reads raises the errors of `Client.read`, and DatasetNotFound if the version is gone.
     """
 
+    #: Whether statistics that the segments lack are computed for a filter, and kept for the next one.
+    computes_statistics = True
+
     def __init__(
-        self, client: CatalogClient, info: DatasetInfo, transport: str | None, described_now: bool = False
+        self,
+        client: CatalogClient,
+        info: DatasetInfo,
+        transport: str | None,
+        described_now: bool = False,
+        mapped: MappedVersion | None = None,
     ) -> None:
         self.client = client
         self.info = info
         self.transport = transport
         #: The last description by the catalog, and the time of the call; None if there is none, or no catalog of ours.
         self._latest = (info, time.monotonic()) if described_now and info.version else None
-        self._mapped: MappedVersion | None = None
+        self._mapped = mapped
         self._attempts = 0
         self._lock = threading.Lock()  # engines scan from several threads: the version is mapped once
         self.bind_to_process()
@@ -137,23 +152,34 @@ class VersionReader(ProcessBound):
     def _at(self, request: ReadRequest) -> ReadRequest:
         return replace(request, transport=self.transport)
 
-    def map(self, request: ReadRequest) -> MappedVersion | None:
-        """Return the mapped version, which is mapped first if `request` may need most of it; else None."""
+    def map(self, request: ReadRequest, described_now: bool = False) -> MappedVersion | None:
+        """Return the mapped version, which is mapped first if `request` may need most of it; else None.
+
+        If the catalog has just returned `info`, it is not asked again.
+        """
         if request.device is not None:
             return None
         few = request.limit is not None and request.filter is None
         if self._mapped is None and not few:
             with self._lock:
                 if self._mapped is None and self._attempts < _MAX_ATTEMPTS and self._is_mappable():
-                    self._mapped = self._map()
+                    self._mapped = self._map([self.info] if described_now else [])
                     self._attempts += 1
         return self._mapped
 
-    def _map(self) -> MappedVersion | None:
+    def _map(self, descriptions: list[DatasetInfo]) -> MappedVersion | None:
+        """Map the version where `descriptions` say that it lies, and then where the catalog says."""
         from dissociated.client.mapped import MappedVersion  # on first use: pyarrow.dataset is slow to import
 
-        readers = self.client.endpoints.open_all(self.describe, self._at(self.client.defaults))
-        return MappedVersion.read(readers)
+        def describe() -> DatasetInfo:
+            return descriptions.pop() if descriptions else self.describe()
+
+        readers = self.client.endpoints.open_all(describe, self._at(self.client.defaults))
+        in_place = all(isinstance(reader, MappedReader) and reader.is_mapped for reader in readers)
+        mapped = MappedVersion.read(readers, self.computes_statistics)
+        if mapped is None and in_place:  # it has too many batches, and will always have
+            self._attempts = _MAX_ATTEMPTS
+        return mapped
 
     def _is_mappable(self) -> bool:
         info = self.info

@@ -23,6 +23,7 @@ from dissociated.format.message import buffer_extents, relocate
 T = TypeVar("T")
 
 _ALIGNMENT = 8  # bytes; libarrow requires it of buffers in a body
+_PREFIX_SIZE = 8  # bytes before the flatbuffer of an encapsulated message: a marker, and the length
 
 
 class RaisingAgain(Generic[T]):
@@ -107,8 +108,9 @@ class BatchReader(OneTimeReader, pa.ipc.RecordBatchStreamReader):  # type: ignor
 
 
 def _messages(schema: pa.Schema, pairs: Iterator[BatchAndMetadata]) -> Messages:
+    # Most readers are read in Python, so nothing else is prepared before C++ code reads the first batch.
+    yield schema.serialize().to_pybytes()[_PREFIX_SIZE:], None
     splitter = Splitter(schema, WriteOptions(allow_64bit=True))
-    yield splitter.schema_message.header, None
     for batch, metadata in pairs:
         yield from map(_in_one_piece, splitter.split(batch, metadata))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +13,10 @@ from dissociated.codec.batches import BatchReader
 from dissociated.codec.nesting import contains
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.errors import RemoteProtocolError
+
+#: Rows and batches whose mask is computed at once, if they are at hand.
+_GROUP_ROWS = 1 << 16
+_GROUP_BATCHES = 1 << 10
 
 
 def select_fields(schema: pa.Schema, indices: Sequence[int]) -> pa.Schema:
@@ -98,43 +102,83 @@ def slice_rows(reader: pa.RecordBatchReader, rows: range) -> pa.RecordBatchReade
 
 def filter_batches(
     reader: pa.RecordBatchReader,
-    mask_of: Callable[[pa.RecordBatch], pa.BooleanArray] | None,
+    mask_of: Callable[[pa.RecordBatch | pa.Table], pa.BooleanArray] | None,
     columns: Sequence[int],
     limit: int | None = None,
     keepalive: float = float("inf"),
+    at_hand: bool = False,
 ) -> pa.RecordBatchReader:
     """Return the rows that pass, at most `limit` of them.
 
-    No batch is read after the last such row. Batches without such rows are omitted, except for one after every
-    `keepalive` seconds without output, which tells the consumer that the source is alive.
+    With a limit, no batch is read after the last such row. Batches without such rows are omitted, except for one after
+    every `keepalive` seconds without output, which tells the consumer that the source is alive.
 
     Args:
         reader: The batches.
-        mask_of: A function that returns a mask for a batch: true for rows that pass, false or null for others. None
+        mask_of: A function that returns a mask for these rows: true for rows that pass, false or null for others. None
             lets all rows pass.
         columns: The positions in `reader` of the columns to return.
         limit: The largest number of rows.
         keepalive: The longest time without a batch, in seconds.
+        at_hand: Whether `reader` never waits, so that the mask of many small batches can be computed at once.
     """
     schema = select_fields(reader.schema, columns)
 
     def pairs() -> Iterator[BatchAndMetadata]:
         remaining_rows, last_output = limit, time.monotonic()
-        pending = batches(reader)
-        while remaining_rows != 0 and (pair := next(pending, None)) is not None:
-            batch, metadata = pair
-            mask = None if mask_of is None else mask_of(batch)
-            batch = batch.select([*columns])
-            if mask is not None and mask.true_count < len(mask):  # otherwise no copy is needed
-                batch = _filter_batch(batch, mask)
-            batch = batch[:remaining_rows]
-            if remaining_rows is not None:
-                remaining_rows -= batch.num_rows
-            if batch.num_rows or time.monotonic() - last_output > keepalive:
+        together = at_hand and mask_of is not None and limit is None
+        groups = _groups(batches(reader)) if together else ([pair] for pair in batches(reader))
+        while remaining_rows != 0 and (group := next(groups, None)) is not None:
+            for (batch, metadata), mask in _passing(group, mask_of):
+                batch = batch.select([*columns])
+                if mask is not None:
+                    batch = _filter_batch(batch, mask)
+                batch = batch[:remaining_rows]
+                if remaining_rows is not None:
+                    remaining_rows -= batch.num_rows
                 yield batch, metadata
+                last_output = time.monotonic()
+            if time.monotonic() - last_output > keepalive:
+                batch, metadata = group[-1]
+                yield batch.select([*columns])[:0], metadata
                 last_output = time.monotonic()
 
     return BatchReader(schema, pairs())
+
+
+def _groups(pairs: Iterator[BatchAndMetadata]) -> Iterator[Sequence[BatchAndMetadata]]:
+    """Yield consecutive small batches together, up to `_GROUP_ROWS` rows. A batch with more rows is alone."""
+    group: list[BatchAndMetadata] = []
+    total = 0
+    for pair in pairs:
+        total += pair[0].num_rows
+        if group and (total > _GROUP_ROWS or len(group) == _GROUP_BATCHES):
+            yield group
+            group, total = [], pair[0].num_rows
+        group.append(pair)
+    if group:
+        yield group
+
+
+def _passing(
+    group: Sequence[BatchAndMetadata], mask_of: Callable[[pa.RecordBatch | pa.Table], pa.BooleanArray] | None
+) -> Iterator[tuple[BatchAndMetadata, pa.BooleanArray | None]]:
+    """Yield the batches with rows that pass, each with its mask. The mask is None if all rows pass."""
+    sizes = [batch.num_rows for batch, _ in group]
+    if mask_of is None:
+        yield from ((pair, None) for pair, size in zip(group, sizes, strict=True) if size)
+        return
+    if len(group) == 1:
+        mask = mask_of(group[0][0])
+        counts = [mask.true_count]
+    else:
+        mask = mask_of(pa.Table.from_batches([batch for batch, _ in group]))
+        passes = mask.fill_null(False).to_numpy(zero_copy_only=False)
+        before = np.concatenate([[0], np.cumsum(passes)])[np.concatenate([[0], np.cumsum(sizes)])]
+        counts = np.diff(before).tolist()
+    for pair, size, end, count in zip(group, sizes, accumulate(sizes), counts, strict=True):
+        if count:
+            yield pair, None if count == size else mask.slice(end - size, size)  # all rows need no copy
 
 
 def _filter_batch(batch: pa.RecordBatch, mask: pa.BooleanArray) -> pa.RecordBatch:

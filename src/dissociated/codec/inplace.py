@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -51,28 +51,22 @@ class StreamPlace(NamedTuple):
     at: int | None = None
 
 
-class Tail(Protocol):
-    """The rest of a stream, of which only the beginning was compared."""
+class Tail(NamedTuple):
+    """The rest of a stream, of which only the beginning was compared.
 
-    def compare(self, at: int) -> StreamPlace | pa.RecordBatchReader:
-        """Compare the rest. This is called once.
+    Attributes:
+        compare: Compares the rest, once, for a reader at a position in the source of the beginning. It returns the
+            place of the whole stream, to be read from that position; or, if the rest does not lie in place, a reader of
+            the rest.
+        is_due: Returns whether the rest should be compared now, because its sender has waited for some time.
+        interrupt: Makes `compare` fail in another thread. Never raises.
+        close: Ends the stream.
+    """
 
-        Args:
-            at: The position in the source of the beginning.
-
-        Returns:
-            The place of the whole stream, to be read from there; or, if the rest does not lie in place, a reader of it.
-        """
-
-    @property
-    def is_due(self) -> bool:
-        """Return whether the rest should be compared now, because its sender has waited for some time."""
-
-    def interrupt(self) -> None:
-        """Make `compare` fail in another thread. Never raises."""
-
-    def close(self) -> None:
-        """End the stream."""
+    compare: Callable[[int], StreamPlace | pa.RecordBatchReader]
+    is_due: Callable[[], bool]
+    interrupt: Callable[[], None]
+    close: Callable[[], None]
 
 
 class MappedReader(PeerReader):
@@ -149,7 +143,7 @@ class MappedReader(PeerReader):
                 if self._tail is None:
                     return read()
                 self._comparing.check()
-                if not self._tail.is_due:
+                if not self._tail.is_due():
                     try:
                         return read()
                     except StopIteration:

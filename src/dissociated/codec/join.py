@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Generator
-from typing import TypeAlias
+from collections.abc import Callable, Generator, Sequence
+from typing import Protocol, TypeAlias
 
 import pyarrow as pa
 
@@ -20,7 +20,9 @@ from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.reader import PeerReader, Readable, Reading, StreamReader, close_idle
 from dissociated.errors import DissociatedError, RemoteProtocolError
 from dissociated.format.encapsulated import END_OF_STREAM
-from dissociated.format.message import is_compressed, uncompressed_length
+from dissociated.format.message import buffer_extents, is_compressed, relocate, uncompressed_length
+from dissociated.memory.region import AddressSpace
+from dissociated.protocol.delivery import Delivery
 
 _length = struct.Struct("<i")
 
@@ -160,3 +162,49 @@ def join(
     """
     options = check_options(options, ReadOptions)
     return kind(_MessageFile(messages, max_body, kind.error_type), options)
+
+
+class LeaseManager(Protocol):
+    """An owner of delivered addresses. Each address goes through exactly one of these two methods, once."""
+
+    def lease(self, memory: pa.Buffer, addresses: Sequence[int]) -> pa.Buffer:
+        """Return the same memory as a buffer; `addresses` are given back when the buffer is freed."""
+
+    def free(self, addresses: Sequence[int]) -> None:
+        """Give back these addresses at once: nothing uses them."""
+
+
+def attach(
+    delivery: Delivery, address_space: AddressSpace, leases: LeaseManager, allocate: Callable[[int], pa.Buffer]
+) -> EncodedMessage:
+    """Return a message in the form that libarrow reads: libarrow reads bodies that came by address in their memory.
+
+    The body of a message that came by address is the whole region, or all memory from the first of its regions to the
+    last. The returned flatbuffer has the offsets of the buffers in that memory.
+
+    Args:
+        delivery: The message.
+        address_space: The regions in which addresses may lie.
+        leases: The owner of the addresses.
+        allocate: A function that allocates memory of a size in bytes. A body whose buffers libarrow finds misaligned is
+            copied there.
+
+    Raises:
+        RemoteProtocolError: An address leaves the regions of `address_space`.
+    """
+    _, header, parsed, body, placed = delivery
+    if placed is None:
+        return header, body
+    leased = placed.leased
+    if placed.is_empty:
+        if leased:
+            leases.free(leased)
+        return (header if not parsed.body_length else relocate(header, parsed, [0] * len(placed.lengths), 0)), b""
+    located = address_space.locate(placed.addresses, placed.lengths)
+    # libarrow refuses misaligned buffers: copy them to their offsets in a packed body.
+    if any(offset % 8 for offset in located.offsets):
+        offsets, _ = buffer_extents(header, parsed)
+        packed = located.gather(placed.lengths, offsets, allocate(parsed.body_length))
+        leases.free(leased)
+        return header, packed
+    return relocate(header, parsed, located.offsets, located.memory.size), leases.lease(located.memory, leased)

@@ -16,9 +16,9 @@ import stat
 from pathlib import Path
 from urllib.parse import quote
 
-from dissociated.base.access import Security
 from dissociated.base.host import is_loopback
 from dissociated.base.private import open_private_directory
+from dissociated.control.access import Security
 from dissociated.errors import AccessDenied, NotPrivate, TransportError, UriError
 from dissociated.uri import Uri
 

@@ -1,25 +1,31 @@
-"""Descriptions of datasets as a client receives them."""
+"""Descriptions of datasets as a client receives them.
+
+The description of a dataset of tensors is an empty schema whose metadata lists the tensors as JSON.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from types import NoneType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import pyarrow as pa
 
 from dissociated.base.display import count, html, html_table, plain_table, shorten, size
 from dissociated.control.locations import Endpoint
 from dissociated.control.messages import FieldTypes, is_moment, parse_app_metadata
-from dissociated.datasets.tensors import TensorsInfo, parse_tensors_info
 
 _HTML_WIDTH = 4096  # the same in a notebook, which wraps long types
 _NAME_WIDTH = 34  # the maximum number of characters of a name in text
 _WIDTH = 60  # the maximum number of characters in a line of a description
 _MIN_TYPE_WIDTH = 24  # the number of characters of a type that are shown beside long names
 _MAX_LINES = 40  # the maximum number of lines in a table
+
+_TENSORS_KEY = b"dissociated.tensors"
+_MAX_TENSORS = 256  # the maximum number of tensors in the list
 
 #: The fields in the `app_metadata` of our catalogs, with their types.
 _VERSION_FIELDS: FieldTypes = {
@@ -31,6 +37,46 @@ _VERSION_FIELDS: FieldTypes = {
     "began": (str, NoneType),
     "tags": (dict, NoneType),
 }
+
+
+class TensorInfo(NamedTuple):
+    """The format (dense, COO, CSR, CSC or CSF), type and shape of a tensor, and the names of its dimensions, if any."""
+
+    format: str
+    type: str
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+class TensorsInfo(NamedTuple):
+    """The number of tensors in a dataset, and the descriptions of the first of them."""
+
+    number: int
+    first: tuple[TensorInfo, ...]
+
+
+def tensors_schema(tensors: Sequence[TensorInfo]) -> pa.Schema:
+    """Return an empty schema whose metadata describes these tensors."""
+    listed = {"count": len(tensors), "first": [tensor._asdict() for tensor in tensors[:_MAX_TENSORS]]}
+    return pa.schema([], metadata={_TENSORS_KEY: json.dumps(listed)})
+
+
+def parse_tensors_info(schema: pa.Schema) -> TensorsInfo | None:
+    """Return the description of tensors in a schema, or None if the schema describes no tensors."""
+    text = (schema.metadata or {}).get(_TENSORS_KEY)
+    if text is None:
+        return None
+    try:
+        plain = json.loads(text)
+        first = (
+            TensorInfo(
+                str(tensor["format"]), str(tensor["type"]), (*map(int, tensor["shape"]),), (*map(str, tensor["names"]),)
+            )
+            for tensor in plain["first"]
+        )
+        return TensorsInfo(int(plain["count"]), tuple(first))
+    except (ValueError, KeyError, TypeError):
+        return TensorsInfo(0, ())  # the metadata has this key, but was written by other software
 
 
 @dataclass(frozen=True)

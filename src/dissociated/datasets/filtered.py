@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from dissociated.codec.columns import filter_batches, select_fields
-from dissociated.codec.split import SplitMessage, split
 from dissociated.datasets.base import Dataset
+from dissociated.datasets.static import StaticDataset
 from dissociated.datasets.streamed import StreamedDataset
 from dissociated.errors import FilterRefused, FormatError, SourceError
 from dissociated.protocol.request import RowSelection, Selection
@@ -88,10 +88,8 @@ class FilteredStream(StreamedDataset):
     def open_reader(self) -> pa.RecordBatchReader:
         reader = self._source.open_reader()
         mask_of = None if self._rows is None else self._rows.mask
-        return filter_batches(reader, mask_of, self._columns, self._limit, keepalive=_KEEPALIVE_INTERVAL)
-
-    def messages(self) -> Iterator[SplitMessage]:
-        return split(self.open_reader(), self.options)
+        at_hand = isinstance(self._source, StaticDataset)
+        return filter_batches(reader, mask_of, self._columns, self._limit, _KEEPALIVE_INTERVAL, at_hand)
 
     def _select(self, indices: tuple[int, ...]) -> Dataset:
         raise SourceError(f"the columns of filtered rows of {self.name!r} are already selected")

@@ -10,8 +10,8 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 
-from dissociated.base.access import Grant, Signer, Ticket, Unsigned
 from dissociated.base.display import advise_name
+from dissociated.control.access import Grant, Signer, Ticket, Unsigned
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.filtered import select
 from dissociated.datasets.sources import isolate_columns

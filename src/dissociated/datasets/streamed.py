@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from abc import abstractmethod
 from collections.abc import Iterator
 
 import pyarrow as pa
@@ -22,9 +21,9 @@ class StreamedDataset(Dataset):
     options: WriteOptions | None = None
     repeatable = False
 
-    @abstractmethod
     def messages(self) -> Iterator[SplitMessage]:
         """Yield the messages of one reading, with packed bodies."""
+        return split(self.open_reader(), self.options)
 
     def slice_batches(self, first: int, stop: int) -> Dataset:
         return _LiveBatches(self, first, stop)
@@ -70,9 +69,6 @@ class LiveDataset(StreamedDataset):
             )
         return _check_schema(self, self._open_reader())
 
-    def messages(self) -> Iterator[SplitMessage]:
-        return split(self.open_reader(), self.options)
-
     def _select(self, indices: tuple[int, ...]) -> Dataset:
         return _LiveColumns(self, indices)
 
@@ -99,9 +95,6 @@ class _LiveColumns(StreamedDataset):
             return _check_schema(self, self._whole.open_columns(self._indices))
         return select_columns(self._whole.open_reader(), self._indices)
 
-    def messages(self) -> Iterator[SplitMessage]:
-        return split(self.open_reader(), self._whole.options)
-
     def _select(self, indices: tuple[int, ...]) -> Dataset:
         return _LiveColumns(self._whole, tuple(self._indices[index] for index in indices))
 
@@ -117,9 +110,6 @@ class _LiveBatches(StreamedDataset):
 
     def open_reader(self) -> pa.RecordBatchReader:
         return slice_batches(self._whole.open_reader(), *self._place)
-
-    def messages(self) -> Iterator[SplitMessage]:
-        return split(self.open_reader(), self.options)
 
     def _select(self, indices: tuple[int, ...]) -> Dataset:
         return self._whole._select(indices).slice_batches(*self._place)

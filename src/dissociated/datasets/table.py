@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 #: Tables of at least this many bytes are copied into shared memory before a client asks. Copying a smaller Table takes
 #: no noticeable time.
-_MIN_AHEAD = 1 << 24
+MIN_AHEAD = 1 << 24
 #: The lock under which a single Table at a time is copied ahead, by process id. A forked child needs a lock of its own,
 #: since the inherited lock may be held by a thread that exists only in the parent.
 _turns: dict[int, threading.Lock] = {}
@@ -92,7 +92,7 @@ class TableDataset(StaticDataset):
     def prepare_sharing(self, wait: bool) -> None:
         if wait:
             self.regions()
-        elif _MIN_AHEAD <= self.nbytes <= available_memory() // 2:
+        elif MIN_AHEAD <= self.nbytes <= available_memory() // 2:
             self._thread = threading.Thread(target=self._copy_ahead, name=f"copy {self.name}", daemon=True)
             self._thread.start()
 

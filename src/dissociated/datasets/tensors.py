@@ -5,64 +5,20 @@ A catalog describes them by an empty schema whose metadata lists the tensors as 
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import pyarrow as pa
 
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.tensor import TENSOR_FORMATS, Tensor, split_tensor
+from dissociated.control.dataset_info import TensorInfo, tensors_schema
 from dissociated.datasets.base import Dataset, Source
 from dissociated.datasets.static import StaticDataset
 from dissociated.datasets.static_message import MappedMessages, StaticMessage
 from dissociated.errors import FormatError, SourceError
 from dissociated.protocol.request import Selection
 from dissociated.store.segment import TensorSegment
-
-_KEY = b"dissociated.tensors"
-_MAX_LISTED = 256  # largest number of tensors in the list
-
-
-class TensorInfo(NamedTuple):
-    """The format (dense, COO, CSR, CSC or CSF), type and shape of a tensor, and the names of its dimensions, if any."""
-
-    format: str
-    type: str
-    shape: tuple[int, ...]
-    names: tuple[str, ...]
-
-
-class TensorsInfo(NamedTuple):
-    """The number of tensors in a dataset, and the descriptions of the first of them."""
-
-    number: int
-    first: tuple[TensorInfo, ...]
-
-
-def tensors_schema(tensors: Sequence[TensorInfo]) -> pa.Schema:
-    """Return an empty schema whose metadata describes these tensors."""
-    listed = {"count": len(tensors), "first": [tensor._asdict() for tensor in tensors[:_MAX_LISTED]]}
-    return pa.schema([], metadata={_KEY: json.dumps(listed)})
-
-
-def parse_tensors_info(schema: pa.Schema) -> TensorsInfo | None:
-    """Return the description of tensors in a schema, or None if the schema describes no tensors."""
-    text = (schema.metadata or {}).get(_KEY)
-    if text is None:
-        return None
-    try:
-        plain = json.loads(text)
-        first = (
-            TensorInfo(
-                str(tensor["format"]), str(tensor["type"]), (*map(int, tensor["shape"]),), (*map(str, tensor["names"]),)
-            )
-            for tensor in plain["first"]
-        )
-        return TensorsInfo(int(plain["count"]), tuple(first))
-    except (ValueError, KeyError, TypeError):
-        return TensorsInfo(0, ())  # the metadata has this key, but was written by other software
 
 
 def as_tensors(source: Source) -> Sequence[Tensor] | None:

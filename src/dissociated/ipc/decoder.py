@@ -12,13 +12,13 @@ from queue import SimpleQueue
 import pyarrow as pa
 
 from dissociated.base.buffers import MAX_BODY, MAX_METADATA, Buffer
+from dissociated.codec.join import attach
 from dissociated.codec.options import ReadOptions
-from dissociated.codec.placed_bodies import attach
 from dissociated.codec.reader import PeerReader, StreamReader
 from dissociated.errors import FormatError, OptionError, RemoteProtocolError
 from dissociated.ipc.decoding import Decoder, Listener
 from dissociated.ipc.parser import END, InputChunk, StreamParser, as_bytes
-from dissociated.memory.leases import AddressSink, leased_buffer
+from dissociated.memory.leases import leased_buffer
 from dissociated.memory.region import AddressSpace
 from dissociated.protocol.receiver import Receiver
 
@@ -117,10 +117,8 @@ class DissociatedDecoder(Decoder):
         listener: Receives the schema, the batches and the end of the stream.
         options: Options of reading.
         address_space: The regions of shared memory in which bodies that are sent by address lie.
-        returns: An object whose method `put` gets the addresses of a message, as one sequence, when the last array
-            that refers to its body is collected. Send them to the peer as `free_data`
-            (`protocol.wire.encode_free`). Finalizers call `put`, so it should only enqueue, and not refer to this
-            decoder: a `queue.SimpleQueue` is suitable.
+        returns: A `queue.SimpleQueue` that gets the addresses of a message, as one sequence, when the last array that
+            refers to its body is collected. Send them to the peer as `free_data` (`protocol.wire.encode_free`).
         max_metadata: The largest metadata of a message, in bytes.
         max_body: The largest body of a message, in bytes. Dictionaries that wait for a batch may have
             `max_metadata + max_body` bytes together.
@@ -136,7 +134,7 @@ class DissociatedDecoder(Decoder):
         options: ReadOptions | None = None,
         *,
         address_space: AddressSpace | None = None,
-        returns: AddressSink | None = None,
+        returns: SimpleQueue[Sequence[int]] | None = None,
         max_metadata: int = MAX_METADATA,
         max_body: int = MAX_BODY,
     ) -> None:
@@ -200,7 +198,7 @@ class DissociatedDecoder(Decoder):
 class _DecoderLeases:
     """The leases of a decoder on a peer's memory, which it returns through `returns`."""
 
-    def __init__(self, returns: AddressSink) -> None:
+    def __init__(self, returns: SimpleQueue[Sequence[int]]) -> None:
         self._returns = returns
 
     def lease(self, memory: pa.Buffer, addresses: Sequence[int]) -> pa.Buffer:

@@ -12,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from queue import Empty, SimpleQueue
-from typing import Protocol, Self
+from typing import Self
 from weakref import finalize
 
 import pyarrow as pa
@@ -239,17 +239,10 @@ class FreeQueue:
         return addresses
 
 
-class AddressSink(Protocol):
-    """A receiver of addresses whose lease has ended, such as a SimpleQueue."""
+def leased_buffer(memory: pa.Buffer, addresses: Sequence[int], returns: SimpleQueue[Sequence[int]]) -> pa.Buffer:
+    """Return `memory` as a buffer that puts `addresses` into `returns` when its last array is collected.
 
-    def put(self, addresses: Sequence[int], /) -> object:
-        """Take addresses. Finalizers call this at any point of any thread, so it must enqueue and do nothing else."""
-
-
-def leased_buffer(memory: pa.Buffer, addresses: Sequence[int], returns: AddressSink) -> pa.Buffer:
-    """Return `memory` as a buffer that passes `addresses` to `returns` when its last array is collected.
-
-    A process that ends does not pass them: its peer learns of the end from the connection.
+    A process that ends does not return them: its peer learns of the end from the connection.
     """
     lease = _Lease(memory)
     finalize(lease, returns.put, addresses).atexit = False

@@ -23,7 +23,7 @@ from dissociated.memory.region import pages, reserve_base
 from dissociated.memory.shared import Backing, create_memfd, map_read_only, reopen_read_only, seal, write_parts
 
 #: Size of a region in bytes. Until it is written, it takes only address space, in both processes.
-_SPAN = 1 << 36
+SPAN = 1 << 36
 #: The part of a region's limit up to which freed pages are kept.
 _KEPT_SHARE = 4
 #: Number of kept pieces of memory, the last freed first, that may be looked at for a new body.
@@ -51,13 +51,13 @@ class LiveRegion:
     """
 
     backing = Backing.LIVE
-    size = _SPAN
+    size = SPAN
 
     def __init__(self, name: str, limit: int) -> None:
         #: Bytes that may be held at once.
         self.limit = limit
         #: First address of the region.
-        self.base = reserve_base(_SPAN)
+        self.base = reserve_base(SPAN)
         self._bodies: dict[int, _LiveBody] = {}  # keyed by each address that is held
         #: Offset from which on nothing was written yet.
         self.offset = 0
@@ -73,7 +73,7 @@ class LiveRegion:
         with store_errors(f"shared memory for {name}"), ExitStack() as undo:
             self._writable = create_memfd(name)
             undo.callback(os.close, self._writable)
-            os.ftruncate(self._writable, _SPAN)
+            os.ftruncate(self._writable, SPAN)
             seal(self._writable, Backing.LIVE)
             #: Read-only descriptor to share with peers. This object owns it.
             self.descriptor = reopen_read_only(self._writable)
@@ -82,7 +82,7 @@ class LiveRegion:
 
     def fits(self, length: int) -> bool:
         """Return whether the region has new offsets left for a body of `length` bytes."""
-        return self.offset + pages(length) <= _SPAN
+        return self.offset + pages(length) <= SPAN
 
     def has_room(self, length: int, other_bytes: int = 0) -> bool:
         """Return whether the limit allows a body of `length` bytes now.
@@ -152,11 +152,11 @@ class LiveRegion:
     @cached_property
     def _mapped(self) -> memoryview:
         with store_errors("shared memory for a live stream"):
-            return memoryview(map_read_only(self.descriptor, _SPAN))
+            return memoryview(map_read_only(self.descriptor, SPAN))
 
     @cached_property
     def _writable_map(self) -> np.ndarray:
-        mapping = mmap.mmap(self._writable, _SPAN)
+        mapping = mmap.mmap(self._writable, SPAN)
         keep_at_exit(mapping)
         return np.frombuffer(mapping, np.uint8)
 

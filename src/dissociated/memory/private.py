@@ -15,7 +15,8 @@ from dissociated.base.exit import keep_at_exit
 
 _MAX_MAPPINGS = 64  # mappings at once, because each takes a descriptor
 _KEPT_PART = 4  # files are kept open only on the first quarter of the descriptors that the process may have
-_MAX_CLAIMED = 1 << 25  # claimed bytes of one mapping, all of which this process may write to, and so copy
+#: Claimed bytes of one mapping, all of which this process may write to, and so copy.
+MAX_CLAIMED = 1 << 25
 _mappings: weakref.WeakSet[PrivateMapping] = weakref.WeakSet()
 
 
@@ -90,7 +91,7 @@ class Claims:
     @property
     def full(self) -> bool:
         """Return whether enough bytes are claimed, so that further claims should go to another mapping."""
-        return self._claimed >= _MAX_CLAIMED
+        return self._claimed >= MAX_CLAIMED
 
     def add(self, start: int, stop: int) -> bool:
         """Claim the bytes from `start` up to `stop`. Return False if any of them was claimed before."""

@@ -14,7 +14,7 @@ from email.message import Message
 from importlib import resources
 from typing import Any
 
-from dissociated.base.access import Security
+from dissociated.control.access import Security
 from dissociated.errors import OptionError
 from dissociated.monitoring.activity import Activity
 from dissociated.monitoring.http import HttpService, Page, Response

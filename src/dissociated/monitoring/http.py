@@ -21,10 +21,10 @@ from socketserver import TCPServer
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
-from dissociated.base.access import Authorize, Security, identify
 from dissociated.base.fork import ProcessBound
 from dissociated.base.host import is_loopback
-from dissociated.base.roles import PAGES, Role
+from dissociated.control.access import Authorize, Security, identify
+from dissociated.control.roles import PAGES, Role
 from dissociated.errors import OptionError, TransportError
 from dissociated.uri import Uri
 
@@ -32,7 +32,8 @@ _log = logging.getLogger(__name__)
 
 _REQUEST_TIMEOUT = 10.0  # seconds in which a client must send more of its request, or take more of the response
 _MAX_REQUESTS = 8  # at the same time
-_LEAST_TIME = 0.5  # seconds that each request may take, however many clients connect
+#: Seconds that each request may take, however many clients connect.
+LEAST_TIME = 0.5
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -56,7 +57,7 @@ Page: TypeAlias = Callable[[Message], Response]
 class HttpService(ProcessBound):
     """An HTTP server that answers GET requests for a set of pages. It may be closed while it answers requests.
 
-    If `security` has tokens, a request needs a token with the role that `dissociated.base.roles.PAGES` has for the
+    If `security` has tokens, a request needs a token with the role that `dissociated.control.roles.PAGES` has for the
     page. The token is a bearer token, or the password of HTTP basic authentication, which browsers ask their users for.
 
     Args:
@@ -127,13 +128,13 @@ class _Http(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer a connection in a new thread. At the limit, wait for a request to end, or close the oldest request.
 
-        Each request has at least `_LEAST_TIME`. Otherwise, clients that reconnect as soon as they are closed would
+        Each request has at least `LEAST_TIME`. Otherwise, clients that reconnect as soon as they are closed would
         leave no time for others.
         """
         with self._lock:
             while len(self._requests) >= _MAX_REQUESTS:
                 oldest, since = next(iter(self._requests.items()))
-                remaining = since + _LEAST_TIME - time.monotonic()
+                remaining = since + LEAST_TIME - time.monotonic()
                 if remaining > 0:
                     self._lock.wait(remaining)
                     continue

@@ -13,21 +13,22 @@ from pathlib import Path
 from dissociated.base.host import boot_id, host_name
 from dissociated.client.client import Client
 from dissociated.control.catalog_uri import is_unix
-from dissociated.control.stage import StagePlace
 from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded, NodeUnreachable, StoreError, UriError
 from dissociated.node.launch import NodeAddress, default_store, ensure
 from dissociated.store.layout import NODE_LOG
+from dissociated.store.stage import StagePlace
 from dissociated.uri import Uri
 
 #: The environment variable with options of `dissociated node` for a node that is started on this host.
 OPTIONS = "DISSOCIATED_NODE"
 
 _CATALOG_PORT = 8815
+_START_TIMEOUT = 30.0  # seconds in which a started node must answer
 #: The seconds after which a node ends that was started for a task, if it is empty and unused.
 EMPTY_EXIT = 600.0
 
 
-def stage_here(catalog: str, connect: Callable[[str], Client], timeout: float = 30.0) -> StagePlace:
+def stage_here(catalog: str, connect: Callable[[str], Client]) -> StagePlace:
     """Return the stage of a node on this host that belongs to `catalog`, and start a node if there is none.
 
     Any writable node of the current boot is suitable. Nodes with the same host name are tried first. A node is only
@@ -39,7 +40,6 @@ def stage_here(catalog: str, connect: Callable[[str], Client], timeout: float = 
     Args:
         catalog: The URI of the catalog.
         connect: A function that opens a client for a URI.
-        timeout: The number of seconds in which a started node must answer.
 
     Raises:
         CatalogError: The catalog cannot be reached, or refuses the request.
@@ -66,14 +66,14 @@ def stage_here(catalog: str, connect: Callable[[str], Client], timeout: float = 
             f"the node of this host, {host_name()}, does not answer at {away[0]}: start it; if it will not come "
             f"back, remove it from the catalog: dissociated forget {away[0]}"
         )
-    address = _ensure_here(catalog, timeout)
+    address = _ensure_here(catalog)
     place = _stage(address.uri, connect)
     if place is None:
         raise StoreError(f"the node at {address.uri} was started on this host, and its store cannot be written")
     return place
 
 
-def restart_here(catalog: str, timeout: float = 30.0) -> bool:
+def restart_here(catalog: str) -> bool:
     """Restart the node that `stage_here` once started on this host for `catalog`, if it has ended.
 
     Returns:
@@ -84,11 +84,11 @@ def restart_here(catalog: str, timeout: float = 30.0) -> bool:
     """
     if not _was_started_here(_store(catalog, _options())):
         return False
-    _ensure_here(catalog, timeout)
+    _ensure_here(catalog)
     return True
 
 
-def _ensure_here(catalog: str, timeout: float) -> NodeAddress:
+def _ensure_here(catalog: str) -> NodeAddress:
     options = _options()
     address = "127.0.0.1" if is_unix(catalog) else _local_address(catalog)
     return ensure(
@@ -98,7 +98,7 @@ def _ensure_here(catalog: str, timeout: float) -> NodeAddress:
         flight=None if is_unix(catalog) else f"grpc://{address}:0",
         empty_exit=EMPTY_EXIT,
         options=options,
-        timeout=timeout,
+        timeout=_START_TIMEOUT,
     )
 
 

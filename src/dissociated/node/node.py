@@ -12,7 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
-from dissociated.base.access import Authorize, Owner, security
 from dissociated.base.buffers import MAX_METADATA
 from dissociated.base.fork import ProcessBound
 from dissociated.base.oserrors import store_errors
@@ -20,6 +19,7 @@ from dissociated.base.private import open_private_directory, write_private_file
 from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
 from dissociated.catalog.store_backend import StoreBackend
+from dissociated.control.access import Authorize, Owner, security
 from dissociated.control.catalog_uri import UNIX_SCHEME, is_unix, is_usable, unix_uri
 from dissociated.monitoring.status import ConsumerStatus
 from dissociated.node.launch import ADDRESS_FILE, NodeAddress

@@ -24,24 +24,6 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Delivered(Protocol):
-    """Arrow IPC messages, one or more, that are complete and in order."""
-
-    @property
-    def largest_body(self) -> int:
-        """Return the length of the largest body in bytes, as the metadata announces it."""
-
-    @property
-    def lease_count(self) -> int:
-        """Return the number of addresses that must be given back."""
-
-    def accept(self, visitor: DeliveryVisitor[T]) -> T:
-        """Call the method of `visitor` for this kind of delivery, and return its result."""
-
-    def expand(self) -> Iterable[Delivery]:
-        """Return the messages one by one."""
-
-
 class DeliveryVisitor(Protocol[T_co]):
     """A handler with a method for each kind of delivery."""
 
@@ -166,6 +148,10 @@ class SharedBatches(NamedTuple):
             start = int(self.body_at[index])
             addresses = tuple(start + offset if length else 0 for offset, length in zip(offsets, lengths, strict=True))
             yield Delivery(self.sequence + index, header, parsed, None, AddressList(addresses, lengths))
+
+
+#: Arrow IPC messages, one or more, that are complete and in order.
+Delivered: TypeAlias = Delivery | PackedBatches | SharedBatches
 
 
 def _as_expected(header: bytes, first: Header) -> Header:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from dissociated.base import tracing
+from dissociated.catalog.holdings import OwnLocations
 from dissociated.datasets.base import Dataset
 from dissociated.errors import DatasetNotFound, SourceError
 from dissociated.memory.device.segment import DeviceSegment
@@ -18,7 +19,7 @@ from dissociated.transport.registry import transport
 from dissociated.uri import ANY_INTERFACE, DEVICE, PACKED, Uri
 
 
-class Endpoints:
+class Endpoints(OwnLocations):
     """The locations of `listeners`. A listener on all interfaces has the host name `default_host` in its locations.
 
     `listeners` may still grow: each method uses those that are in it when it is called.
@@ -49,11 +50,9 @@ class Endpoints:
         )
 
     def listener_uris(self) -> list[str]:
-        """Return the URIs of the listeners, without parameters of a dataset."""
         return [str(listener.uri) for listener in self._listeners]
 
     def base_locations(self) -> list[str]:
-        """Return the URIs at which any dataset of the server can be requested, one for each listener."""
         return [str(self._location(listener, None, Streams.BOTH, False)) for listener in self._listeners]
 
     def locations(self, dataset: Dataset, streams: Streams, packed: bool) -> list[str]:

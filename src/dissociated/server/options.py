@@ -9,8 +9,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from dissociated.base.access import Authorize, Owner, Security, security
 from dissociated.base.buffers import MAX_METADATA
+from dissociated.control.access import Authorize, Owner, Security, security
 from dissociated.errors import OptionError
 from dissociated.server.admission import Limits
 from dissociated.transport.base import check_timeout

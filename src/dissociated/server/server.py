@@ -18,6 +18,7 @@ from dissociated.base.exit import act_at_exit
 from dissociated.base.fork import ProcessBound
 from dissociated.base.host import host_name
 from dissociated.codec.options import WriteOptions
+from dissociated.control.commit import Commit, check_name
 from dissociated.datasets.base import Dataset, Source
 from dissociated.datasets.broadcast import Broadcast
 from dissociated.datasets.live import Live
@@ -33,7 +34,6 @@ from dissociated.protocol.wire import Streams
 from dissociated.server.connections import Connections, open_listener
 from dissociated.server.endpoints import Endpoints
 from dissociated.server.options import ServerOptions, takes_fields
-from dissociated.store.commit import Commit, check_name
 from dissociated.store.segment import MemfdSink, Segment, SegmentWriter
 from dissociated.transport.base import Listener
 from dissociated.uri import Uri
@@ -252,23 +252,18 @@ class Server(ProcessBound):
             partial(MemfdSink, name, lambda segment: self.publish_segments(name, [segment])), schema, options
         )
 
-    def publish_segments(self, name: str, segments: Sequence[Segment], *, append: bool = False) -> None:
+    def publish_segments(self, name: str, segments: Sequence[Segment]) -> None:
         """Publish segments under `name`, all at once.
 
         Args:
             name: the name of the dataset.
             segments: the segments, in order.
-            append: whether they follow the segments that are published under this name already.
 
         Raises:
-            SourceError: if schemas differ, there are too many segments, or `append` is set and the published dataset
-                does not consist of segments.
+            SourceError: if schemas differ, or there are too many segments.
         """
         self.check_process()
         with self._changing:
-            existing = self.registry.find_name(name) if append else None
-            if existing is not None:
-                segments = [*existing.appendable(), *segments]
             self._publish(SegmentsDataset(name, segments))
 
     def _publish(self, new: Dataset, ttl: float | None = None) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dissociated.base.access import read_token
 from dissociated.client.client import Client
 from dissociated.client.request import TIMEOUT
+from dissociated.control.access import read_token
 from dissociated.control.catalog_uri import CATALOG_VARIABLE
 from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded, NodeUnreachable, OptionError
 from dissociated.node.client import connect

@@ -34,8 +34,7 @@ from dissociated.memory.private import SharedFile
 from dissociated.memory.region import AddressSpace, Region, reserve_base
 from dissociated.memory.shared import map_read_only
 from dissociated.spark.columns import is_readable, spark_type
-from dissociated.spark.memfd import JvmMemfd
-from dissociated.spark.pickled import unpickled
+from dissociated.spark.exchange import JvmMemfd, unpickled
 from dissociated.spark.stream import SharedStream
 from dissociated.spark.types import conform, function_schema
 

@@ -22,8 +22,7 @@ from pathlib import Path
 
 from dissociated.base.private import open_private_file
 from dissociated.errors import JarNotMade, NotPrivate
-from dissociated.spark.cache import private_directory
-from dissociated.spark.java import java_home
+from dissociated.spark.java import java_home, private_directory
 
 _SOURCES = Path(__file__).parent / "jvm"
 _COMPILE_TIMEOUT = 600.0  # seconds; the compiler is slow on a busy machine

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from dissociated.errors import JavaNotFound
-from dissociated.spark.cache import private_directory
+from dissociated.base.private import open_private_directory
+from dissociated.errors import JavaNotFound, NotPrivate
 
 MINIMUM_VERSION = 17
 """Oldest Java that Spark 4 supports."""
@@ -112,6 +112,24 @@ def _probe(java: Path) -> _Java | None:
             version = settings["java.specification.version"].removeprefix("1.")  # Java 8 calls itself 1.8
             return _Java(Path(settings["java.home"]), int(version), bool(options))
     return None
+
+
+def private_directory() -> Path:
+    """Return the directory for files that are made once per user: scripts around a Java, the jar for a Spark.
+
+    It lies in the user's cache, or else in the temporary directory.
+
+    Create it if it is missing. No other user can write to it.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    for directory in (Path(cache, "dissociated"), Path(tempfile.gettempdir(), f"dissociated-{os.getuid()}")):
+        try:
+            os.close(open_private_directory(directory, create=True, readable=True))
+        except (NotPrivate, OSError):
+            continue
+        if os.access(directory, os.W_OK):
+            return directory
+    return Path(tempfile.mkdtemp(prefix="dissociated-"))
 
 
 def _wrapped(home: Path) -> Path:

@@ -15,7 +15,7 @@ import pyarrow.types as types
 from dissociated.codec.nesting import contains
 from dissociated.memory.region import AddressSpace, Region
 from dissociated.spark.columns import field_places, is_readable, spark_type
-from dissociated.spark.memfd import JvmMemfd
+from dissociated.spark.exchange import JvmMemfd
 
 _COLUMN_ALIGNMENT = 64
 _VALUES, _DICTIONARY = attrgetter("values"), attrgetter("dictionary")  # take a child from an array

@@ -37,7 +37,8 @@ from dissociated.spark.filters import exact_filters
 from dissociated.spark.request import DatasetRequest, PlannedVersion
 from dissociated.spark.types import arrow_schema
 
-_MIN_SLICE_BYTES = 4 << 20  # of a slice for a task that would have none otherwise
+#: The bytes of a slice for a task that would have none otherwise.
+MIN_SLICE_BYTES = 4 << 20
 _LOOKUP_TTL = 10.0  # seconds
 _MAX_ROWS = 10_000  # of a batch for Spark's Python, which is slower with larger batches
 
@@ -104,7 +105,7 @@ class DatasetReader(DataSourceReader):
             # Raises, before any task runs, if the columns or filters do not fit the schema.
             _BatchFilter(self.request, self.schema, info.schema)
             nbytes = (info.nbytes or 0) * share
-            parts = max(math.ceil(nbytes / slice_bytes), min(tasks, int(nbytes / _MIN_SLICE_BYTES)))
+            parts = max(math.ceil(nbytes / slice_bytes), min(tasks, int(nbytes / MIN_SLICE_BYTES)))
             return [
                 EndpointPartition(
                     info.version,

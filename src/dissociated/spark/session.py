@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from dissociated.base.host import machine_memory
 from dissociated.base.tracing import TRACEPARENT, current_traceparent
 from dissociated.control.catalog_uri import CATALOG_VARIABLE
+from dissociated.control.commit import Commit
 from dissociated.errors import JarNotMade, PySparkNotFound
 from dissociated.spark.catalog import WAIT, CatalogConfig
 from dissociated.spark.jar import jar
 from dissociated.spark.java import java_home
 from dissociated.spark.target import WriteTarget
 from dissociated.spark.types import arrow_schema
-from dissociated.store.commit import Commit
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -61,15 +61,15 @@ from pyspark.sql.types import StructType
 from dissociated.base.oserrors import store_errors
 from dissociated.client.client import Client
 from dissociated.codec.reader import read_schema
+from dissociated.control.commit import Commit
 from dissociated.errors import DatasetNotFound, DissociatedError, RemoteProtocolError
 from dissociated.memory.region import AddressSpace
 from dissociated.memory.shared import Backing, seal
 from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.columns import spark_schema
+from dissociated.spark.exchange import JvmMemfd, pickled, unpickled
 from dissociated.spark.filters import as_filters
 from dissociated.spark.layouts import stream_layout
-from dissociated.spark.memfd import JvmMemfd
-from dissociated.spark.pickled import pickled, unpickled
 from dissociated.spark.reader import DatasetReader
 from dissociated.spark.request import DatasetRequest, PlannedVersion
 from dissociated.spark.staging import Writes
@@ -77,11 +77,11 @@ from dissociated.spark.stream import SharedStream
 from dissociated.spark.target import WriteTarget, parse_tags
 from dissociated.spark.types import arrow_schema
 from dissociated.spark.writer import commit
-from dissociated.store.commit import Commit
 
 _MAX_THREADS = 256  # the largest number of tasks of one executor
 _MAX_READERS = 64  # kept for later tasks
-_SLICE_BYTES = 128 << 20  # per task; Spark's default for files
+#: The bytes of a slice for a task: Spark's default for files.
+SLICE_BYTES = 128 << 20
 _MAX_BATCH_ROWS = 1 << 20  # of one batch
 
 
@@ -139,7 +139,7 @@ class Sidecar:
                 "hosts": [*partition.hosts],
                 "rows": partition.rows if request.filters is None else 0,
             }
-            for partition in reader.partitions(PlannedVersion(version, lineage), _SLICE_BYTES, share, tasks)
+            for partition in reader.partitions(PlannedVersion(version, lineage), SLICE_BYTES, share, tasks)
         ]
         return {"reader": pickled(reader), "partitions": partitions}
 

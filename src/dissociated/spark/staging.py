@@ -19,7 +19,7 @@ from pyspark.sql.types import StructType
 from dissociated.errors import StoreError
 from dissociated.node.local import stage_here
 from dissociated.spark.catalog import CatalogConfig
-from dissociated.spark.pickled import pickled, unpickled
+from dissociated.spark.exchange import pickled, unpickled
 from dissociated.spark.target import WriteTarget
 from dissociated.spark.types import arrow_schema
 from dissociated.spark.writer import DatasetWriter, Written, is_committed

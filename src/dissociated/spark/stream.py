@@ -12,7 +12,8 @@ from dissociated.memory.region import AddressSpace
 from dissociated.spark.layouts import ArrayLayout, BufferLocator
 
 _MAX_BATCHES = 64  # in one answer
-_MAX_BATCH_BYTES = 1 << 29  # of one batch: Java maps at most 2 GiB at once
+#: The bytes of one batch. Java maps at most 2 GiB at once.
+MAX_BATCH_BYTES = 1 << 29
 
 
 class SharedStream:
@@ -100,6 +101,6 @@ class SharedStream:
 def _cut_to_map(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a batch in slices whose buffers Java can map."""
     size = batch.get_total_buffer_size()  # `nbytes` would rely on unchecked offsets
-    step = batch.num_rows if size <= _MAX_BATCH_BYTES else max(1, batch.num_rows * _MAX_BATCH_BYTES // size)
+    step = batch.num_rows if size <= MAX_BATCH_BYTES else max(1, batch.num_rows * MAX_BATCH_BYTES // size)
     for first in range(0, batch.num_rows, step):
         yield batch.slice(first, step)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from dissociated.control.commit import Commit
 from dissociated.errors import OptionError
 from dissociated.spark.catalog import WAIT, CatalogConfig, required
-from dissociated.store.commit import Commit
 
 _OPTIONS = ("catalog", "mergeSchema", "path", "tags", "token_file", "tls_roots", "ttl", "wait")
 _SPARK_OPTIONS = ("checkpointlocation", "queryname")

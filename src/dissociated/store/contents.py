@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from typing import Generic, TypeVar
 
-from dissociated.store.version import Version
+from dissociated.control.version import Version
 
 P = TypeVar("P")
 
-_MAX_CHANGES = 10_000  # changed versions that are remembered; a caller that asks too seldom has to read all versions
+#: Changed versions that are remembered. A caller that asks too seldom has to read all versions.
+MAX_CHANGES = 10_000
 
 
 class Contents(Generic[P]):
@@ -76,7 +77,7 @@ class Contents(Generic[P]):
         self.changes += 1
         self._changed[id] = self.changes
         self._changed.move_to_end(id)
-        if len(self._changed) > _MAX_CHANGES:
+        if len(self._changed) > MAX_CHANGES:
             _, self._forgotten = self._changed.popitem(last=False)
 
     def changed(self, since: int) -> list[str] | None:

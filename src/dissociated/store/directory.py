@@ -20,6 +20,7 @@ from typing import Any
 from dissociated.base.fork import ProcessBound
 from dissociated.base.oserrors import store_errors
 from dissociated.base.private import open_private_directory, open_private_file
+from dissociated.control.version import Version
 from dissociated.errors import StoreError
 from dissociated.store.files import (
     PARTIAL_SUFFIX,
@@ -32,7 +33,6 @@ from dissociated.store.files import (
 from dissociated.store.layout import NUMBERS, SEGMENTS, STAGING, TRASH, is_draft, known_id, new_id, write_id
 from dissociated.store.manifest import DAMAGE, MANIFEST, decode_manifest, encode_manifest, is_count, read_manifest
 from dissociated.store.numbers import Numbers, Removal
-from dissociated.store.version import Version
 
 _log = logging.getLogger(__name__)
 

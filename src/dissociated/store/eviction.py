@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from dissociated.control.version import Version
 from dissociated.store.places import Place, Places
-from dissociated.store.version import Version
 
 
 class Policy(Enum):

@@ -11,9 +11,9 @@ from typing import TypeGuard, cast
 
 import pyarrow as pa
 
+from dissociated.control.version import Version
 from dissociated.errors import StoreError
 from dissociated.store.files import open_regular
-from dissociated.store.version import Version
 
 #: The file in the directory of a version that describes the version.
 MANIFEST = "manifest.json"

@@ -15,9 +15,9 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dissociated.control.version import Version
 from dissociated.memory.region import pages
 from dissociated.memory.shared import can_tell_unused, is_sealed, is_unused, reopen_read_only
-from dissociated.store.version import Version
 
 #: The directory in which the kernel lists the open descriptors of this process.
 FD = Path("/proc/self/fd")

@@ -18,12 +18,13 @@ from dissociated.store.files import sync_directory, write_atomically
 
 _log = logging.getLogger(__name__)
 
-#: The name of the record that stands for all datasets without a record: see `_MAX_NAMES`.
+#: The name of the record that stands for all datasets without a record: see `MAX_NAMES`.
 ANY_NAME = ""
 #: The most datasets with records. Beyond it, the older half is merged into the record of `ANY_NAME`; the versions of a
 #: new dataset then begin above the numbers in it.
-_MAX_NAMES = 100_000
-_SPARE_LINES = 1_000  # outdated lines in the file before it is rewritten, in addition to one for each dataset
+MAX_NAMES = 100_000
+#: Outdated lines in the file before it is rewritten, in addition to one for each dataset.
+SPARE_LINES = 1_000
 
 
 class Removal(NamedTuple):
@@ -95,18 +96,18 @@ class Numbers:
         """Record a removed version, durably. A repeated call changes nothing. Raises OSError."""
         if not self._merge(name, removed, serial) and self._whole:
             return
-        if len(self._records) > _MAX_NAMES:
+        if len(self._records) > MAX_NAMES:
             self._forget()
         self._write(name)
 
     def _forget(self) -> None:
-        names = [name for name in self._records if name != ANY_NAME][: _MAX_NAMES // 2]
+        names = [name for name in self._records if name != ANY_NAME][: MAX_NAMES // 2]
         highest = max(self._records.pop(name).used for name in (*names, ANY_NAME) if name in self._records)
         self._records[ANY_NAME] = Removal.of(highest, lost=False, published=False)
         self._whole = False
 
     def _write(self, name: str) -> None:
-        if not self._whole or self._lines > 2 * len(self._records) + _SPARE_LINES:
+        if not self._whole or self._lines > 2 * len(self._records) + SPARE_LINES:
             self._whole = False
             write_atomically(self._path, b"".join(self._line(*item) for item in self._records.items()))
             sync_directory(self._path.parent)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from dissociated.base.oserrors import store_errors
+from dissociated.control.version import Version
 from dissociated.errors import StoreError
 from dissociated.store import trash
 from dissociated.store.contents import BlockCounter, Contents
@@ -22,7 +23,6 @@ from dissociated.store.files import copy_file
 from dissociated.store.memfds import Memfds
 from dissociated.store.numbers import Removal
 from dissociated.store.segment_cache import SegmentCache
-from dissociated.store.version import Version
 
 _log = logging.getLogger(__name__)
 

@@ -7,25 +7,20 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from dissociated.base.oserrors import store_errors
 from dissociated.store.memfds import FD
 from dissociated.store.segment import Segment
 
-_MAX_SEGMENTS = 1 << 12  # each segment has a mapping, and a process may have 65,530 of them
+#: Segments that are kept open. Each has a mapping, and a process may have 65,530 of them.
+MAX_SEGMENTS = 1 << 12
 _DESCRIPTOR_SHARE = 8  # the cache holds a segment per 8 descriptors that the process may have; a segment takes two
 
 
-class Droppable(Protocol):
-    """An object that is made from open segments to be served: a dataset."""
-
-    def drop(self) -> None:
-        """Drop the references to this object that would keep it alive: it is no longer in the cache."""
-
-
-D = TypeVar("D", bound=Droppable)
+T = TypeVar("T")
 
 
 class OpenSegments(list[Segment]):
@@ -34,23 +29,28 @@ class OpenSegments(list[Segment]):
     def __init__(self, segments: Iterable[Segment]) -> None:
         super().__init__(segments)
         self._lock = threading.Lock()
-        self._served: Droppable | None = None
+        self._served: Any = None
+        self._drop: Callable[[], None] | None = None
         self._dropped = False
 
-    def serve_once(self, make: Callable[[], D]) -> D:
-        """Return the object that the first call of `make` made of these segments. It lives as long as they do."""
+    def serve_once(self, make: Callable[[], T], drop: Callable[[T], None]) -> T:
+        """Return the dataset that the first call of `make` made of these segments. It lives as long as they do.
+
+        When the segments leave the cache, `drop` drops the references that would keep the dataset alive.
+        """
         with self._lock:
-            if self._served is None:
-                self._served = make()
+            if self._drop is None:
+                self._served = dataset = make()
+                self._drop = partial(drop, dataset)
                 if self._dropped:
-                    self._served.drop()
-            return cast(D, self._served)  # all callers make objects of one type
+                    self._drop()
+            return cast(T, self._served)  # all callers make datasets of one type
 
     def release(self) -> None:
-        """Drop the served object, so that it does not keep these segments open: they have left the cache."""
+        """Drop the served dataset, so that it does not keep these segments open: they have left the cache."""
         self._dropped = True  # without the lock: if `make` is running, `serve_once` sees this afterwards
-        if self._served is not None:
-            self._served.drop()
+        if self._drop is not None:
+            self._drop()
 
 
 class SegmentFiles:
@@ -92,7 +92,7 @@ class SegmentCache:
         if self._fixed_cap is not None:
             return self._fixed_cap
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return _MAX_SEGMENTS if soft == resource.RLIM_INFINITY else min(_MAX_SEGMENTS, soft // _DESCRIPTOR_SHARE)
+        return MAX_SEGMENTS if soft == resource.RLIM_INFINITY else min(MAX_SEGMENTS, soft // _DESCRIPTOR_SHARE)
 
     def get(self, id: str) -> OpenSegments | None:
         """Return the open segments of a version, or None. The version then counts as the last one read."""

@@ -42,9 +42,10 @@ from dissociated.base.fork import ProcessBound
 from dissociated.base.oserrors import store_errors
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.schemas import schema_difference
+from dissociated.control.commit import Commit
+from dissociated.control.version import Part, Version
 from dissociated.errors import StoreError
 from dissociated.store.admission import Quota
-from dissociated.store.commit import Commit
 from dissociated.store.directory import Directory, SetAside
 from dissociated.store.eviction import Eviction, Policy
 from dissociated.store.files import PARTIAL_SUFFIX, Reserve
@@ -54,7 +55,6 @@ from dissociated.store.places import Places, Usage
 from dissociated.store.segment import Segment, SegmentWriter
 from dissociated.store.segment_cache import OpenSegments, SegmentFiles
 from dissociated.store.trash import reuse_bytes
-from dissociated.store.version import Part, Version
 
 _log = logging.getLogger(__name__)
 

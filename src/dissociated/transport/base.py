@@ -98,8 +98,6 @@ class Connection(ProcessBound, ABC):
     shares_memory: bool = False
     #: Whether `send` copies messages, so that their memory may change as soon as it has returned.
     copies: bool = False
-    #: Whether `prepare` takes runs of messages, too.
-    takes_runs: bool = False
     #: Least number of messages for which a run costs less than single messages.
     min_run: int = 1
     #: Whether closing discards messages that the peer has not received yet, unless `close` lingers.
@@ -116,8 +114,6 @@ class Connection(ProcessBound, ABC):
         self.address_space = AddressSpace()
         #: Time, by time.monotonic, by which the peer's request must be complete; None for no limit.
         self.request_deadline: float | None = None
-        #: Bytes that the medium has taken so far, framing included, if it reports them while it sends.
-        self.written = 0
         #: Whether forked processes hold memory of this connection. It then stays open in them after `close`.
         self.held_by_fork = False
         self._lifecycle = Lifecycle()
@@ -136,6 +132,16 @@ class Connection(ProcessBound, ABC):
             TransportError: The medium has none.
         """
         raise TransportError(f"memory can neither be mapped nor fetched over a connection to {self.peer}")
+
+    @property
+    def takes_runs(self) -> bool:
+        """Return whether `prepare` takes runs of messages, too."""
+        return False
+
+    @property
+    def written(self) -> int:
+        """Return the number of bytes that the medium has taken, framing included, if it reports them while it sends."""
+        return 0
 
     @property
     def backlog(self) -> int:

@@ -16,14 +16,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import filter_batches
 from dissociated.codec.filter import protobuf, statistics
 from dissociated.codec.filter.pruning import may_pass, whole_batches
 from dissociated.codec.filter.row_filter import RowFilter
 from dissociated.codec.filter.statistics import Bounds, Statistics, StatisticsCollector, read_statistics
 from dissociated.codec.filter.substrait import encode_filter, parse_filter
+from dissociated.codec.split import batches as batches_of
 from dissociated.errors import ColumnNotFound, FormatError, OptionError
 from dissociated.format.encapsulated import end_of_stream
+from support.helpers import case
 
 NAN, INF = math.nan, math.inf
 MOMENT = datetime(2024, 2, 29, 12)
@@ -98,7 +101,7 @@ def everything(batches: list[pa.RecordBatch]) -> Statistics:
     """Return statistics of all columns as they are read behind a segment, also for types that Python does not write."""
     collector = StatisticsCollector(SCHEMA)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(statistics, "_LEAST_ROWS", 1)
+        patch.setattr(statistics, "LEAST_ROWS", 1)
         for batch in batches:
             collector.add(batch)
     sizes = [batch.num_rows for batch in batches]
@@ -332,3 +335,39 @@ def test_who_waits_for_rows_hears_that_others_are_read() -> None:
         reader = pa.RecordBatchReader.from_batches(batches[0].schema, batches)
         nothing = RowFilter.bind(("n", ">", 5), batches[0].schema)
         assert [one.num_rows for one in filter_batches(reader, nothing.mask, [0], keepalive=alive)] == [0] * count
+
+
+def test_many_batches_at_hand_are_filtered_like_each_alone() -> None:
+    days = pa.array([1, None, 3], pa.int32()).cast(pa.date32())
+    kinds = [pa.DictionaryArray.from_arrays(pa.array([0, 1, None], pa.int8()), ["a", last]) for last in "bc"]
+    pairs = []
+    for number in range(1_100):
+        columns = {
+            "n": pa.array([number, None, number + 1]),
+            "kind": kinds[number % 2],
+            "day": days,
+            "view": pa.array([f"text {number}", "x", None], pa.string_view()),
+        }
+        batch = pa.record_batch(columns)[: number % 4]
+        pairs.append((batch, pa.KeyValueMetadata({"number": str(number)}) if number % 5 == 0 else None))
+    schema = pairs[0][0].schema
+    for condition in (
+        ("n", "<", 700),
+        ("kind", "in", ["c"]),
+        [("day", "is null"), ("n", "is null")],
+        pc.field("view").is_null(),
+        pc.scalar(True),
+        pc.scalar(False),
+    ):
+        with case(condition):
+            rows = RowFilter.bind(condition, schema)
+            alone, together = (
+                [
+                    (one.to_pydict(), metadata)
+                    for one, metadata in batches_of(
+                        filter_batches(BatchReader(schema, iter(pairs)), rows.mask, [0, 3, 1], at_hand=at_hand)
+                    )
+                ]
+                for at_hand in (False, True)
+            )
+            assert alone == together

@@ -1,8 +1,9 @@
 // Reads tensors by libarrow's own IPC reader, and writes them as dense ones. The arguments are in threes: the file to
 // read, the file to write, and "dense" or "sparse".
-#include <arrow/api.h>
-#include <arrow/io/api.h>
-#include <arrow/ipc/api.h>
+#include <arrow/io/file.h>
+#include <arrow/io/memory.h>
+#include <arrow/ipc/reader.h>
+#include <arrow/ipc/writer.h>
 #include <arrow/sparse_tensor.h>
 #include <arrow/tensor.h>
 #include <arrow/util/logging.h>

@@ -24,40 +24,37 @@ from dissociated.memory.remote import Span, with_spans
 from dissociated.protocol.message import Incoming, Message
 from dissociated.transport.base import Listener
 from dissociated.transport.native import threads
-from dissociated.transport.native.fabric import connection as connections
+from dissociated.transport.native.connection import NativeConnection
+from dissociated.transport.native.fabric import channel as channels
 from dissociated.transport.native.fabric import endpoint as endpoints
 from dissociated.transport.native.fabric import libfabric as libraries
 from dissociated.transport.native.fabric import memory as memories
-from dissociated.transport.native.fabric.connection import FabricConnection
-from dissociated.transport.native.fabric.control import LARGE, Kind
+from dissociated.transport.native.fabric.channel import FabricChannel
 from dissociated.transport.native.fabric.endpoint import FabricEndpoint
 from dissociated.transport.native.fabric.libfabric import installed_library, ofi
 from dissociated.transport.native.fabric.memory import RMA_KEY, Completion
-from dissociated.transport.native.fabric.provider import PROVIDER, open_endpoint
+from dissociated.transport.native.fabric.messages import LARGE, Kind
+from dissociated.transport.native.fabric.transport import PROVIDER, open_endpoint
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 from support.fabric_peer import CONTROL, FabricPeer, FabricServer, fabric_client, progress_until
-from support.helpers import PATIENCE, Interruption, case, complaint, leaving_nothing
+from support.helpers import PATIENCE, Interruption, case, complaint, leaving_nothing, no_threads
 
 pytestmark = pytest.mark.needs("libfabric")
 
 SERVE = "dis.Server(['fabric:'], catalog=None)"
+OPEN = "dis.open_stream('fabric://127.0.0.1:1?want_data=1', b'')"
 
 
-@pytest.mark.parametrize("side", ["server", "client"])
 @pytest.mark.parametrize(
-    ("library", "sentence"),
+    ("script", "library", "sentence"),
     [
-        (
-            "/nowhere/libfabric.so.1",
-            "let DISSOCIATED_FABRIC_LIBRARY name a libfabric.so.1, or unset it",
-        ),
-        ("libc.so.6", "'libc.so.6' is not libfabric: set DISSOCIATED_FABRIC_LIBRARY"),
+        (SERVE, "/nowhere/libfabric.so.1", "let DISSOCIATED_FABRIC_LIBRARY name a libfabric.so.1, or unset it"),
+        (OPEN, "libc.so.6", "'libc.so.6' is not libfabric: set DISSOCIATED_FABRIC_LIBRARY"),
     ],
     ids=["no library", "no libfabric"],
 )
-def test_what_is_missing_is_said_in_one_sentence(side: str, library: str, sentence: str) -> None:
-    script = SERVE if side == "server" else "dis.open_stream('fabric://127.0.0.1:1?want_data=1', b'')"
+def test_what_is_missing_is_said_in_one_sentence(script: str, library: str, sentence: str) -> None:
     assert sentence in complaint(script, DISSOCIATED_FABRIC_LIBRARY=library)
 
 
@@ -118,27 +115,27 @@ def test_a_provider_that_shares_no_memory_is_refused_with_allow_rma_before_anybo
         assert read == pa.table({"n": [1]})
 
 
-def connected(listener: Listener, spans: Sequence[Span] = ()) -> tuple[FabricConnection, FabricConnection]:
+def connected(listener: Listener, spans: Sequence[Span] = ()) -> tuple[NativeConnection, NativeConnection]:
     """Return the client's end, which may read from these spans, and the server's end."""
     uri = with_spans(listener.uri, spans) if spans else listener.uri
     with ThreadPoolExecutor(1) as pool:
         connecting = pool.submit(transport("fabric").connect, uri, PATIENCE)
         server = listener.accept()
-        assert isinstance(server, FabricConnection)
+        assert isinstance(server, NativeConnection)
         while not connecting.done():
             server.arrived()
         client = connecting.result()
-        assert isinstance(client, FabricConnection)
+        assert isinstance(client, NativeConnection)
         return client, server
 
 
 @contextmanager
-def joined(listener: Listener, rma: bool = False) -> Iterator[tuple[FabricPeer, FabricConnection]]:
+def joined(listener: Listener, rma: bool = False) -> Iterator[tuple[FabricPeer, NativeConnection]]:
     """Yield a client that sends what it likes, and the server's end."""
     with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
         joining = pool.submit(stack.enter_context, fabric_client(listener.uri, rma))
         server = listener.accept()
-        assert isinstance(server, FabricConnection)
+        assert isinstance(server, NativeConnection)
         stack.enter_context(server)
         while not joining.done():
             server.arrived()
@@ -198,6 +195,19 @@ def test_our_servers_send_large_untagged_messages_with_a_tag(where: Uri) -> None
         with client, server:
             prepared = server.prepare([Message(None, (bytes(size),)) for size in (most, most + 1)])
             assert [message.tag for message in prepared] == [None, LARGE]
+
+
+@pytest.mark.needs("libfabric 2")
+def test_messages_that_are_prepared_for_one_provider_are_not_sent_over_another() -> None:
+    """Prepare messages anew for the other provider, which takes untagged messages of another size."""
+    with leaving_nothing(), ExitStack() as stack:
+        encodings = set()
+        for where in ("fabric:", "fabric:?provider=tcp", "fabric:"):
+            listener = stack.enter_context(closing(transport("fabric").listen(Uri.parse(where))))
+            client, server = connected(listener)
+            stack.enter_context(server)
+            encodings.add(stack.enter_context(client).encoding)
+        assert len(encodings) == 2
 
 
 def talk(client: FabricPeer, count: int) -> None:
@@ -317,11 +327,21 @@ def test_a_connection_without_a_descriptor_is_an_error_of_ours() -> None:
         no_descriptors(),
         pytest.raises(TransportError, match="Too many open files"),
     ):
-        FabricConnection(endpoint, "a client", 2.0, b"its name")
+        FabricChannel(endpoint, "a client", 2.0, client=b"its name")
+
+
+def test_a_connection_without_a_thread_for_its_heartbeats_leaves_nothing() -> None:
+    with (
+        closing(transport("fabric").listen(Uri.parse("fabric:"))) as listener,
+        leaving_nothing(),
+        no_threads(),
+        pytest.raises(TransportError, match="cannot start the thread 'heartbeat'"),
+    ):
+        transport("fabric").connect(listener.uri, PATIENCE)
 
 
 @contextmanager
-def fetching(listener: Listener) -> Iterator[FabricConnection]:
+def fetching(listener: Listener) -> Iterator[NativeConnection]:
     """Yield a client whose server disconnected while the client fetched a large message."""
     client, server = connected(listener)
     with client, server:
@@ -354,7 +374,7 @@ def test_a_connection_that_fetches_can_be_closed_without_a_descriptor() -> None:
 
 
 def test_an_interrupted_close_leaves_nothing() -> None:
-    for module, function in ((threads, "remove"), (connections, "_say_goodbye"), (endpoints, "_cut")):
+    for module, function in ((threads, "remove"), (channels, "_say_goodbye"), (endpoints, "_cut")):
         with (
             case(function),
             leaving_nothing(),

@@ -19,8 +19,7 @@ from dissociated.memory.region import Region
 from dissociated.memory.remote import Span, with_spans
 from dissociated.protocol.message import Message
 from dissociated.transport.base import Connection, Listener
-from dissociated.transport.native.ucx import connection as connections
-from dissociated.transport.native.ucx import endpoint
+from dissociated.transport.native.ucx import channel, endpoint
 from dissociated.transport.native.ucx.closing import ClosingConnection, ClosingConnections
 from dissociated.transport.native.ucx.libucp import installed_library
 from dissociated.transport.native.ucx.worker import Worker
@@ -58,14 +57,13 @@ SERVE = "dis.Server(['ucx:'], catalog=None)"
 OPEN = "dis.open_stream('ucx://127.0.0.1:1?want_data=1', b'')"
 
 
-@pytest.mark.parametrize("script", [SERVE, OPEN], ids=["server", "client"])
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("script", "environment", "said"),
     [
-        ({"DISSOCIATED_UCX_LIBRARY": "/nowhere/libucp.so.0"}, "let DISSOCIATED_UCX_LIBRARY name a libucp.so.0, or"),
-        ({"DISSOCIATED_UCX_LIBRARY": "libc.so.6"}, "'libc.so.6' is not libucp"),
-        ({"UCX_TLS": "sm,self"}, "UCX_TLS=sm,self leaves out tcp, which connections over UCX need: add it"),
-        ({"UCX_TLS": "^tcp"}, "UCX_TLS=^tcp leaves out tcp"),
+        (SERVE, {"DISSOCIATED_UCX_LIBRARY": "/nowhere/libucp.so.0"}, "let DISSOCIATED_UCX_LIBRARY name a libucp.so.0,"),
+        (OPEN, {"DISSOCIATED_UCX_LIBRARY": "libc.so.6"}, "'libc.so.6' is not libucp"),
+        (SERVE, {"UCX_TLS": "sm,self"}, "UCX_TLS=sm,self leaves out tcp, which connections over UCX need: add it"),
+        (OPEN, {"UCX_TLS": "^tcp"}, "UCX_TLS=^tcp leaves out tcp"),
     ],
     ids=["no library", "no libucp", "no tcp", "tcp excluded"],
 )
@@ -310,7 +308,7 @@ def test_a_client_for_which_there_is_no_descriptor_is_told_so_at_once(no_eventfd
 
 
 def test_an_interrupted_close_leaves_nothing() -> None:
-    for module, function in ((connections, "_let_arrive"), (endpoint, "advance_closing")):
+    for module, function in ((channel, "_let_arrive"), (endpoint, "advance_closing")):
         with (
             case(function),
             leaving_nothing(),

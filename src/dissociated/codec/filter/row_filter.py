@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from dissociated.codec.columns import select_fields
 from dissociated.codec.filter.conditions import Conditions
+from dissociated.codec.nesting import contains
 from dissociated.errors import ColumnNotFound, DissociatedError, OptionError
 
 #: A filter of users: an expression, or `[column, operator, value]`, a list of these, or a list of such lists.
@@ -53,15 +54,16 @@ class RowFilter:
         """Return the filter for batches that have its columns at these positions."""
         return replace(self, columns=tuple(columns))
 
-    def mask(self, batch: pa.RecordBatch) -> pa.BooleanArray:
+    def mask(self, rows: pa.RecordBatch | pa.Table) -> pa.BooleanArray:
         """Return a mask that is true for the rows that pass.
 
         Raises:
             OptionError: The filter cannot be computed, such as a division by 0.
         """
-        table = pa.Table.from_batches([batch.select([*self.columns])])
+        selected = rows.select([*self.columns])
+        table = pa.Table.from_batches([selected]) if isinstance(rows, pa.RecordBatch) else _combined(selected)
         if not self.columns:  # the filter is constant, and needs a column for its length
-            table = pa.table({"": pa.nulls(batch.num_rows)})
+            table = pa.table({"": pa.nulls(rows.num_rows)})
         with application_errors(self):
             if self.types and self.types != tuple(table.schema.types):
                 table = table.cast(pa.schema([*zip(table.schema.names, self.types, strict=True)]))
@@ -96,6 +98,13 @@ def filter_identity(filter_: Filter, schema: pa.Schema) -> str:
     expression = RowFilter.bind(filter_, schema).expression
     digest = hashlib.blake2b(pickle.dumps(expression, protocol=5), digest_size=16).hexdigest()
     return f"{expression_text(expression)} ({digest})"
+
+
+def _combined(table: pa.Table) -> pa.Table:
+    """Return the table with one chunk for each column, unless its chunks have dictionaries of their own."""
+    if any(contains(type_, pa.types.is_dictionary) for type_ in table.schema.types):
+        return table
+    return table.combine_chunks()
 
 
 def _compute(expression: pc.Expression, table: pa.Table) -> pa.ChunkedArray:

@@ -33,7 +33,8 @@ MAX_STATISTICS = 1 << 28  # bytes
 
 _ALIGNMENT = 8
 _TAIL = 8 + len(STATISTICS_MAGIC)
-_LEAST_ROWS = 10_000  # of a batch, such as Spark's Python has; statistics of smaller batches cost more than they save
+#: The least rows of a batch with statistics: those of a batch of Spark's Python. Smaller batches gain too little.
+LEAST_ROWS = 10_000
 _MAX_MEAN = 24  # bytes of a value, including 4 for its offset
 _MAX_LENGTH = 256  # bytes of a bound
 _SAMPLE = 1024  # first values of a batch that are compared with those of the last batch
@@ -152,7 +153,7 @@ class _ColumnCollector(ABC):
         null_count = values.null_count
         if self._thorough and null_count:
             values = values.drop_null()
-        looked_at = len(values) >= (1 if self._thorough else _LEAST_ROWS)
+        looked_at = len(values) >= (1 if self._thorough else LEAST_ROWS)
         bound_values = null_count, *(self._range(values) if looked_at else _UNKNOWN)
         self.has_bounds = self.has_bounds or bound_values[1] is not None
         for bound_name, value in zip(_BOUND_NAMES, bound_values, strict=True):

@@ -97,6 +97,7 @@ class SocketConnection(Connection):
     copies = True
     carries_streams = True
     takes_runs = True
+    written = 0
     min_run = MIN_RUN
 
     def __init__(self, sock: socket.socket, peer: str, accepted: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import Any
 
-from dissociated.errors import UriError
+from dissociated.errors import DeadlineExceeded, UriError
 from dissociated.transport.base import Connection, Listener, Transport
 from dissociated.transport.framed.connection import SocketConnection, SocketListener, socket_error
 from dissociated.uri import Uri
@@ -40,6 +40,10 @@ def connect_socket(uri: Uri, timeout: float) -> tuple[socket.socket, str]:
     where = f"{uri.scheme} server {uri.host}:{uri.port}"
     try:
         sock = socket.create_connection((uri.host, uri.port), timeout)
+    except TimeoutError as error:
+        raise DeadlineExceeded(
+            f"connecting to the {where}: no answer in time; open that port in the firewall of its host"
+        ) from error
     except OSError as error:
         raise socket_error(error, f"connecting to the {where}") from error
     return configure_socket(sock), where

@@ -6,7 +6,6 @@ which the listener registers memory.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from dissociated.errors import ConnectionClosed, TransportError
 from dissociated.memory.region import Region
 from dissociated.memory.remote import Span
 from dissociated.transport.base import Connection, Listener
-from dissociated.transport.native.threads import Waker
+from dissociated.transport.native.threads import Monitor
 
 #: Withdraws memory from which peers can fetch, when it is called or when the region is garbage-collected.
 Withdraw: TypeAlias = "weakref.finalize[..., Region]"
@@ -50,9 +49,8 @@ class NativeListener(Listener):
         self.exposes_memory = exposes_memory
         self._exposed: weakref.WeakKeyDictionary[Region, tuple[Span, Withdraw]] = weakref.WeakKeyDictionary()
         self._closed = self._released = False
-        self._waker = Waker()
-        self._lock = threading.Condition(threading.Lock())  # held while a thread uses the medium
-        self._asleep = False
+        self._monitor = Monitor()
+        self._lock = self._monitor.lock
 
     # Implemented by each medium
 
@@ -70,7 +68,7 @@ class NativeListener(Listener):
 
     @abstractmethod
     def _sleep(self) -> None:
-        """Sleep until the medium has work to do or `_waker` is set, for MAX_SLEEP seconds at most."""
+        """Sleep until the medium has work to do or the waker is set, for MAX_SLEEP seconds at most."""
 
     @abstractmethod
     def _register(self, region: Region) -> tuple[Span, Withdraw]:
@@ -94,20 +92,10 @@ class NativeListener(Listener):
                     return None
                 connection = self._next()
                 if connection is not None:
+                    connection.exposes_memory = self.exposes_memory
                     return connection
                 if self._arm():
-                    self._sleep_unlocked()
-
-    def _sleep_unlocked(self) -> None:
-        with interrupts_held(self._waker.set):
-            self._asleep = True
-            self._lock.release()
-            try:
-                self._sleep()
-            finally:
-                self._lock.acquire()
-                self._asleep = False
-                self._lock.notify_all()
+                    self._monitor.sleep(self._sleep)
 
     def expose(self, region: Region) -> Span:
         if not self.exposes_memory:
@@ -122,9 +110,9 @@ class NativeListener(Listener):
     def close(self) -> None:
         with interrupts_held():
             self._closed = True
-            self._waker.set()
+            self._monitor.waker.set()
             with self._lock:
-                while self._asleep:
+                while self._monitor.asleep:
                     self._lock.wait()
                 if not self._released:
                     self._released = True
@@ -133,7 +121,7 @@ class NativeListener(Listener):
     def _release_all(self) -> None:
         """Release all resources, even if releasing one of them raises."""
         with ExitStack() as undo:  # runs the callbacks in reverse order
-            undo.callback(self._waker.close)
+            undo.callback(self._monitor.waker.close)
             undo.callback(self._release)
             for _, withdraw in self._exposed.values():
                 undo.callback(withdraw)

@@ -1,6 +1,7 @@
 """Threads that drive a medium or wait for it.
 
-How to start a thread, how to wake a thread that sleeps on descriptors, and a thread for the heartbeats of connections.
+How to start a thread, how to wake a thread that sleeps on descriptors, the lock of a medium, and a thread for the
+heartbeats of connections.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from dissociated.base.interrupts import interrupts_held
 from dissociated.base.once import once
 from dissociated.errors import DissociatedError, TransportError
 from dissociated.transport.framed.connection import socket_error
@@ -78,6 +80,36 @@ class Waker:
         with self._lock:
             self._open = False
             os.close(self.descriptor)
+
+
+class Monitor:
+    """The lock of a medium, and the one thread at a time that sleeps on the medium without the lock.
+
+    Raises:
+        TransportError: if no descriptor can be opened.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Condition()  #: held while a thread uses the medium, and never twice
+        self.waker = Waker()
+        self.asleep = False  #: whether a thread sleeps on the medium; it notifies the threads that wait for the lock
+
+    def wake(self) -> None:
+        """Wake the sleeping thread, if there is one."""
+        if self.asleep:
+            self.waker.set()
+
+    def sleep(self, sleep: Callable[[], object]) -> None:
+        """Call `sleep`, which sleeps until the medium has work to do or the waker is set, without the lock."""
+        with interrupts_held(self.waker.set):
+            self.asleep = True
+            self.lock.release()
+            try:
+                sleep()
+            finally:
+                self.lock.acquire()
+                self.asleep = False
+                self.lock.notify_all()
 
 
 #: Sends one heartbeat of a connection.

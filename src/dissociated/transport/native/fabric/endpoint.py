@@ -11,7 +11,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from dissociated.base.interrupts import interrupts_held
 from dissociated.errors import TransportError
@@ -27,7 +27,6 @@ from dissociated.transport.native.fabric.memory import (
     Operations,
     heap_of,
 )
-from dissociated.transport.native.threads import Waker
 
 ANY_TAG = 2**64 - 1
 _ANYBODY = 2**64 - 1
@@ -78,9 +77,10 @@ class FabricEndpoint:
         self._heap = heap_of(os.getpid())
         self._entered = self._enabled = self._closing = False
         self._opened: list[Any] = []  # objects that are open, to be closed in reverse order
-        self._count = 0  # the number of operations that have ended, except peeks
+        self.ended_count = 0  #: the number of operations that have ended, except peeks
         self._peeking: Any = None
-        self._peeked: PeekedMessage | None = None
+        #: The message that was found by a peek, and is neither claimed nor discarded yet.
+        self.peeked: PeekedMessage | None = None
         self._provider, self._rma, self._rxm = provider, rma, provider.endswith("ofi_rxm")
         self._last_name: bytes | None = None  # the name of the endpoint that was inserted last
         info = self.ofi.find(provider, node, service, c.SOURCE, rma, f"opening {provider} at {node}:{service or '*'}")
@@ -191,16 +191,6 @@ class FabricEndpoint:
 
     # Messages
 
-    @property
-    def ended_count(self) -> int:
-        """The number of operations that have ended, except peeks."""
-        return self._count
-
-    @property
-    def peeked(self) -> PeekedMessage | None:
-        """The message that was found by a peek, and is neither claimed nor discarded yet."""
-        return self._peeked
-
     def send(self, to: int, tag: int | None, pieces: Sequence[Any], on_done: Done) -> bool:
         """Begin to send a message.
 
@@ -217,14 +207,12 @@ class FabricEndpoint:
             TransportError: if libfabric refuses.
         """
         assert len(pieces) <= self.iov_limit  # libfabric would crash, as it does not check the number
-        registered = (
-            [self._register(piece) for piece in pieces] if self._local and sum(map(len, pieces)) > _EAGER else ()
-        )
+        registered = self._register(*pieces) if sum(map(len, pieces)) > _EAGER else ()
         operation = self._operations.begin(on_done, pieces, registered=registered)
         ep, context = self._endpoint, operation.context
         if len(pieces) == 1:
             (data,) = pieces
-            memory = registered[0].mem_desc if registered else self._ffi.NULL
+            memory = self._description(operation)
             if tag is None:
                 code = ep.msg.send(ep, data, len(data), memory, to, context)
             else:
@@ -233,7 +221,7 @@ class FabricEndpoint:
             iov, memories = self._iov, self._descriptors
             for index, piece in enumerate(pieces):
                 iov[index].iov_base, iov[index].iov_len = piece, len(piece)
-                memories[index] = registered[index].mem_desc if registered else self._ffi.NULL
+                memories[index] = self._description(operation, index)
             if tag is None:
                 code = ep.msg.sendv(ep, iov, memories, len(pieces), to, context)
             else:
@@ -245,14 +233,11 @@ class FabricEndpoint:
 
         `on_done` is called for each message. Its completion has `last` set when the memory is used up.
         """
-        registered = [self._register(memory)] if self._local else ()
         least = MAX_SMALL_UNTAGGED if self._rxm else None
         filling = Filling(int(self._ffi.cast("uintptr_t", memory)), len(memory), least)
-        operation = self._operations.begin(on_done, memory, filling=filling, registered=registered)
+        operation = self._operations.begin(on_done, memory, filling=filling, registered=self._register(memory))
         message = self._ffi.new("struct fi_msg *")
-        if registered:
-            self._descriptors[0] = registered[0].mem_desc
-            message.desc = self._descriptors
+        self._descriptors[0], message.desc = self._description(operation), self._descriptors
         self._single_iov.iov_base, self._single_iov.iov_len = memory, len(memory)
         message.msg_iov, message.iov_count, message.addr, message.context = (
             self._single_iov,
@@ -264,10 +249,9 @@ class FabricEndpoint:
 
     def receive_tagged(self, memory: Any, tag: int, ignore: int, on_done: Done) -> None:
         """Receive one message into `memory`. Its tag must equal `tag`, except for the bits in `ignore`."""
-        registered = [self._register(memory)] if self._local else ()
-        operation, ep = self._operations.begin(on_done, memory, registered=registered), self._endpoint
-        described = registered[0].mem_desc if registered else self._ffi.NULL
-        code = ep.tagged.recv(ep, memory, len(memory), described, _ANYBODY, tag, ignore, operation.context)
+        operation, ep = self._operations.begin(on_done, memory, registered=self._register(memory)), self._endpoint
+        description = self._description(operation)
+        code = ep.tagged.recv(ep, memory, len(memory), description, _ANYBODY, tag, ignore, operation.context)
         self._check_begun(operation, code, "receiving")
 
     def peek(self) -> PeekedMessage | None:
@@ -275,7 +259,7 @@ class FabricEndpoint:
 
         Further calls return the same message until it is claimed or discarded.
         """
-        if self._peeked is None:
+        if self.peeked is None:
             if self._peeking is None:
                 operation = self._operations.begin(self._on_peeked, None)
                 self._peeking = operation.context
@@ -290,12 +274,12 @@ class FabricEndpoint:
                 if self._peeking is None:
                     break
                 self.progress()
-        return self._peeked
+        return self.peeked
 
     def _on_peeked(self, completion: Completion) -> None:
         context, self._peeking = self._peeking, None
         if not completion.error:
-            self._peeked = PeekedMessage(completion.tag, completion.length, context)
+            self.peeked = PeekedMessage(completion.tag, completion.length, context)
 
     def claim(self, memory: Any, on_done: Done) -> None:
         """Receive the peeked message into `memory`, which must have its length."""
@@ -306,16 +290,13 @@ class FabricEndpoint:
         self._claim(self._ffi.new("char[1]"), c.CLAIM | c.DISCARD, lambda completion: None)
 
     def _claim(self, memory: Any, flags: int, on_done: Done) -> None:
-        assert self._peeked is not None
-        tag, length, context = self._peeked
-        self._peeked = None
-        registered = [self._register(memory)] if self._local else ()
-        operation = self._operations.begin(
-            on_done, memory, context, registered=registered, fetches=length > self.eager_limit and not flags & c.DISCARD
-        )
-        self._tagged.desc = self._ffi.NULL
-        if registered:
-            self._descriptors[0], self._tagged.desc = registered[0].mem_desc, self._descriptors
+        assert self.peeked is not None
+        tag, length, context = self.peeked
+        self.peeked = None
+        fetches = length > self.eager_limit and not flags & c.DISCARD
+        registered = self._register(memory)
+        operation = self._operations.begin(on_done, memory, context, registered=registered, fetches=fetches)
+        self._descriptors[0], self._tagged.desc = self._description(operation), self._descriptors
         self._single_iov.iov_base, self._single_iov.iov_len = memory, length if not flags & c.DISCARD else 0
         self._tagged.iov_count, self._tagged.context, self._tagged.tag = 1, context, tag
         code = self._endpoint.tagged.recvmsg(self._endpoint, self._tagged, flags)
@@ -333,18 +314,23 @@ class FabricEndpoint:
         """
         piece = self._ffi.buffer(into + at, length)
         view = self._ffi.from_buffer(piece, require_writable=True)
-        registered = [self._register(view)] if self._local else ()
         # The view does not keep `into` alive, so both are kept.
-        operation = self._operations.begin(on_done, (into, view), registered=registered, fetches=True)
-        described = registered[0].mem_desc if registered else self._ffi.NULL
-        code = self._endpoint.rma.read(self._endpoint, view, length, described, source, address, key, operation.context)
+        operation = self._operations.begin(on_done, (into, view), registered=self._register(view), fetches=True)
+        description = self._description(operation)
+        code = self._endpoint.rma.read(
+            self._endpoint, view, length, description, source, address, key, operation.context
+        )
         return self._check_begun(operation, code, "reading memory")
 
     # Completions
 
-    def _register(self, memory: Any) -> Any:
-        """Register memory for an operation, which owns the returned registration."""
-        return self.domain.register(memory, c.SEND | c.RECV | c.READ)
+    def _register(self, *pieces: Any) -> list[Any]:
+        """Register memory for an operation, which owns the returned registrations, if the provider requires that."""
+        return [self.domain.register(piece, c.SEND | c.RECV | c.READ) for piece in pieces if self._local]
+
+    def _description(self, operation: Operation, index: int = 0) -> Any:
+        """Return libfabric's description of a piece of the memory of `operation`; NULL if it is not registered."""
+        return operation.registered[index].mem_desc if operation.registered else self._ffi.NULL
 
     def _check_begun(self, operation: Operation, code: int, action: str) -> bool:
         if code < 0:
@@ -377,7 +363,7 @@ class FabricEndpoint:
             return
         operation, whole = operation_end
         if operation.context is not self._peeking:
-            self._count += 1
+            self.ended_count += 1
         # Operations that end because of `close` are not reported.
         if not self._closing or operation.on_done == self._on_peeked:
             operation.on_done(Completion(error, entry.flags, entry.len, entry.buf, entry.tag, whole))
@@ -385,16 +371,6 @@ class FabricEndpoint:
     def arm(self) -> bool:
         """Prepare to sleep. Return False if there is work to do first."""
         return bool(self._fabric.ops.trywait(self._fabric, self._waited_for, 1) == 0)
-
-    def sleep(self, waker: Waker, seconds: float) -> bool:
-        """Sleep until there is work to do or `waker` is set, for `seconds` at most. Reset `waker`.
-
-        This is the only method that a thread may call while another thread uses the endpoint.
-
-        Returns:
-            Whether libfabric has work to do.
-        """
-        return waker.sleep(self.wakes, seconds)
 
     def _drain(self) -> None:
         """Discard unclaimed messages: libfabric 2.5 crashes if an endpoint is closed while it holds any."""
@@ -450,3 +426,88 @@ class FabricEndpoint:
             self.domain.leave()
             self._heap.closed()
         self._operations.clear()
+
+
+class DualEndpoint:
+    """Two endpoints that are used as one, for providers with which an unclaimed message blocks all messages behind it.
+
+    Messages whose tag satisfies `apart` are sent from the second endpoint to the peer's second endpoint, and only those
+    are peeked at. Receives for all other messages are posted at the first endpoint, so nothing can block there.
+    Messages of the two endpoints arrive in no particular order. The name consists of the names of both.
+    """
+
+    lanes = 2
+
+    def __init__(self, provider: str, node: str, apart: Callable[[int], bool]) -> None:
+        self._apart = apart
+        self._first = first = FabricEndpoint(provider, node, None)
+        try:
+            # It has a domain of its own, because a peek also finds unclaimed messages of other endpoints of its domain.
+            self._second = FabricEndpoint(provider, node, None)
+        except BaseException:
+            first.close()
+            raise
+        self.ofi, self.iov_limit, self.max_message = first.ofi, first.iov_limit, first.max_message
+        self.protocol, self.eager_limit, self.max_untagged = first.protocol, first.eager_limit, first.max_untagged
+        self.wakes = first.wakes + self._second.wakes
+        self.find, self.read = first.find, first.read
+        self.receive_untagged, self.receive_tagged = first.receive_untagged, first.receive_tagged
+        self.peek, self.claim, self.discard = self._second.peek, self._second.claim, self._second.discard
+
+    @property
+    def name(self) -> bytes:
+        """The name that peers insert to reach this endpoint."""
+        return self._first.name + self._second.name
+
+    def insert(self, name: bytes) -> int:
+        """Add the pair of endpoints called `name` to the address vectors.
+
+        Returns:
+            The number of the pair, for sending to it.
+
+        Raises:
+            TransportError: if the name is invalid.
+        """
+        half = len(self._first.name)
+        number = self._first.insert(name[:half])
+        second_number = self._second.insert(
+            name[half:] or name
+        )  # a single name is added to both, to keep the numbers equal
+        if number != second_number:
+            raise TransportError(f"{name.hex()} names one endpoint twice")
+        return number
+
+    @property
+    def ended_count(self) -> int:
+        """The number of operations that have ended, except peeks."""
+        return self._first.ended_count + self._second.ended_count
+
+    @property
+    def peeked(self) -> PeekedMessage | None:
+        """The message that was found by a peek, and is neither claimed nor discarded yet."""
+        return self._second.peeked
+
+    def send(self, to: int, tag: int | None, pieces: Sequence[Any], on_done: Done) -> bool:
+        """Begin to send a message. See `FabricEndpoint.send`."""
+        apart = tag is not None and self._apart(tag)
+        return (self._second if apart else self._first).send(to, tag, pieces, on_done)
+
+    def progress(self) -> bool:
+        """Let libfabric work for both endpoints. Return whether any operation has ended."""
+        first, second = self._first.progress(), self._second.progress()
+        return first or second
+
+    def arm(self) -> bool:
+        """Prepare to sleep. Return False if there is work to do first."""
+        return self._first.arm() and self._second.arm()
+
+    def close(self) -> None:
+        """Close both endpoints. Operations in progress are dropped."""
+        try:
+            self._second.close()
+        finally:
+            self._first.close()
+
+
+#: The endpoint, or the pair of endpoints, of one connection.
+ConnectionEndpoint: TypeAlias = FabricEndpoint | DualEndpoint

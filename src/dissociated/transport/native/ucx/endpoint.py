@@ -130,33 +130,33 @@ class Callbacks:
     """The functions that UCX calls. Each gets the handle of the Python object that it concerns.
 
     Exceptions cannot pass through UCX. They also arise from signals, because Python handles a signal at its first
-    bytecode after a wait in UCX, which is in one of these functions. So exceptions are passed to `_failed` of the
-    object.
+    bytecode after a wait in UCX, which is in one of these functions. So exceptions are passed to
+    `callback_failed` of the object.
     """
 
     def __init__(self, u: Ucp) -> None:
         ffi = u.ffi
 
         def failed(kind: type[BaseException], error: BaseException, trace: TracebackType) -> None:
-            ffi.from_handle(trace.tb_frame.f_locals["arg"])._failed(error)
+            ffi.from_handle(trace.tb_frame.f_locals["arg"]).callback_failed(error)
 
         @ffi.callback("ucp_am_recv_callback_t", onerror=failed)  # type: ignore[untyped-decorator]
         def on_metadata(arg: Any, header: Any, header_length: int, data: Any, length: int, param: Any) -> int:
-            return int(ffi.from_handle(arg)._metadata(data, length, param.recv_attr))
+            return int(ffi.from_handle(arg).receive_metadata(data, length, param.recv_attr))
 
         @ffi.callback("ucp_am_recv_callback_t", onerror=failed)  # type: ignore[untyped-decorator]
         def on_abort(arg: Any, header: Any, header_length: int, data: Any, length: int, param: Any) -> int:
             if not param.recv_attr & c.AM_RECV_RNDV:
-                ffi.from_handle(arg)._give_up(decode_reason(bytes(ffi.buffer(data, length))))
+                ffi.from_handle(arg).traffic.give_up(decode_reason(bytes(ffi.buffer(data, length))))
             return 0
 
         @ffi.callback("ucp_err_handler_cb_t", onerror=failed)  # type: ignore[untyped-decorator]
         def on_lost(arg: Any, endpoint: Any, status: int) -> None:
-            ffi.from_handle(arg)._lose_by(status)
+            ffi.from_handle(arg).lose_by(status)
 
         @ffi.callback("ucp_listener_conn_callback_t", onerror=failed)  # type: ignore[untyped-decorator]
         def on_requested(request: Any, arg: Any) -> None:
-            ffi.from_handle(arg)._requested(request)
+            ffi.from_handle(arg).request_arrived(request)
 
         self.on_metadata, self.on_abort, self.on_lost, self.on_requested = on_metadata, on_abort, on_lost, on_requested
 

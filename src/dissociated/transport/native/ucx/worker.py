@@ -11,7 +11,6 @@ from dissociated.base.fork import ProcessBound
 from dissociated.base.once import once
 from dissociated.errors import ForkedError, TransportError
 from dissociated.memory.device.base import DeviceType
-from dissociated.transport.native.threads import Waker
 from dissociated.transport.native.ucx import libucp as c
 from dissociated.transport.native.ucx.handshake import client_id
 from dissociated.transport.native.ucx.libucp import Ucp, ucp
@@ -233,10 +232,6 @@ class Worker:
         if status != c.BUSY:
             self.ucp.check(status, "waiting")
         return bool(status == c.OK)
-
-    def sleep(self, waker: Waker, seconds: float) -> None:
-        """Sleep until UCX has work to do or `waker` is set, for `seconds` at most. Reset `waker`."""
-        waker.sleep((self.descriptor,), seconds)
 
     def discard_arrived(self) -> None:
         """Discard tagged messages that have arrived and will not be received."""

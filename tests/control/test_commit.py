@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dissociated as dis
+from dissociated.control.commit import StagedSegment
+from dissociated.control.version import Part, Version
 from dissociated.errors import OptionError
 from dissociated.node.node import Node
-from dissociated.store.commit import StagedSegment
 from dissociated.store.store import Store
-from dissociated.store.version import Part, Version
 from support.nodes import table
 
 SCHEMA = pa.schema([("n", pa.int64())])

@@ -1,11 +1,27 @@
-"""Memfds of this process that Spark's JVM opens."""
+"""Objects and memory that Python passes to Spark's JVM: text that the JVM stores, and memfds that it opens."""
 
 from __future__ import annotations
 
+import base64
 import os
+import pickle
 import weakref
+from typing import Any
 
 from dissociated.memory.shared import create_memfd
+
+
+def pickled(value: Any) -> str:
+    """Return `value` in ASCII, for `unpickled`. The JVM passes it from the driver to tasks and back unchanged."""
+    return base64.b64encode(pickle.dumps(value)).decode()
+
+
+def unpickled(text: str) -> Any:
+    """Return the object that `pickled` encoded.
+
+    Never pass other text: unpickling runs the functions that the text names.
+    """
+    return pickle.loads(base64.b64decode(text))
 
 
 class JvmMemfd:

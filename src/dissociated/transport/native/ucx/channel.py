@@ -1,7 +1,4 @@
-"""Connections over UCX.
-
-UCX tags do not name the sender, so each connection has a worker of its own.
-"""
+"""Channels of UCX. UCX tags do not name the sender, so each channel has a worker of its own."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import os
 import time
 from array import array
 from collections import deque
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -16,7 +14,6 @@ import pyarrow as pa
 from dissociated.base.buffers import Buffer
 from dissociated.errors import (
     ConnectionClosed,
-    DeadlineExceeded,
     DissociatedError,
     RemoteProtocolError,
     TransportError,
@@ -26,14 +23,13 @@ from dissociated.memory.remote import Span
 from dissociated.protocol.close_reason import encode_reason
 from dissociated.protocol.message import Incoming, Message
 from dissociated.transport.base import Allocate
-from dissociated.transport.native.connection import OVERHEAD, NativeConnection
+from dissociated.transport.native.channel import MAX_IN_FLIGHT, OVERHEAD, Channel, Traffic, WaitFor
 from dissociated.transport.native.library import view_of
 from dissociated.transport.native.ucx import libucp as c
 from dissociated.transport.native.ucx.closing import ClosingConnection, closing_connections
 from dissociated.transport.native.ucx.endpoint import ABORT, METADATA, UcxEndpoint, params
 from dissociated.transport.native.ucx.libucp import Ucp
 from dissociated.transport.native.ucx.worker import Worker
-from dissociated.transport.states import ConnectionState
 
 _MAX_REASON = 1 << 12  # bytes of the reason of an abort
 #: Size in bytes up to which a message is received while this side is not receiving. Larger messages wait, because UCX
@@ -103,32 +99,48 @@ def gather(u: Ucp, message: UcxMessage) -> UcxMessage:
     return UcxMessage(message.tag, message.size, pointer, message.size, False, None)
 
 
-class UcxConnection(NativeConnection):
-    """A connection with one endpoint and a worker of its own. Call `open` first."""
+class UcxChannel(Channel):
+    """A channel with one endpoint and a worker of its own."""
 
-    def __init__(self, worker: Worker, peer: str, err_mode_none: bool, accepted: bool, knows_abort: bool) -> None:
+    ports_advice = (
+        "UCX uses further ports for data: set UCX_TCP_PORT_RANGE for the server and for its clients, and open these "
+        "ports of their hosts"
+    )
+
+    def __init__(
+        self,
+        worker: Worker,
+        description: Any,
+        peer: str,
+        err_mode_none: bool,
+        accepted: bool,
+        takes_runs: bool,
+        knows_abort: bool = False,
+    ) -> None:
         """Take ownership of `worker`, which is destroyed if this raises.
 
         Args:
-            worker: the worker of the connection.
+            worker: the worker of the channel.
+            description: the UCX parameters of the endpoint.
             peer: the name of the peer, for messages.
             err_mode_none: whether UCX's error mode is "none", in which the two processes share memory.
             accepted: whether this is the server's side.
+            takes_runs: whether the client takes runs.
             knows_abort: whether the peer understands the active message with the reason of an abort.
 
         Raises:
             TransportError: if no descriptor can be opened.
         """
         try:
-            super().__init__(peer, accepted)
+            super().__init__(Traffic(peer, accepted, takes_runs))
         except BaseException:
             worker.destroy()
             raise
         self._worker = worker
+        self._description = description
         self._ucp = u = worker.ucp
-        self._ffi, self._lib = u.ffi, u.lib
+        self.ffi, self._lib = u.ffi, u.lib
         self._knows_abort = knows_abort
-        self._connected = accepted
         self._plain, self._pieces, _, self._am, self._am_pieces = params()
         self._receiving: deque[_Receiving] = deque()
         self._receiving_bytes = 0
@@ -138,61 +150,40 @@ class UcxConnection(NativeConnection):
         self._deferred_messages: deque[_ProbedMessage] = deque()
         self._info = u.ffi.new("ucp_tag_recv_info_t *")
         self._status = c.OK
+        self._is_closing = False
         self._endpoint = UcxEndpoint(worker, err_mode_none)
 
-    def open(self, description: Any) -> None:
-        """Begin to connect with the UCX endpoint parameters `description`.
+    def open(self) -> None:
+        self._endpoint.open(self._description, self, self.traffic.peer)
+        self.traffic.connected = self.traffic.accepted
 
-        Raises:
-            TransportError: if UCX refuses. The connection is closed then.
-        """
-        try:
-            self._endpoint.open(description, self, self.peer)
-        except BaseException:
-            self.close()
-            raise
-
-    def wait_connected(self, timeout: float) -> None:
-        """Wait until the peer accepts the connection.
-
-        Args:
-            timeout: the seconds to wait in total.
-
-        Raises:
-            TransportError: if the peer rejects the connection or cannot be reached.
-            DeadlineExceeded: if the peer does not answer in time.
-        """
-        with self._lock:
-            request = self._lib.ucp_ep_flush_nbx(self._endpoint.handle, self._plain)
-            if request and self._ucp.status(request) == c.INPROGRESS:
-                self._track(request, 0, None)
-            end = time.monotonic() + timeout  # not extended by progress
-
-            def is_finished() -> bool:
-                return not self._under_way or self._peer_gone or time.monotonic() >= end
-
-            # `_has` enforces the limit for a peer that keeps sending before the flush ends.
-            self._drive(lambda: self._has(is_finished), timeout)
-            self._connected = not (self._under_way or self._peer_gone)
-            if self._under_way and not self._peer_gone:
-                raise DeadlineExceeded(
-                    f"connecting to {self.peer}: no answer for {timeout:g} s; UCX uses further ports for data: set "
-                    "UCX_TCP_PORT_RANGE for the server and for its clients, and open these ports of their hosts"
-                )
-            if self._peer_gone:
-                mode = "none" if self._endpoint.err_mode_none else "peer"
-                raise TransportError(
-                    f"connecting to {self.peer} failed: {self._ucp.explain(self._status)}: check that the server "
-                    f"runs, has UCX {self._ucp.version} as well, and takes err_mode={mode}, and that its ports for "
-                    "data are open on both hosts (UCX_TCP_PORT_RANGE)"
-                )
+    def connect(self, wait_for: WaitFor) -> None:
+        traffic = self.traffic
+        request = self._lib.ucp_ep_flush_nbx(self._endpoint.handle, self._plain)
+        if request and self._ucp.status(request) == c.INPROGRESS:
+            traffic.track(request, 0, None)
+        wait_for(lambda: not traffic.under_way)
+        if traffic.peer_gone:
+            mode = "none" if self._endpoint.err_mode_none else "peer"
+            raise TransportError(
+                f"connecting to {traffic.peer} failed: {self._ucp.explain(self._status)}: check that the server "
+                f"runs, has UCX {self._ucp.version} as well, and takes err_mode={mode}, and that its ports for "
+                "data are open on both hosts (UCX_TCP_PORT_RANGE)"
+            )
 
     # Sending
 
-    def _encode(self, message: Message) -> UcxMessage:
+    @property
+    def encoding(self) -> Hashable:
+        return UcxMessage
+
+    def encode(self, message: Message) -> UcxMessage:
         return encode(self._ucp, message)
 
-    def _start(self, message: UcxMessage) -> None:
+    def has_room(self, size: int) -> bool:
+        return not self.traffic.under_way or self.traffic.in_flight + size <= MAX_IN_FLIGHT
+
+    def send(self, message: UcxMessage) -> None:
         if message.pieces and (self._endpoint.err_mode_none or message.size <= _GATHER):
             message = gather(self._ucp, message)
         tag, size, pointer, length, pieces, _ = message
@@ -207,26 +198,26 @@ class UcxConnection(NativeConnection):
         if request:
             status = self._ucp.status(request)
             if status < 0:
-                self._lose_by(status)
-                self._check_open()
-            self._track(request, size, owner)
+                self.lose_by(status)
+                self.traffic.check()
+            self.traffic.track(request, size, owner)
         else:
-            self.written += size
+            self.traffic.written += size
 
-    def _complete(self, request: Any) -> bool | None:
+    def complete(self, request: Any) -> bool | None:
         status = self._lib.ucp_request_check_status(request)
         if status == c.INPROGRESS:
             return None
         self._lib.ucp_request_free(request)
         if status < 0:
-            self._lose_by(status)
+            self.lose_by(status)
         return bool(status == c.OK)
 
-    def _send_abort(self, reason: str) -> bool:
+    def send_abort(self, reason: str) -> bool:
         if not self._knows_abort:
             return False
         data = encode_reason(reason, _MAX_REASON)
-        pointer = self._ucp.ffi.from_buffer(data)
+        pointer = self.ffi.from_buffer(data)
         try:
             self._track_send(self._endpoint.send_active(ABORT, pointer, len(data), self._am), len(data), pointer)
         except DissociatedError:
@@ -241,39 +232,43 @@ class UcxConnection(NativeConnection):
         # process if one of its copies to a device fails, for example after a lost context, so users have to opt in.
         if number is None or self._endpoint.err_mode_none or os.environ.get(_DEVICE_MEMORY) != "y":
             return False
-        self._onto = self._ffi.new("ucp_request_param_t *")
+        self._onto = self.ffi.new("ucp_request_param_t *")
         self._onto.op_attr_mask, self._onto.memory_type = c.OP_MEMORY_TYPE, number
         return True
 
-    def _metadata(self, data: Any, length: int, attributes: int) -> int:
+    def receive_metadata(self, data: Any, length: int, attributes: int) -> int:
         """Handle metadata that has arrived as a whole, or was announced. UCX calls this.
 
         Returns:
             OK, or INPROGRESS if the data is still to be fetched.
         """
-        if self._closed:
+        traffic = self.traffic
+        if self._is_closing:
             return c.OK
-        if length > self._max_untagged:
-            self._failure = RemoteProtocolError(
-                f"the peer sent an untagged message of {length} bytes; at most {self._max_untagged} are taken"
+        if length > traffic.max_untagged:
+            traffic.fail(
+                RemoteProtocolError(
+                    f"the peer sent an untagged message of {length} bytes; at most {traffic.max_untagged} are taken"
+                )
             )
             return c.OK
         if attributes & c.AM_RECV_RNDV:
             self._defer(_ProbedMessage(data, None, length))
             return c.INPROGRESS
         # Whether UCX lets us keep the memory after this call depends on how it arrived. Copying is right in both cases.
-        self._arrive(Incoming(None, bytes(self._ucp.ffi.buffer(data, length))))
+        traffic.arrive(Incoming(None, bytes(self.ffi.buffer(data, length))))
         return c.OK
 
-    def _waiting(self) -> bool:
+    def holds_message(self) -> bool:
         return bool(self._deferred_messages or self._receiving) or bool(
             self._lib.ucp_tag_probe_nb(self._worker.handle, 0, 0, 0, self._info)
         )
 
-    def _take(self, allocate: Allocate, most: int) -> bool:
-        only_small = self._only_small(allocate)
-        while self._arrived_bytes <= most:
-            message = self._find(not only_small and self._receiving_bytes + self._arrived_bytes <= most)
+    def receive(self, allocate: Allocate, most: int) -> bool:
+        traffic = self.traffic
+        only_small = traffic.takes_only_small(allocate)
+        while traffic.arrived_bytes <= most:
+            message = self._find(not only_small and self._receiving_bytes + traffic.arrived_bytes <= most)
             if message is None:
                 break
             self._claim(message, allocate)
@@ -283,7 +278,7 @@ class UcxConnection(NativeConnection):
         """Return the next message that UCX holds, or None. Unless `fetching`, large messages are put off."""
         if fetching and self._deferred_messages:
             message = self._deferred_messages.popleft()
-            self._deferred_bytes -= OVERHEAD + message.length
+            self.traffic.deferred_bytes -= OVERHEAD + message.length
             return message
         while handle := self._lib.ucp_tag_probe_nb(self._worker.handle, 0, 0, 1, self._info):
             message = _ProbedMessage(handle, self._info.sender_tag, self._info.length)
@@ -294,7 +289,7 @@ class UcxConnection(NativeConnection):
 
     def _defer(self, message: _ProbedMessage) -> None:
         self._deferred_messages.append(message)
-        self._deferred_bytes += OVERHEAD + message.length
+        self.traffic.deferred_bytes += OVERHEAD + message.length
 
     def _claim(self, message: _ProbedMessage, allocate: Allocate) -> None:
         u, worker = self._ucp, self._worker.handle
@@ -305,12 +300,12 @@ class UcxConnection(NativeConnection):
             request = self._lib.ucp_am_recv_data_nbx(worker, handle, view, length, self._plain)
         else:
             try:
-                memory = self._allocate(tag, length, allocate)
+                memory = self.traffic.allocate(tag, length, allocate)
             except BaseException:
                 # UCX has handed the message to this side, which must receive it, even into no memory.
                 refused = self._lib.ucp_tag_msg_recv_nbx(worker, u.ffi.NULL, 0, handle, self._plain)
                 if u.status(refused) == c.INPROGRESS:
-                    self._track(refused, 0, None)
+                    self.traffic.track(refused, 0, None)
                 raise
             param = self._plain
             if isinstance(memory, DeviceBuffer):
@@ -332,15 +327,14 @@ class UcxConnection(NativeConnection):
             self._receiving.popleft()
             self._receiving_bytes -= len(memory)
             # If the peer has closed meanwhile, its memory may have been reused before it was read.
-            self._received(
-                c.CONNECTION_RESET if self._endpoint.err_mode_none and self._peer_gone else status, tag, memory
-            )
+            is_reset = self._endpoint.err_mode_none and self.traffic.peer_gone
+            self._received(c.CONNECTION_RESET if is_reset else status, tag, memory)
         return False
 
     def _receive_into(self, request: Any, tag: int | None, memory: Buffer) -> None:
         status = self._ucp.status(request)
         # A run that is complete at once waits for the messages before it, so that the order is kept.
-        if status == c.INPROGRESS or (status == c.OK and self._receiving and self._is_run(tag)):
+        if status == c.INPROGRESS or (status == c.OK and self._receiving and self.traffic.is_run(tag)):
             self._receiving.append(_Receiving(request, tag, memory))
             self._receiving_bytes += len(memory)
         else:
@@ -348,50 +342,49 @@ class UcxConnection(NativeConnection):
 
     def _received(self, status: int, tag: int | None, memory: Buffer) -> None:
         if status == c.OK:
-            self._arrive(Incoming(tag, bytes(memory) if tag is None else memory))
+            self.traffic.arrive(Incoming(tag, bytes(memory) if tag is None else memory))
         else:
             self._incomplete.append(memory)
-            self._failure = ConnectionClosed(f"{self.peer}: the peer closed the connection in the middle of a message")
-            self._lose_by(status)
+            peer = self.traffic.peer
+            self.traffic.fail(ConnectionClosed(f"{peer}: the peer closed the connection in the middle of a message"))
+            self.lose_by(status)
 
     # One-sided reads
 
-    def _read(self, span: Span, address: int, length: int, into: Any, at: int, timeout: float) -> None:
-        self._check_open()
-        key = self._endpoint.key(span, self.peer)
+    def read(self, span: Span, address: int, length: int, into: Any, at: int) -> bool:
+        key = self._endpoint.key(span, self.traffic.peer)
         request = self._lib.ucp_get_nbx(self._endpoint.handle, into + at, length, address, key, self._plain)
         self._track_send(request, length, into)
+        return True
 
     # The worker
 
-    def _progress(self) -> bool:
+    def progress(self) -> bool:
         return self._worker.progress()
 
-    def _arm(self) -> bool:
+    def arm(self) -> bool:
         return self._worker.arm()
 
-    def _sleep(self, seconds: float) -> None:
-        self._worker.sleep(self._waker, seconds)
+    def sleep(self, seconds: float) -> None:
+        self.traffic.monitor.waker.sleep((self._worker.descriptor,), seconds)
 
-    def _lose_by(self, status: int) -> None:
+    def lose_by(self, status: int) -> None:
         """Record that the endpoint has failed with `status`. Also called by UCX."""
-        if not self._peer_gone:
+        if not self.traffic.peer_gone:
             self._status = status
-            self._lose()
+            self.traffic.lose()
 
-    def _failed(self, error: BaseException) -> None:
+    def callback_failed(self, error: BaseException) -> None:
         """Record an exception in a callback from UCX, whose message is lost."""
         self._worker.failure = error
-        if self._failure is None:
-            self._failure = ConnectionClosed(f"this side lost what {self.peer} sent: {type(error).__name__}")
+        self.traffic.fail(ConnectionClosed(f"this side lost what {self.traffic.peer} sent: {type(error).__name__}"))
 
-    def _release(self, state: ConnectionState) -> None:
-        # Without a connection, there is no peer to wait for, and UCX would continue to connect.
-        super()._release(state if self._connected else ConnectionState.INTERRUPTED)
+    # Closing
 
-    def _release_medium(self) -> None:
+    def close(self) -> None:
+        self._is_closing = True
         endpoint = self._endpoint
-        if endpoint.handle is None or not self._connected:
+        if endpoint.handle is None or not self.traffic.connected:
             endpoint.destroy()  # at once, because UCX 1.22 would continue to connect or to disconnect, and crash
             return
         is_closed = False
@@ -400,11 +393,11 @@ class UcxConnection(NativeConnection):
                 if not endpoint.err_mode_none:
                     self._let_arrive()
             finally:
-                if not (self._peer_gone and endpoint.err_mode_none):
-                    endpoint.begin_close(sending.request for sending in self._under_way)
+                if not (self.traffic.peer_gone and endpoint.err_mode_none):
+                    endpoint.begin_close(sending.request for sending in self.traffic.under_way)
             end = time.monotonic() + _ENDPOINT_CLOSE_TIMEOUT
             while not (is_closed := endpoint.advance_closing() and not self._devices()) and time.monotonic() < end:
-                self._sleep(_ENDPOINT_CLOSE_TIMEOUT / 20)
+                self.sleep(_ENDPOINT_CLOSE_TIMEOUT / 20)
         finally:
             self._give_back(is_closed)
 
@@ -414,12 +407,12 @@ class UcxConnection(NativeConnection):
         Args:
             is_closed: whether the close is known to be complete.
         """
-        endpoint, devices = self._endpoint, self._devices()
+        endpoint, traffic, devices = self._endpoint, self.traffic, self._devices()
         if is_closed or not (endpoint.is_busy or self._is_shared() or devices):
             endpoint.destroy()
         else:
-            memory = [*self._under_way, *self._retained, *self._receiving, *self._incomplete]
-            closing_connections().add(ClosingConnection(self.peer, endpoint, memory, devices))
+            memory = [*traffic.under_way, *traffic.retained, *self._receiving, *self._incomplete]
+            closing_connections().add(ClosingConnection(traffic.peer, endpoint, memory, devices))
         self._receiving.clear()
         self._incomplete.clear()
 
@@ -432,12 +425,12 @@ class UcxConnection(NativeConnection):
         check, end = self._lib.ucp_request_check_status, time.monotonic() + _ENDPOINT_CLOSE_TIMEOUT
         requests = [receiving.request for receiving in self._receiving if receiving.request]
         while (
-            not self._peer_gone
+            not self.traffic.peer_gone
             and any(check(request) == c.INPROGRESS for request in requests)
             and time.monotonic() < end
         ):
             if not self._worker.progress() and self._worker.arm():
-                self._sleep(_ENDPOINT_CLOSE_TIMEOUT / 20)
+                self.sleep(_ENDPOINT_CLOSE_TIMEOUT / 20)
 
     def _devices(self) -> set[Device]:
         """Return the devices to which UCX may still be copying."""
@@ -447,5 +440,6 @@ class UcxConnection(NativeConnection):
 
     def _is_shared(self) -> bool:
         """Return whether the peer may still read memory of this process, or this process memory of the peer."""
-        own = bool(self._receiving or self._retained) or any(message.size for message in self._under_way)
-        return self._endpoint.err_mode_none and (self._peer_gone or own)
+        traffic = self.traffic
+        own = bool(self._receiving or traffic.retained) or any(message.size for message in traffic.under_way)
+        return self._endpoint.err_mode_none and (traffic.peer_gone or own)

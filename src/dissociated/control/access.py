@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from dissociated.base.roles import DEFAULT_ROLE, TOKEN_ROLES, Identity, Role
+from dissociated.control.roles import DEFAULT_ROLE, TOKEN_ROLES, Identity, Role
 from dissociated.errors import AccessDenied, OptionError
 
 #: Decides about a bearer token. It returns the owner's name and role, or a name or True, which may read; or a false

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dissociated as dis
-from dissociated.base import access
-from dissociated.base.access import Grant, Signer, Tokens, read_token
-from dissociated.base.roles import Role
+from dissociated.control import access
+from dissociated.control.access import Grant, Signer, Tokens, read_token
+from dissociated.control.roles import Role
 from dissociated.errors import AccessDenied, DatasetNotFound, OptionError, RemoteError
 from support.certificates import Certificates
 from support.helpers import Serve, location

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dissociated.store.commit import Commit
+from dissociated.control.commit import Commit
 
 
 @dataclass(frozen=True)
