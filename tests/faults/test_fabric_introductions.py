@@ -141,7 +141,7 @@ def test_who_only_says_hello_has_few_places_and_keeps_nobody_out(serve: Serve) -
 
 def test_clients_that_do_not_take_an_answer_delay_nobody(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give silent clients as long to take their answers as the good client has to connect, so that waits show."""
-    monkeypatch.setattr(transports, "_LAST_TIMEOUT", 2 * PATIENCE)
+    monkeypatch.setattr(transports, "LAST_TIMEOUT", 2 * PATIENCE)
     good = serve("fabric:", handshake_timeout=1.0)
     uri = Uri.parse(good.server.locations("good")[0])
     assert uri.host is not None

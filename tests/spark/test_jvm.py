@@ -22,8 +22,8 @@ from pyspark.errors import PySparkException
 
 import dissociated as dis
 from dissociated.spark import read
-from support.helpers import connections_left, wait_until
-from support.jvm import executed_plan, java_pid
+from support.helpers import connections_left, files_below, wait_until
+from support.jvm import executed_plan, java_pid, jvm
 
 from .processes import sidecar
 
@@ -307,3 +307,22 @@ def test_a_script_that_takes_no_more_ends_with_its_task(
         finally:
             with suppress(ProcessLookupError):
                 os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
+def test_a_thread_that_is_interrupted_maps_and_stays_interrupted(spark: SparkSession, tmp_path: Path) -> None:
+    """Spark interrupts the threads of tasks that it cancels.
+
+    In such a thread, Java's FileChannel.map may throw after it has mapped, and the mapping would stay while Java runs.
+    """
+    path = tmp_path / "region"
+    path.write_bytes(b"dissociated")
+    regions = jvm(spark).org.apache.spark.sql.dissociated.Regions()
+    regions.add(str(path))
+    thread = jvm(spark).java.lang.Thread
+    thread.currentThread().interrupt()  # this connection to Java has a thread of its own
+    address = regions.address(0, 0, 11)
+    assert thread.interrupted()
+    assert files_below(tmp_path, java_pid(spark)) == {str(path)}
+    assert address
+    regions.close()
+    assert files_below(tmp_path, java_pid(spark)) == set()

@@ -3,6 +3,7 @@ package org.apache.spark.sql.dissociated
 import java.nio.MappedByteBuffer
 import java.nio.channels.FileChannel
 import java.nio.file.{Paths, StandardOpenOption}
+import java.util.concurrent.{Callable, ExecutionException}
 
 import scala.collection.mutable
 import scala.jdk.CollectionConverters._
@@ -16,7 +17,7 @@ import org.apache.spark.sql.execution.BaseScriptTransformationWriterThread
 import org.apache.spark.sql.types.StructType
 import org.apache.spark.sql.vectorized.ColumnarBatch
 import org.apache.spark.storage.StorageUtils
-import org.apache.spark.util.Utils
+import org.apache.spark.util.{ThreadUtils, Utils}
 
 /** Reads partitions in tasks; `reader` says to the sidecar what of. */
 class DatasetReaderFactory(python: Python, reader: String, columns: StructType) extends PartitionReaderFactory {
@@ -163,9 +164,11 @@ final class Regions extends Places with AutoCloseable {
 
   private def map(region: Int, number: Long, needed: Long): MappedByteBuffer = {
     val start = number * Regions.Step
-    val size = math.min(channels(region).size - start, 2 * Regions.Step - Regions.Page)
-    if (needed > size) throw Failure(s"a buffer that ends at ${start + needed} leaves its file")
-    mapped += channels(region).map(FileChannel.MapMode.READ_ONLY, start, size)
+    mapped += Regions.uninterrupted { () =>
+      val size = math.min(channels(region).size - start, 2 * Regions.Step - Regions.Page)
+      if (needed > size) throw Failure(s"a buffer that ends at ${start + needed} leaves its file")
+      channels(region).map(FileChannel.MapMode.READ_ONLY, start, size)
+    }
     windows((region, number)) = mapped.last
     mapped.last
   }
@@ -181,4 +184,26 @@ final class Regions extends Places with AutoCloseable {
 object Regions {
   private val Step = 1L << 30
   private val Page = 1L << 16 // of any processor
+
+  /** A thread that nobody interrupts. */
+  private lazy val mapper = ThreadUtils.newDaemonSingleThreadExecutor("dissociated map")
+
+  /** Returns what `call` maps in another thread. If the calling thread is interrupted, it stays interrupted.
+   *
+   *  Spark interrupts the threads of tasks that it cancels. In such a thread, FileChannel.map may throw after it has
+   *  mapped, and then nothing can give the mapping back while this Java runs.
+   */
+  private def uninterrupted(call: Callable[MappedByteBuffer]): MappedByteBuffer = {
+    val mapping = mapper.submit(call)
+    var wasInterrupted = false
+    var result: Option[MappedByteBuffer] = None
+    try while (result.isEmpty) {
+      try result = Some(mapping.get())
+      catch {
+        case _: InterruptedException => wasInterrupted = true
+        case failure: ExecutionException => throw failure.getCause
+      }
+    } finally if (wasInterrupted) Thread.currentThread.interrupt()
+    result.get
+  }
 }

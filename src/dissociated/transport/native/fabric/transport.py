@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 PROVIDER = "tcp;ofi_rxm"
 _HEARTBEAT = 2.0  # seconds
 _RETRY_DELAY = 0.002  # seconds between two attempts while libfabric accepts no operation
-_LAST_TIMEOUT = 0.25  # seconds for an answer to be sent
+LAST_TIMEOUT = 0.25  # seconds for an answer to be sent
 _MAX_KNOWN_CLIENTS = 64  # limit of clients whose names are in the address vector
 _MAX_WAITING = 128  # limit of clients that wait to be accepted
 _MAX_ANSWERS = 16  # answers in progress, so that a client that does not receive its answer delays no other client
@@ -109,7 +109,7 @@ class _Answer:
 
     def __init__(self, client: int, kind: Kind, payload: Any, connection: Connection | None) -> None:
         self.client, self.kind, self.payload, self.connection = client, kind, payload, connection
-        self.is_begun, self.end = False, time.monotonic() + _LAST_TIMEOUT
+        self.is_begun, self.end = False, time.monotonic() + LAST_TIMEOUT
         self.completions: list[Completion] = []
 
 
