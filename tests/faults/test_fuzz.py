@@ -1,7 +1,7 @@
 """Random conversations and requests: they cause documented exceptions only, never a crash or a hang. See fuzz.py.
 
-The environment variable DISSOCIATED_FUZZ sets the count and the seed: DISSOCIATED_FUZZ=100000,7. A longer run with other
-seeds: `python -m faults.fuzz --seconds 600`, in the folder `tests`.
+The environment variable DISSOCIATED_FUZZ sets the count and the seed: DISSOCIATED_FUZZ=100000,7. A longer run with
+other seeds: `python -m faults.fuzz --seconds 600`, in the folder `tests`.
 """
 
 from __future__ import annotations
