@@ -282,9 +282,7 @@ with closing(CatalogService("grpc://127.0.0.1:0")) as catalog:
 def test_a_put_through_a_node_is_not_said_to_be_refused_where_its_catalog_may_have_published_it(
     tmp_path: Path, transport: str, ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        upstream, "Peer", lambda uri, security, timeout=2.0, silence=None: Peer(uri, security, timeout, silence)
-    )
+    monkeypatch.setattr(upstream, "Peer", lambda uri, security, timeout=2.0: Peer(uri, security, timeout))
     with Fork("-c", GONE_UPSTREAM, ending, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         catalog = process.stdout.readline().strip()
