@@ -6,6 +6,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "dissociated"
@@ -41,13 +42,18 @@ def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 pass
 
 
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Return the syntax tree of each module by its path."""
+    return {path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+
+
 def test_names_have_a_noun() -> None:
-    places = {path.relative_to(SOURCE) for path in SOURCE.rglob("*.py")}
-    assert len(places) > 100
+    assert len(modules()) > 100
     assert [
         f"{place}:{line}: {name}"
-        for place in sorted(path.as_posix() for path in places)
-        for line, name in names(ast.parse((SOURCE / place).read_text()))
+        for place, tree in modules().items()
+        for line, name in names(tree)
         if ALONE.fullmatch(name) and (place, name) not in KEYS
     ] == []
 
@@ -65,8 +71,8 @@ def types_of(tree: ast.Module) -> Iterator[str]:
 
 def test_a_name_of_a_type_means_one_thing() -> None:
     places = defaultdict(list)
-    for path in SOURCE.rglob("*.py"):
-        for name in types_of(ast.parse(path.read_text())):
-            places[name].append(path.relative_to(SOURCE).as_posix())
+    for place, tree in modules().items():
+        for name in types_of(tree):
+            places[name].append(place)
     assert len(places) > 300
     assert {name: sorted(found) for name, found in places.items() if len(found) > 1 and name not in SHARED} == {}

@@ -23,6 +23,7 @@ from dissociated.control.version import NodeRecord, Part, Version
 from dissociated.errors import CatalogError, DatasetNotFound
 from dissociated.store.numbers import Removal
 from support.helpers import case, leaving_nothing, rest_of
+from support.processes import Fork
 
 A = NodeRecord("a", "host-a", "boot-a", "grpc://a:1", ("shm:///a?want_data=1",))
 B = NodeRecord("b", "host-b", "boot-b", "grpc://b:1", ("tcp://b:2?want_data=1",))
@@ -373,13 +374,11 @@ for n in itertools.count(int(sys.argv[2])):
 """
 
 
-def test_a_catalog_killed_at_any_moment_has_whole_commits_only(tmp_path: Path) -> None:
+def test_a_catalog_killed_at_any_moment_has_whole_commits_only(tmp_path: Path, forks: None) -> None:
     path = str(tmp_path / "catalog.db")
     told = -1
     for _ in range(4):
-        process = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(COMMITTER), path, str(told + 1)], stdout=subprocess.PIPE, text=True
-        )
+        process = Fork("-c", textwrap.dedent(COMMITTER), path, str(told + 1), stdout=subprocess.PIPE)
         assert process.stdout is not None
         for _ in range(5):
             told = int(process.stdout.readline())

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -307,22 +306,19 @@ def test_what_is_dropped_is_dropped_although_its_files_cannot_be_removed(place: 
 @pytest.mark.parametrize("place", ["catalog"], indirect=True)
 def test_the_command_put_that_fails_or_is_killed_publishes_nothing(place: tuple[str, Path], tmp_path: Path) -> None:
     uri, stage = place
-    put = [sys.executable, "-c", COMMAND, "put"]
-    failed = subprocess.run(
-        [*put, corrupt_parquet(tmp_path / "broken.parquet"), f"{uri}/d"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    put = ("-c", COMMAND, "put")
+    broken = corrupt_parquet(tmp_path / "broken.parquet")
+    with Fork(*put, broken, f"{uri}/d", stderr=subprocess.PIPE) as failed:
+        _, told = failed.communicate(timeout=PATIENCE)
     assert failed.returncode == 1
-    assert "the source of 'd' failed" in failed.stderr
+    assert "the source of 'd' failed" in told
     nothing_has_changed(uri, stage)
     large = tmp_path / "large.arrow"
     with pa.ipc.new_file(large, BATCH.schema) as writer:
         for _ in range(20_000):
             writer.write_batch(BATCH)
     for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
-        with Fork(*put[1:], large, f"{uri}/d", stderr=subprocess.DEVNULL) as process:
+        with Fork(*put, large, f"{uri}/d", stderr=subprocess.DEVNULL) as process:
             wait_until(lambda: os.listdir(stage), "it has begun to write")
             process.send_signal(number)
             process.wait(PATIENCE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
+from cli.shell import call
 from dissociated.catalog.service import CatalogService
 from dissociated.control import roles
 from dissociated.control.access import Tokens, security
@@ -276,10 +276,7 @@ def test_the_command_line_says_what_a_reader_lacks(tmp_path: Path) -> None:
         def put(token: str) -> subprocess.CompletedProcess[str]:
             (tmp_path / token).write_text(token)
             (tmp_path / token).chmod(0o600)
-            command = ["put", str(tmp_path / "d.parquet"), f"{node.uri}/d", "--token-file", str(tmp_path / token)]
-            return subprocess.run(
-                [sys.executable, "-m", "dissociated", *command], capture_output=True, text=True, timeout=PATIENCE
-            )
+            return call("put", tmp_path / "d.parquet", f"{node.uri}/d", "--token-file", tmp_path / token)
 
         refused = put("sesame")
         assert refused.returncode != 0

@@ -28,7 +28,7 @@ from support.nodes import MIB, small_file_system
 from support.processes import Start
 
 SCHEMA = pa.schema([("n", pa.int64())])
-LARGE = pa.table({"n": pa.array([7] * (5 * MIB // 8), pa.int64())})
+LARGE = pa.table({"n": pa.repeat(7, 5 * MIB // 8)})
 
 
 def put(store: Store, name: str, mib: int, append: bool = False) -> Version:
