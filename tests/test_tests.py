@@ -12,7 +12,6 @@ TESTS = Path(__file__).parent
 PUBLIC = {"_asdict", "_fields", "_make", "_replace", "_exit"}
 #: Files that use private attributes, with the reason.
 EXCEPTIONS = {
-    "faults/test_fabric_introductions.py": "it makes a listener wait longer for its answers to be sent",
     "support/tracing.py": "OpenTelemetry has no public way to replace its provider of tracers",
     "support/jvm.py": "PySpark has no public way to its Java process",
 }

@@ -291,8 +291,8 @@ class Members:
         with Peer(node.flight, self._security) as peer:
             try:
                 if not node.alive:  # The process may be stopped, and a commit must not hold up others for a minute.
-                    with Peer(node.flight, self._security, _ANSWER_TIMEOUT) as asked:
-                        asked.stage()
+                    with Peer(node.flight, self._security, _ANSWER_TIMEOUT) as probe:
+                        probe.stage()
                 yield peer
             except (CatalogUnreachable, DeadlineExceeded) as error:
                 _log.warning("a node does not answer: host=%s flight=%s error=%s", node.host, node.flight, error)
