@@ -62,10 +62,10 @@ def catalog() -> Iterator[Catalog]:
 def who_asks(sock: socket.socket) -> str:
     """Return the program at the other end of a connection."""
     ports = [f"{place[1]:04X}" for place in (sock.getpeername(), sock.getsockname())]
-    # Java's sockets appear in both tables
+    # Java's sockets appear in both tables, some of them twice while a table changes. Ended ones have inode 0.
     tables = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
     lines = [line.split() for line in tables.splitlines() if ":" in line]
-    (inode,) = [line[9] for line in lines if [place[-4:] for place in line[1:3]] == ports]
+    (inode,) = {line[9] for line in lines if [place[-4:] for place in line[1:3]] == ports} - {"0"}
     for process in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):  # the process has ended
             if f"socket:[{inode}]" in descriptors(process).values():
