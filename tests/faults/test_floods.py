@@ -56,8 +56,17 @@ FLOOD = """
 import json, sys, time
 from dissociated.errors import DissociatedError
 from dissociated.protocol.message import Message
+from dissociated.transport.native.fabric.channel import FabricChannel
+from dissociated.transport.native.ucx.channel import UcxChannel
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
+
+ignored = 0  # how often the window was asked for
+
+def has_room(channel, size):
+    global ignored
+    ignored += 1
+    return len(channel.traffic.under_way) < 100
 
 for one in sys.stdin:
     place, ticket, tag, size = json.loads(one)
@@ -66,11 +75,8 @@ for one in sys.stdin:
     if ticket:
         connection.send([Message(uri.want_data, (bytes.fromhex(ticket),))], 20)
 
-    class Greedy(type(connection)):
-        def _has_room(self, size):
-            return len(self._under_way) < 100
-
-    connection.__class__ = Greedy
+    own = FabricChannel.has_room, UcxChannel.has_room
+    FabricChannel.has_room = UcxChannel.has_room = has_room
     end = time.monotonic() + 1
     left = min(100_000, 400_000_000 // max(size, 1))
     try:
@@ -79,8 +85,10 @@ for one in sys.stdin:
             connection.send([Message(tag if tag >= 0 else None, (bytes(size),))] * 16, 0.5)
     except DissociatedError:
         pass
+    assert ignored
     print("ended", flush=True)
     sys.stdin.readline()
+    FabricChannel.has_room, UcxChannel.has_room = own
     connection.interrupt()
     connection.close()
     print("closed", flush=True)

@@ -117,10 +117,10 @@ class NativeConnection(Connection, RemoteMemory):
         try:
             with self._lock:
                 self._channel.connect(wait_for)
+                traffic.connected = True
         except BaseException:
             self.close()
             raise
-        traffic.connected = True
 
     @property
     def is_joining(self) -> bool:
@@ -271,8 +271,8 @@ class NativeConnection(Connection, RemoteMemory):
         traffic = self._traffic
         with self._lock:
             try:
-                # Without a connection, there is no peer to wait for.
-                if state is not ConnectionState.INTERRUPTED and traffic.connected:
+                # A client that is not connected has no peer to wait for. A client of ours may be about to join.
+                if state is not ConnectionState.INTERRUPTED and (traffic.connected or self._accepted):
                     self._end(lambda: not traffic.under_way or traffic.peer_gone, _CLOSE_TIMEOUT)
             finally:  # also if a callback from the medium has failed
                 self._release_once()

@@ -90,7 +90,8 @@ class Monitor:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Condition()  #: held while a thread uses the medium, and never twice
+        #: Held while a thread uses the medium. It is reentrant only because such a lock knows its thread after Ctrl-C.
+        self.lock = threading.Condition()
         self.waker = Waker()
         self.asleep = False  #: whether a thread sleeps on the medium; it notifies the threads that wait for the lock
 

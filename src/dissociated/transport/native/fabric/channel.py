@@ -345,7 +345,7 @@ class FabricChannel(Channel):
         if self.traffic.peer_gone or self._outbox.first:
             return False
         self._send_control(Kind.CREDIT, self._credit.last_report())
-        if self._outbox.first and not self.traffic.under_way:
+        if self._outbox.first and not self._is_sending:
             self._lose()
         return not self._outbox.first and not self.traffic.peer_gone
 
@@ -433,9 +433,14 @@ class FabricChannel(Channel):
         finally:
             self._woken_at = None
 
+    @property
+    def _is_sending(self) -> bool:
+        """Return whether libfabric has accepted a message that it has not sent yet."""
+        return not all(sending.request.has_ended for sending in self.traffic.under_way)
+
     def _refused(self) -> PendingSend | None:
         """Return the message that libfabric does not accept although it is idle and accepted earlier ones, or None."""
-        idle = not self._receiving and all(sending.request.has_ended for sending in self.traffic.under_way)
+        idle = not self._receiving and not self._is_sending
         return self._outbox.first if idle and self._credit.is_used else None
 
     def _lose_by(self, error: int) -> None:

@@ -88,13 +88,16 @@ class Handshake:
         self.address: int | None = None
         self._accepted = client is not None
         self._client = client
-        #: The first message of a client.
-        self.hello = VERSION + endpoint.name
         #: The server's answer to it; None before it arrives.
         self.welcome: bytes | None = None
         self._bodies_joined = False
         #: Whether the client that has joined takes runs.
         self.takes_runs = False
+
+    @property
+    def hello(self) -> bytes:
+        """Return the first message of a client."""
+        return VERSION + self._endpoint.name
 
     def receive(self, kind: int, data: bytes) -> bool:
         """Handle a control message of the peer. Return False if it is not part of the handshake, or is a repetition."""

@@ -74,10 +74,10 @@ class FabricTransport(Transport):
             check_same(uri, endpoint)
             listener = ListenerAddress(endpoint.find(there, str(uri.port)), there)
             channel = FabricChannel(endpoint, where, heartbeat, offers_runs(uri), listener)
+            connection = NativeConnection(channel, spans)
         except BaseException:
             endpoint.close()
             raise
-        connection = NativeConnection(channel, spans)
         connection.connect(timeout)
         return connection
 
@@ -225,10 +225,10 @@ class FabricListener(NativeListener):
         endpoint = open_endpoint(self._provider, self._host, self.exposes_memory, domain)
         try:
             channel = FabricChannel(endpoint, peer, self._heartbeat, client=name)
+            connection = NativeConnection(channel)
         except BaseException:
             endpoint.close()
             raise
-        connection = NativeConnection(channel)
         connection.open()
         self._joining.append((time.monotonic(), weakref.ref(connection)))
         self._answer(client, Kind.WELCOME, VERSION + endpoint.name, connection)
