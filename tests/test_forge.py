@@ -32,6 +32,15 @@ def test_every_step_of_a_workflow_is_a_target(path: Path) -> None:
     assert "run: |" not in path.read_text()
 
 
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_an_action_is_named_by_its_commit(path: Path) -> None:
+    # A tag can be moved to other code, which would then run with the workflow's rights.
+    actions = re.findall(r"uses: (.*)", path.read_text())
+    assert actions
+    for action in actions:
+        assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action), action
+
+
 def test_the_hooks_run_what_lint_runs() -> None:
     assert re.findall("entry: (.*)", (ROOT / ".pre-commit-config.yaml").read_text()) == ["make lint"]
 
