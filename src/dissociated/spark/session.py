@@ -63,6 +63,7 @@ def session(
     Raises:
         JavaNotFound: A JVM is to be started, and there is no Java.
         PySparkNotFound: The packages of Spark are not installed.
+        TypeError: A name of `conf` is no setting of Spark, as "memory" or "conf".
 
     Example:
         ```python
@@ -71,6 +72,12 @@ def session(
         spark = session("my pipeline")
         ```
     """
+    for name in conf:
+        if "." not in name:
+            raise TypeError(
+                f"session() has no argument {name!r}; it takes Spark's settings by their own names, as "
+                'session(**{"spark.driver.memory": "16g"})'
+            )
     from pyspark.sql import SparkSession
 
     remote = remote or os.environ.get("SPARK_REMOTE")
