@@ -572,7 +572,7 @@ def test_get_replaces_files_alone(catalog: str, tmp_path: Path) -> None:
         ),
         (["versions", "CATALOG/nothing"], "no dataset 'nothing' is published here: list the names with dissociated ls"),
         (["get", "CATALOG/planes", "-o", "FILES"], "is a directory: give a file in it"),
-        (["ls", "--catalog", "nonsense"], "the URI scheme"),
+        (["ls", "--catalog", "nonsense"], "'nonsense' is not the URI of a catalog: give grpc://HOST:PORT"),
         (["ls", "127.0.0.1:1234"], "'127.0.0.1:1234' has no scheme: give grpc://127.0.0.1:1234, or"),
         (["serve", "/no/such/file"], "the file does not exist"),
         (["serve", "/dev/null/..", "."], "dissociated: "),
