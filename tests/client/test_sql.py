@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.client import kept_versions
+from dissociated.client import sql_database
 from dissociated.errors import DatasetNotFound, OptionError, SourceError, WrongKind
 from dissociated.node.node import Node
 from dissociated.store.store import Store
@@ -112,7 +112,7 @@ def test_memory_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         gc.collect()
         assert _mappings(tmp_path) <= before
         with dis.connect(node.uri) as client:
-            monkeypatch.setattr(kept_versions, "MAX_AGE", 0.2)
+            monkeypatch.setattr(sql_database, "MAX_AGE", 0.2)
             for _ in range(2):
                 client.sql("SELECT n, price FROM orders")
                 wait_until(lambda: _mappings(tmp_path) <= before, "the memory is given back without another query")
