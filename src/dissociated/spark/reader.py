@@ -25,7 +25,7 @@ from pyspark.sql.types import StructType
 from dissociated.base.buffers import Buffer
 from dissociated.client.client import Client
 from dissociated.client.partitions import PARTITION_BYTES, Slice, cut_endpoint, narrow
-from dissociated.client.plan import PartPlan, plan_part
+from dissociated.client.plan import CONNECT_TIMEOUT, PartPlan, plan_part
 from dissociated.client.request import Filtering, ReadRequest
 from dissociated.codec.join import Messages, join
 from dissociated.control.dataset_info import DatasetInfo
@@ -361,10 +361,11 @@ def _request_for_jvm(part: PartPlan) -> dict[str, Any] | None:
     The rows may include some that do not pass the filter of the request.
 
     Returns:
-        None if the nearest location of the endpoint is not reached over tcp, or its server would send more rows.
+        None if the nearest location of the endpoint is not reached over tcp, its server did not answer lately, or it
+            would send more rows.
     """
     step, request = part.steps[0], part.request
-    if [uri.scheme for uri in step.route.uris] != ["tcp"]:
+    if [uri.scheme for uri in step.route.uris] != ["tcp"] or step.route.is_silent:
         return None
     remaining = step.residual
     if not replace(remaining, rows=None).keeps_batches or (
@@ -379,6 +380,7 @@ def _request_for_jvm(part: PartPlan) -> dict[str, Any] | None:
         "want_data": str(uri.require_want_data()),
         "identifier": base64.b64encode(part.identifier(step)).decode(),
         "timeout": request.timeout,
+        "connect_timeout": min(request.timeout, CONNECT_TIMEOUT),  # then this process tries all routes
         "max_metadata": request.max_metadata,
         "max_body": request.max_body,
         **({"skip": 0} if rows is None else {"skip": rows.start, "rows": len(rows)}),
