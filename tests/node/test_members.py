@@ -5,19 +5,13 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.catalog.members import Peer
-from dissociated.catalog.service import CatalogService
 from dissociated.control.commit import StagedSegment
 from dissociated.errors import AccessDenied, CatalogError
 from dissociated.node.node import Node
@@ -113,9 +107,9 @@ def test_a_node_whose_clock_is_behind_takes_part_in_a_commit_that_takes_a_while(
     """The part that it has prepared looks two hours old by its clock, and must not be taken for a forgotten one."""
     catalog = start_catalog(start, tmp_path)
     monkeypatch.setenv(CLOCK, "-7200")
-    behind = start("node", "--store", memory / "a", "--catalog", catalog.uri, "--beat", "1")
+    behind = start("node", "--store", memory / "a", "--catalog", catalog.uri, "--beat", "0.1")
     monkeypatch.delenv(CLOCK)
-    other = start("node", "--store", memory / "b", "--catalog", catalog.uri)
+    other = start("node", "--store", memory / "b", "--catalog", catalog.uri, "--beat", "1")
     parts = []
     for node, number in ((behind, 1), (other, 2)):
         with dis.connect(node.uri) as client:
@@ -281,21 +275,3 @@ def test_a_node_behind_a_port_mapping_announces_the_mapped_ports(memory: Path, t
     finally:
         for mapping in mappings:
             kill(mapping)
-
-
-def test_an_upload_waits_for_a_node_that_is_paused(memory: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel of a process that reads nothing accepts nothing any more, and is not lost."""
-    monkeypatch.setattr(Peer, "_silence", 0.5)
-    batch = pa.record_batch({"n": np.arange(1 << 17)})
-    pause = 2.5  # seconds, in which gRPC would have noticed
-
-    def batches(node: Process) -> Iterator[pa.RecordBatch]:
-        for number in range(150):
-            if number == 50:
-                node.signal(signal.SIGSTOP)
-                threading.Timer(pause, node.signal, [signal.SIGCONT]).start()
-            yield batch
-
-    with closing(CatalogService("grpc://127.0.0.1:0")) as catalog, dis.connect(catalog.uri) as client:
-        node = start("node", "--store", memory / "store", "--catalog", catalog.uri)
-        assert client.put("d", batches(node), schema=batch.schema, transport="grpc") == 150 * len(batch)
