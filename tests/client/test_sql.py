@@ -334,10 +334,13 @@ def test_errors_tell_what_to_do(client: dis.Client) -> None:
 
 
 def test_queries_leave_neither_files_nor_statements_in_memory(events: dis.Client, tmp_path: Path) -> None:
-    pq.write_table(EVENTS, tmp_path / "events.parquet")
-    assert events.sql(f"SELECT count(value) AS n FROM '{tmp_path}/events.parquet'")["n"].to_pylist() == [MANY]
-    assert events.sql("FROM duckdb_external_file_cache()").num_rows == 0
-    length = 8 << 20
+    pq.write_table(ORDERS, tmp_path / "orders.parquet")
+    assert events.sql(f"SELECT count(n) AS n FROM '{tmp_path}/orders.parquet'")["n"].to_pylist() == [ROWS]
+    cached = (
+        "SELECT * FROM duckdb_memory() WHERE tag IN ('EXTERNAL_FILE_CACHE', 'OBJECT_CACHE') AND memory_usage_bytes > 0"
+    )
+    assert events.sql(cached).num_rows == 0
+    length = 1 << 20
     tracemalloc.start()
     try:
         for number in range(2):

@@ -107,9 +107,9 @@ def test_a_node_whose_clock_is_behind_takes_part_in_a_commit_that_takes_a_while(
     """The part that it has prepared looks two hours old by its clock, and must not be taken for a forgotten one."""
     catalog = start_catalog(start, tmp_path)
     monkeypatch.setenv(CLOCK, "-7200")
-    behind = start("node", "--store", memory / "a", "--catalog", catalog.uri, "--beat", "1")
+    behind = start("node", "--store", memory / "a", "--catalog", catalog.uri, "--beat", "0.1")
     monkeypatch.delenv(CLOCK)
-    other = start("node", "--store", memory / "b", "--catalog", catalog.uri)
+    other = start("node", "--store", memory / "b", "--catalog", catalog.uri, "--beat", "1")
     parts = []
     for node, number in ((behind, 1), (other, 2)):
         with dis.connect(node.uri) as client:
