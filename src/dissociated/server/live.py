@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
@@ -43,12 +44,15 @@ class _LiveSending(Sending):
         if self._mapped:
             self._admission.admit_live(self._name)
 
-    def _send_together(self, items: Sequence[LiveMessage], body: Callable[[LiveMessage], Body | None]) -> int:
+    def _send_together(
+        self, items: Sequence[LiveMessage], body: Callable[[LiveMessage], Body | None], at_once: bool = False
+    ) -> int:
         """Send all of `items` in one call, with alike neighbours combined into runs.
 
         Args:
             items: the messages to send.
             body: called for each message outside a run; it returns the body to send, or None for no body.
+            at_once: whether to send without waiting.
 
         Returns:
             The total length of the bodies, in bytes.
@@ -65,8 +69,12 @@ class _LiveSending(Sending):
                 for message in item.each():
                     messages += self._encode_message(message.header, body(message))
         nbytes = sum([item.nbytes for item in items])
+        prepared = self._connection.prepare(messages)
         with self._stats.sending(self._connection, nbytes):
-            self._connection.send(self._connection.prepare(messages), self._limits.stall_timeout)
+            if at_once:
+                self._connection.send_at_once(prepared)
+            else:
+                self._connection.send(prepared, self._limits.stall_timeout)
         return nbytes
 
     def _encode_message(self, header: bytes, body: Body | None) -> list[Message]:
@@ -186,7 +194,10 @@ class StreamedSending(_LiveSending):
 
 
 class BroadcastSending(_LiveSending):
-    """The sending of a broadcast: messages that several clients share, and memory that they lease together."""
+    """The sending of a broadcast: messages that several clients share, and memory that they lease together.
+
+    While the connection's thread waits, the pump's thread may send: see `Consumer`. The two take turns by a lock.
+    """
 
     def __init__(self, client: ClientRequest, dataset: BroadcastDataset) -> None:
         super().__init__(client, dataset.name)
@@ -195,6 +206,8 @@ class BroadcastSending(_LiveSending):
         if dataset.notes_missed:
             self._max_metadata += MAX_NOTE_SIZE  # clients accept this, too
         self._noted = 0  # number of missed batches of which the client knows
+        self._turn = threading.Lock()  # held while a thread sends; the connection's thread releases it to wait
+        self._error: BaseException | None = None  # of a send in the pump's thread
 
     def send(self) -> None:
         if self._streams is not Streams.BOTH:
@@ -205,11 +218,13 @@ class BroadcastSending(_LiveSending):
         # A client that maps no memory can only be late in taking bytes off the connection, so it is cut off by
         # interrupting the connection. A client that maps memory is woken, and told the reason.
         on_cut_off = self._connection.wake if self._mapped else self._connection.interrupt
-        self._consumer = consumer = self._dataset.join(self._connection.wake, on_cut_off)
         live = self._dataset.live
+        deliver = self._deliver if self._connection.sends_at_once and not live.linger else None
+        self._turn.acquire()
+        self._consumer = consumer = self._dataset.join(self._connection.wake, on_cut_off, deliver)
         pause_until = 0.0  # by time.monotonic
         unread_wait = _MIN_UNREAD_WAIT
-        while not consumer.finished:
+        while not self._finish_delivery() or not consumer.finished:
             self._take_frees()
             if live.policy != "block" and not consumer.cut_off and self._connection.unread:
                 # Messages that are sent can be dropped no more, and would be old when the client comes to them.
@@ -219,17 +234,68 @@ class BroadcastSending(_LiveSending):
             unread_wait = _MIN_UNREAD_WAIT
             if (pause := pause_until - time.monotonic()) > 0:
                 time.sleep(pause)
-            # Bodies that are sent by address do not count, unless they should wait where they can be dropped.
-            by_address = self._mapped and not self._half_closed and not self._limits.inline_limit
-            items = consumer.take(MAX_SEND_MESSAGES, MAX_SEND_BYTES, by_address and live.policy == "block")
+            items = self._take(consumer)
             if not items:
-                self._connection.wait(_MAX_WAIT)
+                self._turn.release()
+                try:
+                    self._connection.wait(_MAX_WAIT)
+                finally:
+                    self._turn.acquire()
                 continue
             count, nbytes = self._send_items(consumer, items)
             # If several messages came during the last send, more will probably come, and together they cost less.
             interval = live.linger or (COALESCE_INTERVAL if count > MIN_BURST else 0.0)
             is_small = count < MAX_SEND_MESSAGES and nbytes <= SMALL_BODY
             pause_until = time.monotonic() + interval if interval and is_small else 0.0
+
+    def _take(self, consumer: Consumer) -> list[LiveMessage]:
+        """Take the messages to send next."""
+        # Bodies that are sent by address do not count, unless they should wait where they can be dropped.
+        by_address = self._mapped and not self._half_closed and not self._limits.inline_limit
+        maps = by_address and self._dataset.live.policy == "block"
+        return consumer.take(MAX_SEND_MESSAGES, MAX_SEND_BYTES, maps)
+
+    def _deliver(self) -> None:
+        """Send waiting messages in the pump's thread if that needs no waiting, or wake the connection's thread."""
+        if not self._turn.acquire(blocking=False):
+            self._connection.wake()
+            return
+        try:
+            is_done = self._send_at_once()
+        except BaseException as error:
+            self._error, is_done = error, False
+        finally:
+            self._turn.release()
+        if not is_done:
+            self._connection.wake()
+
+    def _send_at_once(self) -> bool:
+        """Send the waiting messages without waiting. Return False if something remains for the connection's thread."""
+        consumer, connection = self._consumer, self._connection
+        assert consumer is not None
+        if self._error is not None or connection.backlog or any(map(self._must_share, consumer.waiting)):
+            return False
+        if self._dataset.live.policy != "block" and connection.unread:
+            return False
+        self._send_items(consumer, self._take(consumer), at_once=True)
+        consumer.idle = not consumer.waiting
+        return consumer.idle and not connection.backlog
+
+    def _must_share(self, item: LiveMessage) -> bool:
+        """Return whether a region must be shared with the client before `item`, which may have to wait."""
+        return self._mapped and item.region is not None and item.region.base not in self._shared
+
+    def _finish_delivery(self) -> bool:
+        """Do the rest of a send in the pump's thread: raise its error, or send what the connection did not take."""
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # or it would refer to itself through this frame, and keep what was being sent
+        if self._connection.backlog:
+            self._connection.send((), self._limits.stall_timeout)
+        return True
 
     @property
     def joined(self) -> bool:
@@ -265,7 +331,7 @@ class BroadcastSending(_LiveSending):
         if self._consumer is not None:
             self._consumer.free(addresses)
 
-    def _send_items(self, consumer: Consumer, items: Sequence[LiveMessage]) -> tuple[int, int]:
+    def _send_items(self, consumer: Consumer, items: Sequence[LiveMessage], at_once: bool = False) -> tuple[int, int]:
         """Send all of `items` in one call. Return the number of messages and the total bytes of their bodies."""
         leased = {address for item in items for address in item.addresses}
         unsent, written = {*leased}, self._connection.written
@@ -274,7 +340,7 @@ class BroadcastSending(_LiveSending):
             count = sum([item.messages for item in items])
             projected = [item for item in map(self._dataset.project, items) if item is not None]
             noted = self._note_missed(consumer, projected)
-            nbytes = self._send_together(noted, lambda item: self._body(item, mapped, unsent))
+            nbytes = self._send_together(noted, lambda item: self._body(item, mapped, unsent), at_once)
             self._stats.messages += count
             return count, nbytes
         except ConnectionClosed:
