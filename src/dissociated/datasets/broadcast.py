@@ -12,7 +12,7 @@ from dissociated.codec.columns import select_columns, select_fields
 from dissociated.codec.join import Messages, join
 from dissociated.codec.options import WriteOptions, check_options
 from dissociated.datasets.base import Dataset, Source
-from dissociated.datasets.fanout import Consumer, Fanout
+from dissociated.datasets.fanout import Consumer, Deliver, Fanout
 from dissociated.datasets.live import Live
 from dissociated.datasets.live_message import LiveMessage
 from dissociated.datasets.sources import open_source
@@ -35,7 +35,7 @@ class BroadcastDataset(Dataset):
         self,
         wake: Callable[[], None],
         on_cut_off: Callable[[], None] | None = None,
-        deliver: Callable[[], None] | None = None,
+        deliver: Deliver | None = None,
     ) -> Consumer:
         """Add a consumer: see `Fanout.join`."""
 
@@ -66,7 +66,7 @@ class Broadcast(BroadcastDataset):
         self,
         wake: Callable[[], None],
         on_cut_off: Callable[[], None] | None = None,
-        deliver: Callable[[], None] | None = None,
+        deliver: Deliver | None = None,
     ) -> Consumer:
         return self._fanout.join(wake, on_cut_off, deliver)
 
@@ -109,7 +109,7 @@ class _BroadcastColumns(BroadcastDataset):
         self,
         wake: Callable[[], None],
         on_cut_off: Callable[[], None] | None = None,
-        deliver: Callable[[], None] | None = None,
+        deliver: Deliver | None = None,
     ) -> Consumer:
         return self._whole.join(wake, on_cut_off, deliver)
 

@@ -232,10 +232,12 @@ class Connection(ProcessBound, ABC):
         """
 
     def send_at_once(self, messages: Any) -> None:
-        """Send a result of `prepare` without waiting. Any thread may call this while no other sends or receives.
+        """Send a result of `prepare` without waiting.
 
-        The rest, if the medium does not take everything now, is the `backlog`. The next `send`, also of no messages,
-        sends it first.
+        If the medium does not take everything now, the rest is the `backlog`. The next `send`, also of no messages,
+        sends it first. If the connection `copies`, the rest is a copy, too.
+
+        Any thread may call this while no other thread sends or receives. Another thread may `wait`.
         """
         raise TransportError(f"sending to {self.peer} may have to wait")
 

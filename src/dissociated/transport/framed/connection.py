@@ -156,7 +156,8 @@ class SocketConnection(Connection):
         self._lifecycle.take(Call.SEND)
         parts = self._next_parts(messages)
         try:
-            self._unsent_parts = _after_all(parts, *self._write_some(parts, 0, 0))
+            rest = _after_all(parts, *self._write_some(parts, 0, 0))
+            self._unsent_parts = [*map(bytes, rest)]  # copied, because this connection `copies`
         except OSError as error:
             raise socket_error(error, f"sending to {self.peer}") from None
 
