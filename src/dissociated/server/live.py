@@ -380,12 +380,12 @@ class BroadcastSending(_LiveSending):
         first = self._sender.sequence
         # The items are part of the value, too, so that no other object has their identities meanwhile.
         key = self._connection.encoding, first, self._mapped, self._half_closed, *map(id, (self._limits, *items))
-        known = encodings.get(key)
-        if known is None:
+        encoding = encodings.get(key)
+        if encoding is None:
             encoded = self._encode_together(items, self._body)
             encodings[key] = encoded, self._sender.sequence - first, items
             return encoded
-        encoded, count, _ = known
+        encoded, count, _ = encoding
         self._sender.record_sent(first, count)
         return encoded
 

@@ -156,8 +156,9 @@ class SocketConnection(Connection):
         self._lifecycle.take(Call.SEND)
         parts = self._next_parts(messages)
         try:
-            rest = _after_all(parts, *self._write_some(parts, 0, 0))
-            self._unsent_parts = [*map(bytes, rest)]  # copied, because this connection `copies`
+            at, offset = self._write_some(parts, 0, 0)
+            # Copied, because this connection `copies`.
+            self._unsent_parts = [*map(bytes, _after_all(parts, at, offset))]
         except OSError as error:
             raise socket_error(error, f"sending to {self.peer}") from None
 
