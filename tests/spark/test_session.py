@@ -29,6 +29,13 @@ def test_a_running_session_is_taken_and_told_the_settings(spark: SparkSession) -
     assert session("again", **settings) is spark
 
 
+def test_a_name_that_is_no_setting_is_refused() -> None:
+    """Spark would ignore it, and the program would use another catalog than its author meant."""
+    settings: Any = {"conf": {"spark.dissociated.catalog": "grpc://127.0.0.1:1"}}
+    with pytest.raises(TypeError, match=r"spark\.driver\.memory"):
+        session(**settings)
+
+
 def test_the_variable_with_the_catalog_becomes_a_setting(
     spark: SparkSession, catalog: str, client: dis.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

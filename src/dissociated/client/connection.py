@@ -152,6 +152,8 @@ def _connect(uri: Uri, timeout: float, connect_timeout: float | None) -> Connect
         return transport(uri.scheme).connect(uri, timeout if connect_timeout is None else connect_timeout)
     except DeadlineExceeded as error:
         was_silent = is_silent(uri)
+        for server in [server for server, since in list(_silent.items()) if time.monotonic() - since >= SILENCE]:
+            _silent.pop(server, None)  # so that those of the last seconds alone take memory
         _silent[_server(uri)] = time.monotonic()
         if connect_timeout is None:
             raise

@@ -17,7 +17,7 @@ from dissociated.base.tracing import TRACEPARENT, current_traceparent
 from dissociated.control.catalog_uri import CATALOG_VARIABLE
 from dissociated.control.commit import Commit
 from dissociated.errors import JarNotMade, PySparkNotFound
-from dissociated.spark.catalog import WAIT, CatalogConfig
+from dissociated.spark.catalog_config import WAIT, CatalogConfig
 from dissociated.spark.jar import jar
 from dissociated.spark.java import java_home
 from dissociated.spark.target import WriteTarget
@@ -63,6 +63,7 @@ def session(
     Raises:
         JavaNotFound: A JVM is to be started, and there is no Java.
         PySparkNotFound: The packages of Spark are not installed.
+        TypeError: A name of `conf` is no setting of Spark, as "memory" or "conf".
 
     Example:
         ```python
@@ -71,6 +72,12 @@ def session(
         spark = session("my pipeline")
         ```
     """
+    for name in conf:
+        if "." not in name:
+            raise TypeError(
+                f"session() has no argument {name!r}; it takes Spark's settings by their own names, as "
+                'session(**{"spark.driver.memory": "16g"})'
+            )
     from pyspark.sql import SparkSession
 
     remote = remote or os.environ.get("SPARK_REMOTE")
