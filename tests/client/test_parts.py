@@ -15,11 +15,11 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.client import readahead
+from dissociated.client import connection, plan, readahead
 from dissociated.client.dataset import DatasetHandle
 from dissociated.control.dataset_info import DatasetInfo
 from dissociated.control.locations import Endpoint
-from dissociated.errors import ConnectionClosed, OptionError, TransportError
+from dissociated.errors import ConnectionClosed, DeadlineExceeded, OptionError, TransportError
 from support.helpers import wait_until
 from support.machine import needs
 
@@ -194,16 +194,33 @@ def test_flight_is_the_last_way_to_data_whose_port_is_closed(server: dis.Server)
             client.read_endpoint(info, info.endpoints[0])
 
 
-def test_flight_is_the_last_way_to_data_whose_port_answers_nothing(server: dis.Server) -> None:
+def test_flight_is_the_last_way_to_data_whose_port_answers_nothing(
+    server: dis.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first read waits for the port. For a while, all clients of the process then try that port last."""
     table = pa.table({"n": range(1_000)})
     server.publish("data", table)
     with (
-        dis.connect(str(server.catalog_uri), timeout=10) as client,
+        dis.connect(str(server.catalog_uri), timeout=5) as client,
         socket.create_server(("127.0.0.1", 0), backlog=0) as silent,
         closing(socket.create_connection(silent.getsockname())),  # it takes the only place
     ):
         info = at_port(client.describe("data"), silent.getsockname()[1])
+        monkeypatch.setattr(plan, "CONNECT_TIMEOUT", 0.1)
         assert DatasetHandle(client, info).to_table() == table
+        monkeypatch.setattr(plan, "CONNECT_TIMEOUT", 100)  # a read that tries the port first fails from now on
+        assert DatasetHandle(client, info).to_table() == table
+        with dis.connect(client.uri, timeout=1) as another:
+            assert another.read_endpoint(info, info.endpoints[0]).read_all() == table
+            with pytest.raises(DeadlineExceeded, match=r"tcp server .* no answer in time"):
+                another.read_endpoint(info, info.endpoints[0], transport="tcp")
+            with pytest.MonkeyPatch.context() as later:
+                later.setattr(connection, "SILENCE", 0)
+                with pytest.raises(DeadlineExceeded, match=r"tcp server .* no answer in time"):
+                    another.read_endpoint(info, info.endpoints[0])
+            server.close()
+            with pytest.raises(DeadlineExceeded, match=r"tcp server .* no answer in time"):  # tried after Flight
+                another.read_endpoint(info, info.endpoints[0])
 
 
 def test_a_reader_that_was_cut_off_is_told_why() -> None:

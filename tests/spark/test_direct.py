@@ -225,8 +225,9 @@ def read_all(spark: SparkSession, address: tuple[str, int], timeout: float = PAT
     """Read all messages of a stream with the classes of Spark's JVM."""
     classes = jvm(spark)
     ours = classes.org.apache.spark.sql.dissociated
-    told = {"host": address[0], "port": address[1], "timeout": timeout, "want_data": str(Server.WANT)}
-    told |= {"identifier": base64.b64encode(TICKET).decode(), "max_metadata": 1 << 28, "max_body": 1 << 34}
+    told = {"host": address[0], "port": address[1], "timeout": timeout, "connect_timeout": timeout}
+    told |= {"want_data": str(Server.WANT), "identifier": base64.b64encode(TICKET).decode()}
+    told |= {"max_metadata": 1 << 28, "max_body": 1 << 34}
     messages = ours.Messages(
         ours.Server(classes.com.fasterxml.jackson.databind.ObjectMapper().readTree(json.dumps(told)))
     )

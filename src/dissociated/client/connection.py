@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -29,6 +31,14 @@ from dissociated.transport.base import Connection
 from dissociated.transport.registry import transport
 from dissociated.transport.trace import traced
 from dissociated.uri import DEVICE, Uri
+
+_log = logging.getLogger(__name__)
+
+#: Seconds for which routes to a server that did not accept a connection are tried last.
+SILENCE = 60.0
+#: The servers that did not accept a connection in time, each with the time by `time.monotonic`. All clients of the
+#: process share them, since each task of Spark has a client of its own.
+_silent: dict[tuple[str, str, int | None, str], float] = {}
 
 #: The streams that each connection carries, by the number of connections.
 _STREAMS = {1: (Streams.BOTH,), 2: (Streams.METADATA, Streams.BODIES)}
@@ -138,12 +148,28 @@ def _open_session(
 
 
 def _connect(uri: Uri, timeout: float, connect_timeout: float | None) -> Connection:
-    if connect_timeout is None:
-        return transport(uri.scheme).connect(uri, timeout)
     try:
-        return transport(uri.scheme).connect(uri, connect_timeout)
+        return transport(uri.scheme).connect(uri, timeout if connect_timeout is None else connect_timeout)
     except DeadlineExceeded as error:
+        was_silent = is_silent(uri)
+        for server in [server for server, since in list(_silent.items()) if time.monotonic() - since >= SILENCE]:
+            _silent.pop(server, None)  # so that those of the last seconds alone take memory
+        _silent[_server(uri)] = time.monotonic()
+        if connect_timeout is None:
+            raise
+        if not was_silent:
+            _log.warning("server is tried last for a while: seconds=%g error=%s", SILENCE, error)
         raise TransportError(str(error)) from None
+
+
+def is_silent(uri: Uri) -> bool:
+    """Return whether the server at `uri` did not accept a connection in the last `SILENCE` seconds."""
+    since = _silent.get(_server(uri))
+    return since is not None and time.monotonic() - since < SILENCE
+
+
+def _server(uri: Uri) -> tuple[str, str, int | None, str]:
+    return uri.scheme, uri.host, uri.port, uri.path
 
 
 def _refuse_body(tag: int | None, length: int) -> Buffer:

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from dissociated.base import tracing
 from dissociated.base.exit import StreamThread
+from dissociated.client.connection import is_silent
 from dissociated.client.parts import OpenFlight, open_part, open_part_on_device, open_part_tensors
 from dissociated.client.plan import Capabilities, PartPlan, ReadPlan, Route, plan, plan_part
 from dissociated.client.readahead import AheadReader
@@ -129,7 +130,7 @@ class EndpointReader:
         uris = [] if device is None else [[uri] for uri in device_routes(endpoint, scheme, device.identity)]
         if scheme != "grpc":
             uris += reachable_routes(info.name, endpoint, scheme, request.allow_rma)
-        trusted = [Route.of([self._with_trust(uri) for uri in route]) for route in uris]
+        trusted = [Route.of([self._with_trust(uri) for uri in route], any(map(is_silent, route))) for route in uris]
         if any(not route.on_device for route in trusted):
             return trusted
         return [*trusted, self._by_flight(endpoint)]

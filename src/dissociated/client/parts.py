@@ -23,6 +23,7 @@ from dissociated.codec.split import batches
 from dissociated.control.locations import Endpoint
 from dissociated.errors import (
     CatalogError,
+    CatalogUnreachable,
     DeviceError,
     Failure,
     FilterRefused,
@@ -108,10 +109,15 @@ def _first(part: PartPlan, open_step: Callable[[Step], T]) -> T:
                 raise  # the next route is Flight, and gRPC does not survive a fork
             failure = Failure.of(error)
             _log.info("part is read by its next route: error=%s", error)
-        except CatalogError:
-            if failure is None or not step.route.is_flight:
+        except CatalogError as error:
+            if not step.route.is_flight:
                 raise
-            raise failure.error() from None
+            if waiting and isinstance(error, CatalogUnreachable):  # servers that did not answer lately are left
+                failure = Failure.of(error)
+            elif failure is None:
+                raise
+            else:
+                raise failure.error() from None
 
 
 def _open(part: PartPlan, open_flight: OpenFlight | None, step: Step) -> pa.RecordBatchReader:

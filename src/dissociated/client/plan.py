@@ -34,7 +34,8 @@ from dissociated.uri import DEVICE, Uri
 if TYPE_CHECKING:
     from dissociated.codec.filter.row_filter import RowFilter
 
-#: Seconds to wait for a connection before the next route is tried. The last route has the timeout of the request.
+#: Seconds to wait for a connection before the next route is tried. The last route has the timeout of the request, but
+#: not if it is last because its server did not answer lately.
 CONNECT_TIMEOUT = 3.0
 
 
@@ -70,17 +71,19 @@ class Capabilities:
 class Route:
     """A way to a part: `uris` has one URI, or a URI for metadata and a URI for bodies. It is empty for Flight.
 
-    It is also empty if the rows are `embedded` in the description of the part.
+    It is also empty if the rows are `embedded` in the description of the part. `is_silent` says whether the server did
+    not answer lately: the other routes are tried first.
     """
 
     uris: tuple[Uri, ...]
     server: Capabilities
     embedded: bytes | None = None
+    is_silent: bool = False
 
     @classmethod
-    def of(cls, uris: Sequence[Uri]) -> Route:
+    def of(cls, uris: Sequence[Uri], is_silent: bool = False) -> Route:
         """Return the route through the server at these URIs."""
-        return cls(tuple(uris), Capabilities.of(uris))
+        return cls(tuple(uris), Capabilities.of(uris), is_silent=is_silent)
 
     @classmethod
     def by_flight(cls, uris: Sequence[Uri]) -> Route:
@@ -300,9 +303,15 @@ def plan_part(request: ReadRequest, schema: pa.Schema | None, endpoint: Endpoint
 def _plan_part(
     request: ReadRequest, bound_filter: BoundFilter | None, endpoint: Endpoint, routes: Sequence[Route]
 ) -> PartPlan:
+    routes = sorted(routes, key=lambda route: route.is_silent)
     steps = [_plan_step(request, bound_filter, route, endpoint) for route in routes]
     if request.timeout > CONNECT_TIMEOUT:
-        steps[:-1] = [replace(step, connect_timeout=CONNECT_TIMEOUT) for step in steps[:-1]]
+        steps = [
+            replace(step, connect_timeout=CONNECT_TIMEOUT)
+            if step is not steps[-1] or step.route.is_silent > steps[0].route.is_silent
+            else step
+            for step in steps
+        ]
     if request.device is None:
         return PartPlan(endpoint, request, tuple(steps), (), bound_filter)
     in_place = (step for step in steps if step.route.on_device and step.residual.keeps_batches)

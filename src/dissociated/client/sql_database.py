@@ -12,21 +12,21 @@ if TYPE_CHECKING:
     import duckdb
 
 
-def open_database() -> duckdb.DuckDBPyConnection:
+def open_database(**settings: bool) -> duckdb.DuckDBPyConnection:
     """Return a connection to a new, empty database, in which names do not refer to variables of Python.
 
-    This takes 20 ms: DuckDB registers its functions, and starts threads.
+    `settings` are further settings of DuckDB. This takes 20 ms: DuckDB registers its functions, and starts threads.
     """
     import duckdb  # on first use: slow to import, and optional
 
-    return duckdb.connect(config={"python_enable_replacements": False})
+    return duckdb.connect(config={"python_enable_replacements": False, **settings})
 
 
 class SqlDatabase(ProcessBound):
     """An empty database that is opened by the first query, and kept for the next ones. It is thread-safe.
 
     Each query has a connection of its own, in which the objects that it registers are temporary views: no other
-    connection sees them. Queries must not change the database itself.
+    connection sees them. Queries should not change the database itself, which some functions of DuckDB do.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,8 @@ class SqlDatabase(ProcessBound):
         with self._lock:
             if self._connection is None:
                 self.bind_to_process()  # a child that opens a database may fork, too
-                self._connection = open_database()
+                # Files that queries have read would stay in memory.
+                self._connection = open_database(enable_external_file_cache=False)
             return self._connection.cursor()
 
     def close(self) -> None:

@@ -14,9 +14,10 @@ from dissociated.codec.nesting import contains
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.errors import RemoteProtocolError
 
-#: Rows and batches whose mask is computed at once, if they are at hand.
+#: Rows, batches and bytes whose mask is computed at once, if they are at hand.
 _GROUP_ROWS = 1 << 16
 _GROUP_BATCHES = 1 << 10
+_GROUP_BYTES = 8 << 20
 
 
 def select_fields(schema: pa.Schema, indices: Sequence[int]) -> pa.Schema:
@@ -147,15 +148,26 @@ def filter_batches(
 
 
 def _groups(pairs: Iterator[BatchAndMetadata]) -> Iterator[Sequence[BatchAndMetadata]]:
-    """Yield consecutive small batches together, up to `_GROUP_ROWS` rows. A batch with more rows is alone."""
+    """Yield consecutive small batches together, up to `_GROUP_ROWS` rows and `_GROUP_BYTES` bytes.
+
+    A batch with more rows or bytes is alone. The computation of a mask copies batches that are together, and the source
+    may have decompressed them.
+    """
     group: list[BatchAndMetadata] = []
-    total = 0
+    rows = nbytes = 0
     for pair in pairs:
-        total += pair[0].num_rows
-        if group and (total > _GROUP_ROWS or len(group) == _GROUP_BATCHES):
+        batch = pair[0]
+        size = batch.get_total_buffer_size()
+        if nbytes + size > _GROUP_BYTES:
+            size = values_size(batch)  # which takes longer to compute, and is less for a slice of larger buffers
+        if group and (
+            rows + batch.num_rows > _GROUP_ROWS or nbytes + size > _GROUP_BYTES or len(group) == _GROUP_BATCHES
+        ):
             yield group
-            group, total = [], pair[0].num_rows
+            group, rows, nbytes = [], 0, 0
         group.append(pair)
+        rows += batch.num_rows
+        nbytes += size
     if group:
         yield group
 

@@ -25,7 +25,7 @@ from pyspark.sql.types import StructType
 from dissociated.base.buffers import Buffer
 from dissociated.client.client import Client
 from dissociated.client.partitions import PARTITION_BYTES, Slice, cut_endpoint, narrow
-from dissociated.client.plan import PartPlan, plan_part
+from dissociated.client.plan import CONNECT_TIMEOUT, PartPlan, plan_part, row_filter
 from dissociated.client.request import Filtering, ReadRequest
 from dissociated.codec.join import Messages, join
 from dissociated.control.dataset_info import DatasetInfo
@@ -326,22 +326,21 @@ class _BatchFilter:
 
     def __init__(self, request: DatasetRequest, target: StructType, source: pa.Schema) -> None:
         self._columns = ColumnConverter(source, target, request.nanoseconds)
-        self._filters = request.filters
+        self._rows = None
         names = self._columns.names
-        if self._filters is not None:
-            filter_columns = self._filters.columns
+        if request.filters is not None:
+            filter_columns = request.filters.columns
             self._filter_columns = ColumnConverter(source, spark_schema(source, filter_columns), request.nanoseconds)
-            # Raises if the filters do not fit the columns.
-            self._filters.mask(pa.RecordBatch.from_pylist([], self._filter_columns.schema))
+            self._rows = row_filter(request.filters, self._filter_columns.schema)
             names = [*names, *filter_columns]
         #: The names of the columns to request; None for all columns.
         self.requested = None if {*names} == {*source.names} else names
 
     def apply(self, batch: pa.RecordBatch, in_place: bool) -> pa.RecordBatch:
         """Return the wanted columns of the rows that pass the filters."""
-        if self._filters is None:
+        if self._rows is None:
             return self._columns.select(batch) if in_place else self._columns.convert(batch)
-        mask = self._filters.mask(self._filter_columns.convert(batch))
+        mask = self._rows.mask(self._filter_columns.convert(batch))
         return self._columns.convert(batch).filter(mask)
 
 
@@ -361,10 +360,11 @@ def _request_for_jvm(part: PartPlan) -> dict[str, Any] | None:
     The rows may include some that do not pass the filter of the request.
 
     Returns:
-        None if the nearest location of the endpoint is not reached over tcp, or its server would send more rows.
+        None if the nearest location of the endpoint is not reached over tcp, its server did not answer lately, or it
+            would send more rows.
     """
     step, request = part.steps[0], part.request
-    if [uri.scheme for uri in step.route.uris] != ["tcp"]:
+    if [uri.scheme for uri in step.route.uris] != ["tcp"] or step.route.is_silent:
         return None
     remaining = step.residual
     if not replace(remaining, rows=None).keeps_batches or (
@@ -379,6 +379,7 @@ def _request_for_jvm(part: PartPlan) -> dict[str, Any] | None:
         "want_data": str(uri.require_want_data()),
         "identifier": base64.b64encode(part.identifier(step)).decode(),
         "timeout": request.timeout,
+        "connect_timeout": min(request.timeout, CONNECT_TIMEOUT),  # then this process tries all routes
         "max_metadata": request.max_metadata,
         "max_body": request.max_body,
         **({"skip": 0} if rows is None else {"skip": rows.start, "rows": len(rows)}),

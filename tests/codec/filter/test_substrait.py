@@ -28,6 +28,8 @@ from dissociated.errors import ColumnNotFound, FormatError, OptionError
 from dissociated.format.encapsulated import end_of_stream
 from support.helpers import case
 
+#: A pool that knows its largest size. It lives as long as memory that it has allocated.
+COUNTING_POOL = pa.proxy_memory_pool(pa.default_memory_pool())
 NAN, INF = math.nan, math.inf
 MOMENT = datetime(2024, 2, 29, 12)
 VALUES: dict[str, tuple[pa.DataType, list[Any]]] = {
@@ -338,17 +340,19 @@ def test_who_waits_for_rows_hears_that_others_are_read() -> None:
 
 
 def test_many_batches_at_hand_are_filtered_like_each_alone() -> None:
-    days = pa.array([1, None, 3], pa.int32()).cast(pa.date32())
-    kinds = [pa.DictionaryArray.from_arrays(pa.array([0, 1, None], pa.int8()), ["a", last]) for last in "bc"]
+    large = {42: 65_536, 44: 65_530, 900: 1, 901: 65_537}  # up to 65,536 rows are filtered together
     pairs = []
     for number in range(1_100):
+        rows = large.get(number, number % 4)
+        first = max(0, rows - 3)  # rows, of which only `scalar(True)` lets any pass
+        kinds = pa.array([0] * first + [0, 1, None], pa.int8())
         columns = {
-            "n": pa.array([number, None, number + 1]),
-            "kind": kinds[number % 2],
-            "day": days,
-            "view": pa.array([f"text {number}", "x", None], pa.string_view()),
+            "n": pa.array([1_000] * first + [number, None, number + 1]),
+            "kind": pa.DictionaryArray.from_arrays(kinds, ["a", "bc"[number % 2]]),
+            "day": pa.array([1] * first + [1, None, 3], pa.int32()).cast(pa.date32()),
+            "view": pa.array(["x"] * first + [f"text {number}", "x", None], pa.string_view()),
         }
-        batch = pa.record_batch(columns)[: number % 4]
+        batch = pa.record_batch(columns)[:rows]
         pairs.append((batch, pa.KeyValueMetadata({"number": str(number)}) if number % 5 == 0 else None))
     schema = pairs[0][0].schema
     for condition in (
@@ -360,14 +364,29 @@ def test_many_batches_at_hand_are_filtered_like_each_alone() -> None:
         pc.scalar(False),
     ):
         with case(condition):
-            rows = RowFilter.bind(condition, schema)
+            mask_of = RowFilter.bind(condition, schema).mask
             alone, together = (
-                [
-                    (one.to_pydict(), metadata)
-                    for one, metadata in batches_of(
-                        filter_batches(BatchReader(schema, iter(pairs)), rows.mask, [0, 3, 1], at_hand=at_hand)
-                    )
-                ]
+                [*batches_of(filter_batches(BatchReader(schema, iter(pairs)), mask_of, [0, 3, 1], at_hand=at_hand))]
                 for at_hand in (False, True)
             )
             assert alone == together
+
+
+def test_batches_at_hand_are_not_copied_without_limit() -> None:
+    """Filter batches that are too large for one array of their rows, and batches that are too large for the memory."""
+    struct = pa.record_batch({"n": range(1_000), "s": [{"a": "x" * 40_000}] * 1_000})
+    text = pa.record_batch({"n": range(100), "s": ["y" * 20_000] * 100})
+    usual = pa.default_memory_pool()
+    pa.set_memory_pool(COUNTING_POOL)
+    try:
+        for batch, count, condition in (
+            (struct, 66, ("s", "is null")),
+            (text, 40, ("s", "=", "y")),
+            (text[:3], 1_000, ("s", "=", "y")),
+        ):
+            rows = RowFilter.bind(condition, batch.schema)
+            reader = BatchReader(batch.schema, iter([(batch, None)] * count))
+            assert [*filter_batches(reader, rows.mask, [0], at_hand=True)] == []
+    finally:
+        pa.set_memory_pool(usual)
+    assert 0 < COUNTING_POOL.max_memory() < 12 << 20

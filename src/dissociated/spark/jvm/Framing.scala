@@ -19,6 +19,7 @@ final class Server(request: JsonNode) {
   val host: String = request.get("host").asText
   val port: Int = request.get("port").asInt
   val timeout: Long = (request.get("timeout").asDouble * 1000).toLong // milliseconds
+  val connectTimeout: Long = (request.get("connect_timeout").asDouble * 1000).toLong
   val wantData: Long = java.lang.Long.parseUnsignedLong(request.get("want_data").asText)
   val identifier: Array[Byte] = request.get("identifier").binaryValue
   val maxMetadata: Long = request.get("max_metadata").asLong
@@ -82,7 +83,7 @@ final class Wire(server: Server, pool: Pool) extends AutoCloseable {
     channel.setOption[java.lang.Boolean](StandardSocketOptions.TCP_NODELAY, true)
     channel.register(selector, 0)
     if (!channel.connect(new InetSocketAddress(server.host, server.port)))
-      do await(SelectionKey.OP_CONNECT) while (!channel.finishConnect())
+      do await(SelectionKey.OP_CONNECT, server.connectTimeout) while (!channel.finishConnect())
     val length = server.identifier.length
     val request = ByteBuffer.allocate(24 + Wire.padded(length).toInt).order(ByteOrder.LITTLE_ENDIAN)
     request.putLong(Wire.Preamble).putLong(Wire.Tagged.toLong << 56 | length).putLong(server.wantData)
@@ -93,12 +94,12 @@ final class Wire(server: Server, pool: Pool) extends AutoCloseable {
     if (headBuffer.getLong(0) != Wire.Preamble) server.broke("it speaks something else, or another version of it")
   }
 
-  private def await(operation: Int): Unit = {
+  private def await(operation: Int, timeout: Long = server.timeout): Unit = {
     channel.keyFor(selector).interestOps(operation)
-    val ready = selector.select(server.timeout) // returns at once, again and again, where the task has been killed
+    val ready = selector.select(timeout) // returns at once, again and again, where the task has been killed
     if (Thread.currentThread.isInterrupted) throw new ClosedByInterruptException
     if (ready == 0)
-      throw server.failed(s"has been silent for ${server.timeout / 1000.0} s")
+      throw server.failed(s"has been silent for ${timeout / 1000.0} s")
     selector.selectedKeys.clear()
   }
 
