@@ -7,18 +7,25 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
+from inspect import signature
 from typing import Any, cast
 
 import numpy as np
-import polars as pl
 import pyarrow as pa
-from polars.io.plugins import register_io_source
 
 from dissociated.client.mapped import MappedVersion
 from dissociated.client.request import Filtering
 from dissociated.client.version_reader import VersionReader
 from dissociated.codec.filter.row_filter import RowFilter
-from dissociated.errors import DissociatedError
+from dissociated.errors import DissociatedError, OptionError
+
+try:
+    import polars as pl
+    from polars.io.plugins import register_io_source
+except ImportError:
+    raise OptionError("scan needs Polars: pip install polars") from None
+if "is_pure" not in signature(register_io_source).parameters:
+    raise OptionError(f"scan needs Polars 1.33 or later, not {pl.__version__}: pip install --upgrade polars")
 
 try:
     from polars.lazyframe.resolver import FilterExpr, LazyFrameResolver, ResolvedLazyFrameProps

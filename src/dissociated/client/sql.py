@@ -31,6 +31,8 @@ try:
     import duckdb
 except ImportError:
     raise OptionError("sql needs DuckDB: pip install duckdb") from None
+if not hasattr(duckdb.DuckDBPyRelation, "to_arrow_reader"):
+    raise OptionError(f"sql needs DuckDB 1.5 or later, not {duckdb.__version__}: pip install --upgrade duckdb")
 
 #: DuckDB has one class for everything that its catalog lacks, and names the missing table in the text alone: with
 #: `errors_as_json`, queries fail with the same text, and `get_table_names` refuses PIVOT, UPDATE and CREATE VIEW.

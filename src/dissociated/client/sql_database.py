@@ -12,14 +12,15 @@ if TYPE_CHECKING:
     import duckdb
 
 
-def open_database(**settings: bool) -> duckdb.DuckDBPyConnection:
+def open_database() -> duckdb.DuckDBPyConnection:
     """Return a connection to a new, empty database, in which names do not refer to variables of Python.
 
-    `settings` are further settings of DuckDB. This takes 20 ms: DuckDB registers its functions, and starts threads.
+    It keeps no files in memory that queries have read. This takes 20 ms: DuckDB registers its functions, and starts
+    threads.
     """
     import duckdb  # on first use: slow to import, and optional
 
-    return duckdb.connect(config={"python_enable_replacements": False, **settings})
+    return duckdb.connect(config={"python_enable_replacements": False, "enable_external_file_cache": False})
 
 
 class SqlDatabase(ProcessBound):
@@ -41,8 +42,7 @@ class SqlDatabase(ProcessBound):
         with self._lock:
             if self._connection is None:
                 self.bind_to_process()  # a child that opens a database may fork, too
-                # Files that queries have read would stay in memory.
-                self._connection = open_database(enable_external_file_cache=False)
+                self._connection = open_database()
             return self._connection.cursor()
 
     def close(self) -> None:

@@ -124,9 +124,9 @@ class ColumnConverter:
             return batch.select([])  # keeps the number of rows
         arrays = [self._column(batch.column(field.name), field) for field in self.schema]
         for place, field in self._without_nulls:
-            if (path := misplaced_null(arrays[place], field)) is not None:
+            if misplaced_null(arrays[place], field) is not None:
                 raise SourceError(
-                    f"column {path!r} has nulls, and its schema says that it has none: name it in "
+                    f"column {field.name!r} has nulls, and its schema says that it has none: name it in "
                     ".schema('...'), which allows them"
                 )
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
