@@ -74,11 +74,12 @@ def _values(rows: int) -> list[pa.Array]:
 
 
 class Figures(NamedTuple):
-    """The figures of one run: latencies in ms, and the producer's processor time in ms for each batch."""
+    """The figures of one run, in ms: latencies, and processor time for each batch of the producer and of a consumer."""
 
     p50: float
     p99: float
-    processor: float
+    producer: float
+    consumer: float
 
 
 def _produce_live(load: Load, pipe: Connection) -> None:
@@ -245,12 +246,14 @@ def _consume(peer: str, load: Load, address: Any, pipe: Connection) -> None:
     latencies = []
     with _PEERS[peer][1](load, address) as batches:
         pipe.send(None)
+        started = time.process_time()
         for batch in batches:
             at = batch.column(0)[0].as_py()
             latencies.append(time.monotonic_ns() - at)
+        processor = time.process_time() - started
         del batch
     assert len(latencies) == load.number, (peer, len(latencies))
-    pipe.send(latencies[load.number // 10 :])
+    pipe.send((latencies[load.number // 10 :], processor))
 
 
 def measure(peer: str, load: Load) -> Figures:
@@ -269,13 +272,14 @@ def measure(peer: str, load: Load) -> Figures:
     for here, _ in pipes:
         here.recv()
     ours.send(None)
-    latencies = np.sort(np.concatenate([here.recv() for here, _ in pipes])) / 1e6
+    latencies, consumed = zip(*[here.recv() for here, _ in pipes], strict=True)
     ours.send(None)
-    processor = ours.recv()
+    produced = ours.recv()
     for process in (*consumers, producer):
         process.join(10)
+    p50, p99 = np.quantile(np.concatenate(latencies) / 1e6, (0.5, 0.99))
     return Figures(
-        float(np.quantile(latencies, 0.5)), float(np.quantile(latencies, 0.99)), processor / load.number * 1000
+        float(p50), float(p99), produced / load.number * 1000, statistics.mean(consumed) / load.number * 1000
     )
 
 
@@ -304,7 +308,7 @@ def run(rounds: int) -> None:
             for name in peers:
                 figures[name].append(measure(name, load))
         for name, some in figures.items():
-            p50, p99, processor = (statistics.median(column) for column in zip(*some, strict=True))
-            rows.append((title, name, f"{p50:.2f}", f"{p99:.2f}", f"{processor:.3f}"))
-    print(f"\nLive batches, median of {rounds} rounds, in ms\n")
-    print(text.table(("LOAD", "OVER", "P50", "P99", "PROCESSOR/BATCH"), rows, right=(2, 3, 4)))
+            p50, p99, producer, consumer = (statistics.median(column) for column in zip(*some, strict=True))
+            rows.append((title, name, f"{p50:.2f}", f"{p99:.2f}", f"{producer:.3f}", f"{consumer:.3f}"))
+    print(f"\nLive batches, median of {rounds} rounds, in ms; processor time for each batch\n")
+    print(text.table(("LOAD", "OVER", "P50", "P99", "PRODUCER", "A CONSUMER"), rows, right=(2, 3, 4, 5)))

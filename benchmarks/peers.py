@@ -154,7 +154,7 @@ def in_ray(shapes: Sequence[Shape]) -> Iterator[Readers]:
         yield {}
         return
     memory = 2 * sum(shape.nbytes for shape in shapes)
-    with ray.init(num_cpus=1, include_dashboard=False, object_store_memory=memory, log_to_driver=False):
+    with ray.init("local", num_cpus=1, include_dashboard=False, object_store_memory=memory, log_to_driver=False):
         make = ray.remote(Shape.table)
         objects = {shape.name: make.remote(shape) for shape in shapes}
         ray.wait([*objects.values()], num_returns=len(objects))

@@ -89,7 +89,7 @@ def test_the_demo_runs_over_ucx_and_libfabric(tmp_path: Path) -> None:
         "--plot",
         plot,
     ]
-    done = subprocess.run(command, cwd=ROOT, env=environment_for_plans(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment_for_plans(), capture_output=True, text=True, timeout=380)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     for transport in ("ucx", "fabric"):
         assert f"copy over {transport}" in done.stdout or f"  {transport} " in done.stdout

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from textwrap import dedent
+
+from cluster.prove import TESTED
 
 TESTS = Path(__file__).parent
 #: Names that their documentation makes public in spite of the underscore, of named tuples and of modules.
@@ -78,3 +81,9 @@ monkeypatch.setattr("LIBRARY.t._u", 1), monkeypatch.setattr(v, "_w", x)
 """
     found = [name for _, name in private_names(code.replace("LIBRARY", "dissociated"))]
     assert sorted(name[name.rindex("_") :] for name in found) == ["_a", "_c", "_d", "_l", "_m", "_p", "_s", "_u", "_w"]
+
+
+def test_the_proof_of_several_hosts_names_tests_that_exist() -> None:
+    for named in chain.from_iterable(TESTED.values()):
+        path, _, name = named.partition("::")
+        assert f"\ndef {name}(" in (TESTS / path).read_text()

@@ -10,7 +10,7 @@ flights = pa.table({"dest": ["IAH", "MIA", "ORD", "MIA"] * 500, "delay": [2.0, N
 
 with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server, dis.connect(server.catalog_uri) as client:
     server.publish("flights", flights)
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     late = read_dissociated(client["flights"], columns=["delay"], filter=("delay", ">", 60))
     print(late.count(), late.take(1))
     ray.shutdown()

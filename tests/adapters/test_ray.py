@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield
     ray.shutdown()
 
@@ -36,7 +36,12 @@ def rows_of(read: Any) -> list[dict[str, Any]]:
 
 
 def test_workers_read_each_row_once(server: dis.Server, client: dis.Client, table: pa.Table) -> None:
-    rows = read_dissociated(client.dataset("rows", transport="tcp"), partition_bytes=2 * MIB)
+    rows = read_dissociated(
+        client.dataset("rows", transport="tcp"),
+        partition_bytes=2 * MIB,
+        label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()},
+        fallback_strategy=[{"label_selector": {}}],
+    )
     seen = rows.map_batches(
         lambda batch: {"pid": [os.getpid()], "sum": [int(batch["n"].sum())], "rows": [len(batch["n"])]},
         batch_size=None,

@@ -137,7 +137,7 @@ def test_clean_frees_what_a_stopped_node_left_after_asking(own_store: Path) -> N
 
 def test_spark_asks_the_same_catalog(own_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pyspark")
-    from dissociated.spark.catalog import CatalogConfig
+    from dissociated.spark.catalog_config import CatalogConfig
 
     config = CatalogConfig.parse({})
     with dis.connect() as client, config.connect() as same:

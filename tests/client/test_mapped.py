@@ -212,7 +212,8 @@ def test_filters_of_pyarrow_select_the_rows_that_pyarrow_selects(client: dis.Cli
             except pa.ArrowException:
                 continue
             expected = texts.take(pc.indices_nonzero(passes.combine_chunks().fill_null(False)))
-            chosen = ["v" if number % 2 else "s", "n"]  # libarrow's scanner cannot filter views
+            # libarrow's scanner cannot filter views. Of the six comparisons with a value, each gets both columns.
+            chosen = ["v" if (number + number // 6) % 2 else "s", "n"]
             read = handle.to_table(chosen, expression)
             assert read.schema == TABLE.select(chosen).schema
             assert read["n"] == expected["n"]

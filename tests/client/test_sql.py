@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
+import tracemalloc
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import duckdb
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
+from dissociated.base.exit import StreamThread
 from dissociated.client import kept_versions
-from dissociated.errors import DatasetNotFound, OptionError, SourceError, WrongKind
+from dissociated.client.mapped import MappedVersion
+from dissociated.client.version_reader import VersionReader
+from dissociated.control.dataset_info import DatasetInfo
+from dissociated.errors import DatasetNotFound, OptionError, SourceError, StoreFull, WrongKind
 from dissociated.node.node import Node
+from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
 from support.helpers import PATIENCE, case, wait_until
 
@@ -106,22 +117,86 @@ def test_memory_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with Node(Store(tmp_path / "store"), ["shm:"]) as node, dis.connect(node.uri) as client:
         client.put("orders", ORDERS)
         client.read("orders").read_all()  # from here on, the node itself maps the segment
-        before = _mappings(tmp_path)
+        wait_until(lambda: _mappings(tmp_path) == 1, "the reader has given its memory back")
         result = client.sql("SELECT n, price FROM orders")
         client.close()
         gc.collect()
-        assert _mappings(tmp_path) <= before
+        wait_until(lambda: _mappings(tmp_path) == 1, "the memory is given back by a closed client")
         with dis.connect(node.uri) as client:
             monkeypatch.setattr(kept_versions, "MAX_AGE", 0.2)
-            for _ in range(2):
-                client.sql("SELECT n, price FROM orders")
-                wait_until(lambda: _mappings(tmp_path) <= before, "the memory is given back without another query")
+            for is_interrupted in (False, True, False):
+                with monkeypatch.context() as patch:
+                    if is_interrupted:
+                        patch.setattr(kept_versions, "StreamThread", _InterruptedThread)
+                    with suppress(KeyboardInterrupt):
+                        client.sql("SELECT n, price FROM orders")
+                        assert not is_interrupted
+                wait_until(lambda: _mappings(tmp_path) == 1, "the memory is given back without another query")
             client.drop("orders")
     assert result == ORDERS.select(["n", "price"])
 
 
+class _InterruptedThread(StreamThread):
+    """A thread in whose place comes Ctrl-C."""
+
+    def start(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
 def _mappings(directory: Path) -> int:
     return Path("/proc/self/maps").read_text().count(str(directory))
+
+
+def test_a_client_makes_room_of_memory_that_its_queries_keep(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_versions, "MAX_AGE", 1e6)
+    tables = [pa.table({"n": np.full(1 << 17, number)}) for number in range(3)]
+
+    def is_put(client: dis.Client, name: str, table: pa.Table, transport: str) -> bool:
+        try:
+            client.put(name, table, transport=transport)
+        except StoreFull:  # the node may not know yet that the memory was given back
+            return False
+        return True
+
+    for policy in (Policy.REFUSE, Policy.EVICT):
+        store = Store(memory / policy.value, limit=tables[0].nbytes * 3 // 2, policy=policy)
+        with Node(store, ["shm:"]) as node, dis.connect(node.uri) as client:
+            for transport in ("shm", "grpc"):
+                for number, table in enumerate(tables):
+                    name = f"{transport} {number}"
+                    with case((policy.value, name)):
+                        wait_until(partial(is_put, client, name, table, transport), "there is room")
+                        assert client.sql(f'SELECT min(n) AS n FROM "{name}"')["n"].to_pylist() == [number]
+                        if policy is Policy.REFUSE:
+                            client.drop(name)
+
+
+def test_memory_is_given_back_without_the_lock(tmp_path: Path) -> None:
+    """A thread that gives back a large version must not hold up the queries of others."""
+    with Node(Store(tmp_path / "store"), ["shm:"]) as node, dis.connect(node.uri) as client:
+        client.put("orders", ORDERS)
+        info = client.describe("orders")
+        kept, given_back = kept_versions.KeptVersions(), []
+
+        def give_back() -> None:
+            for step in (lambda: kept.put(info, _map(client, info)), kept.close):
+                mapped = _map(client, info)
+                weakref.finalize(mapped, lambda: given_back.append(kept.get(info)))
+                kept.put(info, mapped)
+                del mapped
+                step()
+
+        thread = threading.Thread(target=give_back, daemon=True)
+        thread.start()
+        thread.join(PATIENCE)
+        assert len(given_back) == 2
+        kept.close()
+
+
+def _map(client: dis.Client, info: DatasetInfo) -> MappedVersion:
+    mapped = VersionReader(client, info, None).map(client.defaults)
+    assert mapped is not None
+    return mapped
 
 
 def test_queries_of_threads_share_a_client(client: dis.Client) -> None:
@@ -256,6 +331,25 @@ def test_errors_tell_what_to_do(client: dis.Client) -> None:
         with case(query), pytest.raises(OptionError, match=message):
             client.sql(query)
     assert client.describe("orders").rows == ROWS
+
+
+def test_queries_leave_neither_files_nor_statements_in_memory(events: dis.Client, tmp_path: Path) -> None:
+    pq.write_table(ORDERS, tmp_path / "orders.parquet")
+    assert events.sql(f"SELECT count(n) AS n FROM '{tmp_path}/orders.parquet'")["n"].to_pylist() == [ROWS]
+    cached = (
+        "SELECT * FROM duckdb_memory() WHERE tag IN ('EXTERNAL_FILE_CACHE', 'OBJECT_CACHE') AND memory_usage_bytes > 0"
+    )
+    assert events.sql(cached).num_rows == 0
+    length = 1 << 20
+    tracemalloc.start()
+    try:
+        for number in range(2):
+            assert (
+                events.sql(f"SELECT max(value) AS m FROM events /* {number} {'x' * length} */")["m"][0].as_py() == 999
+            )
+        assert tracemalloc.get_traced_memory()[0] < length
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_plan_is_a_result(client: dis.Client) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from cluster.hosts import Cluster, Host, answer, missing
@@ -19,6 +21,7 @@ from support.forks import forking
 
 RATE = 10_000_000  # bytes a second
 SIZE = 30_000_000  # bytes of a part
+ROUNDS = 3
 #: A client that puts or appends a part into the node of its host.
 PART = """
 import sys, numpy as np, pyarrow as pa, dissociated as dis
@@ -35,12 +38,14 @@ with dis.connect(sys.argv[1]) as client:
     client.read(sys.argv[2], transport=sys.argv[3]).read_all()
     print(time.monotonic() - began)
 """
-#: A process that sends as many bytes to the client that connects.
+#: A process that sends as many bytes to each client that connects.
 SEND = """
 import socket, sys
 listener = socket.create_server(("0.0.0.0", 8900))
 print("ready", flush=True)
-listener.accept()[0].sendall(bytes(int(sys.argv[1])))
+while True:
+    with listener.accept()[0] as connection:
+        connection.sendall(bytes(int(sys.argv[1])))
 """
 RECEIVE = """
 import socket, sys, time
@@ -52,12 +57,10 @@ print(time.monotonic() - began)
 """
 
 
-def main() -> None:
-    """Print the throughput of each transfer, and the gain by a second host."""
-    if reason := missing():
-        sys.exit(f"this machine has no such hosts: {reason}")
+def measure(delay: float = 0.001) -> dict[str, float]:
+    """Return the MB a second of each transfer, the median of some rounds. Packets take `delay` seconds each way."""
     catalog = "grpc://a:8815"
-    with forking(), tempfile.TemporaryDirectory() as directory, Cluster("a", "b", "c", delay=0.001) as cluster:
+    with forking(), tempfile.TemporaryDirectory() as directory, Cluster("a", "b", "c", delay=delay) as cluster:
         listen = ("--listen", "grpc://0.0.0.0:8815", "--advertise", "a")
         cluster["a"].dissociated("catalog", "--db", Path(directory) / "db", *listen)
         store = ("--store", "/dev/shm/store", "--listen", "tcp://0.0.0.0:8816", "--flight", "grpc://0.0.0.0:8817")
@@ -68,13 +71,21 @@ def main() -> None:
         for name in "bc":
             cluster.limit(name, RATE)
         assert answer(cluster["b"].start("-c", SEND, str(SIZE))) == "ready\n"
-        rates = {"a bare Python socket, one host": _rate(cluster["a"], 1, RECEIVE, "b")}
+        calls = {"a bare Python socket, one host": partial(_rate, cluster["a"], 1, RECEIVE, "b")}
         if shutil.which("iperf3") is not None:
-            rates["iperf3, one host"] = _iperf3(cluster)
-        for transport in ("grpc", "tcp"):
-            name = "Flight" if transport == "grpc" else transport
-            rates[f"{name}, one host"] = _rate(cluster["a"], 1, READ, catalog, "one", transport)
-            rates[f"{name}, two hosts"] = _rate(cluster["a"], 2, READ, catalog, "two", transport)
+            calls["iperf3, one host"] = partial(_iperf3, cluster)
+        for name, transport in (("Flight", "grpc"), ("tcp", "tcp")):
+            calls[f"{name}, one host"] = partial(_rate, cluster["a"], 1, READ, catalog, "one", transport)
+            calls[f"{name}, two hosts"] = partial(_rate, cluster["a"], 2, READ, catalog, "two", transport)
+        rounds = [{name: call() for name, call in calls.items()} for _ in range(ROUNDS)]
+        return {name: statistics.median(measured[name] for measured in rounds) for name in calls}
+
+
+def main() -> None:
+    """Print the throughput of each transfer, and the gain by a second host."""
+    if reason := missing():
+        sys.exit(f"this machine has no such hosts: {reason}")
+    rates = measure()
     for name, rate in rates.items():
         print(f"{rate:6.1f} MB/s  {name}")
     if shutil.which("iperf3") is None:

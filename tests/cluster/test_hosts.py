@@ -14,7 +14,7 @@ from cluster.hosts import Cluster, answer
 from support.certificates import certificates
 from support.helpers import wait_until
 from support.machine import needs
-from support.processes import Fork
+from support.processes import Fork, Process
 
 pytestmark = [pytest.mark.needs("namespaces"), pytest.mark.usefixtures("forks")]
 
@@ -116,8 +116,8 @@ with dis.connect(sys.argv[1], timeout=5) as client:
 """
 
 
-def serve_catalog(cluster: Cluster, tmp_path: Path, *options: str | Path) -> None:
-    cluster["a"].dissociated(
+def serve_catalog(cluster: Cluster, tmp_path: Path, *options: str | Path) -> Process:
+    return cluster["a"].dissociated(
         *("catalog", "--db", tmp_path / "db", "--listen", "grpc://0.0.0.0:8815", "--advertise", "a", *options)
     )
 

@@ -226,6 +226,37 @@ def test_an_idle_connection_sends_at_once(serve: Serve, monkeypatch: pytest.Monk
         assert rows == 150
 
 
+def test_a_reader_that_pauses_gets_every_batch_in_order(serve: Serve) -> None:
+    """Each batch is made when one reader has the last. The connection of another, which pauses, is soon full.
+
+    A third one leaves when its connection is full. The source uses the memory of its batches again.
+    """
+    memory = np.zeros(1500, np.int64)  # 12 kB, so that some twenty batches fill a connection
+    arrived, length = threading.Semaphore(0), 600
+
+    def source() -> Iterator[pa.RecordBatch]:
+        for number in range(length):
+            memory[:] = number
+            yield pa.record_batch({"n": pa.array(memory)})
+            assert arrived.acquire(timeout=PATIENCE), "a batch is kept back"
+
+    server = serve("shm:", "tcp://127.0.0.1:0")
+    for scheme in ("shm", "tcp"):
+        reader = pa.RecordBatchReader.from_batches(pa.schema([("n", pa.int64())]), source())
+        server.publish("live", reader, live=dis.Live(consumers=3, stall_timeout=PATIENCE))
+        present, pausing, leaving = (open_live(server, scheme) for _ in range(3))
+        numbers = []
+        for batch in present:
+            numbers.append(batch["n"].unique().to_pylist())
+            if len(numbers) == length // 2:
+                leaving.close()
+            arrived.release()
+        expected = [[number] for number in range(length)]
+        assert numbers == expected
+        assert [batch["n"].unique().to_pylist() for batch in pausing] == expected
+        assert connections_left(server) == 0
+
+
 def test_batches_linger_on_request(serve: Serve) -> None:
     """A stream that lingers delays batches, and neither loses nor reorders any."""
     rows = pa.record_batch({"n": np.arange(500)})

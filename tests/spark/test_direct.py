@@ -10,7 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -221,11 +221,13 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
 }
 
 
-def read_all(spark: SparkSession, address: tuple[str, int], timeout: float = PATIENCE) -> None:
+def read_all(
+    spark: SparkSession, address: tuple[str, int], timeout: float = PATIENCE, connect_timeout: float = PATIENCE
+) -> None:
     """Read all messages of a stream with the classes of Spark's JVM."""
     classes = jvm(spark)
     ours = classes.org.apache.spark.sql.dissociated
-    told = {"host": address[0], "port": address[1], "timeout": timeout, "connect_timeout": timeout}
+    told = {"host": address[0], "port": address[1], "timeout": timeout, "connect_timeout": connect_timeout}
     told |= {"want_data": str(Server.WANT), "identifier": base64.b64encode(TICKET).decode()}
     told |= {"max_metadata": 1 << 28, "max_body": 1 << 34}
     messages = ours.Messages(
@@ -280,6 +282,12 @@ def test_a_server_that_is_silent_is_not_waited_for(spark: SparkSession) -> None:
     message = r"has been silent for 0\.1 s"
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(PySparkException, match=message):
         read_all(spark, silent.getsockname(), 0.1)
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=0) as full,
+        closing(socket.create_connection(full.getsockname())),  # it takes the only place
+        pytest.raises(PySparkException, match=message),
+    ):
+        read_all(spark, full.getsockname(), connect_timeout=0.1)
 
 
 def test_a_task_that_is_killed_does_not_wait_for_its_server(spark: SparkSession, catalog: Catalog) -> None:

@@ -23,7 +23,7 @@ import dissociated as dis
 from dissociated.control.commit import Commit
 from dissociated.errors import DissociatedError
 from dissociated.node.node import Node
-from dissociated.spark.catalog import CatalogConfig
+from dissociated.spark.catalog_config import CatalogConfig
 from dissociated.spark.staging import Writes
 from dissociated.spark.target import WriteTarget
 from dissociated.spark.writer import DatasetWriter, Written

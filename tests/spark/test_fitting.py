@@ -15,7 +15,7 @@ import dissociated as dis
 from dissociated.control.commit import Commit
 from dissociated.errors import DissociatedError, SourceError
 from dissociated.spark import publish, read
-from dissociated.spark.catalog import CatalogConfig
+from dissociated.spark.catalog_config import CatalogConfig
 from dissociated.spark.fitting import Fitting
 from dissociated.spark.target import WriteTarget
 from dissociated.spark.types import arrow_schema

@@ -35,8 +35,8 @@ Batches = Iterator[pa.RecordBatch]
 #: The bytes that pass through functions. DISSOCIATED_TEST_FUNCTION_BYTES=4294967296 is the full size.
 SIZE = int(os.environ.get("DISSOCIATED_TEST_FUNCTION_BYTES", 128 << 20))
 #: The largest amount of shared memory that a worker may hold at once, whatever the size. Each of two workers takes half
-#: of the bytes and yields as many.
-LIMIT = 64 << 20
+#: of the bytes and yields as many: either half that leaked would exceed this.
+LIMIT = 32 << 20
 ROW = 1_000  # bytes of the text in each row
 
 

@@ -16,7 +16,7 @@ from pyspark.sql.types import LongType, StructField, StructType
 import dissociated as dis
 from dissociated.errors import CatalogError, OptionError
 from dissociated.node.node import Node
-from dissociated.spark.catalog import CatalogConfig
+from dissociated.spark.catalog_config import CatalogConfig
 from dissociated.spark.request import DatasetRequest
 from dissociated.spark.streaming import DatasetStreamReader, RowsPartition, StreamOptions
 from dissociated.store.eviction import Policy

@@ -6,7 +6,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import CatalogUnreachable
-from dissociated.spark.catalog import CatalogConfig
+from dissociated.spark.catalog_config import CatalogConfig
 
 
 def test_attempts_of_a_task_wait_once_for_a_catalog_that_is_gone() -> None:

@@ -23,7 +23,7 @@ from dissociated.control.commit import Commit
 from dissociated.errors import CatalogError, CatalogUnreachable, StoreError
 from dissociated.node.launch import running
 from dissociated.node.node import Node
-from dissociated.spark.catalog import CatalogConfig
+from dissociated.spark.catalog_config import CatalogConfig
 from dissociated.spark.reader import DatasetReader
 from dissociated.spark.request import DatasetRequest
 from dissociated.spark.target import WriteTarget

@@ -160,6 +160,36 @@ def test_prepared_messages_can_be_sent_on_any_connection_of_the_same_kind(listen
                 sending.result(PATIENCE)
 
 
+@pytest.mark.parametrize("medium", ["tcp", "shm"])
+def test_the_rest_of_what_was_sent_at_once_comes_first(ends: Ends) -> None:
+    """The medium takes a part of a message. The rest is kept, although its memory changes, and the next send goes on.
+
+    The reason for closing waits for the rest, too, or is left out: it is never taken for a part of the message.
+    """
+    client, server = ends
+    assert server.sends_at_once
+    size = 1 << 25  # more than the buffers of a TCP connection
+    for number in range(2):
+        memory = bytearray(number.to_bytes() * size)
+        server.send_at_once(server.prepare([Message(number, (memory,))]))
+        assert 0 < server.backlog < len(memory)
+        memory[:] = bytes(len(memory))
+        with ThreadPoolExecutor(1) as pool:
+            sending = pool.submit(server.send, [Message(None, (b"next",))] if number else (), PATIENCE)
+            assert plain(receive(client)) == (number, number.to_bytes() * size)
+            sending.result(PATIENCE)
+        assert not server.backlog
+        if number:
+            assert plain(receive(client)) == (None, b"next")
+    server.send_at_once(server.prepare([Message(7, (b"small",))]))
+    assert not server.backlog
+    assert plain(receive(client)) == (7, b"small")
+    server.send_at_once(server.prepare([Message(8, (bytes(size),))]))
+    server.close("reason")
+    with pytest.raises(ConnectionClosed, match="in the middle of a message"):
+        receive(client)
+
+
 @pytest.mark.parametrize("medium", media(["ucx", "fabric"]))
 def test_runs_go_only_to_who_has_said_that_it_takes_them(listener: Listener) -> None:
     """Send runs only to clients that accept them. Clients announce that only if the URI offers runs, and send none."""

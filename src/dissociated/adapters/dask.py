@@ -54,10 +54,13 @@ def read_dissociated(
     planned = partitions(dataset, columns, filter, partition_bytes)
     schema = selected_schema(dataset.schema, columns)
     empty = _frame(schema.empty_table())
-    if not planned:
-        return dataframe.from_pandas(empty, npartitions=1)
-    # Dask replaces `columns` by those that its plan needs.
-    return dataframe.from_map(_read, planned, columns=schema.names, filter=filter, meta=empty, label="dissociated")
+    frame: dd.DataFrame
+    if planned:
+        # Dask replaces `columns` by those that its plan needs.
+        frame = dataframe.from_map(_read, planned, columns=schema.names, filter=filter, meta=empty, label="dissociated")
+    else:
+        frame = dataframe.from_pandas(empty, npartitions=1)
+    return frame
 
 
 def _read(partition: Partition, columns: Sequence[str], filter: Any) -> pd.DataFrame:

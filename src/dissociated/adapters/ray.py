@@ -87,7 +87,8 @@ def read_dissociated(
         def estimate_inmemory_data_size(self) -> int | None:
             return dataset.nbytes
 
-    return data.read_datasource(Dissociated(), override_num_blocks=len(planned) or None, **options)
+    rows: ray.data.Dataset = data.read_datasource(Dissociated(), override_num_blocks=len(planned) or None, **options)
+    return rows
 
 
 def _blocks(part: Partition, schema: pa.Schema, columns: Sequence[str] | None, filter: Any) -> Iterable[pa.Table]:

@@ -1,1 +1,1 @@
-"""Foundations of every other room: buffers, forks, the host, system errors, and access."""
+"""Foundations of every other room: buffers, forks, the host, system errors, interrupts, and the limited log."""

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import pyarrow as pa
 import pyarrow.flight as flight
@@ -73,7 +73,7 @@ class Peer(CatalogClient):
 
     #: While a link is cut, a node misses heartbeats, and a commit holds up others. Both must soon notice it, and that
     #: the link was repaired.
-    _silence = 5.0
+    _silence: ClassVar[float | None] = 5.0
 
     def __init__(self, uri: str, security: Security, timeout: float = PEER_TIMEOUT) -> None:
         unlimited = sys.maxsize  # The final reader applies its own limit to relayed data.
@@ -89,6 +89,12 @@ class Peer(CatalogClient):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Recipient(Peer):
+    """A client for an upload to a node. A node that is paused, and so takes nothing, does not soon count as lost."""
+
+    _silence = None
 
 
 class Members:
@@ -271,7 +277,7 @@ class Members:
         """
         node = self._nearest({})
         descriptor = flight.FlightDescriptor.for_command(json.dumps({**command, "staged": True, "end": True}))
-        with self._call(node) as peer:
+        with self._call(node, _Recipient) as peer:
             answer = peer.call_flight(lambda client: upload(client, descriptor, schema, pairs))
             try:
                 commit(StagedSegment(answer["segment"], node.id))
@@ -282,13 +288,13 @@ class Members:
         return answer
 
     @contextmanager
-    def _call(self, node: NodeRecord) -> Iterator[Peer]:
+    def _call(self, node: NodeRecord, peer_class: type[Peer] = Peer) -> Iterator[Peer]:
         """Open a client for a node, and raise NodeUnreachable if the node does not answer.
 
         The caller must not see CatalogUnreachable, which leaves the result of a commit unknown. This catalog decides
         commits itself, so a silent node only means that nothing was published.
         """
-        with Peer(node.flight, self._security) as peer:
+        with peer_class(node.flight, self._security) as peer:
             try:
                 if not node.alive:  # The process may be stopped, and a commit must not hold up others for a minute.
                     with Peer(node.flight, self._security, _ANSWER_TIMEOUT) as probe:

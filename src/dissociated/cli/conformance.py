@@ -88,8 +88,9 @@ class _Checks:
         yield self._run("refuses what breaks client-tags", lambda: self._refused(self._tag ^ 1 << 63, self._ticket))
         yield self._run("refuses what breaks client-frames", lambda: self._refused(None, self._ticket))
         if self._uri.free_data is not None:
-            yield self._run("refuses what breaks free-leased", self._stray_free)
-            yield self._run("refuses what breaks free-length", self._odd_free)
+            stray, odd = lambda leased: encode_free([max(leased) + (1 << 50)]), lambda leased: bytes(7)
+            yield self._run("refuses what breaks free-leased", lambda: self._bad_free(stray))
+            yield self._run("refuses what breaks free-length", lambda: self._bad_free(odd))
 
     def _run(self, name: str, check: Callable[[], str]) -> tuple[str, str | None]:
         try:
@@ -107,6 +108,11 @@ class _Checks:
 
     def _request(self, connection: Connection, tag: int, ticket: bytes) -> None:
         connection.send([Message(tag, (ticket,))], self._timeout)
+
+    def _read_all(self, connection: Connection) -> tuple[int, list[int]]:
+        """Request the stream, and read it. See `_read`."""
+        self._request(connection, self._tag, self._ticket)
+        return self._read(connection)
 
     def _read(self, connection: Connection) -> tuple[int, list[int]]:
         """Read a whole stream, and return the number of its messages, and the leased addresses."""
@@ -136,8 +142,7 @@ class _Checks:
 
     def _whole(self) -> str:
         with self._connect() as connection:
-            self._request(connection, self._tag, self._ticket)
-            count, leased = self._read(connection)
+            count, leased = self._read_all(connection)
             for first in range(0, len(leased), 8192):
                 self._free(connection, leased[first : first + 8192])
             self._closes(connection)
@@ -145,8 +150,7 @@ class _Checks:
 
     def _reverse_frees(self) -> str:
         with self._connect() as connection:
-            self._request(connection, self._tag, self._ticket)
-            _, leased = self._read(connection)
+            _, leased = self._read_all(connection)
             for address in reversed(leased):
                 self._free(connection, [address])
             self._closes(connection)
@@ -204,22 +208,13 @@ class _Checks:
                     return f"ABORT: {error}"
         return _NO_REASON
 
-    def _stray_free(self) -> str:
+    def _bad_free(self, content_for: Callable[[Sequence[int]], bytes]) -> str:
+        """Send a `free_data` that breaks a rule: `content_for` returns its content for the leased addresses."""
         with self._connect() as connection:
-            self._request(connection, self._tag, self._ticket)
-            _, leased = self._read(connection)
+            _, leased = self._read_all(connection)
             if not leased:
                 return "not checked: the stream has no addresses"
-            self._free(connection, [max(leased) + (1 << 50)])
-            return self._abort(connection)
-
-    def _odd_free(self) -> str:
-        with self._connect() as connection:
-            self._request(connection, self._tag, self._ticket)
-            _, leased = self._read(connection)
-            if not leased:
-                return "not checked: the stream has no addresses"
-            connection.send([Message(self._uri.free_data, (bytes(7),))], self._timeout)
+            connection.send([Message(self._uri.free_data, (content_for(leased),))], self._timeout)
             return self._abort(connection)
 
     def _abort(self, connection: Connection) -> str:

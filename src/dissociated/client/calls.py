@@ -233,6 +233,7 @@ class CatalogClient:
 
     def stage(self) -> StagePlace:
         """Return the place for a writer's segments, on this host if there is a node."""
+        self.sql_database.kept_versions.close()  # the node may need their memory for the segments
         return StagePlace.parse(self.do_action("stage", caller_identity()))
 
     def reserve(self, segment: str, size: int, wish: int) -> int:
@@ -302,6 +303,7 @@ class CatalogClient:
             assert client.describe("empty").rows == 0
             ```
         """
+        self.sql_database.kept_versions.close()  # an older version is replaced
         self.do_action("commit", commit.to_json())
 
     def committed(self, key: str) -> bool:
@@ -347,6 +349,7 @@ class CatalogClient:
             assert "flights" not in client
             ```
         """
+        self.sql_database.kept_versions.close()  # the memory is free as soon as nobody maps it
         self.do_action("drop", {"name": name})
 
     def status(self) -> ServerStatus:

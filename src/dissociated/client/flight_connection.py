@@ -69,8 +69,8 @@ class CatalogConnection(ProcessBound):
         timeout: Seconds in which the catalog answers a call.
         token: Bearer token that is sent with each call.
         tls_roots: PEM file with the certificates to trust.
-        silence: Seconds for which the catalog's host may acknowledge nothing before the connection counts as lost;
-            by default as long as a call may take, but no less than gRPC's 20 s.
+        silence: Seconds for which the catalog's host may accept nothing before the connection counts as lost; by
+            default as long as a call may take, but no less than gRPC's 20 s.
 
     Raises:
         UriError: `uri` is not the URI of a catalog.
@@ -184,8 +184,9 @@ def _lost_after(silence: float) -> list[tuple[str, int]]:
 
     gRPC passes the time of silence to the kernel as well, as TCP_USER_TIMEOUT. The kernel by itself repeats a packet
     ever more seldom, so a call would wait for up to its deadline after a broken link has been repaired. A process that
-    is stopped or busy does not count as lost before `_ASK_AFTER`, because its kernel acknowledges. gRPC then waits a
-    minute for its answer.
+    is stopped or busy does not count as lost before `_ASK_AFTER`, because its kernel acknowledges, as long as the
+    kernel has room for the data that this side sends. gRPC then waits a minute for its answer. But if the kernel has no
+    more room, a process that reads nothing for the time of silence counts as lost. So an upload needs a long time.
     """
     milliseconds = int(min(silence * 1000, _MAX_MILLISECONDS))
     return [

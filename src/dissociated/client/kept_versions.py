@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,13 +32,14 @@ class KeptVersions(ProcessBound):
 
     A query over memory that is mapped anew has a page fault for each few pages, which can take longer than the rest of
     the query. A version is kept until no query has used it for MAX_AGE seconds. Then a thread gives it back, because a
-    node cannot make room of mapped memory.
+    node cannot make room of mapped memory. For the same reason, a client that needs room closes this object.
     """
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}  # by name; the version that was used last is the last one
         self._lock = threading.Lock()
-        self._closing = threading.Event()
+        self._changed = threading.Event()
+        self._is_stopped = False
         self._thread: StreamThread | None = None
         self.bind_to_process()
 
@@ -47,58 +49,66 @@ class KeptVersions(ProcessBound):
             entry = self._entries.get(info.name)
             if entry is None or _identity(entry.info) != _identity(info):
                 return None
-            self._keep(entry)
+            self._entries[info.name] = self._entries.pop(info.name)
+            entry.last_use = time.monotonic()
             return entry.mapped
 
     def put(self, info: DatasetInfo, mapped: MappedVersion) -> None:
         """Keep a version in place of the others of its name."""
+        removed = []  # which is freed without the lock: it may take long to unmap
         with self._lock:
-            self._keep(_Entry(info, mapped, 0.0))
+            removed.append(self._entries.pop(info.name, None))
+            self._entries[info.name] = _Entry(info, mapped, time.monotonic())
+            if len(self._entries) > _MAX_VERSIONS:
+                removed.append(self._entries.pop(next(iter(self._entries))))
             if self._thread is None:
-                self.bind_to_process()  # a child that keeps versions may fork, too
-                self._closing.clear()
-                self._thread = StreamThread(self, self._expire, (), "give back")
-                try:
-                    self._thread.start()
-                except TransportError:  # the system has no more threads, and this version is not kept
-                    self._thread = None
-                    self._entries.clear()
+                self._start()
 
-    def _keep(self, entry: _Entry) -> None:
-        entry.last_use = time.monotonic()
-        self._entries.pop(entry.info.name, None)
-        self._entries[entry.info.name] = entry
-        if len(self._entries) > _MAX_VERSIONS:
-            del self._entries[next(iter(self._entries))]
+    def _start(self) -> None:
+        self.bind_to_process()  # a child that keeps versions may fork, too
+        thread = StreamThread(self, self._expire, (), "expire")
+        with suppress(TransportError):  # the system has no more threads
+            try:
+                thread.start()
+                self._thread = thread
+            finally:
+                if self._thread is None:  # also after Ctrl-C: without a thread, nothing is kept
+                    self._entries.clear()
 
     def _expire(self) -> None:
-        """Remove versions when they are old, until there are none."""
-        while True:
-            with self._lock:
-                now = time.monotonic()
-                self._entries = {name: entry for name, entry in self._entries.items() if entry.last_use + MAX_AGE > now}
-                if self._closing.is_set() or not self._entries:
-                    self._entries.clear()
-                    self._thread = None
-                    return
-                pause = min(entry.last_use for entry in self._entries.values()) + MAX_AGE - now
-            self._closing.wait(pause)
+        while (pause := self._remove_old()) is not None:
+            self._changed.wait(pause)
+
+    def _remove_old(self) -> float | None:
+        """Remove versions that are old. Return the seconds until the next one is; None if there is none."""
+        with self._lock:
+            self._changed.clear()
+            oldest = time.monotonic() - MAX_AGE
+            removed = [entry for entry in self._entries.values() if entry.last_use <= oldest or self._is_stopped]
+            for entry in removed:  # `removed` is freed without the lock
+                del self._entries[entry.info.name]
+            if self._entries:
+                return min(entry.last_use for entry in self._entries.values()) - oldest
+            self._thread = None
+            return None
 
     def stop(self) -> None:
         """Make the thread return. Called at the exit of the interpreter."""
-        self._closing.set()
+        self._is_stopped = True
+        self._changed.set()
 
     def close(self) -> None:
         """Keep nothing. Memory is given back when the last query that reads it ends."""
         with self._lock:
-            self._entries.clear()
-            self._closing.set()
+            removed, self._entries = self._entries, {}
+            self._changed.set()
+        del removed  # without the lock
 
     def after_fork_in_child(self) -> None:
         """Forget the versions, which the parent keeps, and the thread, which the child lacks."""
         self._entries = {}
         self._lock = threading.Lock()  # a thread of the parent may hold the other
-        self._closing = threading.Event()
+        self._changed = threading.Event()
         self._thread = None
 
 

@@ -74,6 +74,7 @@ class Put:
         if stage is None and transport == "shm":
             raise CatalogError("there is no node on this host whose memory this process could write to: put by grpc")
         if stage is None:
+            client.sql_database.kept_versions.close()  # a node may need their memory
             _require_catalog(client, self.commit.key)
         try:
             if stage is not None:

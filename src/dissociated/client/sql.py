@@ -5,6 +5,7 @@ Importing this module imports duckdb and pyarrow.dataset.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import threading
 import weakref
@@ -30,6 +31,8 @@ try:
     import duckdb
 except ImportError:
     raise OptionError("sql needs DuckDB: pip install duckdb") from None
+if not hasattr(duckdb.DuckDBPyRelation, "to_arrow_reader"):
+    raise OptionError(f"sql needs DuckDB 1.5 or later, not {duckdb.__version__}: pip install --upgrade duckdb")
 
 #: DuckDB has one class for everything that its catalog lacks, and names the missing table in the text alone: with
 #: `errors_as_json`, queries fail with the same text, and `get_table_names` refuses PIVOT, UPDATE and CREATE VIEW.
@@ -42,8 +45,8 @@ _QUERIES = {"SELECT", "EXPLAIN", "MULTI"}
 _LONG = 1 << 20  # least number of rows of a dataset for which a query is tried with its handle
 _MAX_READ = 0.25  # largest fraction of the batches that a scan of a handle may need
 _MAX_REFUSED = 1_000  # most statements that are remembered for a version
-#: The statements that were refused, as long as a version is kept.
-_refused_statements: weakref.WeakKeyDictionary[MappedVersion, set[str]] = weakref.WeakKeyDictionary()
+#: The digests of the statements that were refused, as long as a version is kept. The statements may be long.
+_refused_statements: weakref.WeakKeyDictionary[MappedVersion, set[bytes]] = weakref.WeakKeyDictionary()
 
 
 class SqlSession:
@@ -230,7 +233,7 @@ class _SqlHandle(DatasetHandle):
         kept_version = kept_versions.get(info)
         super().__init__(client, info, reader=_RecordingReader(client, info, failures, kept_version))
         self._lock = threading.Lock()  # DuckDB scans in its own threads
-        self._statement: str | None = None  # which begins; its scans may be refused
+        self._statement: bytes | None = None  # the digest of the statement that begins; its scans may be refused
         self._has_refused = False
         self._mapped = self._reader.map(client.defaults, described_now=True)
         if self._mapped is not None and kept_version is None:
@@ -243,9 +246,10 @@ class _SqlHandle(DatasetHandle):
         mapped = self._mapped
         if mapped is None or not mapped.has_statistics or (self.num_rows or 0) < _LONG:
             return self.whole
-        if statement in _refused_statements.get(mapped, ()):
+        digest = hashlib.blake2b(statement.encode(), digest_size=16).digest()
+        if digest in _refused_statements.get(mapped, ()):
             return self.whole
-        self._statement = statement
+        self._statement = digest
         return self
 
     def scanner(self, columns: Any = None, filter: Any = None, **options: Any) -> Scanner:

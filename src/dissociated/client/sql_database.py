@@ -15,18 +15,19 @@ if TYPE_CHECKING:
 def open_database() -> duckdb.DuckDBPyConnection:
     """Return a connection to a new, empty database, in which names do not refer to variables of Python.
 
-    This takes 20 ms: DuckDB registers its functions, and starts threads.
+    It keeps no files in memory that queries have read. This takes 20 ms: DuckDB registers its functions, and starts
+    threads.
     """
     import duckdb  # on first use: slow to import, and optional
 
-    return duckdb.connect(config={"python_enable_replacements": False})
+    return duckdb.connect(config={"python_enable_replacements": False, "enable_external_file_cache": False})
 
 
 class SqlDatabase(ProcessBound):
     """An empty database that is opened by the first query, and kept for the next ones. It is thread-safe.
 
     Each query has a connection of its own, in which the objects that it registers are temporary views: no other
-    connection sees them. Queries must not change the database itself.
+    connection sees them. Queries should not change the database itself, which some functions of DuckDB do.
     """
 
     def __init__(self) -> None:

@@ -1,1 +1,1 @@
-"""The vocabulary shared by clients and catalogs: locations, commits, descriptors, stages and the URIs of catalogs."""
+"""The vocabulary shared by clients and catalogs: commits, versions, descriptors, locations, access, catalog URIs."""

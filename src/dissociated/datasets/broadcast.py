@@ -12,7 +12,7 @@ from dissociated.codec.columns import select_columns, select_fields
 from dissociated.codec.join import Messages, join
 from dissociated.codec.options import WriteOptions, check_options
 from dissociated.datasets.base import Dataset, Source
-from dissociated.datasets.fanout import Consumer, Fanout
+from dissociated.datasets.fanout import Consumer, Deliver, Fanout
 from dissociated.datasets.live import Live
 from dissociated.datasets.live_message import LiveMessage
 from dissociated.datasets.sources import open_source
@@ -31,7 +31,12 @@ class BroadcastDataset(Dataset):
         return self.live.policy != "block"
 
     @abstractmethod
-    def join(self, wake: Callable[[], None], on_cut_off: Callable[[], None] | None = None) -> Consumer:
+    def join(
+        self,
+        wake: Callable[[], None],
+        on_cut_off: Callable[[], None] | None = None,
+        deliver: Deliver | None = None,
+    ) -> Consumer:
         """Add a consumer: see `Fanout.join`."""
 
     @abstractmethod
@@ -57,8 +62,13 @@ class Broadcast(BroadcastDataset):
         self.live = live
         self._fanout = Fanout(name, reader, live, limit, options)
 
-    def join(self, wake: Callable[[], None], on_cut_off: Callable[[], None] | None = None) -> Consumer:
-        return self._fanout.join(wake, on_cut_off)
+    def join(
+        self,
+        wake: Callable[[], None],
+        on_cut_off: Callable[[], None] | None = None,
+        deliver: Deliver | None = None,
+    ) -> Consumer:
+        return self._fanout.join(wake, on_cut_off, deliver)
 
     def project(self, item: LiveMessage) -> LiveMessage | None:
         return item
@@ -95,8 +105,13 @@ class _BroadcastColumns(BroadcastDataset):
         self._schema = schema  # the encoded schema message of the whole dataset
         self._projection = Projection(schema, indices)
 
-    def join(self, wake: Callable[[], None], on_cut_off: Callable[[], None] | None = None) -> Consumer:
-        return self._whole.join(wake, on_cut_off)
+    def join(
+        self,
+        wake: Callable[[], None],
+        on_cut_off: Callable[[], None] | None = None,
+        deliver: Deliver | None = None,
+    ) -> Consumer:
+        return self._whole.join(wake, on_cut_off, deliver)
 
     def project(self, item: LiveMessage) -> LiveMessage | None:
         if item.body is None:

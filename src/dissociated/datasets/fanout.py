@@ -21,7 +21,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 
@@ -39,19 +40,31 @@ _log = logging.getLogger(__name__)
 
 #: Number of small messages for which the room is checked at once when they follow one another.
 _ROOM_BATCH = 16
+#: Factor by which the time of the last delivery shrinks with each message that was not delivered by the pump.
+_FORGETTING = 0.9
+
+
+#: Encoded messages, by everything that they depend on.
+Encodings: TypeAlias = dict[Hashable, Any]
+Deliver: TypeAlias = Callable[[Encodings], None]
 
 
 class Consumer:
     """A consumer of a fan-out, with its position in the stream and the memory that it holds. Call `leave` after use.
 
     The pump's thread calls `wake` when a message or the end of the stream arrives for a consumer that found nothing to
-    take, and `on_cut_off` when the consumer is cut off.
+    take, and `on_cut_off` when the consumer is cut off. If the source leaves the time, the pump calls `deliver` in
+    place of `wake`: it may take and send messages in the pump's thread, without waiting. Its argument has the encodings
+    of messages that earlier consumers were sent in the same turn.
     """
 
-    def __init__(self, fanout: Fanout, wake: Callable[[], None], on_cut_off: Callable[[], None]) -> None:
+    def __init__(
+        self, fanout: Fanout, wake: Callable[[], None], on_cut_off: Callable[[], None], deliver: Deliver | None
+    ) -> None:
         self._fanout = fanout
         self.wake = wake
         self.on_cut_off = on_cut_off
+        self.deliver = deliver  # None: `wake` is called
         self.waiting: deque[LiveMessage] = deque()  # messages that the consumer has not taken yet
         self.queued = 0  # bytes of the waiting messages outside of shared memory
         self.droppable = 0  # number of waiting items that may be dropped
@@ -202,6 +215,7 @@ class Fanout:
         self._consumers: list[Consumer] = []
         self.waking: list[Consumer] = []  # consumers that the pump wakes next
         self._pump: threading.Thread | None = None  # the thread that reads, once it was started
+        self._delivery_time = 0.0  # seconds of processor time for which the pump has last delivered a message
         # The text of the error that ended the stream. The error itself would keep alive, through its traceback, all
         # objects of the functions that it passed.
         self._reason: str | None = None
@@ -217,12 +231,18 @@ class Fanout:
 
     # Consumers
 
-    def join(self, wake: Callable[[], None], on_cut_off: Callable[[], None] | None = None) -> Consumer:
+    def join(
+        self,
+        wake: Callable[[], None],
+        on_cut_off: Callable[[], None] | None = None,
+        deliver: Deliver | None = None,
+    ) -> Consumer:
         """Add a consumer. The pump starts when the required number of consumers has joined.
 
         Args:
             wake: see `Consumer`.
             on_cut_off: see `Consumer`. Default: `wake`.
+            deliver: see `Consumer`. Default: `wake` is called.
 
         Raises:
             SourceError: if the stream has ended, or has begun and refuses late consumers.
@@ -234,7 +254,7 @@ class Fanout:
                 raise SourceError(
                     f'the live stream {self.name!r} has begun, and refuses late readers (Live(late="refuse"))'
                 )
-            consumer = Consumer(self, wake, on_cut_off or wake)
+            consumer = Consumer(self, wake, on_cut_off or wake, deliver)
             for item in (
                 LiveMessage.inline(self._schema),
                 *(message for messages in self._dictionaries.values() for message in messages),
@@ -252,6 +272,7 @@ class Fanout:
         """Remove `consumer`, and release everything that it holds. Call it with `changed` held."""
         if consumer in self._consumers:
             self._consumers.remove(consumer)
+        consumer.deliver = None  # it may refer to an owner of the consumer
         self.forget(consumer)
         self._last_receivers = []  # they refer to this object
         self.free(consumer, set(consumer.addresses))
@@ -305,12 +326,14 @@ class Fanout:
                 messages = split(reader, self._options)
                 del reader
                 next(messages)  # the schema, which consumers received when they joined
+                requested = time.monotonic()
                 for message in messages:
+                    leisure = time.monotonic() - requested
                     goes_on = self._publish(message)
-                    while self.waking:  # not while `changed` is held, which the consumer needs as soon as it wakes
-                        self.waking.pop().wake()
+                    self._wake_consumers(leisure)
                     if not goes_on:
                         break
+                    requested = time.monotonic()
         except DissociatedError as error:
             reason, reference = error.peer_reason or str(error), error.reference
             _log.log(log_level(error), "live stream failed: dataset=%r error=%s", self.name, log_message(error))
@@ -323,6 +346,31 @@ class Fanout:
                 self._busy = False
                 self._end(reason, reference)
                 self._release_unused()
+
+    def _wake_consumers(self, leisure: float) -> None:
+        """Have the newest message sent to consumers that wait for it. The source has taken `leisure` seconds for it.
+
+        If sending takes less time than that, this thread sends: handing over to a thread for each consumer costs more.
+        Otherwise the threads of the consumers send, several messages at a time. Processor time is compared, since this
+        thread may be suspended. Do not call this while `changed` is held, which a consumer needs as soon as it wakes.
+        """
+        if not self.waking:
+            return
+        waking, self.waking = self.waking, []
+        if leisure < self._delivery_time:
+            self._delivery_time *= _FORGETTING  # so that a single slow delivery does not decide for ever
+            for consumer in waking:
+                consumer.wake()
+            return
+        began = time.thread_time()
+        encodings: Encodings = {}
+        for consumer in waking:
+            deliver = consumer.deliver  # copied, because another thread may reset it
+            if deliver is None:
+                consumer.wake()
+            else:
+                deliver(encodings)
+        self._delivery_time = time.thread_time() - began
 
     def _publish(self, message: SplitMessage) -> bool:
         """Give the next message to every consumer. Return whether the stream goes on."""

@@ -58,7 +58,7 @@ class Rate:
 
 
 class ConnectionStats:
-    """The statistics of one connection. Only the connection's own thread writes them."""
+    """The statistics of one connection. Only the thread that sends writes them."""
 
     def __init__(self, connection: int, listener: str, peer: str) -> None:
         #: The number of the connection, which the status and the log show.

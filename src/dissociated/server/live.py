@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 from dissociated.base.buffers import Buffer, metadata_too_long
 from dissociated.codec.split import SplitMessage
 from dissociated.datasets.broadcast import BroadcastDataset
-from dissociated.datasets.fanout import Consumer
+from dissociated.datasets.fanout import Consumer, Encodings
 from dissociated.datasets.live_message import MAX_SEND_BYTES, MAX_SEND_MESSAGES, SMALL_BODY, LiveMessage
 from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.streamed import StreamedDataset
@@ -43,15 +45,15 @@ class _LiveSending(Sending):
         if self._mapped:
             self._admission.admit_live(self._name)
 
-    def _send_together(self, items: Sequence[LiveMessage], body: Callable[[LiveMessage], Body | None]) -> int:
-        """Send all of `items` in one call, with alike neighbours combined into runs.
+    def _encode_together(self, items: Sequence[LiveMessage], body: Callable[[LiveMessage], Body | None]) -> Any:
+        """Encode all of `items` to be sent in one call, with alike neighbours combined into runs.
 
         Args:
             items: the messages to send.
             body: called for each message outside a run; it returns the body to send, or None for no body.
 
         Returns:
-            The total length of the bodies, in bytes.
+            The messages, as `Connection.prepare` returns them.
         """
         messages: list[Message | Run] = []
         for header, neighbours in groupby(items, _run_key):
@@ -64,9 +66,16 @@ class _LiveSending(Sending):
             for item in grouped:
                 for message in item.each():
                     messages += self._encode_message(message.header, body(message))
+        return self._connection.prepare(messages)
+
+    def _send_encoded(self, encoded: Any, items: Sequence[LiveMessage], at_once: bool = False) -> int:
+        """Send the encoding of `items`, `at_once` without waiting. Return the total length of the bodies, in bytes."""
         nbytes = sum([item.nbytes for item in items])
         with self._stats.sending(self._connection, nbytes):
-            self._connection.send(self._connection.prepare(messages), self._limits.stall_timeout)
+            if at_once:
+                self._connection.send_at_once(encoded)
+            else:
+                self._connection.send(encoded, self._limits.stall_timeout)
         return nbytes
 
     def _encode_message(self, header: bytes, body: Body | None) -> list[Message]:
@@ -85,10 +94,9 @@ class _LiveSending(Sending):
             self._shared.add(region.base)
             self._connection.memory.share(region.descriptor, region.base, region.size, region.backing)
 
-    def _lease_body(self, extents: Sequence[tuple[int, int]]) -> Body:
-        """Return a body of addresses. The client holds a lease of each address from now on."""
+    def _lease(self, extents: Sequence[tuple[int, int]]) -> None:
+        """Record that the client holds a lease of each address from now on."""
         self._hold([address for address, length in extents if length], len(extents))
-        return Body(BodyKind.ADDRESSES, (encode_addresses(extents),))
 
 
 class StreamedSending(_LiveSending):
@@ -150,7 +158,7 @@ class StreamedSending(_LiveSending):
             yield from self._dataset.messages()
 
     def _send_coalesced(self, items: Sequence[LiveMessage]) -> None:
-        self._send_together(items, _packed)
+        self._send_encoded(self._encode_together(items, _packed), items)
         self._stats.messages += sum([item.messages for item in items])
         self._take_frees()
 
@@ -182,11 +190,15 @@ class StreamedSending(_LiveSending):
     def _write_body(self, region: LiveRegion, message: SplitMessage, parts: Sequence[Buffer]) -> Body:
         offsets, lengths = buffer_extents(message.header, message.parsed)
         placed = region.place(parts, message.parsed.body_length, zip(offsets, lengths, strict=True))
-        return self._lease_body(placed)
+        self._lease(placed)
+        return _address_body(placed)
 
 
 class BroadcastSending(_LiveSending):
-    """The sending of a broadcast: messages that several clients share, and memory that they lease together."""
+    """The sending of a broadcast: messages that several clients share, and memory that they lease together.
+
+    While the connection's thread waits, the pump's thread may send: see `Consumer`. The two take turns by a lock.
+    """
 
     def __init__(self, client: ClientRequest, dataset: BroadcastDataset) -> None:
         super().__init__(client, dataset.name)
@@ -195,6 +207,8 @@ class BroadcastSending(_LiveSending):
         if dataset.notes_missed:
             self._max_metadata += MAX_NOTE_SIZE  # clients accept this, too
         self._noted = 0  # number of missed batches of which the client knows
+        self._turn = threading.Lock()  # held while a thread sends; the connection's thread releases it to wait
+        self._error: BaseException | None = None  # of a send in the pump's thread
 
     def send(self) -> None:
         if self._streams is not Streams.BOTH:
@@ -205,11 +219,16 @@ class BroadcastSending(_LiveSending):
         # A client that maps no memory can only be late in taking bytes off the connection, so it is cut off by
         # interrupting the connection. A client that maps memory is woken, and told the reason.
         on_cut_off = self._connection.wake if self._mapped else self._connection.interrupt
-        self._consumer = consumer = self._dataset.join(self._connection.wake, on_cut_off)
         live = self._dataset.live
+        deliver = self._deliver if self._connection.sends_at_once and not live.linger else None
+        self._turn.acquire()
+        self._consumer = consumer = self._dataset.join(self._connection.wake, on_cut_off, deliver)
         pause_until = 0.0  # by time.monotonic
         unread_wait = _MIN_UNREAD_WAIT
-        while not consumer.finished:
+        while True:
+            self._finish_delivery()
+            if consumer.finished:
+                return
             self._take_frees()
             if live.policy != "block" and not consumer.cut_off and self._connection.unread:
                 # Messages that are sent can be dropped no more, and would be old when the client comes to them.
@@ -219,17 +238,69 @@ class BroadcastSending(_LiveSending):
             unread_wait = _MIN_UNREAD_WAIT
             if (pause := pause_until - time.monotonic()) > 0:
                 time.sleep(pause)
-            # Bodies that are sent by address do not count, unless they should wait where they can be dropped.
-            by_address = self._mapped and not self._half_closed and not self._limits.inline_limit
-            items = consumer.take(MAX_SEND_MESSAGES, MAX_SEND_BYTES, by_address and live.policy == "block")
+            items = self._take(consumer)
             if not items:
-                self._connection.wait(_MAX_WAIT)
+                self._turn.release()
+                try:
+                    self._connection.wait(_MAX_WAIT)
+                finally:
+                    self._turn.acquire()
                 continue
             count, nbytes = self._send_items(consumer, items)
             # If several messages came during the last send, more will probably come, and together they cost less.
             interval = live.linger or (COALESCE_INTERVAL if count > MIN_BURST else 0.0)
             is_small = count < MAX_SEND_MESSAGES and nbytes <= SMALL_BODY
             pause_until = time.monotonic() + interval if interval and is_small else 0.0
+
+    def _take(self, consumer: Consumer) -> list[LiveMessage]:
+        """Take the messages to send next."""
+        # Bodies that are sent by address do not count, unless they should wait where they can be dropped.
+        by_address = self._mapped and not self._half_closed and not self._limits.inline_limit
+        maps = by_address and self._dataset.live.policy == "block"
+        return consumer.take(MAX_SEND_MESSAGES, MAX_SEND_BYTES, maps)
+
+    def _deliver(self, encodings: Encodings) -> None:
+        """Send waiting messages in the pump's thread if that needs no waiting, or wake the connection's thread."""
+        if not self._turn.acquire(blocking=False):
+            self._connection.wake()
+            return
+        try:
+            is_done = self._send_at_once(encodings)
+        except BaseException as error:
+            self._error, is_done = error, False
+        finally:
+            self._turn.release()
+        if not is_done:
+            self._connection.wake()
+
+    def _send_at_once(self, encodings: Encodings) -> bool:
+        """Send the waiting messages without waiting. Return False if something remains for the connection's thread."""
+        consumer, connection = self._consumer, self._connection
+        assert consumer is not None
+        if self._error is not None or connection.backlog or any(map(self._may_wait, consumer.waiting)):
+            return False
+        if self._dataset.live.policy != "block" and connection.unread:
+            return False
+        self._send_items(consumer, self._take(consumer), encodings)
+        consumer.idle = not consumer.waiting
+        return consumer.idle and not connection.backlog
+
+    def _may_wait(self, item: LiveMessage) -> bool:
+        """Return whether sending `item` may have to wait: a region must be shared before, or the body is large."""
+        if item.region is None:
+            return item.nbytes > SMALL_BODY
+        return not self._goes_by_address(item) or item.region.base not in self._shared
+
+    def _finish_delivery(self) -> None:
+        """Do the rest of a send in the pump's thread: raise its error, or send what the connection did not take."""
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # or it would refer to itself through this frame, and keep what was being sent
+        if self._connection.backlog:
+            self._connection.send((), self._limits.stall_timeout)
 
     @property
     def joined(self) -> bool:
@@ -265,16 +336,33 @@ class BroadcastSending(_LiveSending):
         if self._consumer is not None:
             self._consumer.free(addresses)
 
-    def _send_items(self, consumer: Consumer, items: Sequence[LiveMessage]) -> tuple[int, int]:
-        """Send all of `items` in one call. Return the number of messages and the total bytes of their bodies."""
+    def _send_items(
+        self, consumer: Consumer, items: Sequence[LiveMessage], encodings: Encodings | None = None
+    ) -> tuple[int, int]:
+        """Send all of `items` in one call.
+
+        Args:
+            consumer: the consumer.
+            items: the messages to send.
+            encodings: see `Consumer`. The messages are then sent without waiting.
+
+        Returns:
+            The number of messages and the total bytes of their bodies.
+        """
         leased = {address for item in items for address in item.addresses}
         unsent, written = {*leased}, self._connection.written
-        mapped = self._mapped and not self._half_closed
         try:
             count = sum([item.messages for item in items])
             projected = [item for item in map(self._dataset.project, items) if item is not None]
             noted = self._note_missed(consumer, projected)
-            nbytes = self._send_together(noted, lambda item: self._body(item, mapped, unsent))
+            for item in noted:
+                if self._goes_by_address(item):
+                    assert item.region is not None
+                    self._share(item.region)
+                    unsent -= item.addresses
+                    self._lease(item.extents)
+            encoded = self._encode_once(noted, encodings)
+            nbytes = self._send_encoded(encoded, noted, at_once=encodings is not None)
             self._stats.messages += count
             return count, nbytes
         except ConnectionClosed:
@@ -284,6 +372,22 @@ class BroadcastSending(_LiveSending):
             raise
         finally:
             consumer.free(unsent)
+
+    def _encode_once(self, items: Sequence[LiveMessage], encodings: Encodings | None) -> Any:
+        """Return the encoding of `items` at this place of the stream, from `encodings` if another client has it too."""
+        if encodings is None:
+            return self._encode_together(items, self._body)
+        first = self._sender.sequence
+        # The items are part of the value, too, so that no other object has their identities meanwhile.
+        key = self._connection.encoding, first, self._mapped, self._half_closed, *map(id, (self._limits, *items))
+        encoding = encodings.get(key)
+        if encoding is None:
+            encoded = self._encode_together(items, self._body)
+            encodings[key] = encoded, self._sender.sequence - first, items
+            return encoded
+        encoded, count, _ = encoding
+        self._sender.record_sent(first, count)
+        return encoded
 
     def _note_missed(self, consumer: Consumer, items: Sequence[LiveMessage]) -> Sequence[LiveMessage]:
         """Note in the first batch of `items` that the client missed batches, if it missed any since the last note."""
@@ -295,20 +399,27 @@ class BroadcastSending(_LiveSending):
                 return [*items[:at], *item.noting_missed(self._noted), *items[at + 1 :]]
         return items
 
-    def _body(self, item: LiveMessage, mapped: bool, unsent: set[int]) -> Body | None:
-        """Return the body to send for `item`. Addresses that the client leases by it are removed from `unsent`."""
+    def _goes_by_address(self, item: LiveMessage) -> bool:
+        """Return whether the client is sent the addresses of this body. Otherwise it is sent the body itself."""
+        is_mapped = item.region is not None and self._mapped and not self._half_closed
+        return is_mapped and item.parsed.body_length > (self._limits.inline_limit or 0)
+
+    def _body(self, item: LiveMessage) -> Body | None:
+        """Return the body to send for `item`."""
         if item.body is None:
             return None
-        if mapped and item.region is not None and item.parsed.body_length > (self._limits.inline_limit or 0):
-            self._share(item.region)
-            unsent -= item.addresses
-            return self._lease_body(item.extents)
+        if self._goes_by_address(item):
+            return _address_body(item.extents)
         # The region's memory is freed right after sending, and then reused. The body can be sent without a copy only if
         # it lies in no region, or if the connection no longer needs it when the send has returned. To a client that
         # maps memory, bytes of a send that was woken may still be queued.
         if item.region is None or (self._connection.copies and not self._mapped):
             return Body(BodyKind.PACKED, item.body)
         return Body(BodyKind.PACKED, [*map(bytes, item.body)])
+
+
+def _address_body(extents: Sequence[tuple[int, int]]) -> Body:
+    return Body(BodyKind.ADDRESSES, (encode_addresses(extents),))
 
 
 def _run_key(item: LiveMessage) -> bytes | None:

@@ -1,129 +1,112 @@
-"""Address of the catalog, for the driver and for every task, and how long they wait for an answer."""
+"""The datasets of a catalog as tables, for Spark's catalog plug-in in its JVM (`jvm/Catalog.scala`).
+
+The sidecar answers these calls. Their `options` name the catalog of this library.
+"""
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TypeVar
+import json
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from pyspark.sql.types import StructType
 
 from dissociated.client.client import Client
-from dissociated.client.request import TIMEOUT
-from dissociated.control.access import read_token
-from dissociated.control.catalog_uri import CATALOG_VARIABLE
-from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded, NodeUnreachable, OptionError
-from dissociated.node.client import connect
-from dissociated.node.launch import ensure
-from dissociated.node.local import EMPTY_EXIT
-
-T = TypeVar("T")
-
-#: The seconds for which tasks wait for a catalog or a node that is away, unless an option says otherwise.
-WAIT = 60.0
-_MAX_WAIT = 86_400.0
-RETRY_DELAY = 0.5  # seconds between two attempts
-#: For each catalog that does not answer, by URI: the times of the first and the last failure.
-_failures: dict[str, tuple[float, float]] = {}
+from dissociated.control.commit import Commit
+from dissociated.errors import DatasetNotFound
+from dissociated.spark.catalog_config import CatalogConfig
+from dissociated.spark.columns import spark_schema
+from dissociated.spark.request import DatasetRequest
+from dissociated.spark.target import WriteTarget, parse_tags
+from dissociated.spark.types import arrow_schema
+from dissociated.spark.writer import commit
 
 
-@dataclass(frozen=True)
-class CatalogConfig:
-    """Address and credentials of the catalog.
-
-    The driver copies this object to every task. For this reason it names the token file and does not hold the token.
-    """
-
-    uri: str
-    token_file: str | None = None
-    tls_roots: str | None = None
-    #: The seconds for which a call is repeated while the catalog or a node does not answer.
-    wait: float = WAIT
-
-    @classmethod
-    def parse(cls, options: Mapping[str, str]) -> CatalogConfig:
-        """Parse the options of a data source.
-
-        If neither they nor the environment name the catalog, it is that of this user's node on the host of the driver,
-        which is started if it is not running.
-
-        Raises:
-            StoreError: The node cannot be started.
-            OptionError: The option `wait` is invalid.
-        """
-        return cls(
-            options.get("catalog") or os.environ.get(CATALOG_VARIABLE) or ensure(empty_exit=EMPTY_EXIT).uri,
-            token_file=options.get("token_file"),
-            tls_roots=options.get("tls_roots"),
-            wait=_parse_wait(options.get("wait")),
-        )
-
-    def connect(self, uri: str | None = None, timeout: float = TIMEOUT) -> Client:
-        """Connect to the catalog or, with `uri`, to a node of it.
-
-        Returns:
-            A client, which the caller closes after use.
-
-        Raises:
-            DissociatedError: The connection failed as `dis.connect` describes.
-        """
-        token = None if self.token_file is None else read_token(self.token_file)
-        return connect(uri or self.uri, timeout=timeout, token=token, tls_roots=self.tls_roots)
-
-    def retry(self, call: Callable[[], T]) -> T:
-        """Return the result of `call`, repeated for `wait` seconds while the catalog or a node does not answer.
-
-        For a catalog, these seconds begin with the first failure of any such call in this process. So if the catalog is
-        gone for good, the further attempts of a task, and the abort after them, do not wait as long again.
-
-        Raises:
-            CatalogUnreachable, NodeUnreachable: The catalog, or a node that `call` needs, did not answer in that time.
-            DeadlineExceeded: The last call took too long.
-        """
-        started = time.monotonic()
-        while True:
-            try:
-                result = call()
-            except CatalogUnreachable:
-                if time.monotonic() - min(started, _first_failure(self.uri)) >= self.wait:
-                    raise
-            except (NodeUnreachable, DeadlineExceeded):
-                if time.monotonic() - started >= self.wait:
-                    raise
-            else:
-                _failures.pop(self.uri, None)
-                return result
-            time.sleep(RETRY_DELAY)
+def tables(options: Mapping[str, str]) -> Sequence[str]:
+    """Return the names of all tables. Datasets of tensors are not tables."""
+    with CatalogConfig.parse(options).connect() as client:
+        return [info.name for info in client.list() if info.tensors is None]
 
 
-def _first_failure(uri: str) -> float:
-    """Record that the catalog does not answer. Return the time since when it has not answered any call."""
-    now = time.monotonic()
-    first, last = _failures.get(uri, (now, now))
-    if now - last > WAIT:
-        first = now  # No call has failed for so long that the earlier outage was probably another one.
-    _failures[uri] = first, now
-    return first
+def table_exists(options: Mapping[str, str], name: str) -> bool:
+    """Return whether there is a dataset with this name. It may hold tensors."""
+    with CatalogConfig.parse(options).connect() as client:
+        return name in client
 
 
-def _parse_wait(text: str | None) -> float:
-    try:
-        wait = WAIT if text is None else float(text)
-    except ValueError:
-        wait = -1.0
-    if not 0 <= wait <= _MAX_WAIT:
-        raise OptionError(f"the option wait is a number of seconds from 0 to {_MAX_WAIT:g}, not {text!r}")
-    return wait
+def load_table(
+    options: Mapping[str, str], name: str, version: str | None = None, timestamp: int | None = None
+) -> Mapping[str, Any] | None:
+    """Return the schema of a table in Spark's JSON, its tags, and the number of its version.
 
+    Args:
+        options: The options of the catalog.
+        name: The name of the dataset.
+        version: The number of a version that is kept. Default: the current version.
+        timestamp: A moment whose version is wanted, in microseconds since 1970.
 
-def required(options: Mapping[str, str], key: str, advice: str) -> str:
-    """Return the value of the option `key`.
+    Returns:
+        None if there is no such table.
 
     Raises:
-        CatalogError: The option is missing. The message is "say where", followed by `advice`.
+        DatasetNotFound: The table exists, and the version is not kept.
     """
-    if value := options.get(key):
-        return str(value)
-    if key == "path":
-        advice += ". A table of Spark's own catalog has no place for that: CREATE TEMPORARY VIEW has, with OPTIONS"
-    raise CatalogError(f"say where {advice}")
+    config = CatalogConfig.parse(options)
+    with config.connect() as client:
+        if name not in client:
+            return None
+        if timestamp is not None:
+            version = str(_version_at(client, name, datetime.fromtimestamp(0, UTC) + timedelta(microseconds=timestamp)))
+        request = DatasetRequest.parse({**options, "path": name, **({} if version is None else {"version": version})})
+        try:
+            info = request.describe(client)
+        except DatasetNotFound:
+            advice = _kept_versions(client.versions(name))
+            raise DatasetNotFound(f"no version {request.version} of {name!r} is kept. {advice}") from None
+    return {"schema": spark_schema(info.schema).json(), "tags": dict(info.tags), "version": info.version}
+
+
+def _version_at(client: Client, name: str, moment: datetime) -> int:
+    """Return the number of the version that was current at a moment.
+
+    Raises:
+        DatasetNotFound: The version is not kept.
+    """
+    versions = client.versions(name)
+    for version, later in zip(versions, [*versions[1:], None], strict=True):
+        # If the next number is missing, that version is gone, and it may have been current at the moment.
+        is_known = version["current"] if later is None else later["version"] == version["version"] + 1
+        if is_known and version["created"] <= moment and (later is None or moment < later["created"]):
+            return int(version["version"])
+    raise DatasetNotFound(f"the version of {name!r} at {moment:%F %T} UTC is not kept. {_kept_versions(versions)}")
+
+
+def _kept_versions(versions: Sequence[Mapping[str, Any]]) -> str:
+    lines = (f"{version['version']} of {version['created']:%F %T} UTC" for version in versions)
+    return f"Versions that are kept: {', '.join(lines)}. Nodes keep replaced versions for a while (--retain)"
+
+
+def create_table(options: Mapping[str, str], name: str, schema: str, tags: Mapping[str, str]) -> None:
+    """Publish a dataset without rows. `schema` is in Spark's JSON."""
+    target = WriteTarget(CatalogConfig.parse(options), Commit(name, tags=tags))
+    commit(target, uuid.uuid4().hex, arrow_schema(StructType.fromJson(json.loads(schema))), ())
+
+
+def merged_tags(tags: Mapping[str, str], added: str) -> str:
+    """Return the option `tags` for `tags` and the tags in the option `added`, which win."""
+    return json.dumps({**tags, **parse_tags(added)})
+
+
+def drop_table(options: Mapping[str, str], name: str) -> bool:
+    """Drop a table. Return whether it existed."""
+    with CatalogConfig.parse(options).connect() as client:
+        try:
+            client.drop(name)
+        except DatasetNotFound:
+            return False
+        return True
+
+
+TABLE_CALLS: Sequence[Callable[..., Any]] = (tables, table_exists, load_table, create_table, merged_tags, drop_table)

@@ -124,7 +124,7 @@ class ColumnConverter:
             return batch.select([])  # keeps the number of rows
         arrays = [self._column(batch.column(field.name), field) for field in self.schema]
         for place, field in self._without_nulls:
-            if _has_forbidden_nulls(arrays[place], field):
+            if misplaced_null(arrays[place], field) is not None:
                 raise SourceError(
                     f"column {field.name!r} has nulls, and its schema says that it has none: name it in "
                     ".schema('...'), which allows them"
@@ -369,13 +369,17 @@ def _forbids_nulls(field: pa.Field) -> bool:
     return not field.nullable or any(map(_forbids_nulls, below))
 
 
-def _has_forbidden_nulls(array: pa.Array, field: pa.Field) -> bool:
-    """Return whether the array has a null that `field` forbids. Values below a null are ignored."""
+def misplaced_null(array: pa.Array, field: pa.Field, path: str = "") -> str | None:
+    """Return the path of the column, at any depth, that has a null which `field` forbids; None if there is none.
+
+    Values below a null are ignored. `path` is the path of the column that `field` is in.
+    """
     if not _forbids_nulls(field):
-        return False
+        return None
+    path = f"{path}.{field.name}" if path else field.name
     if array.null_count:
         if not field.nullable:
-            return True
+            return path
         array = array.drop_null()
     if types.is_map(field.type):
         children, fields = _pairs(array), [field.type.key_field, field.type.item_field]
@@ -384,8 +388,9 @@ def _has_forbidden_nulls(array: pa.Array, field: pa.Field) -> bool:
     elif types.is_list(field.type):
         children, fields = [array.flatten()], [field.type.value_field]
     else:
-        return False
-    return any(map(_has_forbidden_nulls, children, fields))
+        return None
+    below = (misplaced_null(child, inner, path) for child, inner in zip(children, fields, strict=True))
+    return next(filter(None, below), None)
 
 
 def _pairs(array: pa.Array) -> Sequence[pa.Array]:

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.types as types
 
 from dissociated.errors import DatasetNotFound, SourceError
+from dissociated.spark.columns import misplaced_null
 from dissociated.spark.types import conform, kept_type, same_layout
 
 if TYPE_CHECKING:
@@ -104,10 +105,10 @@ class Fitting:
             for field, source in zip(self.schema, self.sources, strict=True)
         ]
         for number in self.without_nulls:
-            if where := _misplaced_null(columns[number], self.schema.field(number)):
+            if (path := misplaced_null(columns[number], self.schema.field(number))) is not None:
                 raise SourceError(
-                    f"{where} is null in a row that is appended to {self.name!r}, which has no nulls there: filter "
-                    "such rows, fill them, or write the dataset anew"
+                    f"column {path!r} is null in a row that is appended to {self.name!r}, which has no nulls there: "
+                    "filter such rows, fill them, or write the dataset anew"
                 )
         try:
             return conform(pa.RecordBatch.from_arrays(columns, self.schema.names), self.schema)
@@ -184,29 +185,3 @@ def _is_stricter(existing: pa.Field, added: pa.Field) -> bool:
     return types.is_nested(existing.type) and any(
         _is_stricter(existing.type.field(index), added.type.field(index)) for index in range(existing.type.num_fields)
     )
-
-
-def _misplaced_null(array: pa.Array, field: pa.Field, path: str = "") -> str | None:
-    """Return the path of the column, at any depth, that has a null which `field` forbids; None if there is none.
-
-    Values below a null are ignored.
-    """
-    path = f"{path}.{field.name}" if path else field.name
-    if array.null_count:
-        if not field.nullable:
-            return f"column {path!r}"
-        array = array.drop_null()
-    below = (_misplaced_null(child, inner, path) for child, inner in _children(array, field.type))
-    return next(filter(None, below), None)
-
-
-def _children(array: pa.Array, type_: pa.DataType) -> Iterator[tuple[pa.Array, pa.Field]]:
-    """Yield the child arrays of an array without nulls, each with its field in `type_`."""
-    if types.is_struct(array.type):
-        yield from ((array.field(index), type_.field(index)) for index in range(type_.num_fields))
-    elif types.is_map(array.type):
-        first, count = array.offsets[0].as_py(), array.offsets[-1].as_py() - array.offsets[0].as_py()
-        yield array.keys.slice(first, count), type_.key_field
-        yield array.items.slice(first, count), type_.item_field
-    elif types.is_nested(array.type):
-        yield array.flatten(), type_.value_field

@@ -25,7 +25,7 @@ from pyspark.sql.types import StructType
 from dissociated.base.buffers import Buffer
 from dissociated.client.client import Client
 from dissociated.client.partitions import PARTITION_BYTES, Slice, cut_endpoint, narrow
-from dissociated.client.plan import CONNECT_TIMEOUT, PartPlan, plan_part
+from dissociated.client.plan import CONNECT_TIMEOUT, PartPlan, plan_part, row_filter
 from dissociated.client.request import Filtering, ReadRequest
 from dissociated.codec.join import Messages, join
 from dissociated.control.dataset_info import DatasetInfo
@@ -326,22 +326,21 @@ class _BatchFilter:
 
     def __init__(self, request: DatasetRequest, target: StructType, source: pa.Schema) -> None:
         self._columns = ColumnConverter(source, target, request.nanoseconds)
-        self._filters = request.filters
+        self._rows = None
         names = self._columns.names
-        if self._filters is not None:
-            filter_columns = self._filters.columns
+        if request.filters is not None:
+            filter_columns = request.filters.columns
             self._filter_columns = ColumnConverter(source, spark_schema(source, filter_columns), request.nanoseconds)
-            # Raises if the filters do not fit the columns.
-            self._filters.mask(pa.RecordBatch.from_pylist([], self._filter_columns.schema))
+            self._rows = row_filter(request.filters, self._filter_columns.schema)
             names = [*names, *filter_columns]
         #: The names of the columns to request; None for all columns.
         self.requested = None if {*names} == {*source.names} else names
 
     def apply(self, batch: pa.RecordBatch, in_place: bool) -> pa.RecordBatch:
         """Return the wanted columns of the rows that pass the filters."""
-        if self._filters is None:
+        if self._rows is None:
             return self._columns.select(batch) if in_place else self._columns.convert(batch)
-        mask = self._filters.mask(self._filter_columns.convert(batch))
+        mask = self._rows.mask(self._filter_columns.convert(batch))
         return self._columns.convert(batch).filter(mask)
 
 

@@ -28,7 +28,7 @@ from dissociated.errors import (
     WrongKind,
 )
 from dissociated.node.local import restart_here
-from dissociated.spark.catalog import RETRY_DELAY, CatalogConfig, required
+from dissociated.spark.catalog_config import RETRY_DELAY, CatalogConfig, required
 from dissociated.spark.columns import spark_schema
 from dissociated.spark.filters import parse_filters
 

@@ -17,7 +17,7 @@ from dissociated.base.tracing import TRACEPARENT, current_traceparent
 from dissociated.control.catalog_uri import CATALOG_VARIABLE
 from dissociated.control.commit import Commit
 from dissociated.errors import JarNotMade, PySparkNotFound
-from dissociated.spark.catalog import WAIT, CatalogConfig
+from dissociated.spark.catalog_config import WAIT, CatalogConfig
 from dissociated.spark.jar import jar
 from dissociated.spark.java import java_home
 from dissociated.spark.target import WriteTarget

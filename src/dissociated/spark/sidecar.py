@@ -20,17 +20,12 @@ The JVM starts the process, and the process ends with the JVM. Requests are line
                                             batches, and proves that the previous batches were held until then
     close(stream)                           releases the batches and their memory
 
-    tables(options), table_exists(options, name), load_table(options, name, version, timestamp),
-    create_table(options, name, schema, tags), drop_table(options, name)
-                                            the datasets of a catalog as tables, for Spark's catalog plug-in; `options`
-                                            name the catalog
     begin_export(name), end_export(name)    on the driver: files for the rows of a DataFrame, until the end
     export_file(name)                       in a task: the path of a new file for the rows of its partition
     seal_export(name, path)                 in a task: nobody can change the file any more
 
-    merged_tags(tags, added)                the text of the option `tags` for the tags of a table and further ones
-
-and the calls of `dissociated.spark.staging`, for writing.
+and the calls of `dissociated.spark.staging`, for writing, and of `dissociated.spark.catalog`, for Spark's catalog
+plug-in.
 
 Schemas are Spark's JSON, and "rows" of a partition is 0 if the number is unknown.
 
@@ -48,24 +43,20 @@ import signal
 import sys
 import threading
 import traceback
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pyarrow as pa
 from pyspark.sql.types import StructType
 
 from dissociated.base.oserrors import store_errors
-from dissociated.client.client import Client
 from dissociated.codec.reader import read_schema
-from dissociated.control.commit import Commit
-from dissociated.errors import DatasetNotFound, DissociatedError, RemoteProtocolError
+from dissociated.errors import DissociatedError, RemoteProtocolError
 from dissociated.memory.region import AddressSpace
 from dissociated.memory.shared import Backing, seal
-from dissociated.spark.catalog import CatalogConfig
+from dissociated.spark.catalog import TABLE_CALLS
 from dissociated.spark.columns import spark_schema
 from dissociated.spark.exchange import JvmMemfd, pickled, unpickled
 from dissociated.spark.filters import as_filters
@@ -74,9 +65,6 @@ from dissociated.spark.reader import DatasetReader
 from dissociated.spark.request import DatasetRequest, PlannedVersion
 from dissociated.spark.staging import Writes
 from dissociated.spark.stream import SharedStream
-from dissociated.spark.target import WriteTarget, parse_tags
-from dissociated.spark.types import arrow_schema
-from dissociated.spark.writer import commit
 
 _MAX_THREADS = 256  # the largest number of tasks of one executor
 _MAX_READERS = 64  # kept for later tasks
@@ -107,7 +95,7 @@ class Sidecar:
             "seal_export": self.seal_export,
             "end_export": self.end_export,
             **Writes().calls,
-            **{call.__name__: call for call in _TABLE_CALLS},
+            **{call.__name__: call for call in TABLE_CALLS},
         }
 
     def describe(self, options: Mapping[str, str]) -> Any:
@@ -205,94 +193,6 @@ class Sidecar:
         with self._lock:
             for memfd in self._exports.pop(name, {}).values():
                 memfd.close()
-
-
-def tables(options: Mapping[str, str]) -> Sequence[str]:
-    """Return the names of all tables. Datasets of tensors are not tables."""
-    with CatalogConfig.parse(options).connect() as client:
-        return [info.name for info in client.list() if info.tensors is None]
-
-
-def table_exists(options: Mapping[str, str], name: str) -> bool:
-    """Return whether there is a dataset with this name. It may hold tensors."""
-    with CatalogConfig.parse(options).connect() as client:
-        return name in client
-
-
-def load_table(
-    options: Mapping[str, str], name: str, version: str | None = None, timestamp: int | None = None
-) -> Mapping[str, Any] | None:
-    """Return the schema of a table in Spark's JSON, its tags, and the number of its version.
-
-    Args:
-        options: The options of the catalog.
-        name: The name of the dataset.
-        version: The number of a version that is kept. Default: the current version.
-        timestamp: A moment whose version is wanted, in microseconds since 1970.
-
-    Returns:
-        None if there is no such table.
-
-    Raises:
-        DatasetNotFound: The table exists, and the version is not kept.
-    """
-    config = CatalogConfig.parse(options)
-    with config.connect() as client:
-        if name not in client:
-            return None
-        if timestamp is not None:
-            version = str(_version_at(client, name, datetime.fromtimestamp(0, UTC) + timedelta(microseconds=timestamp)))
-        request = DatasetRequest.parse({**options, "path": name, **({} if version is None else {"version": version})})
-        try:
-            info = request.describe(client)
-        except DatasetNotFound:
-            advice = _kept_versions(client.versions(name))
-            raise DatasetNotFound(f"no version {request.version} of {name!r} is kept. {advice}") from None
-    return {"schema": spark_schema(info.schema).json(), "tags": dict(info.tags), "version": info.version}
-
-
-def _version_at(client: Client, name: str, moment: datetime) -> int:
-    """Return the number of the version that was current at a moment.
-
-    Raises:
-        DatasetNotFound: The version is not kept.
-    """
-    versions = client.versions(name)
-    for version, later in zip(versions, [*versions[1:], None], strict=True):
-        # If the next number is missing, that version is gone, and it may have been current at the moment.
-        is_known = version["current"] if later is None else later["version"] == version["version"] + 1
-        if is_known and version["created"] <= moment and (later is None or moment < later["created"]):
-            return int(version["version"])
-    raise DatasetNotFound(f"the version of {name!r} at {moment:%F %T} UTC is not kept. {_kept_versions(versions)}")
-
-
-def _kept_versions(versions: Sequence[Mapping[str, Any]]) -> str:
-    lines = (f"{version['version']} of {version['created']:%F %T} UTC" for version in versions)
-    return f"Versions that are kept: {', '.join(lines)}. Nodes keep replaced versions for a while (--retain)"
-
-
-def create_table(options: Mapping[str, str], name: str, schema: str, tags: Mapping[str, str]) -> None:
-    """Publish a dataset without rows. `schema` is in Spark's JSON."""
-    target = WriteTarget(CatalogConfig.parse(options), Commit(name, tags=tags))
-    commit(target, uuid.uuid4().hex, arrow_schema(StructType.fromJson(json.loads(schema))), ())
-
-
-def merged_tags(tags: Mapping[str, str], added: str) -> str:
-    """Return the option `tags` for `tags` and the tags in the option `added`, which win."""
-    return json.dumps({**tags, **parse_tags(added)})
-
-
-def drop_table(options: Mapping[str, str], name: str) -> bool:
-    """Drop a table. Return whether it existed."""
-    with CatalogConfig.parse(options).connect() as client:
-        try:
-            client.drop(name)
-        except DatasetNotFound:
-            return False
-        return True
-
-
-_TABLE_CALLS: Sequence[Callable[..., Any]] = (tables, table_exists, load_table, create_table, merged_tags, drop_table)
 
 
 def main() -> None:

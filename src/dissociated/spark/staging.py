@@ -18,7 +18,7 @@ from pyspark.sql.types import StructType
 
 from dissociated.errors import StoreError
 from dissociated.node.local import stage_here
-from dissociated.spark.catalog import CatalogConfig
+from dissociated.spark.catalog_config import CatalogConfig
 from dissociated.spark.exchange import pickled, unpickled
 from dissociated.spark.target import WriteTarget
 from dissociated.spark.types import arrow_schema

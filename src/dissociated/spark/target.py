@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from dissociated.control.commit import Commit
 from dissociated.errors import OptionError
-from dissociated.spark.catalog import WAIT, CatalogConfig, required
+from dissociated.spark.catalog_config import WAIT, CatalogConfig, required
 
 _OPTIONS = ("catalog", "mergeSchema", "path", "tags", "token_file", "tls_roots", "ttl", "wait")
 _SPARK_OPTIONS = ("checkpointlocation", "queryname")

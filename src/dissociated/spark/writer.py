@@ -27,7 +27,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from dissociated.control.commit import StagedSegment
 from dissociated.errors import CatalogUnreachable, DeadlineExceeded, DissociatedError
 from dissociated.node.local import stage_here
-from dissociated.spark.catalog import CatalogConfig
+from dissociated.spark.catalog_config import CatalogConfig
 from dissociated.spark.fitting import Fitting
 from dissociated.spark.target import WriteTarget
 from dissociated.spark.types import arrow_schema, function_schema

@@ -98,6 +98,8 @@ class Connection(ProcessBound, ABC):
     shares_memory: bool = False
     #: Whether `send` copies messages, so that their memory may change as soon as it has returned.
     copies: bool = False
+    #: Whether `send_at_once` is supported.
+    sends_at_once: bool = False
     #: Least number of messages for which a run costs less than single messages.
     min_run: int = 1
     #: Whether closing discards messages that the peer has not received yet, unless `close` lingers.
@@ -145,7 +147,7 @@ class Connection(ProcessBound, ABC):
 
     @property
     def backlog(self) -> int:
-        """Return the number of bytes passed to `send` that are not `written` yet; 0 if `send` waits for them."""
+        """Return the number of bytes that were passed on to be sent and are not `written` yet."""
         return 0
 
     @property
@@ -228,6 +230,16 @@ class Connection(ProcessBound, ABC):
                 parts until they are sent, and the content of the parts must not change.
             timeout: Seconds for which the peer may take nothing.
         """
+
+    def send_at_once(self, messages: Any) -> None:
+        """Send a result of `prepare` without waiting.
+
+        If the medium does not take everything now, the rest is the `backlog`. The next `send`, also of no messages,
+        sends it first. If the connection `copies`, the rest is a copy, too.
+
+        Any thread may call this while no other thread sends or receives. Another thread may `wait`.
+        """
+        raise TransportError(f"sending to {self.peer} may have to wait")
 
     @property
     def encoding(self) -> Hashable:

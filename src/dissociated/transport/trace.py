@@ -162,6 +162,14 @@ class _TracedConnection:
             raise
         self._trace.record_sent(messages.lines)
 
+    def send_at_once(self, messages: _Encoded) -> None:
+        try:
+            self._connection.send_at_once(messages.messages)
+        except DissociatedError as error:
+            self._trace.failed(messages.lines, error)
+            raise
+        self._trace.record_sent(messages.lines)
+
     def receive(self, timeout: float, allocate: Allocate) -> Incoming | Run | None:
         regions = self._connection.address_space.regions
         try:

@@ -11,7 +11,6 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from dissociated.codec.filter.conditions import Conditions
 from dissociated.codec.filter.row_filter import RowFilter
 
 COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
@@ -48,4 +47,3 @@ def test_times_are_compared_as_they_are_in_whatever_unit(unit: str, zone: str | 
                     condition = ["t", name, [written, *others] if "in" in name else written]
                     passes = RowFilter.bind(condition, batch.schema).mask(batch).to_pylist()
                     assert passes == [*expected, None], condition
-                    assert Conditions.parse([condition]).mask(batch).to_pylist() == passes

@@ -1,7 +1,7 @@
-"""Conditions on columns with the results that Spark has: on arrays, or in an expression of pyarrow.
+"""Conditions on columns as expressions of pyarrow with the results that Spark has.
 
-Both have three truth values, true, false and null, and only rows with true pass. They differ for NaN: in Spark it
-equals itself and is larger than every other number.
+Spark and libarrow have three truth values, true, false and null, and only rows with true pass. They differ for NaN: in
+Spark it equals itself and is larger than every other number.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from decimal import ROUND_FLOOR, Context, Decimal, InvalidOperation
-from functools import reduce
-from typing import Any, TypeAlias
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -22,10 +21,7 @@ import pyarrow.types as types
 
 from dissociated.errors import ColumnNotFound, OptionError
 
-#: A column, as an array or as an expression; the result has the same kind.
-_Column: TypeAlias = "pa.Array | pc.Expression"
-
-_COMPARISONS: dict[str, Callable[[_Column, pa.Scalar], Any]] = {
+_COMPARISONS: dict[str, Callable[[pc.Expression, pa.Scalar], pc.Expression]] = {
     "=": pc.equal,
     "!=": pc.not_equal,
     ">": pc.greater,
@@ -36,7 +32,7 @@ _COMPARISONS: dict[str, Callable[[_Column, pa.Scalar], Any]] = {
 _TEXT = {"starts with": pc.starts_with, "ends with": pc.ends_with, "contains": pc.match_substring}
 _LISTED = ("in", "not in")
 _UNARY = {"is null": pc.is_null, "is not null": pc.is_valid}
-_MAX_SINGLY = 16  # values of a list that an expression compares one by one
+_MAX_SINGLY = 16  # values of a list that are compared one by one
 _EPOCH = datetime(1970, 1, 1)
 _NANOSECONDS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
 _BELOW_MICROSECONDS = re.compile(r"[.,]\d{6}(\d{1,3})")
@@ -82,18 +78,6 @@ class Condition:
             "null operators, a value"
         )
 
-    def decide(self, batch: pa.RecordBatch) -> pa.BooleanArray:
-        """Return true, false or null for each row.
-
-        Raises:
-            OptionError: The result for this column is not certain to be Spark's.
-        """
-        column = batch.column(self.path[0])
-        with self._certain(column.type):
-            for name in self.path[1:]:
-                column = pc.struct_field(column, [column.type.get_field_index(name)])
-            return self._decide(column, column.type)
-
     def expression(self, schema: pa.Schema) -> pc.Expression:
         """Return the condition as an expression for batches of this schema.
 
@@ -129,7 +113,7 @@ class Condition:
                 "or filter the rows after reading"
             ) from None
 
-    def _decide(self, column: _Column, type_: pa.DataType) -> Any:
+    def _decide(self, column: pc.Expression, type_: pa.DataType) -> pc.Expression:
         if types.is_dictionary(type_):
             column, type_ = column.cast(type_.value_type), type_.value_type
         if self.operator in _UNARY:
@@ -173,14 +157,6 @@ class Conditions:
         """The names of the columns in the conditions."""
         return [*dict.fromkeys(condition.path[0] for conditions in self.alternatives for condition in conditions)]
 
-    def mask(self, batch: pa.RecordBatch) -> pa.BooleanArray:
-        """Return a mask that is true for the rows that pass."""
-        masks = [
-            reduce(pc.and_kleene, (condition.decide(batch) for condition in conditions))
-            for conditions in self.alternatives
-        ]
-        return reduce(pc.or_kleene, masks)
-
     def expression(self, schema: pa.Schema) -> pc.Expression:
         """Return an expression for batches of this schema. Raises OptionError and ColumnNotFound."""
         expressions = [
@@ -206,7 +182,7 @@ def _is_list(value: object) -> bool:
     return isinstance(value, list | tuple)
 
 
-def _compared(operator: str, column: _Column, type_: pa.DataType, value: Any) -> Any:
+def _compared(operator: str, column: pc.Expression, type_: pa.DataType, value: Any) -> Any:
     if value is not None and (grid := _Grid.of(type_)):
         return _compared_on_grid(operator, column, type_, grid, grid.number(value))
     if value is not None and types.is_timestamp(type_):
@@ -276,7 +252,7 @@ class _Grid:
         return pa.scalar(int(value) if self.scale is None else self.floor(value), type_)
 
 
-def _compared_on_grid(operator: str, column: _Column, type_: pa.DataType, grid: _Grid, value: Decimal) -> Any:
+def _compared_on_grid(operator: str, column: pc.Expression, type_: pa.DataType, grid: _Grid, value: Decimal) -> Any:
     if not grid.least <= value <= grid.most:
         larger = value < grid.least
         return _always(column, operator in (("!=", ">", ">=") if larger else ("!=", "<", "<=")))
@@ -284,7 +260,7 @@ def _compared_on_grid(operator: str, column: _Column, type_: pa.DataType, grid: 
     return _compared_with_floor(operator, column, grid.scalar(below, type_), exact=below == value)
 
 
-def _compared_with_floor(operator: str, column: _Column, below: pa.Scalar, exact: bool) -> Any:
+def _compared_with_floor(operator: str, column: pc.Expression, below: pa.Scalar, exact: bool) -> Any:
     """Compare a column with a value, given `below`: the largest value of the column's type that is not above it.
 
     `exact` is whether `below` equals the value.
@@ -296,14 +272,14 @@ def _compared_with_floor(operator: str, column: _Column, below: pa.Scalar, exact
     return _COMPARISONS[operator](column, below)
 
 
-def _always(column: _Column, value: bool) -> Any:
+def _always(column: pc.Expression, value: bool) -> Any:
     """Return `value` for every row in which the column is not null, and null for the others."""
     return pc.if_else(pc.is_valid(column), value, pa.scalar(None, pa.bool_()))
 
 
-def _one_of(column: _Column, type_: pa.DataType, values: Sequence[Any]) -> Any:
+def _one_of(column: pc.Expression, type_: pa.DataType, values: Sequence[Any]) -> Any:
     non_null = [value for value in values if value is not None]
-    if types.is_floating(type_) or (isinstance(column, pc.Expression) and len(non_null) <= _MAX_SINGLY):
+    if types.is_floating(type_) or len(non_null) <= _MAX_SINGLY:
         comparisons = [_compared("=", column, type_, value) for value in non_null]
         result = _joined(pc.or_kleene, comparisons) if comparisons else _always(column, False)
     else:

@@ -7,6 +7,7 @@ does not pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import pyarrow as pa
 import pyarrow.acero as acero
@@ -36,7 +37,7 @@ def passing_batches(tree: FilterNode, statistics: Statistics, columns: Sequence[
 def whole_batches(tree: FilterNode, statistics: Statistics, columns: Sequence[int]) -> Sequence[bool]:
     """Return for each batch whether all rows of it certainly pass the filter. See `passing_batches`."""
     bounds = {at: statistics.bounds[column] for at, column in enumerate(columns) if column in statistics.bounds}
-    decided = _decide(_all(tree, bounds), statistics.num_rows, bounds)
+    decided = _decide(_condition(tree, bounds, certain=True), statistics.num_rows, bounds)
     if decided is None:
         return [False] * len(statistics.num_rows)
     whole: Sequence[bool] = decided.fill_null(False).to_pylist()
@@ -53,7 +54,7 @@ def may_pass(tree: FilterNode, num_rows: pa.Array, columns: dict[int, Bounds]) -
         num_rows: The number of rows of each batch.
         columns: The bounds of each column of the filter that has any, by number.
     """
-    expression = pc.and_kleene(pc.field("num_rows") > 0, _may(tree, columns.keys()))
+    expression = pc.and_kleene(pc.field("num_rows") > 0, _condition(tree, columns, certain=False))
     decided = _decide(expression, num_rows, columns)
     return pa.repeat(True, len(num_rows)) if decided is None else decided.fill_null(True)
 
@@ -82,30 +83,40 @@ def _in_utc(values: pa.Array) -> pa.Array:
     return values.cast(pa.timestamp(type_.unit, "UTC")) if pa.types.is_timestamp(type_) and type_.tz else values
 
 
-def _may(node: FilterNode, numbers: object) -> pc.Expression:
+def _condition(node: FilterNode, columns: dict[int, Bounds], certain: bool) -> pc.Expression:
+    """Return an expression of the statistics of a batch.
+
+    Args:
+        node: The filter.
+        columns: See `may_pass`.
+        certain: If True, the expression is true only if all rows of the batch pass. If False, it is false only if no
+            row passes.
+    """
     match node:
         case FunctionCall("and", arguments):
-            return _joined(pc.and_kleene, [_may(argument, numbers) for argument in arguments])
+            return reduce(pc.and_kleene, [_condition(argument, columns, certain) for argument in arguments])
         case FunctionCall("or", arguments):
-            return _joined(pc.or_kleene, [_may(argument, numbers) for argument in arguments])
-        case FunctionCall("if_else", (_, then, _)):  # otherwise null
-            return _may(then, numbers)
+            return reduce(pc.or_kleene, [_condition(argument, columns, certain) for argument in arguments])
+        case FunctionCall("if_else", (condition, then, _)):  # otherwise null
+            return pc.and_kleene(_condition(condition, columns, certain), _condition(then, columns, certain))
         case FunctionCall("not", (FunctionCall("is_null", inner),)):
-            return _may(FunctionCall("is_not_null", inner), numbers)
+            return _condition(FunctionCall("is_not_null", inner), columns, certain)
         case FunctionCall("not", (FunctionCall("is_not_null", inner),)):
-            return _may(FunctionCall("is_null", inner), numbers)
-        case FunctionCall("is_null", (ColumnRef(number, False),)) if _has(numbers, number):
-            return pc.field(f"{number}.null_count") > 0
-        case FunctionCall("is_not_null", (ColumnRef(number, False),)) if _has(numbers, number):
-            return pc.field(f"{number}.null_count") < pc.field("num_rows")
-        case FunctionCall(name, (ColumnRef(number, False), Value(value))) if name in _FLIPPED and _has(numbers, number):
-            return _compared(name, number, value)
-        case FunctionCall(name, (Value(value), ColumnRef(number, False))) if name in _FLIPPED and _has(numbers, number):
-            return _compared(_FLIPPED[name], number, value)
-    return _ALWAYS
+            return _condition(FunctionCall("is_null", inner), columns, certain)
+        case FunctionCall("is_null", (ColumnRef(number, False),)) if number in columns:
+            nulls = pc.field(f"{number}.null_count")
+            return nulls == pc.field("num_rows") if certain else nulls > 0
+        case FunctionCall("is_not_null", (ColumnRef(number, False),)) if number in columns:
+            nulls = pc.field(f"{number}.null_count")
+            return nulls == 0 if certain else nulls < pc.field("num_rows")
+        case FunctionCall(name, (ColumnRef(number, False), Value(value))) if name in _FLIPPED and number in columns:
+            return (_all_compared if certain else _any_compared)(name, number, value, columns[number])
+        case FunctionCall(name, (Value(value), ColumnRef(number, False))) if name in _FLIPPED and number in columns:
+            return (_all_compared if certain else _any_compared)(_FLIPPED[name], number, value, columns[number])
+    return _NEVER if certain else _ALWAYS
 
 
-def _compared(name: str, number: int, value: pc.Expression) -> pc.Expression:
+def _any_compared(name: str, number: int, value: pc.Expression, bounds: Bounds) -> pc.Expression:
     least, most = pc.field(f"{number}.min"), pc.field(f"{number}.max")
     possible = {
         "equal": pc.and_kleene(least <= value, most >= value),
@@ -116,30 +127,6 @@ def _compared(name: str, number: int, value: pc.Expression) -> pc.Expression:
         "gte": most >= value,
     }[name]
     return pc.and_kleene(pc.field(f"{number}.null_count") < pc.field("num_rows"), possible)
-
-
-def _all(node: FilterNode, columns: dict[int, Bounds]) -> pc.Expression:
-    """Return an expression of the statistics that is true only if the node is true for all rows of a batch."""
-    match node:
-        case FunctionCall("and", arguments):
-            return _joined(pc.and_kleene, [_all(argument, columns) for argument in arguments])
-        case FunctionCall("or", arguments):
-            return _joined(pc.or_kleene, [_all(argument, columns) for argument in arguments])
-        case FunctionCall("if_else", (condition, then, _)):
-            return pc.and_kleene(_all(condition, columns), _all(then, columns))
-        case FunctionCall("not", (FunctionCall("is_null", inner),)):
-            return _all(FunctionCall("is_not_null", inner), columns)
-        case FunctionCall("not", (FunctionCall("is_not_null", inner),)):
-            return _all(FunctionCall("is_null", inner), columns)
-        case FunctionCall("is_null", (ColumnRef(number, False),)) if number in columns:
-            return pc.field(f"{number}.null_count") == pc.field("num_rows")
-        case FunctionCall("is_not_null", (ColumnRef(number, False),)) if number in columns:
-            return pc.field(f"{number}.null_count") == 0
-        case FunctionCall(name, (ColumnRef(number, False), Value(value))) if name in _FLIPPED and number in columns:
-            return _all_compared(name, number, value, columns[number])
-        case FunctionCall(name, (Value(value), ColumnRef(number, False))) if name in _FLIPPED and number in columns:
-            return _all_compared(_FLIPPED[name], number, value, columns[number])
-    return _NEVER
 
 
 def _all_compared(name: str, number: int, value: pc.Expression, bounds: Bounds) -> pc.Expression:
@@ -155,14 +142,3 @@ def _all_compared(name: str, number: int, value: pc.Expression, bounds: Bounds) 
         "gte": least >= value,
     }[name]
     return pc.and_kleene(pc.field(f"{number}.null_count") == 0, certain)
-
-
-def _joined(function: object, parts: list[pc.Expression]) -> pc.Expression:
-    joined = parts[0]
-    for part in parts[1:]:
-        joined = function(joined, part)  # type: ignore[operator]
-    return joined
-
-
-def _has(numbers: object, number: int) -> bool:
-    return number in numbers  # type: ignore[operator]

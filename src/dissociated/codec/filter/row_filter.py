@@ -18,7 +18,8 @@ from dissociated.codec.filter.conditions import Conditions
 from dissociated.codec.nesting import contains
 from dissociated.errors import ColumnNotFound, DissociatedError, OptionError
 
-#: A filter of users: an expression, or `[column, operator, value]`, a list of these, or a list of such lists.
+#: A filter of users: an expression, or `[column, operator, value]`, a list of these, or a list of such lists, which may
+#: be parsed already (`Conditions`).
 Filter: TypeAlias = Any
 
 
@@ -44,7 +45,8 @@ class RowFilter:
         if isinstance(filter_, pc.Expression):
             return cls(filter_, _columns(filter_, schema))
         single = isinstance(filter_, list | tuple) and filter_ and isinstance(filter_[0], str)
-        conditions = Conditions.parse([filter_] if single else filter_)
+        parsed = isinstance(filter_, Conditions)
+        conditions = filter_ if parsed else Conditions.parse([filter_] if single else filter_)
         columns = tuple(sorted(map(schema.get_field_index, conditions.columns)))
         expression = conditions.expression(schema)
         _try(expression, schema, columns)

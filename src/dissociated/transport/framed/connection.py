@@ -96,6 +96,7 @@ class SocketConnection(Connection):
     #: has received them.
     copies = True
     carries_streams = True
+    sends_at_once = True
     takes_runs = True
     written = 0
     min_run = MIN_RUN
@@ -107,7 +108,7 @@ class SocketConnection(Connection):
         # Clients send no metadata. A server accepts just enough untagged bytes to refuse them with a proper error.
         self._reader = FrameReader(self._read_into, MAX_CONTROL if accepted else MAX_UNTAGGED)
         self._preamble_sent = False
-        self._cut_short = False  # whether a send broke off, after which only `_unsent_parts` may be sent
+        self._cut_short = False  # whether a send broke off, after which `_unsent_parts` must be sent next
         self._unsent_parts: list[Any] = []
         self._arrived: deque[Frame] = deque()
         self._arrived_bytes = 0
@@ -130,6 +131,10 @@ class SocketConnection(Connection):
             return False  # closed
         return any(count)
 
+    @property
+    def backlog(self) -> int:
+        return sum(map(len, self._unsent_parts))
+
     def limit_untagged(self, length: int) -> None:
         self._reader.limit_untagged(length)
 
@@ -144,6 +149,16 @@ class SocketConnection(Connection):
         parts = messages if isinstance(messages, EncodedFrames) else encode_frames(messages)
         try:
             self._write(parts, timeout)
+        except OSError as error:
+            raise socket_error(error, f"sending to {self.peer}") from None
+
+    def send_at_once(self, messages: EncodedFrames) -> None:
+        self._lifecycle.take(Call.SEND)
+        parts = self._next_parts(messages)
+        try:
+            at, offset = self._write_some(parts, 0, 0)
+            # Copied, because this connection `copies`.
+            self._unsent_parts = [*map(bytes, _after_all(parts, at, offset))]
         except OSError as error:
             raise socket_error(error, f"sending to {self.peer}") from None
 
@@ -249,21 +264,40 @@ class SocketConnection(Connection):
         raise RemoteProtocolError("the peer shared memory on a connection that cannot", rule="region-medium")
 
     def _write(self, parts: Sequence[Buffer], timeout: float) -> None:
+        parts = self._next_parts(parts)
+        at = offset = 0  # index of the next part, and position in it
+        while True:
+            at, offset = self._write_some(parts, at, offset)
+            if at == len(parts):
+                return
+            try:
+                self._wait_writable(timeout)
+            except DeadlineExceeded:
+                self._unsent_parts = _after_all(parts, at, offset)
+                raise
+
+    def _next_parts(self, parts: Sequence[Buffer]) -> Sequence[Buffer]:
+        """Return `parts` after everything that must be sent before."""
         if not self._preamble_sent:
             self._preamble_sent = True
             parts = [PREAMBLE, *parts]
-        at = offset = 0  # index of the next part, and position in it
+        if self._unsent_parts:
+            parts = [*self._unsent_parts, *parts]
+            self._unsent_parts = []
+        return parts
+
+    def _write_some(self, parts: Sequence[Buffer], at: int, offset: int) -> tuple[int, int]:
+        """Send as many of these parts as the socket takes now, from position `offset` of part number `at` on.
+
+        Returns:
+            The place from which on nothing was sent.
+        """
         while at < len(parts):
             window = parts[at : at + _IOV_MAX]
             try:
                 count = self._send_buffers(window, offset)
             except BlockingIOError:
-                try:
-                    self._wait_writable(timeout)
-                except DeadlineExceeded:
-                    self._unsent_parts = [_after(window[0], offset), *parts[at + 1 :]]
-                    raise
-                continue
+                return at, offset
             self._cut_short = True
             self.written += count
             count += offset
@@ -275,6 +309,7 @@ class SocketConnection(Connection):
                 count -= len(part)
                 at += 1
         self._cut_short = False
+        return at, offset
 
     def _send_buffers(self, window: Sequence[Buffer], offset: int) -> int:
         """Send as much of these parts as the socket takes, from `offset` in the first on. Return the bytes sent."""
@@ -374,6 +409,11 @@ def abort_frame(reason: str) -> bytes:
 
 def _after(part: Buffer, offset: int) -> Buffer:
     return memoryview(part).cast("B")[offset:] if offset else part
+
+
+def _after_all(parts: Sequence[Buffer], at: int, offset: int) -> list[Buffer]:
+    """Return the rest of `parts`, from position `offset` of part number `at` on."""
+    return [_after(parts[at], offset), *parts[at + 1 :]] if at < len(parts) else []
 
 
 class SocketListener(Listener):

@@ -50,7 +50,7 @@ class FrameKind(IntEnum):
     TAGGED = 2
     #: a region of shared memory; its descriptor travels with the frame's first byte
     REGION = 3
-    #: the sender gives up; the payload is the reason, UTF-8
+    #: the sender gives up; the payload is the reason, as `protocol.close_reason` encodes it
     ABORT = 4
     #: many small messages, as `transport.runs` encodes them: three uint64 (number of pairs, size of an untagged
     #: message, size of a tagged message), then the tags, the untagged messages, and the tagged messages, each of these
@@ -164,8 +164,8 @@ class FrameReader:
                 raise RemoteProtocolError(f"the peer sent a frame of unknown kind {kind}", rule="frame-kind")
             if length > limit or tag:
                 raise RemoteProtocolError(
-                    f"the peer sent a {FrameKind(kind).name} frame of {length} bytes with tag {tag}; "
-                    f"it has no tag and at most {limit} bytes",
+                    f"the peer sent a frame of kind {FrameKind(kind).name}, of {length} bytes and with tag {tag}; "
+                    f"this kind has no tag and at most {limit} bytes",
                     rule="frame-tag" if tag else "frame-length",
                 )
         padded = length + 7 & ~7

@@ -40,6 +40,8 @@ class TlsConnection(SocketConnection):
     A client checks that the peer's certificate names `host`. A server passes None for `host`.
     """
 
+    sends_at_once = False
+
     def __init__(self, sock: socket.socket, peer: str, context: ssl.SSLContext, host: str | None) -> None:
         super().__init__(sock, peer, accepted=host is None)
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()

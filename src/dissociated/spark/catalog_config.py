@@ -1,0 +1,129 @@
+"""Address of the catalog, for the driver and for every task, and how long they wait for an answer."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from dissociated.client.client import Client
+from dissociated.client.request import TIMEOUT
+from dissociated.control.access import read_token
+from dissociated.control.catalog_uri import CATALOG_VARIABLE
+from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded, NodeUnreachable, OptionError
+from dissociated.node.client import connect
+from dissociated.node.launch import ensure
+from dissociated.node.local import EMPTY_EXIT
+
+T = TypeVar("T")
+
+#: The seconds for which tasks wait for a catalog or a node that is away, unless an option says otherwise.
+WAIT = 60.0
+_MAX_WAIT = 86_400.0
+RETRY_DELAY = 0.5  # seconds between two attempts
+#: For each catalog that does not answer, by URI: the times of the first and the last failure.
+_failures: dict[str, tuple[float, float]] = {}
+
+
+@dataclass(frozen=True)
+class CatalogConfig:
+    """Address and credentials of the catalog.
+
+    The driver copies this object to every task. For this reason it names the token file and does not hold the token.
+    """
+
+    uri: str
+    token_file: str | None = None
+    tls_roots: str | None = None
+    #: The seconds for which a call is repeated while the catalog or a node does not answer.
+    wait: float = WAIT
+
+    @classmethod
+    def parse(cls, options: Mapping[str, str]) -> CatalogConfig:
+        """Parse the options of a data source.
+
+        If neither they nor the environment name the catalog, it is that of this user's node on the host of the driver,
+        which is started if it is not running.
+
+        Raises:
+            StoreError: The node cannot be started.
+            OptionError: The option `wait` is invalid.
+        """
+        return cls(
+            options.get("catalog") or os.environ.get(CATALOG_VARIABLE) or ensure(empty_exit=EMPTY_EXIT).uri,
+            token_file=options.get("token_file"),
+            tls_roots=options.get("tls_roots"),
+            wait=_parse_wait(options.get("wait")),
+        )
+
+    def connect(self, uri: str | None = None, timeout: float = TIMEOUT) -> Client:
+        """Connect to the catalog or, with `uri`, to a node of it.
+
+        Returns:
+            A client, which the caller closes after use.
+
+        Raises:
+            DissociatedError: The connection failed as `dis.connect` describes.
+        """
+        token = None if self.token_file is None else read_token(self.token_file)
+        return connect(uri or self.uri, timeout=timeout, token=token, tls_roots=self.tls_roots)
+
+    def retry(self, call: Callable[[], T]) -> T:
+        """Return the result of `call`, repeated for `wait` seconds while the catalog or a node does not answer.
+
+        For a catalog, these seconds begin with the first failure of any such call in this process. So if the catalog is
+        gone for good, the further attempts of a task, and the abort after them, do not wait as long again.
+
+        Raises:
+            CatalogUnreachable, NodeUnreachable: The catalog, or a node that `call` needs, did not answer in that time.
+            DeadlineExceeded: The last call took too long.
+        """
+        started = time.monotonic()
+        while True:
+            try:
+                result = call()
+            except CatalogUnreachable:
+                if time.monotonic() - min(started, _first_failure(self.uri)) >= self.wait:
+                    raise
+            except (NodeUnreachable, DeadlineExceeded):
+                if time.monotonic() - started >= self.wait:
+                    raise
+            else:
+                _failures.pop(self.uri, None)
+                return result
+            time.sleep(RETRY_DELAY)
+
+
+def _first_failure(uri: str) -> float:
+    """Record that the catalog does not answer. Return the time since when it has not answered any call."""
+    now = time.monotonic()
+    first, last = _failures.get(uri, (now, now))
+    if now - last > WAIT:
+        first = now  # No call has failed for so long that the earlier outage was probably another one.
+    _failures[uri] = first, now
+    return first
+
+
+def _parse_wait(text: str | None) -> float:
+    try:
+        wait = WAIT if text is None else float(text)
+    except ValueError:
+        wait = -1.0
+    if not 0 <= wait <= _MAX_WAIT:
+        raise OptionError(f"the option wait is a number of seconds from 0 to {_MAX_WAIT:g}, not {text!r}")
+    return wait
+
+
+def required(options: Mapping[str, str], key: str, advice: str) -> str:
+    """Return the value of the option `key`.
+
+    Raises:
+        CatalogError: The option is missing. The message is "say where", followed by `advice`.
+    """
+    if value := options.get(key):
+        return str(value)
+    if key == "path":
+        advice += ". A table of Spark's own catalog has no place for that: CREATE TEMPORARY VIEW has, with OPTIONS"
+    raise CatalogError(f"say where {advice}")
