@@ -94,7 +94,9 @@ def _run_put(arguments: argparse.Namespace) -> None:
 def _check_order(arguments: argparse.Namespace) -> None:
     """Raise OptionError if the last argument is not a name, but a file to publish: `put *.csv`, or a wrong order."""
     last = Path(arguments.uri)
-    is_data = last.suffix in TEXT_FORMATS or any(last.suffix in known.endings for known in FILE_FORMATS.values())
+    is_data = last.suffix in TEXT_FORMATS or any(
+        last.suffix in file_format.endings for file_format in FILE_FORMATS.values()
+    )
     if is_data and last.is_file():
         raise OptionError(
             f"the last argument is the name of the dataset, and {arguments.uri!r} is a file: give the name after the "
