@@ -388,7 +388,8 @@ def test_what_makes_no_sense_is_refused_before_anything_moves(place: tuple[str, 
         ({"tags": {"\ud800": "x"}}, "are not plain texts by name"),
         ({"tags": {"team": "a\0b"}}, "are not plain texts by name"),
         ({"name": ""}, "is not a non-empty text"),
-        ({"name": 7}, "is not a non-empty text"),
+        ({"name": 7}, "the dataset name 7 is not a non-empty text"),
+        ({"name": OLD}, "the dataset name of the type Table is not a non-empty text: give the name before"),
         ({"name": "\ud800"}, "has characters that other programs cannot write"),
     ]
     with dis.connect(place[0]) as client, flight.FlightClient(place[0]) as plain:

@@ -170,7 +170,7 @@ def test_describe_and_versions(catalog: str, size: str) -> None:
 def test_head_and_cat_show_rows(catalog: str) -> None:
     shown = call("head", f"{catalog}/planes", "-n", "2")
     assert shown.stdout == "n  text\n0  NULL\n1  value 1\n"
-    assert call("cat", f"{catalog}/flights", "--rows", "6:8", "--columns", "text").stdout == "text\nvalue 6\nvalue 0\n"
+    assert call("cat", f"{catalog}/flights", "--rows", "6:8", "--columns", " text").stdout == "text\nvalue 6\nvalue 0\n"
     assert call("cat", f"{catalog}/planes", "--rows", ":0").stdout == "n  text\n"
     lines = call("cat", f"{catalog}/planes", "--rows", "995:", "-f", "jsonl").stdout.splitlines()
     assert [json.loads(line) for line in lines] == TABLE.slice(995).to_pylist()
@@ -572,7 +572,7 @@ def test_get_replaces_files_alone(catalog: str, tmp_path: Path) -> None:
         ),
         (["versions", "CATALOG/nothing"], "no dataset 'nothing' is published here: list the names with dissociated ls"),
         (["get", "CATALOG/planes", "-o", "FILES"], "is a directory: give a file in it"),
-        (["ls", "--catalog", "nonsense"], "the URI scheme"),
+        (["ls", "--catalog", "nonsense"], "'nonsense' is not the URI of a catalog: give grpc://HOST:PORT"),
         (["ls", "127.0.0.1:1234"], "'127.0.0.1:1234' has no scheme: give grpc://127.0.0.1:1234, or"),
         (["serve", "/no/such/file"], "the file does not exist"),
         (["serve", "/dev/null/..", "."], "dissociated: "),
@@ -587,6 +587,11 @@ def test_get_replaces_files_alone(catalog: str, tmp_path: Path) -> None:
         (["put", "FILES", "CATALOG/x"], "a directory must have Parquet files only"),
         (["put", "-", "CATALOG/x"], "the standard input is empty"),
         (["put", "FILES/planes.arrow", "CATALOG"], "has no dataset name: give CATALOG/NAME"),
+        (["put", "FILES/planes.arrow", ""], "'' has no dataset name: give NAME"),
+        (["put", "x", "FILES/planes.arrow"], "the name of the dataset, and 'FILES/planes.arrow' is a file"),
+        (["put", "FILES/planes.arrow", "CATALOG/a*"], "'a*' is not a name for a dataset: '*' stands for any text"),
+        (["sql", " ", "--catalog", "CATALOG"], "the query is empty"),
+        (["status", "CATALOG/planes"], "not the dataset 'planes': dissociated describe shows a dataset"),
         (
             ["put", "FILES/planes.arrow", "FILES/other/numbers.arrow", "CATALOG/x"],
             "other/numbers.arrow' and",
@@ -773,6 +778,12 @@ def test_what_is_no_size_is_told(written: str, tmp_path: Path) -> None:
     refused = call("node", "--store", tmp_path / "store", f"--limit={written}")
     assert refused.returncode == 2
     assert f"--limit: {written!r} is not a size: give 8GiB, 500MB, or a number of bytes" in refused.stderr
+
+
+def test_a_misspelt_command_is_told_the_closest() -> None:
+    refused = call("lst")
+    assert refused.returncode == 2
+    assert "there is no command 'lst': did you mean 'ls'? List the commands with dissociated --help" in refused.stderr
 
 
 @pytest.mark.parametrize("written", ["", "1 fortnight", "-1", "h", "nan"])

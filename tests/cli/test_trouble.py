@@ -33,7 +33,8 @@ def test_a_node_that_is_away_is_described_as_that(memory: Path, tmp_path: Path, 
         wait_until(lambda: client.describe("orders").endpoints[0].is_away, "the catalog has noticed")
         (host,) = client.describe("orders").endpoints[0].hosts
         told = (
-            rf"'orders' is on {re.escape(host)}, and no node there is alive since \d{{4}}-\S+ \S+ UTC: start .* forget"
+            rf"'orders' is on {re.escape(host)}, and no node there is alive "
+            r"\(last heard \d{4}-\S+ \S+ UTC\): start .* forget"
         )
         for transport in (None, "shm", "grpc"):
             with pytest.raises(DissociatedError, match=told):
@@ -47,7 +48,7 @@ def test_a_node_that_is_away_is_described_as_that(memory: Path, tmp_path: Path, 
     (plain,) = json.loads(run("ls", "--json", catalog.uri))
     assert plain["readable"] is False
     status = run("status", catalog.uri)
-    assert "1 part cannot be read, since no node that holds them is alive: orders\n" in status
+    assert "1 part cannot be read, since no node with the data is alive: orders\n" in status
     assert re.search(rf"^{re.escape(host)} +away ", status, re.MULTILINE)
     assert f"{host} has been away for " in status
 
@@ -79,7 +80,7 @@ def test_a_full_file_system_is_seen(tmp_path: Path, start: Start) -> None:
         assert store.held + store.free == store.effective_limit < 9 << 20
         assert client.status().totals.refused_puts > 0
     shown = run("status", node.uri)
-    assert re.search(r"the store holds \S+ kB of at most 8\.\d\d MB: it has a limit of 67\.1 MB, and its file", shown)
+    assert re.search(r"the store holds \S+ kB of at most 8\.\d\d MB: the limit is 67\.1 MB, and the file", shown)
     assert re.search(r"^[1-9]\d* puts? refused$", shown, re.MULTILINE)
     assert f"store {root / 'store'}" in shown
 

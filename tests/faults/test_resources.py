@@ -413,6 +413,10 @@ def test_files_that_hold_something_else(serve: Serve, tmp_path: Path) -> None:
             publish("bad", path)
     with pytest.raises(SourceError, match="the file does not exist"):
         publish("bad", tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SourceError, match=r"empty': it has no files, and a directory must have Parquet files"):
+        publish("bad", tmp_path / "empty")
+    (tmp_path / "empty").rmdir()
     with pytest.raises(SourceError, match="thing"):  # It starts like Parquet.
         publish("bad", tmp_path)
     path.write_bytes(b"text")

@@ -151,3 +151,8 @@ def test_a_browser_shows_a_guarded_node(tmp_path: Path) -> None:
         assert "of 1.05 MB" in text
         assert "live" in text.split()
         assert "bold" not in _seen(uri, tmp_path / "stranger")
+    with dis.Server(["tcp://127.0.0.1:0"], http="127.0.0.1:0") as server:
+        assert server.http_uri is not None
+        text = _seen(server.http_uri, tmp_path / "without a store")
+    assert "this server has no store" in text
+    assert "live" in text.split()

@@ -71,6 +71,9 @@ def test_a_file_that_was_modified_is_not_read(server: dis.Server, client: dis.Cl
         client.read("customers").read_all()
     server.publish("customers", csv)
     assert client.read("customers").read_all()["name"].to_pylist() == ["Eve"]
+    csv.write_text("")
+    with pytest.raises(SourceError, match=r"customers.csv': the file is empty"):
+        server.publish("customers", csv)
 
 
 @pytest.mark.parametrize(

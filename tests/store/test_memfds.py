@@ -122,7 +122,10 @@ def test_what_was_handed_over_counts_for_as_long_as_somebody_has_it_mapped(memor
         version = store.commit(commit_of("d", [handed(store, large(5))], key="k"))
         assert 5 * MIB <= store.usage().committed <= 6 * MIB
         again = handed(store, large(2))
-        with memfd(large(3)) as descriptor, pytest.raises(StoreError, match=r"is full: it holds .* and the memory"):
+        with (
+            memfd(large(3)) as descriptor,
+            pytest.raises(StoreError, match=r"is full: it holds .* and the write needs"),
+        ):
             store.hand_over(descriptor)
         # Handed-over files count towards the limit.
         with pytest.raises(StoreError, match="is full"), store.writer("w", SCHEMA) as writer:

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from importlib import import_module
 
+from dissociated.base.display import advise_name
 from dissociated.cli import terminal
 
 #: The module and the summary of each command. The module is loaded for its command only. Its function `add_NAME` adds
@@ -118,6 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = [*words[1:2], "--help"]
     try:
         top = parser(words)
+        if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+            advice = advise_name(words[0], [*COMMANDS], "dissociated --help").replace("names", "commands")
+            top.error(f"there is no command {words[0]!r}: {advice}")
         parsed = top.parse_args(words)
         if hasattr(parsed, "run"):
             _run(parsed)

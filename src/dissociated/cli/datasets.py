@@ -273,7 +273,7 @@ def _run_drop(arguments: argparse.Namespace) -> None:
             if "*" in name:
                 matches = [info.name for info in _matching_datasets(clients[catalog], name, {})]
                 if not matches:
-                    raise DatasetNotFound(f"no dataset matches {name!r}")
+                    raise DatasetNotFound(f"no dataset matches {name!r}: list the names with dissociated ls")
             else:
                 matches = [name]
                 if len(arguments.uri) > 1:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from dissociated.cli import access, quantities, target, text
 from dissociated.cli.datasets import parse_tags
+from dissociated.cli.formats import FILE_FORMATS
 from dissociated.cli.inputs import open_input
 from dissociated.cli.terminal import progress
 from dissociated.codec.batches import BatchReader
@@ -19,7 +20,8 @@ from dissociated.codec.columns import values_size
 from dissociated.codec.schemas import schema_difference
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.datasets.base import Dataset
-from dissociated.errors import SourceError
+from dissociated.datasets.text import TEXT_FORMATS
+from dissociated.errors import OptionError, SourceError
 
 _PUT = """\
 Publish files with the same schema as one dataset, all at once. The node keeps a copy, so the dataset stays available
@@ -27,8 +29,8 @@ after this command has ended and the files are deleted.
 
   Arrow IPC, Parquet  detected from the content
   a directory         must have Parquet files only
-  .csv                types are inferred from the first 16 MB
-  .jsonl .ndjson      types are inferred from the first 16 MB
+  .csv                types inferred from the first 16 MB
+  .jsonl .ndjson      types inferred from the first 16 MB
 
 "-" is the standard input: an Arrow IPC stream or file, Parquet, or the text format that --format names.
 
@@ -60,7 +62,8 @@ def _run_put(arguments: argparse.Namespace) -> None:
     """Publish the files, and print a summary to stderr."""
     from dissociated.control.commit import Commit
 
-    name = target.name(arguments.uri)
+    name = target.new_name(arguments.uri)
+    _check_order(arguments)
     mode = "append" if arguments.append else "overwrite"
     commit = Commit(name, mode=mode, tags=parse_tags(arguments.tag), ttl=arguments.ttl)
     started = time.perf_counter()
@@ -86,6 +89,19 @@ def _run_put(arguments: argparse.Namespace) -> None:
         f"{name}: {text.plural(rows, 'row')} in {time.perf_counter() - started:.2f} s, at {catalog}/{name}",
         file=sys.stderr,
     )
+
+
+def _check_order(arguments: argparse.Namespace) -> None:
+    """Raise OptionError if the last argument is not a name, but a file to publish: `put *.csv`, or a wrong order."""
+    last = Path(arguments.uri)
+    is_data = last.suffix in TEXT_FORMATS or any(
+        last.suffix in file_format.endings for file_format in FILE_FORMATS.values()
+    )
+    if is_data and last.is_file():
+        raise OptionError(
+            f"the last argument is the name of the dataset, and {arguments.uri!r} is a file: give the name after the "
+            "files, dissociated put FILE NAME"
+        )
 
 
 def _row_count(sources: Sequence[Dataset]) -> int | None:

@@ -200,6 +200,10 @@ def _run_sql(arguments: argparse.Namespace) -> None:
     if arguments.query == "-" and sys.stdin.isatty():
         raise OptionError('no query is given: dissociated sql "SELECT ...", or a query on the standard input')
     query = sys.stdin.read() if arguments.query == "-" else arguments.query
+    if not query.strip():
+        raise OptionError('the query is empty: dissociated sql "SELECT ..."')
+    if arguments.into is not None:
+        target.new_name(arguments.into)
     catalog = target.find(arguments).catalog
     with access.client(catalog, arguments) as client, SqlSession(client, _ADVICE) as session:
         statements = session.parse(query, returns_rows=arguments.into is not None)
@@ -241,8 +245,8 @@ class OpenDataset(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the argument and the options that `open_dataset` reads."""
+    group = parser.add_argument_group("rows and columns")  # before the groups of access and of the log in the help
     target.add_arguments(parser)
-    group = parser.add_argument_group("what is read")
     group.add_argument("--columns", metavar="A,B,…", help="only these columns, in the order of the schema")
     group.add_argument("--filter", metavar="CONDITION", help="only rows that pass: \"dep_delay > 60 and dest = 'IAH'\"")
     group.add_argument("--version", type=int, metavar="N", help="read a replaced version that is still kept")
@@ -299,10 +303,10 @@ def open_dataset(
         The reader, with the description of the dataset.
     """
     catalog, name = target.find_dataset(arguments)
-    columns = None if arguments.columns is None else arguments.columns.split(",")
     with access.client(catalog, arguments) as client:
         info = client.describe(name, arguments.version)
         require_rows(info)
+        columns = None if arguments.columns is None else _split_columns(arguments.columns, info.schema)
         condition = None if arguments.filter is None else parse_condition(arguments.filter, info.schema)
         reader = client.read(
             name,
@@ -314,6 +318,11 @@ def open_dataset(
             limit=limit,
         )
         yield OpenDataset(info, reader, None if condition is not None else _rows_in(info.rows, rows))
+
+
+def _split_columns(written: str, schema: pa.Schema) -> list[str]:
+    """Split the names of columns at commas. Spaces around a name are left out unless the schema has them."""
+    return [name if name in schema.names else name.strip() for name in written.split(",")]
 
 
 def require_rows(info: DatasetInfo) -> None:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from dissociated.cli import access, quantities, target, terminal, text
-from dissociated.errors import DissociatedError
+from dissociated.errors import DissociatedError, OptionError
 from dissociated.monitoring.status import ConsumerStatus, DatasetStatus, NodeStatus, ServerStatus, StoreStatus
 
 _STATUS = """\
@@ -45,7 +45,11 @@ def _interval(written: str) -> float:
 
 def _run_status(arguments: argparse.Namespace) -> None:
     """Print the status, once or repeatedly."""
-    catalog, _ = target.find(arguments)
+    catalog, name = target.find(arguments)
+    if name:
+        raise OptionError(
+            f"status shows a whole server, not the dataset {name!r}: dissociated describe shows a dataset"
+        )
     with access.client(catalog, arguments) as client:
         now = client.status()
         if arguments.json:
@@ -106,7 +110,7 @@ def _render(now: ServerStatus, before: ServerStatus | None, width: int | None) -
         lines.append("versions of datasets: " + ", ".join(f"{count:,} {kind}" for kind, count in changed.items()))
     if now.unreadable_parts:
         parts, names = text.plural(now.unreadable_parts, "part"), ", ".join(now.unreadable_datasets)
-        lines.append(f"{parts} cannot be read, since no node that holds them is alive: {text.printable(names)}")
+        lines.append(f"{parts} cannot be read, since no node with the data is alive: {text.printable(names)}")
     if totals.refused_puts:
         lines.append(f"{text.plural(totals.refused_puts, 'put')} refused")
     if now.kept:
@@ -119,8 +123,8 @@ def _render(now: ServerStatus, before: ServerStatus | None, width: int | None) -
         for listener in now.listeners
     ]
     lines += _table_lines(("LISTENING AT", "OPEN", "ACCEPTED", "REFUSED"), listeners, (1, 2, 3), width)
-    nodes = [(node.host, _state(node), text.duration(node.seconds), node.catalog) for node in now.nodes]
-    lines += _table_lines(("NODE", "STATE", "HEARD BEFORE", "CATALOG"), nodes, (2,), width)
+    nodes = [(node.host, _state(node), f"{text.duration(node.seconds)} ago", node.catalog) for node in now.nodes]
+    lines += _table_lines(("NODE", "STATE", "LAST HEARD", "CATALOG"), nodes, (2,), width)
     problems = [f"{node.host}: {node.problem}" for node in now.nodes if node.problem]
     problems += [
         f"{node.host} has been away for {text.duration(node.seconds)}: start its node again, or remove it with its "
@@ -150,8 +154,8 @@ def _store_lines(store: StoreStatus) -> list[str]:
     limit = store.effective_limit
     maximum = "" if limit is None else f" of at most {text.size(limit)}"
     if limit is not None and limit != store.limit:
-        own = "no limit" if store.limit is None else f"a limit of {text.size(store.limit)}"
-        maximum += f": it has {own}, and its file system has {text.size(store.free)} free"
+        own = "no limit is set" if store.limit is None else f"the limit is {text.size(store.limit)}"
+        maximum += f": {own}, and the file system has {text.size(store.free)} free"
     full = ["the store is full: drop datasets, or give it more room"] if store.room == 0 else []
     log = f", log {store.log}" if store.log else ""
     where = [f"store {store.directory}{log}"] if store.directory else []
@@ -203,4 +207,8 @@ def _table_lines(
 def _wrap(lines: Iterable[str], width: int | None) -> list[str]:
     if width is None:
         return [*lines]
-    return [part for line in lines for part in textwrap.wrap(line, width, subsequent_indent="  ") or [""]]
+    return [
+        part
+        for line in lines
+        for part in textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False) or [""]
+    ]

@@ -102,9 +102,21 @@ def name(written: str) -> str:
     """Return the name of the dataset in an argument. Raises UriError if it has none."""
     dataset = _split(written)[1]
     if not dataset:
-        raise UriError(
-            f"{written!r} has no dataset name: give {written.rstrip('/')}/NAME; dissociated ls lists the names"
-        )
+        form = f"{written.rstrip('/')}/NAME" if written else "NAME"
+        raise UriError(f"{written!r} has no dataset name: give {form}; dissociated ls lists the names")
+    return dataset
+
+
+def new_name(written: str) -> str:
+    """Return the name of the dataset to publish in an argument.
+
+    Raises:
+        UriError: The argument has no name.
+        OptionError: Other commands would take the name for a pattern.
+    """
+    dataset = name(written)
+    if "*" in dataset:
+        raise OptionError(f"{dataset!r} is not a name for a dataset: '*' stands for any text in ls and drop")
     return dataset
 
 

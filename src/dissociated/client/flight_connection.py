@@ -85,8 +85,8 @@ class CatalogConnection(ProcessBound):
         tls_roots: str | os.PathLike[str] | None,
         silence: float | None = None,
     ) -> None:
-        if not Uri.parse(uri).scheme.startswith("grpc"):
-            raise UriError(f"{uri} is not the URI of a catalog: grpc://HOST:PORT")
+        if "://" not in uri or not Uri.parse(uri).scheme.startswith("grpc"):
+            raise UriError(f"{uri!r} is not the URI of a catalog: give grpc://HOST:PORT")
         self.uri = uri
         self.timeout = check_timeout(timeout)
         roots = None if tls_roots is None else os.fspath(tls_roots)

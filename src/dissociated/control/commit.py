@@ -180,7 +180,9 @@ class Commit:
 def check_name(name: object) -> None:
     """Raise OptionError if `name` cannot be the name of a dataset."""
     if not isinstance(name, str) or not name:
-        raise OptionError(f"the dataset name {name!r} is not a non-empty text")
+        # The representation of a table would be all of its rows.
+        written = repr(name) if isinstance(name, str | int) else f"of the type {type(name).__name__}"
+        raise OptionError(f"the dataset name {written} is not a non-empty text: give the name before the data")
     if not is_plain_text(name):
         raise OptionError(f"the dataset name {name!r} has characters that other programs cannot write: use plain text")
 

@@ -229,7 +229,9 @@ class DatasetList(list[DatasetInfo]):
         return "\n".join([table, *self._omitted]) if self else "no datasets"
 
     def _repr_html_(self) -> str:
-        table = html_table(self._HEAD, self._rows(_HTML_WIDTH), self._RIGHT)
+        # No-break spaces keep the transports on one line, so that long names wrap instead.
+        rows = [[*row[:-1], row[-1].replace(" ", "\u00a0")] for row in self._rows(_HTML_WIDTH)]
+        table = html_table(self._HEAD, rows, self._RIGHT)
         return table + "".join(self._omitted) if self else "no datasets"
 
     def _rows(self, width: int) -> list[list[str]]:

@@ -167,9 +167,9 @@ def describe_away(name: str, hosts: Sequence[str], seen: float) -> str:
         hosts: The hosts of the nodes.
         seen: The time of their last heartbeat, in seconds since the epoch; 0 if it is unknown.
     """
-    since = f" since {datetime.fromtimestamp(seen, UTC):%Y-%m-%d %H:%M:%S} UTC" if seen else ""
+    last = f" (last heard {datetime.fromtimestamp(seen, UTC):%Y-%m-%d %H:%M:%S} UTC)" if seen else ""
     return (
-        f"a part of {name!r} is on {', '.join(hosts)}, and no node there is alive{since}: start the node again. If it "
+        f"a part of {name!r} is on {', '.join(hosts)}, and no node there is alive{last}: start the node again. If it "
         f"will not come back, remove it with its datasets: dissociated forget {hosts[0] if hosts else 'NODE'}"
     )
 

@@ -130,7 +130,7 @@ def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Da
 
     files = [*_parquet_files(path)]
     if not files:
-        raise SourceError(f"cannot publish {str(path)!r}: {_DIRECTORY}")
+        raise SourceError(f"cannot publish {str(path)!r}: it has no files, and {_DIRECTORY}")
 
     def states() -> list[FileState]:
         return [file_state(file.stat()) for file in files]

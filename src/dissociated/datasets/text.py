@@ -29,6 +29,8 @@ def text_file(name: str, path: Path, options: WriteOptions | None = None, format
     format = format or TEXT_FORMATS[path.suffix]
     with source_errors(name):
         state = file_state(path.stat())
+        if not path.stat().st_size:
+            raise SourceError(f"cannot publish {str(path)!r}: the file is empty")
         return LiveDataset(name, lambda: _open_unchanged(name, path, format, state), options)
 
 

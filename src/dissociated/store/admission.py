@@ -105,14 +105,14 @@ class Quota:
         """
         if self.limit is not None and size > self.limit:
             raise StoreError(
-                f"{self._full(segment_name, missing)}; the write exceeds the limit, and can never fit"
+                f"{self._full(missing)}; the write exceeds the limit, and can never fit"
                 f"{self._describe_evicted(segment_name)}"
             )
         if not self._fits(missing):
             self._make_room(segment_name, missing, in_files)
         if not self._fits(missing):
             remedy = _WHEN_FULL[self._eviction.policy]
-            raise StoreFull(f"{self._full(segment_name, missing)}: {remedy}{self._describe_evicted(segment_name)}")
+            raise StoreFull(f"{self._full(missing)}: {remedy}{self._describe_evicted(segment_name)}")
 
     def check(self, name: str) -> None:
         """Raise StoreError if the store is over its limit, because a writer has not reserved its room."""
@@ -156,16 +156,16 @@ class Quota:
 
     def _no_space(self, name: str, missing: int) -> StoreFull:
         return StoreFull(
-            f"the file system of {str(self._places.directory.path)!r} is full: {name} needs {missing:,} bytes more "
-            f"and {self._places.free():,} are free: drop datasets that are not needed, enlarge the file system (in "
-            f"Docker, --shm-size), or choose another directory{self._describe_evicted(name)}"
+            f"the file system of {str(self._places.directory.path)!r} is full: the write needs {missing:,} bytes "
+            f"more, and {self._places.free():,} are free: drop datasets that are not needed, enlarge the file system "
+            f"(in Docker, --shm-size), or choose another directory{self._describe_evicted(name)}"
         )
 
-    def _full(self, name: str, missing: int) -> str:
+    def _full(self, missing: int) -> str:
         usage = self.usage()
         return (
             f"the store {str(self._places.directory.path)!r} is full: it holds {usage.total:,} bytes of at most "
-            f"{self.limit:,}, and {name} needs {missing:,} more"
+            f"{self.limit:,}, and the write needs {missing:,} more"
         )
 
 

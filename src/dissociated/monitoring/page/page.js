@@ -48,8 +48,8 @@ const TABLES = {
     { title: "size", field: "nbytes", show: (value) => (value === null ? "" : size(value)), number: true }, text("why", "why"),
   ],
   nodes: [
-    text("host", "host"), text("catalog", "catalog"), { title: "alive", field: "alive", show: (value) => (value ? "yes" : "no") },
-    number("heard of", "seconds", (value) => `${duration(value)} ago`), text("problem", "problem"),
+    text("host", "host"), text("catalog", "catalog"), { title: "state", field: "alive", show: (alive, node) => (!node.registered ? "refused" : alive ? "alive" : "away") },
+    number("last heard", "seconds", (value) => `${duration(value)} ago`), text("problem", "problem"),
   ],
   listeners: [text("listens at", "uri"), number("open", "open"), number("accepted", "accepted"), number("refused", "refused")],
 };
@@ -104,7 +104,7 @@ function fill(name, rows) {
     const line = document.createElement("tr");
     for (const column of TABLES[name]) {
       const cell = document.createElement("td");
-      cell.textContent = column.show(row[column.field]);
+      cell.textContent = column.show(row[column.field], row);
       if (column.number) cell.className = "number";
       if (column.field === "why") cell.className = "why";
       if (column.field === "name" || column.field === "dataset") { cell.className = "name"; cell.title = cell.textContent; }
@@ -181,8 +181,11 @@ function show() {
   const limit = store ? Math.min(store.limit || Infinity, byFileSystem) : Infinity;
   element("store").hidden = limit === Infinity;
   if (limit !== Infinity) element("store").value = limit ? store.held / limit : 1;
-  const which = byFileSystem <= limit ? ", all that its file system has" : "";
-  write("limit", !store ? "this server keeps no segments" : limit === Infinity ? "no limit" : `of ${size(limit)}${which}`);
+  const isFull = limit !== Infinity && store.held >= limit;
+  const free = limit !== Infinity && byFileSystem <= limit ? `; ${size(store.free)} free in its file system` : "";
+  const puts = status.totals.refused_puts ? `; ${plural(status.totals.refused_puts, "put")} refused` : "";
+  element("limit").classList.toggle("bad", isFull);
+  write("limit", (!store ? "this server has no store" : limit === Infinity ? "no limit" : `${isFull ? "full, " : ""}of ${size(limit)}${free}`) + puts);
   draw(status.samples, status.now);
   const wanted = element("search").value;
   const some = status.datasets.filter((one) => one.name.includes(wanted));
@@ -195,6 +198,7 @@ function show() {
   fill("consumers", status.consumers);
   fill("changes", status.changes);
   fill("listeners", status.listeners);
+  write("unreadable", status.unreadable_parts ? `${plural(status.unreadable_parts, "part")} of datasets cannot be read` : "");
   element("nodes-section").hidden = !status.nodes.length;
   fill("nodes", status.nodes);
   document.querySelector("main").hidden = false;
