@@ -11,8 +11,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 import dissociated as dis
+from support.helpers import case
 from wheel import SUPPORTED, pythons
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +41,12 @@ def test_an_action_is_named_by_its_commit(path: Path) -> None:
     assert actions
     for action in actions:
         assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action), action
+
+
+def test_every_file_of_the_forge_is_yaml() -> None:
+    for path in (ROOT / ".github").rglob("*.yml"):
+        with case(path.name):
+            assert yaml.safe_load(path.read_text())
 
 
 def test_the_hooks_run_what_lint_runs() -> None:
