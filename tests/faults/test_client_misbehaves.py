@@ -270,7 +270,7 @@ FREES: dict[str, tuple[Callable[[Stream], bytes], str]] = {
     "ragged": (lambda s: frame(TAGGED, bytes(12), s.free_tag), "free_data message of 12 bytes"),
     "of 2**55 bytes": (lambda s: head(TAGGED, 2**55, s.free_tag), "at most 65536 are taken"),
     "second request": (lambda s: frame(TAGGED, b"ticket", s.want_tag), "a second stream"),
-    "second preamble": (lambda s: PREAMBLE + free(1, tag=s.free_tag), "it has no tag and at most"),
+    "second preamble": (lambda s: PREAMBLE + free(1, tag=s.free_tag), "this kind has no tag and at most"),
     "region": (lambda s: region(0, 4096, SEALED), "shared memory"),
     "untagged": (lambda s: frame(UNTAGGED, b"\0\0\0\0\0"), "untagged message"),
 }

@@ -53,6 +53,10 @@ _RECONNECT = {"grpc.initial_reconnect_backoff_ms": 100, "grpc.max_reconnect_back
 _ASK_AFTER = 330.0
 _SILENCE = 20.0  # seconds, which is gRPC's default
 _MAX_MILLISECONDS = (1 << 31) - 1
+#: Bytes that a thread receives ahead of the reader of a Flight stream, so that the two take turns seldom if batches are
+#: small.
+_MAX_AHEAD = 1 << 20
+_CHUNK_SIZE = 1 << 10  # bytes of a message without its rows
 
 #: The text that gRPC puts before the reason why a server cannot be reached.
 _UNREACHABLE = re.compile(
@@ -348,7 +352,7 @@ class _Download:
     """The thread that receives a Flight stream."""
 
     def __init__(self, calls: CatalogConnection) -> None:
-        self.inbox: Mailbox[Any] = Mailbox(1)
+        self.inbox: Mailbox[Any] = Mailbox(_MAX_AHEAD)
         self._calls = calls
         self._reader: Any = None
 
@@ -359,7 +363,8 @@ class _Download:
             with self._calls.errors():
                 self.inbox.put(check_field_names(reader.schema), 1, None)
                 for chunk in reader:
-                    self.inbox.put(chunk, 1, None)
+                    nbytes = 0 if chunk.data is None else chunk.data.get_total_buffer_size()
+                    self.inbox.put(chunk, nbytes + _CHUNK_SIZE, None)
                     del chunk  # the consumer frees it
             self.inbox.close()
         except DissociatedError as error:
