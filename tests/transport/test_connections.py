@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -188,6 +189,31 @@ def test_the_rest_of_what_was_sent_at_once_comes_first(ends: Ends) -> None:
     server.close("reason")
     with pytest.raises(ConnectionClosed, match="in the middle of a message"):
         receive(client)
+
+
+@pytest.mark.parametrize("medium", ["tcp", "shm"])
+def test_a_message_that_found_no_room_in_time_is_not_sent_later(ends: Ends) -> None:
+    """Its memory belongs to the caller again, who writes something else there before the connection is closed."""
+    client, server = ends
+    memory = bytearray(24_000)  # of which a Unix socket takes all, or nothing
+
+    def sent() -> Iterator[int]:
+        for number in itertools.count():
+            memory[:] = number.to_bytes(2) * 12_000
+            server.send(server.prepare([Message(number, (memory,))]), 0.2)
+            yield number
+
+    numbers: list[int] = []
+    with pytest.raises(DeadlineExceeded):
+        numbers.extend(sent())
+    memory[:] = b"x" * len(memory)
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(server.close, "reason")
+        for number in numbers:
+            assert plain(receive(client)) == (number, number.to_bytes(2) * 12_000)
+        with pytest.raises((RemoteError, ConnectionClosed), match=r"reason|in the middle of a message"):
+            receive(client)
+        closing.result(PATIENCE)
 
 
 @pytest.mark.parametrize("medium", media(["ucx", "fabric"]))

@@ -149,17 +149,18 @@ def _open_session(
 
 def _connect(uri: Uri, timeout: float, connect_timeout: float | None) -> Connection:
     try:
-        return transport(uri.scheme).connect(uri, timeout if connect_timeout is None else connect_timeout)
+        connection = transport(uri.scheme).connect(uri, timeout if connect_timeout is None else connect_timeout)
     except DeadlineExceeded as error:
-        was_silent = is_silent(uri)
+        if connect_timeout is None:
+            raise
+        if not is_silent(uri):
+            _log.warning("server is tried last for a while: seconds=%g error=%s", SILENCE, error)
         for server in [server for server, since in list(_silent.items()) if time.monotonic() - since >= SILENCE]:
             _silent.pop(server, None)  # so that those of the last seconds alone take memory
         _silent[_server(uri)] = time.monotonic()
-        if connect_timeout is None:
-            raise
-        if not was_silent:
-            _log.warning("server is tried last for a while: seconds=%g error=%s", SILENCE, error)
         raise TransportError(str(error)) from None
+    _silent.pop(_server(uri), None)
+    return connection
 
 
 def is_silent(uri: Uri) -> bool:

@@ -57,23 +57,21 @@ class KeptVersions(ProcessBound):
         """Keep a version in place of the others of its name."""
         removed = []  # which is freed without the lock: it may take long to unmap
         with self._lock:
+            if self._thread is None:
+                self._start()
+            if self._thread is None:
+                return
             removed.append(self._entries.pop(info.name, None))
             self._entries[info.name] = _Entry(info, mapped, time.monotonic())
             if len(self._entries) > _MAX_VERSIONS:
                 removed.append(self._entries.pop(next(iter(self._entries))))
-            if self._thread is None:
-                self._start()
 
     def _start(self) -> None:
         self.bind_to_process()  # a child that keeps versions may fork, too
         thread = StreamThread(self, self._expire, (), "expire")
-        with suppress(TransportError):  # the system has no more threads
-            try:
-                thread.start()
-                self._thread = thread
-            finally:
-                if self._thread is None:  # also after Ctrl-C: without a thread, nothing is kept
-                    self._entries.clear()
+        with suppress(TransportError):  # the system has no more threads, so nothing is kept
+            thread.start()
+            self._thread = thread
 
     def _expire(self) -> None:
         while (pause := self._remove_old()) is not None:

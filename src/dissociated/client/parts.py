@@ -23,7 +23,7 @@ from dissociated.codec.split import batches
 from dissociated.control.locations import Endpoint
 from dissociated.errors import (
     CatalogError,
-    CatalogUnreachable,
+    DeadlineExceeded,
     DeviceError,
     Failure,
     FilterRefused,
@@ -109,12 +109,12 @@ def _first(part: PartPlan, open_step: Callable[[Step], T]) -> T:
                 raise  # the next route is Flight, and gRPC does not survive a fork
             failure = Failure.of(error)
             _log.info("part is read by its next route: error=%s", error)
-        except CatalogError as error:
+        except (CatalogError, DeadlineExceeded) as error:
             if not step.route.is_flight:
                 raise
-            if waiting and isinstance(error, CatalogUnreachable):  # servers that did not answer lately are left
-                failure = Failure.of(error)
-            elif failure is None:
+            if waiting:  # servers that did not answer lately are left
+                failure = failure or Failure.of(error)
+            elif failure is None or isinstance(error, DeadlineExceeded):
                 raise
             else:
                 raise failure.error() from None

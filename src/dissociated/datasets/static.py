@@ -69,6 +69,11 @@ class StaticDataset(Dataset):
     def packed_size(self) -> int:
         return sum(message.parsed.body_length for message in self.packed())
 
+    @property
+    def is_modifiable(self) -> bool:
+        """Whether a user may modify the file in which the messages lie. Then they are read soon after a check."""
+        return False
+
     def small_stream(self, limit: int) -> bytes | None:
         """Return the messages as an IPC stream.
 
@@ -142,6 +147,10 @@ class StaticColumns(StaticDataset):
     def open_reader(self) -> pa.RecordBatchReader:
         return select_columns(self._whole.open_reader(), self._indices)
 
+    @property
+    def is_modifiable(self) -> bool:
+        return self._whole.is_modifiable
+
     def packed(self) -> Sequence[StaticMessage]:
         return self._choose(None, self._whole.packed())
 
@@ -188,6 +197,10 @@ class _StaticBatches(StaticDataset):
 
     def open_reader(self) -> pa.RecordBatchReader:
         return pick_batches(self._whole.open_reader(), self._ascending)
+
+    @property
+    def is_modifiable(self) -> bool:
+        return self._whole.is_modifiable
 
     def packed(self) -> Sequence[StaticMessage]:
         return self._pick(self._whole.packed(), 0)[0]
@@ -275,6 +288,10 @@ class SegmentsDataset(StaticDataset):
     def check_metadata(self, limit: int) -> None:
         for segment in self.segments:
             segment.check_metadata(limit)
+
+    @property
+    def is_modifiable(self) -> bool:
+        return any(segment.is_modifiable for segment in self.segments)
 
     def check_unchanged(self) -> None:
         for segment in self.segments:

@@ -299,7 +299,7 @@ class BroadcastSending(_LiveSending):
                 raise error
             finally:
                 del error  # or it would refer to itself through this frame, and keep what was being sent
-        if self._connection.backlog:
+        if self._connection.sends_at_once and self._connection.backlog:
             self._connection.send((), self._limits.stall_timeout)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from dissociated.protocol.message import Incoming, Run
 from dissociated.protocol.sender import AddressesFreed, Body, Sender
 from dissociated.protocol.wire import BodyKind, Streams, encode_addresses
 from dissociated.server.admission import Admission, Limits
-from dissociated.server.encoding import encode_groups
+from dissociated.server.encoding import MessageGroup, encode_groups
 from dissociated.server.requests import max_message, receive
 from dissociated.transport.base import Connection
 
@@ -226,7 +226,7 @@ class StaticSending(Sending):
             growing_segment: that segment if it is still being written; otherwise None.
         """
         connection, inline_limit = self._connection, self._limits.inline_limit or 0
-        groups = encode_groups(
+        groups: Iterable[MessageGroup] = encode_groups(
             self._dataset,
             messages,
             self._sender.sequence,
@@ -236,6 +236,8 @@ class StaticSending(Sending):
             is_growing=growing_segment is not None,
             inline_limit=inline_limit,
         )
+        if self._dataset.is_modifiable:
+            groups = [*groups]  # A process that reads from a file which was shortened meanwhile is killed.
         for group in groups:
             if growing_segment is not None:
                 growing_segment.wait(group.end)

@@ -108,6 +108,11 @@ class Segment:
                 writer.write_batch(batch, metadata)
         return segments[0]
 
+    @property
+    def is_modifiable(self) -> bool:
+        """Whether this is a user's file, which may be modified at any time."""
+        return self.modification_check is not None
+
     def check_unchanged(self) -> None:
         """Raise SourceError if this is a user's file that was modified since it was opened."""
         if self.modification_check is not None:

@@ -273,7 +273,10 @@ class SocketConnection(Connection):
             try:
                 self._wait_writable(timeout)
             except DeadlineExceeded:
-                self._unsent_parts = _after_all(parts, at, offset)
+                if self._cut_short:
+                    self._unsent_parts = _after_all(parts, at, offset)
+                elif parts[0] == PREAMBLE:
+                    self._preamble_sent = False  # no message has begun, and none of these is sent later
                 raise
 
     def _next_parts(self, parts: Sequence[Buffer]) -> Sequence[Buffer]:
@@ -308,7 +311,8 @@ class SocketConnection(Connection):
                     break
                 count -= len(part)
                 at += 1
-        self._cut_short = False
+        if parts:
+            self._cut_short = False
         return at, offset
 
     def _send_buffers(self, window: Sequence[Buffer], offset: int) -> int:
