@@ -18,7 +18,7 @@ from dissociated.base.display import count, html, html_table, plain_table, short
 from dissociated.control.locations import Endpoint
 from dissociated.control.messages import FieldTypes, is_moment, parse_app_metadata
 
-_HTML_WIDTH = 4096  # the same in a notebook, which wraps long types
+_HTML_WIDTH = 4096  # the maximum number of characters of a type in a notebook, which wraps long ones
 _NAME_WIDTH = 34  # the maximum number of characters of a name in text
 _WIDTH = 60  # the maximum number of characters in a line of a description
 _MIN_TYPE_WIDTH = 24  # the number of characters of a type that are shown beside long names

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable
 
 import pyarrow as pa
 
@@ -12,7 +11,7 @@ from dissociated.codec.columns import select_columns, select_fields
 from dissociated.codec.join import Messages, join
 from dissociated.codec.options import WriteOptions, check_options
 from dissociated.datasets.base import Dataset, Source
-from dissociated.datasets.fanout import Consumer, Deliver, Fanout
+from dissociated.datasets.fanout import Consumer, Fanout
 from dissociated.datasets.live import Live
 from dissociated.datasets.live_message import LiveMessage
 from dissociated.datasets.sources import open_source
@@ -25,19 +24,12 @@ class BroadcastDataset(Dataset):
 
     #: The publisher's options.
     live: Live
+    #: Distributes the messages. A consumer joins it.
+    fanout: Fanout
 
     @property
     def notes_missed(self) -> bool:  # type: ignore[override]
         return self.live.policy != "block"
-
-    @abstractmethod
-    def join(
-        self,
-        wake: Callable[[], None],
-        on_cut_off: Callable[[], None] | None = None,
-        deliver: Deliver | None = None,
-    ) -> Consumer:
-        """Add a consumer: see `Fanout.join`."""
 
     @abstractmethod
     def project(self, item: LiveMessage) -> LiveMessage | None:
@@ -60,38 +52,30 @@ class Broadcast(BroadcastDataset):
         reader = open_source(name, source)
         super().__init__(name, reader.schema)
         self.live = live
-        self._fanout = Fanout(name, reader, live, limit, options)
-
-    def join(
-        self,
-        wake: Callable[[], None],
-        on_cut_off: Callable[[], None] | None = None,
-        deliver: Deliver | None = None,
-    ) -> Consumer:
-        return self._fanout.join(wake, on_cut_off, deliver)
+        self.fanout = Fanout(name, reader, live, limit, options)
 
     def project(self, item: LiveMessage) -> LiveMessage | None:
         return item
 
     @property
     def exhausted(self) -> bool:  # type: ignore[override]
-        return self._fanout.has_ended
+        return self.fanout.has_ended
 
     def open_reader(self) -> pa.RecordBatchReader:
         woken = threading.Event()
-        return join(_messages(self.join(woken.set), woken))
+        return join(_messages(self.fanout.join(woken.set), woken))
 
     def _select(self, indices: tuple[int, ...]) -> Dataset:
-        return _BroadcastColumns(self, indices, self._fanout.schema_header)
+        return _BroadcastColumns(self, indices, self.fanout.schema_header)
 
     def drop(self) -> None:
-        self._fanout.drop()
+        self.fanout.drop()
 
     def close(self) -> None:
-        self._fanout.close()
+        self.fanout.close()
 
     def wait_closed(self, timeout: float) -> None:
-        self._fanout.join_pump(timeout)
+        self.fanout.join_pump(timeout)
 
 
 class _BroadcastColumns(BroadcastDataset):
@@ -99,19 +83,11 @@ class _BroadcastColumns(BroadcastDataset):
 
     def __init__(self, whole: Broadcast, indices: tuple[int, ...], schema: bytes) -> None:
         super().__init__(whole.name, select_fields(whole.schema, indices))
-        self.live = whole.live
+        self.live, self.fanout = whole.live, whole.fanout
         self._indices = indices
         self._whole = whole
         self._schema = schema  # the encoded schema message of the whole dataset
         self._projection = Projection(schema, indices)
-
-    def join(
-        self,
-        wake: Callable[[], None],
-        on_cut_off: Callable[[], None] | None = None,
-        deliver: Deliver | None = None,
-    ) -> Consumer:
-        return self._whole.join(wake, on_cut_off, deliver)
 
     def project(self, item: LiveMessage) -> LiveMessage | None:
         if item.body is None:

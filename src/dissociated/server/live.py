@@ -222,7 +222,7 @@ class BroadcastSending(_LiveSending):
         live = self._dataset.live
         deliver = self._deliver if self._connection.sends_at_once and not live.linger else None
         self._turn.acquire()
-        self._consumer = consumer = self._dataset.join(self._connection.wake, on_cut_off, deliver)
+        self._consumer = consumer = self._dataset.fanout.join(self._connection.wake, on_cut_off, deliver)
         pause_until = 0.0  # by time.monotonic
         unread_wait = _MIN_UNREAD_WAIT
         while True:
