@@ -47,6 +47,8 @@ def _publish(batches: int, limit: int, consumers: int, passed: Synchronized[int]
 
 
 def _consume(uri: str, ticket: bytes, pipe: Connection) -> None:
+    pipe.send("started")
+    pipe.recv()  # when to join the stream
     nbytes = 0
     for batch in dis.open_stream(uri, ticket):
         for column in batch.columns:
@@ -96,11 +98,18 @@ def run(gigabytes: float, limit: int, tcp: bool) -> None:
         here, there = _CONTEXT.Pipe()
         process = _CONTEXT.Process(target=_consume, args=(uri, ticket, there), daemon=True)
         process.start()
+        here.recv()
         consumers.append((name, process, here))
+
+    def join(number: int) -> None:
+        consumers[number][2].send(None)
 
     start("shm", shm)
     if tcp:
         start("tcp", over_tcp)
+    start("late shm", shm)  # it starts now, since a fast stream would end before a process has started
+    for number in range(1 + tcp):
+        join(number)
     while not passed.value:
         time.sleep(0.01)
     started = time.perf_counter()
@@ -111,7 +120,7 @@ def run(gigabytes: float, limit: int, tcp: bool) -> None:
         if now < total * (len(rows) + 1) / _LINES:
             continue
         if len(rows) == 1:
-            start("late shm", shm)
+            join(-1)
         told = [_anonymous(process.pid) for _, process, _ in consumers]
         memory = [now, _memfds(server.pid), _anonymous(server.pid), *told]
         rows.append((f"{time.perf_counter() - started:.1f}", *map(text.size, memory)))
