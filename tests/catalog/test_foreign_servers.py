@@ -290,6 +290,7 @@ class Answering(Flights):
 
 def test_what_others_answer_to_actions_and_puts_is_refused_with_a_sentence() -> None:
     calls: list[Callable[[dis.Client], object]] = [
+        lambda client: client.current(["d"]),
         lambda client: client.versions("d"),
         lambda client: client.nodes(),
         lambda client: client.stage(),

@@ -47,6 +47,7 @@ CALLS = {
     "ListActions": "read",
 }
 ACTIONS = {
+    "current": "read",
     "versions": "read",
     "nodes": "read",
     "RenewFlightEndpoint": "read",

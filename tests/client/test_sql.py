@@ -66,6 +66,7 @@ def test_answers_are_those_over_tables(client: dis.Client) -> None:
             'SELECT name, sum(price) FROM orders JOIN "team/customers" USING (customer) GROUP BY name ORDER BY name',
             'SELECT name FROM orders JOIN "team/customers" USING (customer) WHERE n BETWEEN 5 AND 7 ORDER BY n',
             "WITH customer AS (SELECT 1 AS a) SELECT a FROM customer",
+            "WITH orders AS (SELECT 1 AS a) SELECT a FROM orders",
             "SELECT n FROM main.orders LIMIT 3",
             "PIVOT (SELECT n % 2 AS odd, customer, price FROM orders) ON odd USING sum(price) ORDER BY customer",
         ):
@@ -79,6 +80,9 @@ def test_tables_of_a_script_are_private(client: dis.Client) -> None:
         assert client.sql(script).to_pylist() == [{"n": 4}]
     with pytest.raises(DatasetNotFound):
         client.sql("FROM t")
+    for rows in (ROWS, 1, ROWS):
+        script = "FROM orders" if rows > 1 else "CREATE TABLE orders AS SELECT 1 AS n; FROM orders"
+        assert client.sql(script).num_rows == rows
 
 
 def test_settings_and_functions_of_a_script_are_private(client: dis.Client) -> None:
@@ -99,18 +103,33 @@ def test_settings_and_functions_of_a_script_are_private(client: dis.Client) -> N
 
 
 def test_a_name_means_the_current_version_in_each_call(tmp_path: Path) -> None:
-    with Node(Store(tmp_path / "store"), ["shm:"]) as node, dis.connect(node.uri) as client:
+    query = "SELECT n, (SELECT count(*) FROM team) AS size FROM orders"
+    with (
+        Node(Store(tmp_path / "store"), ["shm:"]) as node,
+        Node(Store(tmp_path / "other"), ["shm:"], catalog=node.uri) as other,
+        dis.connect(node.uri) as client,
+        dis.connect(node.uri) as reader,
+        dis.connect(other.uri) as reader_at_a_node,
+    ):
+        readers = client, reader, reader_at_a_node
+
+        def check(rows: range) -> None:
+            for _ in range(2):
+                for each in readers:
+                    assert each.sql(query).to_pydict() == {"n": [*rows], "size": [10] * len(rows)}
+
+        client.put("team", CUSTOMERS)
         for rows in (5, 3, 9):
             client.put("orders", ORDERS[:rows])
-            for _ in range(2):
-                assert client.sql("FROM orders") == ORDERS[:rows]
+            check(range(rows))
         client.put("orders", ORDERS[9:12], mode="append")
-        assert client.sql("FROM orders") == ORDERS[:12]
+        check(range(12))
         client.drop("orders")
-        with pytest.raises(DatasetNotFound):
-            client.sql("FROM orders")
+        for each in readers:
+            with pytest.raises(DatasetNotFound):
+                each.sql(query)
         client.put("orders", ORDERS[1:2])
-        assert client.sql("FROM orders") == ORDERS[1:2]
+        check(range(1, 2))
 
 
 def test_memory_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,6 +245,7 @@ def bodies(ticket: bytes) -> dict[str, Any]:
         "committed": {"key": "k"},
         "abort": {"key": "k"},
         "drop": {"name": "made"},
+        "current": {"names": ["static", "made"]},
         "versions": {"name": "static"},
         "nodes": {},
         "forget": {"node": "n"},
@@ -434,6 +435,7 @@ def fuzz_answers(outcomes: Outcomes, dice: random.Random, count: int) -> None:
     status["store"] = {"held": 5, "limit": 10}
     answers: list[dict[str, Any]] = [
         status,
+        {"current": {"d": {"version": 1, "created": 1e9, "began": "x"}}},
         {"versions": [{"version": 1, "created": 1e9, "rows": 5, "current": True}]},
         {"nodes": [{"id": "n", "host": "h", "boot_id": "b", "flight": "f", "locations": [], "alive": True, "seen": 1}]},
     ]

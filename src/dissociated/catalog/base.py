@@ -84,6 +84,10 @@ class Catalog(ABC):
         """Return the schema of a dataset. Raise DatasetNotFound if the dataset does not exist."""
 
     @abstractmethod
+    def current(self, names: Sequence[str]) -> Mapping[str, dict[str, Any]]:
+        """Return the identity of the current version of each of these datasets that exists."""
+
+    @abstractmethod
     def versions(self, name: str) -> Sequence[dict[str, Any]]:
         """Return every version of a dataset that can still be read. See `CatalogClient.versions`."""
 

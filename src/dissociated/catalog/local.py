@@ -101,6 +101,13 @@ class LocalCatalog(Catalog):
         """Return the earliest end of a ticket issued now; None if no lifetime is guaranteed."""
         return time.time() + self.retain if self.retain else None
 
+    def current(self, names: Sequence[str]) -> Mapping[str, dict[str, Any]]:
+        return {
+            name: {"version": version.number, "created": version.created, "began": version.lineage_id}
+            for name in names
+            if (version := self._find_current(name)) is not None
+        }
+
     def versions(self, name: str) -> Sequence[dict[str, Any]]:
         return [
             {"version": version.number, "created": version.created, "rows": version.rows, "current": version.current}

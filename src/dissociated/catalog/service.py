@@ -22,6 +22,7 @@ The bodies and results of actions are JSON, except for the actions that Flight d
     committed {key}                                  -> {committed}
     abort     {key}                                  -> {}
     drop      {name}                                 -> {}
+    current   {names}                                -> {current: {name: {version, created, began}}}
     versions  {name}                                 -> {versions}
     nodes     {}                                     -> {nodes}
     forget    {node}                                 -> {}

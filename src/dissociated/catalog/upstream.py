@@ -68,6 +68,9 @@ class UpstreamCatalog(Catalog):
         parse_get(descriptor)
         return self._upstream.call_flight(lambda client: client.get_schema(descriptor)).schema
 
+    def current(self, names: Sequence[str]) -> Mapping[str, dict[str, Any]]:
+        return self._upstream.current(names)
+
     def versions(self, name: str) -> Sequence[dict[str, Any]]:
         versions = self._upstream.versions(name)
         return [{**version, "created": version["created"].timestamp()} for version in versions]

@@ -27,7 +27,7 @@ from dissociated.codec.options import ReadOptions, check_options
 from dissociated.control.commit import Commit, StagedSegment
 from dissociated.control.dataset_info import DatasetInfo, DatasetList
 from dissociated.control.flight_streams import parse_answer
-from dissociated.control.messages import NODE_FIELDS, VERSION_FIELDS, FieldTypes, has_fields, is_moment
+from dissociated.control.messages import CURRENT_FIELDS, NODE_FIELDS, VERSION_FIELDS, FieldTypes, has_fields, is_moment
 from dissociated.errors import (
     CatalogError,
     DatasetNotFound,
@@ -46,8 +46,8 @@ class CatalogClient:
 
     A client that is unpickled connects anew with the same parameters. The pickle contains the token.
 
-    `call_flight`, `describe_version`, `discard`, `do_action`, `reserve`, `sql_database`, `stage` and `with_uri` are
-    internal: nodes, writers and other rooms of this library use them.
+    `call_flight`, `current`, `describe_version`, `discard`, `do_action`, `reserve`, `sql_database`, `stage` and
+    `with_uri` are internal: nodes, writers and other rooms of this library use them.
 
     Raises:
         CatalogError: The catalog cannot be reached, or refuses a call.
@@ -160,6 +160,18 @@ class CatalogClient:
             f"version {version} of {name!r} is gone, because it was replaced, dropped or evicted: look the dataset "
             "up again, or refresh() the handle, to read the current version"
         )
+
+    def current(self, names: Sequence[str]) -> Mapping[str, dict[str, Any]]:
+        """Return the identity of the current version of each of these datasets that exists.
+
+        Returns:
+            For each name `version`, `created` and `began`, which are the `version`, `created` and `lineage_id` of
+                `describe`.
+        """
+        records = self._ask("current", {"names": [*names]}, "current", dict)
+        if not all(has_fields(record, CURRENT_FIELDS) for record in records.values()):
+            raise CatalogError(f"the server at {self.uri} answers to 'current' with something else")
+        return records
 
     def versions(self, name: str) -> Sequence[dict[str, Any]]:
         """List the versions of a dataset that can still be read, the oldest first.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -52,6 +53,11 @@ class KeptVersions(ProcessBound):
             self._entries[info.name] = self._entries.pop(info.name)
             entry.last_use = time.monotonic()
             return entry.mapped
+
+    def find(self, names: Iterable[str]) -> list[DatasetInfo]:
+        """Return the descriptions of the versions of these names that are kept."""
+        with self._lock:
+            return [self._entries[name].info for name in names if name in self._entries]
 
     def put(self, info: DatasetInfo, mapped: MappedVersion) -> None:
         """Keep a version in place of the others of its name."""

@@ -122,7 +122,7 @@ class SqlSession:
             DatasetNotFound: There is neither a table nor a dataset of a name.
             WrongKind: The dataset of a name holds tensors.
         """
-        self._check_names(statement.query)
+        self._find_kept(self._names(statement.query))
         kind = statement.type.name
         is_tried = self._is_shared  # other statements might take effect twice
         while True:
@@ -193,12 +193,16 @@ class SqlSession:
                 raise self._failures[0].error() from None
             raise OptionError(str(error).strip()) from None
 
-    def _check_names(self, statement: str) -> None:
-        """Raise OptionError for two names that DuckDB takes for one, although datasets may have both."""
+    def _names(self, statement: str) -> set[str]:
+        """Return the names in a query; none if it fails, or the statement is no query.
+
+        Raises:
+            OptionError: DuckDB takes two names for one, although datasets may have both.
+        """
         try:
-            table_names = self._connection.get_table_names(statement)
-        except duckdb.Error:  # no query, which names no two datasets; or the statement fails
-            return
+            table_names: set[str] = self._connection.get_table_names(statement)
+        except duckdb.Error:
+            return set()
         spellings: dict[str, str] = {}
         for name in sorted(self._datasets.keys() | table_names):
             if (first_spelling := spellings.setdefault(name.casefold(), name)) != name:
@@ -206,6 +210,18 @@ class SqlSession:
                     f"DuckDB does not distinguish {first_spelling!r} and {name!r}: query one dataset at a time, and "
                     "write its name as the catalog does"
                 )
+        return table_names
+
+    def _find_kept(self, names: set[str]) -> None:
+        """Find all datasets of which the current version is kept, by one call. DuckDB lacks these names, as before."""
+        if not self._is_shared:  # the statements may have made tables of these names
+            return
+        infos = self._client.sql_database.kept_versions.find(names - self._datasets.keys())
+        current = self._client.current([info.name for info in infos]) if infos else {}
+        for info in infos:
+            identity = {"version": info.version, "created": info.created, "began": info.lineage_id}
+            if current.get(info.name) == identity:
+                self._datasets[info.name] = _SqlHandle(self._client, info, self._failures)
 
     def _find(self, name: str) -> _SqlHandle:
         try:

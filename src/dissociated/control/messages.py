@@ -10,7 +10,8 @@ from dissociated.base import strict_json
 
 #: The fields of a JSON object, by name, each with the types that it may have.
 FieldTypes: TypeAlias = Mapping[str, tuple[type, ...]]
-#: The fields of each entry in a catalog's answers to the actions `versions` and `nodes`.
+#: The fields of each entry in a catalog's answers to the actions `current`, `versions` and `nodes`.
+CURRENT_FIELDS: FieldTypes = {"version": (int,), "created": (int, float), "began": (str,)}
 VERSION_FIELDS: FieldTypes = {
     "version": (int,),
     "created": (int, float),

@@ -69,6 +69,7 @@ FLIGHT_CALLS: Mapping[str, Role] = {
 
 #: The actions of a catalog.
 ACTIONS: Mapping[str, Role] = {
+    "current": Role.READ,
     "versions": Role.READ,
     "nodes": Role.READ,
     "RenewFlightEndpoint": Role.READ,
