@@ -1,7 +1,8 @@
 """Benchmarks of queries over datasets: DuckDB and Polars over handles, over their Tables, and over Parquet.
 
 A node in a process of its own serves the tables of TPC-H. The engines run in this process, which has a handle on each
-table. Calls take turns in each round, and all answers of an engine to one query must be equal. Then small datasets are
+table. Calls take turns in each round, and all answers of an engine to one query must be equal: Tables of pyarrow from
+DuckDB, DataFrames from Polars. Then small datasets are
 read again and again, and the first batch of long ones. At the end, all figures with a goal are printed.
 """
 
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import geometric_mean
@@ -140,8 +142,10 @@ def _check(name: str, answers: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} has different answers: {dict(answers)}")
 
 
-def _cells(rows: list[tuple[Any, ...]]) -> Iterator[Any]:
-    return (cell for row in rows for cell in row)
+def _cells(answer: pa.Table | pl.DataFrame) -> Iterator[Any]:
+    """Return the values of all columns, one column after the other."""
+    columns = answer.to_pydict() if isinstance(answer, pa.Table) else answer.to_dict(as_series=False)
+    return chain.from_iterable(columns.values())
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -149,7 +153,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _duckdb_ways(client: dis.Client, handles: Mapping[str, Any], directory: Path) -> dict[str, Ask]:
-    ways: dict[str, Ask] = {"client.sql": lambda sql: _rows_of(client.sql(sql))}
+    ways: dict[str, Ask] = {"client.sql": client.sql}
     for way in ("handle", "Table", "Parquet"):
         database = duckdb.connect()
         for name, handle in handles.items():
@@ -157,7 +161,7 @@ def _duckdb_ways(client: dis.Client, handles: Mapping[str, Any], directory: Path
                 database.execute(f"CREATE VIEW {name} AS SELECT * FROM read_parquet('{directory}/{name}/*.parquet')")
             else:
                 database.register(name, handle if way == "handle" else handle.to_table())
-        ways[way] = partial(_rows_of_duckdb, database)
+        ways[way] = partial(_ask_duckdb, database)
     return ways
 
 
@@ -170,20 +174,16 @@ def _polars_ways(handles: Mapping[str, Any], directory: Path) -> dict[str, Ask]:
     ways: dict[str, Ask] = {}
     for way, frame in frames.items():
         context = pl.SQLContext({name: frame(name) for name in handles})
-        ways[way] = partial(_rows_of_polars, context)
+        ways[way] = partial(_ask_polars, context)
     return ways
 
 
-def _rows_of(table: pa.Table) -> list[tuple[Any, ...]]:
-    return [*zip(*(column.to_pylist() for column in table.columns), strict=True)]
+def _ask_duckdb(database: duckdb.DuckDBPyConnection, sql: str) -> Any:
+    return database.sql(sql).to_arrow_table()
 
 
-def _rows_of_duckdb(database: duckdb.DuckDBPyConnection, sql: str) -> Any:
-    return database.execute(sql).fetchall()
-
-
-def _rows_of_polars(context: Any, sql: str) -> Any:
-    return context.execute(sql, eager=True).rows()
+def _ask_polars(context: Any, sql: str) -> Any:
+    return context.execute(sql, eager=True)
 
 
 def _first_batch(client: dis.Client, name: str) -> Any:
