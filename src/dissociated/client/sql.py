@@ -132,7 +132,7 @@ class SqlSession:
             missing = None
             with self._errors():
                 try:
-                    relation = self._connection.sql(statement.query)
+                    relation = self._connection.sql(statement)
                     if relation is None or kind in _CHANGING | _PREPARING:
                         return None
                     if (reader := self._begin(relation)) is not None:
