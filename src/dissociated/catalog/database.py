@@ -407,6 +407,12 @@ class Database:
             versions.extend_promise(rows[0], retain)
             return versions.record(rows[0])
 
+    def current(self, names: Iterable[str]) -> list[Version]:
+        """Return the datasets of these names that exist, all at one moment."""
+        sql = "SELECT * FROM versions WHERE name = ? AND replaced IS NULL"
+        with self._transaction() as versions:
+            return [versions.record(row) for name in names for row in self._tables.all(sql, name)]
+
     def versions(self, name: str) -> list[Version]:
         """Return all versions of `name` that can still be read, oldest first."""
         with self._transaction() as versions:

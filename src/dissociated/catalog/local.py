@@ -103,9 +103,8 @@ class LocalCatalog(Catalog):
 
     def current(self, names: Sequence[str]) -> Mapping[str, dict[str, Any]]:
         return {
-            name: {"version": version.number, "created": version.created, "began": version.lineage_id}
-            for name in names
-            if (version := self._find_current(name)) is not None
+            version.name: {"version": version.number, "created": version.created, "began": version.lineage_id}
+            for version in self._database.current(names)
         }
 
     def versions(self, name: str) -> Sequence[dict[str, Any]]:
