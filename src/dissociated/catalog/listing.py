@@ -133,7 +133,8 @@ class Listing:
         return flight.FlightEndpoint(
             ticket.data,
             locations,
-            None if not expirations else pa.scalar(int(min(expirations) * 1e6), pa.timestamp("us", "UTC")),
+            # pyarrow would cast any other type, in 60 us.
+            None if not expirations else pa.scalar(int(min(expirations) * 1e6) * 1000, pa.timestamp("ns")),
             with_embedded(
                 json.dumps({"nodes": known_nodes, "rows": part.rows, "part": None if sole is None else part.id}),
                 self._holdings.read_small(sole, embed) if sole is not None and embed and is_secure else None,
