@@ -226,6 +226,8 @@ def _open_together(calls: Sequence[Callable[[], C]], max_parallel: int) -> list[
 
     If a call fails, its error is raised, and the results of the others are closed.
     """
+    if len(calls) == 1:
+        return [calls[0]()]
     openings = _Openings(calls)
     try:
         openings.start(min(max_parallel, len(calls)) - 1)

@@ -7,7 +7,6 @@ import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -286,7 +285,7 @@ def read_flight(calls: CatalogConnection, ticket: bytes, request: ReadRequest) -
             "Flight allocates in libarrow's default pool: with memory_pool, take another transport than grpc"
         )
     call_options = flight.FlightCallOptions(
-        read_options=replace(options, included_fields=()).to_pyarrow(),
+        read_options=options.with_fields(()).to_pyarrow(),
         headers=tracing.headers(request.traceparent or tracing.current_traceparent()),
     )
     chunks = iter(_FlightStream(calls, ticket, call_options, request))

@@ -130,6 +130,11 @@ def with_embedded(metadata: str, stream: bytes | None) -> bytes:
     return metadata.encode() if stream is None else _BEFORE_EMBEDDED.join((metadata.encode(), stream))
 
 
+def has_embedded(metadata: bytes) -> bool:
+    """Return whether the `app_metadata` of an endpoint has all its rows."""
+    return _BEFORE_EMBEDDED in metadata
+
+
 def flight_uris(endpoint: Endpoint) -> list[str | None]:
     """Return the URIs at which DoGet serves an endpoint. None stands for the server that described it, and is first."""
     if endpoint.hosts:  # A catalog of ours relays all parts of its nodes.
