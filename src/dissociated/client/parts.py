@@ -14,11 +14,10 @@ from dissociated.client.connection import request_stream
 from dissociated.client.plan import PartPlan, Step
 from dissociated.client.request import ReadRequest
 from dissociated.client.stream import ClientStream, TensorReader
-from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import select_columns
 from dissociated.codec.device import DeviceReader, to_device
-from dissociated.codec.reader import PeerReader, read_schema
-from dissociated.codec.split import batches
+from dissociated.codec.inplace import MappedReader, StreamPlace
+from dissociated.codec.reader import read_schema
 from dissociated.control.locations import Endpoint
 from dissociated.errors import (
     CatalogError,
@@ -33,7 +32,7 @@ from dissociated.errors import (
     TransportError,
     WrongKind,
 )
-from dissociated.format.encapsulated import walk
+from dissociated.format.encapsulated import encapsulate, walk
 from dissociated.format.message import is_compressed
 from dissociated.memory.device.base import Device
 from dissociated.memory.remote import parse_spans
@@ -166,8 +165,8 @@ def _open_embedded(part: PartPlan, step: Step, stream: bytes) -> pa.RecordBatchR
         raise RemoteProtocolError("the catalog sent rows with no schema, or compressed")
     is_whole = step.residual.columns is None
     fields = None if is_whole else step.residual.positions(read_schema(headers[0], RemoteProtocolError).names)
-    reader = PeerReader(pa.BufferReader(stream), part.request.options.with_fields(fields or ()))
-    return _select(BatchReader(reader.schema, batches(reader)), fields)
+    place = StreamPlace(pa.BufferReader(stream), (), ())
+    return _select(MappedReader(encapsulate(headers[0]), place, part.request.options.with_fields(fields or ())), fields)
 
 
 def _request(part: PartPlan, step: Step) -> tuple[ClientStream, list[int] | None]:
