@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
@@ -61,39 +61,43 @@ def compare(listen: Sequence[str], ways: Mapping[str, Way], gigabytes: float, ro
         gigabytes: the size of each dataset.
         rounds: how often each way is measured; medians are printed.
     """
-    measured = shapes(gigabytes)
-    again = [shape._replace(name=_again(shape), one=True) for shape in measured]
     rows: list[tuple[str, ...]] = []
     ways = {**ways, "tcp": Way("tcp:")}
-    with running([*measured, *again], listen) as peers, dis.connect(peers.catalog) as client:
+    for shape in shapes(gigabytes):
+        # A server for each shape: all shapes, with their copies in shared memory, would take 20 times `gigabytes`.
+        with running([shape, shape._replace(name=_again(shape), one=True)], listen) as peers:
+            rows += _compare_shape(peers.catalog, shape, ways, rounds)
+        print(f"{shape.name}: measured", file=sys.stderr, flush=True)
+    tools_named = ", ".join(f"{way.tool} for {name}" for name, way in ways.items() if way.tool)
+    print(f"{gigabytes:g} GB, median of {rounds} rounds; the goal is {GOAL:g}x of the tool: {tools_named}\n")
+    heads = ("BATCHES OF", "OVER", "TABLE, MS", "GB/S", "AGAIN, GB/S", "THE TOOL, GB/S", "OF THE TOOL", "")
+    print(text.table(heads, rows, right=(2, 3, 4, 5, 6)))
+
+
+def _compare_shape(catalog: str, shape: Shape, ways: Mapping[str, Way], rounds: int) -> Iterator[tuple[str, ...]]:
+    with dis.connect(catalog) as client:
 
         def place(name: str, way: Way) -> tuple[str, bytes]:
             (endpoint,) = client.describe(name).endpoints
             return next(one for one in endpoint.locations if way.has in one and way.lacks not in one), endpoint.ticket
 
-        for shape in measured:
-            calls: dict[str, Callable[[], Any]] = {
-                name: partial(_read, *place(shape.name, way)) for name, way in ways.items()
-            }
-            calls["Flight"] = lambda name=shape.name: client.read(name, transport="grpc").read_all()  # type: ignore[misc]
-            seconds = medians(calls, rounds)
-            rates: dict[str, float] = {}
-            if shape.batches > 1:  # a shape of one batch measures connecting alone
-                flows = {name: partial(_flow, *place(_again(shape), way)) for name, way in ways.items()}
-                tools = {f"{name}, tool": partial(way.measure, shape) for name, way in ways.items()}
-                rates = in_turns({**flows, **tools}, rounds)
-            for name, took in seconds.items():
-                kept = shape.nbytes / took / 1e9 if rates else 0.0
-                flow, tool = rates.get(name, 0.0), rates.get(f"{name}, tool", 0.0)
-                ratio = flow / tool if tool else 0.0
-                shown = (f"{rate:.2f}" if rate else "" for rate in (kept, flow, tool))
-                against = (f"{ratio:.2f}x", "missed" if ratio < GOAL else "") if tool else ("", "")
-                rows.append((shape.name, name, f"{took * 1e3:.2f}", *shown, *against))
-            print(f"{shape.name}: measured", file=sys.stderr, flush=True)
-    tools_named = ", ".join(f"{way.tool} for {name}" for name, way in ways.items() if way.tool)
-    print(f"{gigabytes:g} GB, median of {rounds} rounds; the goal is {GOAL:g}x of the tool: {tools_named}\n")
-    heads = ("BATCHES OF", "OVER", "TABLE, MS", "GB/S", "AGAIN, GB/S", "THE TOOL, GB/S", "OF THE TOOL", "")
-    print(text.table(heads, rows, right=(2, 3, 4, 5, 6)))
+        calls: dict[str, Callable[[], Any]] = {
+            name: partial(_read, *place(shape.name, way)) for name, way in ways.items()
+        }
+        calls["Flight"] = lambda: client.read(shape.name, transport="grpc").read_all()
+        seconds = medians(calls, rounds)
+        rates: dict[str, float] = {}
+        if shape.batches > 1:  # a shape of one batch measures connecting alone
+            flows = {name: partial(_flow, *place(_again(shape), way)) for name, way in ways.items()}
+            tools = {f"{name}, tool": partial(way.measure, shape) for name, way in ways.items()}
+            rates = in_turns({**flows, **tools}, rounds)
+        for name, took in seconds.items():
+            kept = shape.nbytes / took / 1e9 if rates else 0.0
+            flow, tool = rates.get(name, 0.0), rates.get(f"{name}, tool", 0.0)
+            ratio = flow / tool if tool else 0.0
+            shown = (f"{rate:.2f}" if rate else "" for rate in (kept, flow, tool))
+            against = (f"{ratio:.2f}x", "missed" if ratio < GOAL else "") if tool else ("", "")
+            yield (shape.name, name, f"{took * 1e3:.2f}", *shown, *against)
 
 
 def _again(shape: Shape) -> str:

@@ -6,7 +6,11 @@ import os
 import socket
 import struct
 import threading
+import time
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +27,7 @@ from dissociated.control.commit import StagedSegment
 from dissociated.errors import (
     CatalogError,
     ColumnNotFound,
+    DatasetNotFound,
     OptionError,
     RemoteProtocolError,
     StoreError,
@@ -78,6 +83,33 @@ def test_a_small_dataset_comes_with_its_description(small: dis.Client) -> None:
     assert small.read("small").read_all() == SMALL[:1]
     assert small.read("small", transport="tcp").read_all() == SMALL[:1]
     assert (_accepted(small), small.status().totals.flight) == (1, 7)
+
+
+def test_every_change_is_seen_by_the_next_read(small: dis.Client) -> None:
+    """The catalog may repeat an answer only as long as nothing has changed."""
+    for rows in range(1, 6):
+        small.put("small", SMALL[:rows])
+        assert [small.read("small").read_all() for _ in range(3)] == [SMALL[:rows]] * 3
+
+    def change(number: int) -> None:
+        for _ in range(10):
+            before = small.describe("small").version
+            small.put("small", SMALL[:number])
+            assert small.describe("small").version > before
+
+    with ThreadPoolExecutor(4) as pool:
+        deque(pool.map(change, range(4)), 0)
+    small.put("short", SMALL, ttl=0.2)
+    expires = small.describe("short").expires
+    assert expires is not None
+    with suppress(DatasetNotFound):
+        while True:
+            now = time.time()
+            assert small.read("short").read_all() == SMALL
+            assert now < expires
+    small.drop("small")
+    with pytest.raises(DatasetNotFound):
+        small.read("small")
 
 
 @pytest.mark.parametrize("options", [{}, {"columns": ["n"]}, {"columns": []}, {"limit": 1500}])

@@ -19,10 +19,11 @@ def loads(content: bytes) -> Any:
     """
     text = str(content, "utf-8")
     try:
-        plain = json.loads(text, parse_int=_integer, parse_float=_finite, parse_constant=_refuse)
+        plain = _decoder.decode(text)
     except RecursionError:
         raise ValueError(f"JSON is nested deeper than {_MAX_NESTING} levels") from None
-    _check_nesting(plain)
+    if text.count("{") + text.count("[") >= _MAX_NESTING:
+        _check_nesting(plain)
     if "\\u" in text:
         json.dumps(plain, ensure_ascii=False).encode()  # raises UnicodeEncodeError, a ValueError, for a lone surrogate
     return plain
@@ -43,6 +44,9 @@ def _finite(digits: str) -> float:
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not a JSON number")
+
+
+_decoder = json.JSONDecoder(parse_int=_integer, parse_float=_finite, parse_constant=_refuse)
 
 
 def _check_nesting(plain: Any) -> None:

@@ -52,6 +52,11 @@ class Database:
         """The id of this database and of copies of its file. Other databases have other ids."""
         return self._tables.id
 
+    @property
+    def changes(self) -> int:
+        """A number that grows with every change. A result is up to date as long as this is as it was before."""
+        return self._tables.changes
+
     def close(self) -> None:
         """Close the file."""
         self._tables.close()

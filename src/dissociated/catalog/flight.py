@@ -35,8 +35,7 @@ from dissociated.errors import (
 
 _NOT_CANCELLABLE = b"\x08\x03"  # CancelFlightInfoResult { status: CANCEL_STATUS_NOT_CANCELLABLE }
 
-_MESSAGE_LIMIT = "message limit"
-_TRACING = "tracing"
+_CALL = "call"
 
 _Body = dict[str, Any]
 
@@ -118,34 +117,29 @@ def _counting_refusals(catalog: Catalog) -> Iterator[None]:
         raise
 
 
-class _MessageLimit(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow has no type hints
-    """Middleware that marks calls of clients that accept messages of 4 MiB at most.
+class _Calls(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow has no type hints
+    """Middleware that traces calls, if this process does, and marks calls of clients with a limit of messages.
 
-    That is the default of gRPC. The C++ implementation of Flight, which pyarrow, R and Ruby use, accepts messages of
-    any size.
+    These accept messages of 4 MiB at most, which is the default of gRPC. The C++ implementation of Flight, which
+    pyarrow, R and Ruby use, accepts messages of any size.
     """
 
-    def start_call(self, info: Any, headers: dict[str, list[str]]) -> flight.ServerMiddleware | None:
+    def start_call(self, info: Any, headers: dict[str, list[str]]) -> _Call | None:
         unlimited = any("grpc-c++/" in agent for agent in headers.get("user-agent", ()))
-        return None if unlimited else flight.ServerMiddleware()
-
-
-class _Tracing(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow has no type hints
-    """Middleware that traces calls, if this process does."""
-
-    def start_call(self, info: Any, headers: dict[str, list[str]]) -> _TracedCall | None:
         contexts = headers.get(tracing.TRACEPARENT, ())
         parent = contexts[0] if len(contexts) == 1 else None
         span = tracing.begin(f"dissociated.catalog/{CALL_NAMES.get(info.method, '')}", parent, server=True)
-        return None if span is None else _TracedCall(span)
+        return None if unlimited and span is None else _Call(not unlimited, span)
 
 
-class _TracedCall(flight.ServerMiddleware):  # type: ignore[misc]  # pyarrow has no type hints
-    def __init__(self, span: tracing.TraceSpan) -> None:
+class _Call(flight.ServerMiddleware):  # type: ignore[misc]  # pyarrow has no type hints
+    def __init__(self, is_limited: bool, span: tracing.TraceSpan | None) -> None:
+        self.is_limited = is_limited
         self.span = span
 
     def call_completed(self, exception: BaseException | None) -> None:
-        self.span.end(None if exception is None else type(exception).__name__)
+        if self.span is not None:
+            self.span.end(None if exception is None else type(exception).__name__)
 
 
 class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type hints
@@ -159,7 +153,7 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
         self._log = LimitedLog(_log)
         self._actions: dict[str, tuple[Callable[[_Body], Any], str]] = {}
         self._binary: dict[str, tuple[Callable[[bytes], bytes], str]] = {}
-        middleware = {**protection.pop("middleware", {}), _MESSAGE_LIMIT: _MessageLimit(), _TRACING: _Tracing()}
+        middleware = {**protection.pop("middleware", {}), _CALL: _Calls()}
         super().__init__(uri, middleware=middleware, **protection)
 
     def set_catalog(self, catalog: Catalog) -> None:
@@ -199,7 +193,8 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
     def do_get(self, context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
         with flight_errors(self._log, context):
             reader = self._catalog.open(ticket.ticket)
-            limited = context.get_middleware(_MESSAGE_LIMIT) is not None
+            call = context.get_middleware(_CALL)
+            limited = call is not None and call.is_limited
         # Both iterators need `_with_flight_errors`: pyarrow pulls the batches of a run itself, and would send the
         # client the text of any exception raised there.
         pairs = _with_flight_errors(checked(reader.schema, batches(reader), limited), self._log, context)
@@ -222,7 +217,7 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
 
     def do_action(self, context: Any, action: flight.Action) -> list[bytes]:
         content = action.body.to_pybytes()
-        if (call := context.get_middleware(_TRACING)) is not None:
+        if (call := context.get_middleware(_CALL)) is not None and call.span is not None:
             call.span.set(action=action.type)
         with flight_errors(self._log, context):
             self._catalog_future.result()  # Wait for the catalog, which defines the actions.

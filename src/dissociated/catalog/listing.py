@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.flight as flight
@@ -15,7 +17,7 @@ from dissociated.base.host import boot_id, host_name
 from dissociated.catalog.holdings import Holdings
 from dissociated.codec.schemas import deserialize
 from dissociated.control.access import Grant
-from dissociated.control.locations import MAX_EMBEDDED, with_embedded
+from dissociated.control.locations import MAX_EMBEDDED, has_embedded, with_embedded
 from dissociated.control.version import NodeRecord, Part, Version
 
 #: A location that tells a client to reuse the connection over which it called GetFlightInfo. Clients that know only
@@ -23,6 +25,8 @@ from dissociated.control.version import NodeRecord, Part, Version
 REUSE_CONNECTION = "arrow-flight-reuse-connection://?"
 
 _SAME_HOST = ("shm", "inproc")
+_MAX_ANSWERS = 64  # FlightInfos that are kept, each with up to MAX_EMBEDDED bytes of rows
+_MAX_ANSWER_AGE = 1.0  # seconds
 
 _deserialize = lru_cache(256)(deserialize)
 
@@ -133,12 +137,48 @@ class Listing:
         return flight.FlightEndpoint(
             ticket.data,
             locations,
-            None if not expirations else pa.scalar(int(min(expirations) * 1e6), pa.timestamp("us", "UTC")),
+            # pyarrow would cast any other type, in 60 us.
+            None if not expirations else pa.scalar(int(min(expirations) * 1e6) * 1000, pa.timestamp("ns")),
             with_embedded(
                 json.dumps({"nodes": known_nodes, "rows": part.rows, "part": None if sole is None else part.id}),
                 self._holdings.read_small(sole, embed) if sole is not None and embed and is_secure else None,
             ),
         )
+
+
+class _Answer(NamedTuple):
+    info: flight.FlightInfo
+    changes: int
+    is_embedded: bool
+    until: float  # by time.monotonic
+
+
+class Answers:
+    """The last FlightInfos of versions in stores. One is given again for a second if nothing has changed.
+
+    Many processes often ask for one dataset at a time, and some ask again and again.
+    """
+
+    def __init__(self) -> None:
+        self._answers: OrderedDict[bytes, _Answer] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, descriptor: bytes, changes: int) -> _Answer | None:
+        """Return the answer to a serialized descriptor if the database still has this number of `changes`, or None."""
+        answer = self._answers.get(descriptor)
+        if answer is None or answer.changes != changes or time.monotonic() >= answer.until:
+            return None
+        return answer
+
+    def put(self, descriptor: bytes, changes: int, version: Version, info: flight.FlightInfo) -> None:
+        """Keep an answer, which was made after the database had this number of `changes`."""
+        seconds = _MAX_ANSWER_AGE if version.expires is None else min(_MAX_ANSWER_AGE, version.expires - time.time())
+        is_embedded = any(has_embedded(endpoint.app_metadata) for endpoint in info.endpoints)
+        with self._lock:
+            self._answers[descriptor] = _Answer(info, changes, is_embedded, time.monotonic() + seconds)
+            self._answers.move_to_end(descriptor)
+            if len(self._answers) > _MAX_ANSWERS:
+                self._answers.popitem(last=False)
 
 
 def _encrypts(node: NodeRecord) -> bool:

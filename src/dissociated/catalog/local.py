@@ -19,7 +19,7 @@ from dissociated.catalog.backend import Prepared
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.database import FOREVER, Database
 from dissociated.catalog.holdings import Holdings
-from dissociated.catalog.listing import Listing, earliest_expiry
+from dissociated.catalog.listing import Answers, Listing, earliest_expiry
 from dissociated.catalog.members import Members, describe_clock
 from dissociated.codec import schemas
 from dissociated.codec.split import BatchAndMetadata
@@ -53,6 +53,7 @@ class LocalCatalog(Catalog):
         self._publishing = threading.Lock()
         self._latest: dict[str, Version] = {}  # the latest version of each name, while `start` reads the store
         self._listing = Listing(holdings)
+        self._answers = Answers()
         self._members = Members(database, node, security)
         if self._backend.has_stage:
             self._database.register(node, [], "", FOREVER, serial=-1)
@@ -68,12 +69,28 @@ class LocalCatalog(Catalog):
                 yield self._listing.info(record, query)
 
     def info(self, descriptor: flight.FlightDescriptor) -> flight.FlightInfo:
+        key, changes = bytes(descriptor.serialize()), self._database.changes
+        answer = self._answers.get(key, changes)
+        if answer is not None:
+            if answer.is_embedded:
+                self.holdings.activity.flight()
+            return answer.info
         command = parse_get(descriptor)
         expires = self._ticket_expiry()
         record = self._find(command, self.retain)
         name_only = descriptor.descriptor_type == flight.DescriptorType.CMD and len(command) == 1
         reference = self._listing.reference_info(record, descriptor) if name_only else None
-        return reference or self._listing.info(record, command, expires)
+        if reference is not None:
+            return reference
+        info = self._listing.info(record, command, expires)
+        if self._is_lasting(record):
+            self._answers.put(key, changes, record, info)
+        return info
+
+    def _is_lasting(self, version: Version) -> bool:
+        """Return whether a description holds until the database changes: neither tickets nor addresses expire."""
+        parts = [part for part in (self._registry.lookup(part.ticket) for part in version.parts) if part is not None]
+        return not self._registry.tickets.fingerprint() and all(part.stored and not part.exposed for part in parts)
 
     def schema(self, descriptor: flight.FlightDescriptor) -> pa.Schema:
         return schemas.deserialize(self._find(parse_get(descriptor)).schema)

@@ -255,6 +255,12 @@ class Tables(ProcessBound):
             hint = "; is another catalog using it?" if at_start else ""
             raise CatalogError(f"the catalog's database {self._path}: {error}{hint}") from None
 
+    @property
+    def changes(self) -> int:
+        """The number of changes since these tables were opened, with those of a transaction that is not committed."""
+        with self._errors():
+            return self._connection.total_changes
+
     def run(self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> sqlite3.Cursor:
         """Run one statement, and return its cursor."""
         return self._connection.execute(sql, values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -180,9 +180,13 @@ class EndpointReader:
         return replace(uri, parameters={**parameters, **self._trust.get(uri.scheme, {})})
 
 
+def _traced(request: ReadRequest) -> AbstractContextManager[ReadRequest]:
+    """Trace the opening of streams, if this process traces. The block gets its request, with the span's context."""
+    return _spanned(request) if tracing.is_active() else nullcontext(request)
+
+
 @contextmanager
-def _traced(request: ReadRequest) -> Iterator[ReadRequest]:
-    """Trace the opening of streams. Yield the request of the block, which has the context of the span."""
+def _spanned(request: ReadRequest) -> Iterator[ReadRequest]:
     parent = request.traceparent
     with tracing.traced("dissociated.read", parent, transport=request.transport) as span:
         yield request if span is None else replace(request, traceparent=span.traceparent)
@@ -226,6 +230,8 @@ def _open_together(calls: Sequence[Callable[[], C]], max_parallel: int) -> list[
 
     If a call fails, its error is raised, and the results of the others are closed.
     """
+    if len(calls) == 1:
+        return [calls[0]()]
     openings = _Openings(calls)
     try:
         openings.start(min(max_parallel, len(calls)) - 1)

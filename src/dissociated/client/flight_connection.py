@@ -7,7 +7,6 @@ import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -286,27 +285,13 @@ def read_flight(calls: CatalogConnection, ticket: bytes, request: ReadRequest) -
             "Flight allocates in libarrow's default pool: with memory_pool, take another transport than grpc"
         )
     call_options = flight.FlightCallOptions(
-        read_options=replace(options, included_fields=()).to_pyarrow(),
+        read_options=options.with_fields(()).to_pyarrow(),
         headers=tracing.headers(request.traceparent or tracing.current_traceparent()),
     )
-    chunks = _FlightBatches(calls, ticket, call_options, request.timeout)
+    chunks = iter(_FlightStream(calls, ticket, call_options, request))
     schema = next(chunks)
     options.check_depth(schema)
-    _check_metadata(schema.serialize().size, request)
-    return BatchReader(schema, receive_get(_limited(chunks, request)))
-
-
-def _limited(chunks: _FlightBatches, request: ReadRequest) -> Iterator[Any]:
-    """Yield the chunks. Raise RemoteProtocolError for a chunk that is larger than the `request` allows."""
-    for chunk in chunks:
-        if chunk.app_metadata is not None:
-            _check_metadata(chunk.app_metadata.size, request)
-        size = 0 if chunk.data is None else chunk.data.get_total_buffer_size()
-        if size > request.max_body:
-            raise RemoteProtocolError(
-                f"a record batch has {size} bytes in its buffers; at most {request.max_body} are taken (max_body)"
-            )
-        yield chunk
+    return BatchReader(schema, receive_get(chunks))
 
 
 def _check_metadata(size: int, request: ReadRequest) -> None:
@@ -316,33 +301,35 @@ def _check_metadata(size: int, request: ReadRequest) -> None:
         )
 
 
-class _FlightBatches(ProcessBound):
-    """The schema of a Flight stream, and then its batches.
+class _FlightStream(ProcessBound):
+    """A Flight stream: its schema, and then its batches.
 
-    A thread receives them, because the calls of pyarrow wait for a silent server for ever. This object does not wait
-    longer than `timeout` seconds.
+    A thread receives them, because the calls of pyarrow wait for a silent server for ever. Nobody waits for this
+    stream longer than the timeout of the request.
     """
 
-    def __init__(self, calls: CatalogConnection, ticket: bytes, options: Any, timeout: float) -> None:
-        self._uri, self._timeout = calls.uri, timeout
-        self._download = _Download(calls)
+    def __init__(self, calls: CatalogConnection, ticket: bytes, options: Any, request: ReadRequest) -> None:
+        self._uri, self._timeout = calls.uri, request.timeout
+        self._download = _Download(calls, request)
         weakref.finalize(self, self._download.stop).atexit = False
         self.bind_to_process()
         StreamThread(self._download, self._download.run, (flight.Ticket(ticket), options), "receive").start()
 
-    def __iter__(self) -> _FlightBatches:
-        return self
+    def __iter__(self) -> Iterator[Any]:
+        while items := self._receive():
+            items.reverse()
+            while items:
+                yield items.pop()  # the consumer frees it
+                self.check_process()
 
-    def __next__(self) -> Any:
+    def _receive(self) -> list[Any]:
+        """Return the items that have arrived, at least one; none at the end."""
         self.check_process()
         try:
-            item = self._download.inbox.get(self._timeout)
+            return self._download.inbox.get_all(self._timeout)
         except DeadlineExceeded:
             self._download.stop()
             raise DeadlineExceeded(f"the server at {self._uri} was silent for {self._timeout:g} s") from None
-        if item is None:
-            raise StopIteration
-        return item
 
     def after_fork_in_child(self) -> None:
         leak(self)  # the thread is missing here, and may have held its lock
@@ -351,9 +338,10 @@ class _FlightBatches(ProcessBound):
 class _Download:
     """The thread that receives a Flight stream."""
 
-    def __init__(self, calls: CatalogConnection) -> None:
+    def __init__(self, calls: CatalogConnection, request: ReadRequest) -> None:
         self.inbox: Mailbox[Any] = Mailbox(_MAX_AHEAD)
         self._calls = calls
+        self._request = request
         self._reader: Any = None
 
     def run(self, ticket: flight.Ticket, options: Any) -> None:
@@ -361,10 +349,11 @@ class _Download:
         try:
             self._reader = reader = self._calls.call(lambda client: client.do_get(ticket, options))
             with self._calls.errors():
-                self.inbox.put(check_field_names(reader.schema), 1, None)
+                schema = check_field_names(reader.schema)
+                _check_metadata(schema.serialize().size, self._request)
+                self.inbox.put(schema, 1, None)
                 for chunk in reader:
-                    nbytes = 0 if chunk.data is None else chunk.data.get_total_buffer_size()
-                    self.inbox.put(chunk, nbytes + _CHUNK_SIZE, None)
+                    self.inbox.put(chunk, self._size(chunk) + _CHUNK_SIZE, None)
                     del chunk  # the consumer frees it
             self.inbox.close()
         except DissociatedError as error:
@@ -373,6 +362,17 @@ class _Download:
         except BaseException as error:
             self.inbox.close(TransportError(f"receiving failed: {type(error).__name__}: {error}"))
             raise
+
+    def _size(self, chunk: Any) -> int:
+        """Return the size of a chunk's batch. Raise RemoteProtocolError if the request does not allow the chunk."""
+        if chunk.app_metadata is not None:
+            _check_metadata(chunk.app_metadata.size, self._request)
+        size: int = 0 if chunk.data is None else chunk.data.get_total_buffer_size()
+        if size > self._request.max_body:
+            raise RemoteProtocolError(
+                f"a record batch has {size} bytes in its buffers; at most {self._request.max_body} are taken (max_body)"
+            )
+        return size
 
     def stop(self) -> None:
         """Make the thread end. If the server has not answered yet, it ends when the connection does."""

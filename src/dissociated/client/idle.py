@@ -21,7 +21,7 @@ _MAX_OF_SERVER, _MAX_CONNECTIONS = 16, 64
 
 
 class _IdleConnection(NamedTuple):
-    uri: str
+    uri: Uri
     since: float  # by time.monotonic
     connection: Connection
 
@@ -40,7 +40,7 @@ class IdleConnections(ProcessBound):
     def take(self, uri: Uri) -> Connection | None:
         """Return an idle connection to this URI, ready for the next request; None if there is none."""
         self._close_surplus(lambda entry: entry.since < time.monotonic() - MAX_AGE)
-        for entry in reversed(self._of(str(uri))):
+        for entry in reversed(self._of(uri)):
             if self._remove(entry):
                 if _is_silent(entry.connection):
                     return entry.connection
@@ -53,7 +53,7 @@ class IdleConnections(ProcessBound):
             connection.close()
             return
         connection.end_stream()
-        entry = _IdleConnection(str(uri), time.monotonic(), connection)
+        entry = _IdleConnection(uri, time.monotonic(), connection)
         self._idle.append(entry)
         if not self._finalizer.alive:  # `close` was called, perhaps just now
             _close_all(self._idle)
@@ -70,7 +70,7 @@ class IdleConnections(ProcessBound):
         """Forget the connections, which belong to the parent."""
         self._idle.clear()
 
-    def _of(self, uri: str) -> list[_IdleConnection]:
+    def _of(self, uri: Uri) -> list[_IdleConnection]:
         return [entry for entry in [*self._idle] if entry.uri == uri]
 
     def _close_surplus(self, is_surplus: Callable[[_IdleConnection], bool]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import TypeAlias, TypeVar
 
@@ -15,11 +14,10 @@ from dissociated.client.connection import request_stream
 from dissociated.client.plan import PartPlan, Step
 from dissociated.client.request import ReadRequest
 from dissociated.client.stream import ClientStream, TensorReader
-from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import select_columns
 from dissociated.codec.device import DeviceReader, to_device
-from dissociated.codec.reader import PeerReader, read_schema
-from dissociated.codec.split import batches
+from dissociated.codec.inplace import MappedReader, StreamPlace
+from dissociated.codec.reader import read_schema
 from dissociated.control.locations import Endpoint
 from dissociated.errors import (
     CatalogError,
@@ -34,7 +32,7 @@ from dissociated.errors import (
     TransportError,
     WrongKind,
 )
-from dissociated.format.encapsulated import walk
+from dissociated.format.encapsulated import encapsulate, walk
 from dissociated.format.message import is_compressed
 from dissociated.memory.device.base import Device
 from dissociated.memory.remote import parse_spans
@@ -134,7 +132,7 @@ def _open_on_device(part: PartPlan, device: Device, open_flight: OpenFlight | No
     stream, fields = _request(part, step)
     if fields is None:
         with _closed_on_error(stream):
-            received = stream.receive_on_device(device, replace(part.request.options, included_fields=()))
+            received = stream.receive_on_device(device, part.request.options.with_fields(()))
         if received is not None:
             return received
     return to_device(_decode(stream, fields, part), device)
@@ -165,9 +163,10 @@ def _open_embedded(part: PartPlan, step: Step, stream: bytes) -> pa.RecordBatchR
         raise RemoteProtocolError(f"the catalog sent rows that cannot be read: {error}") from None
     if not headers or any(map(is_compressed, headers)):
         raise RemoteProtocolError("the catalog sent rows with no schema, or compressed")
-    fields = step.residual.positions(read_schema(headers[0], RemoteProtocolError).names)
-    reader = PeerReader(pa.BufferReader(stream), replace(part.request.options, included_fields=fields or ()))
-    return _select(BatchReader(reader.schema, batches(reader)), fields)
+    is_whole = step.residual.columns is None
+    fields = None if is_whole else step.residual.positions(read_schema(headers[0], RemoteProtocolError).names)
+    place = StreamPlace(pa.BufferReader(stream), (), ())
+    return _select(MappedReader(encapsulate(headers[0]), place, part.request.options.with_fields(fields or ())), fields)
 
 
 def _request(part: PartPlan, step: Step) -> tuple[ClientStream, list[int] | None]:
@@ -181,7 +180,7 @@ def _request(part: PartPlan, step: Step) -> tuple[ClientStream, list[int] | None
 
 def _decode(stream: ClientStream, fields: list[int] | None, part: PartPlan) -> pa.RecordBatchReader:
     with _closed_on_error(stream):
-        reader = stream.batches(replace(part.request.options, included_fields=fields or ()))
+        reader = stream.batches(part.request.options.with_fields(fields or ()))
     return _select(reader, fields)
 
 

@@ -281,7 +281,9 @@ def plan(request: ReadRequest, info: DatasetInfo, routes_to: Callable[[Endpoint]
     """
     bound_filter = _bind(request, info.schema)
     parts = tuple(
-        _plan_part(replace(part_request, ahead=number > 0), bound_filter, endpoint, routes_to(endpoint))
+        _plan_part(
+            replace(part_request, ahead=True) if number else part_request, bound_filter, endpoint, routes_to(endpoint)
+        )
         for number, (endpoint, part_request) in enumerate(_parts_with_rows(info, request))
     )
     _check_columns(request, info.schema, parts)
@@ -324,12 +326,13 @@ def _plan_step(request: ReadRequest, bound_filter: BoundFilter | None, route: Ro
     server = route.server
     is_named = server.selects and endpoint.part is not None
     whole = with_members(endpoint.ticket, part=endpoint.part) if is_named else endpoint.ticket
-    for capabilities in (server, replace(server, filters=False), replace(server, filters=False, selects=False)):
-        selection, residual = _divide(request, bound_filter, capabilities)
+    while True:
+        selection, residual = _divide(request, bound_filter, server)
         # `identifier` returns `whole` if the selection makes it too long. Then try a shorter selection.
         identifier = whole if selection is None else selection.identifier(whole)
         if selection is None or identifier != whole:
             break
+        server = replace(server, selects=server.filters, filters=False)
     return Step(route, identifier, residual, selection is not None and selection.rows is not None)
 
 

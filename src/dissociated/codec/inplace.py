@@ -70,7 +70,7 @@ class Tail(NamedTuple):
 
 
 class MappedReader(PeerReader):
-    """A reader of a stream in shared memory, whose batches take no other memory if it `is_mapped`."""
+    """A reader of a stream that lies in memory. In shared memory, batches take no other memory if it `is_mapped`."""
 
     def __init__(
         self, schema: bytes, place: StreamPlace, options: ReadOptions | None, tail: Tail | None = None

@@ -7,7 +7,7 @@ applied by this library.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -61,6 +61,10 @@ class ReadOptions:
         _check_type(self, "ensure_alignment", pa.ipc.Alignment)
         if self.pre_buffer_cache_options is not None:
             _check_type(self, "pre_buffer_cache_options", pa.CacheOptions)
+
+    def with_fields(self, indices: Sequence[int]) -> ReadOptions:
+        """Return these options with other `included_fields`."""
+        return self if tuple(indices) == self.included_fields else replace(self, included_fields=indices)
 
     def to_pyarrow(self) -> pa.ipc.IpcReadOptions:
         """Return the options that libarrow applies."""
@@ -154,7 +158,8 @@ class WriteOptions:
 def check_options(options: T | None, kind: type[T]) -> T:
     """Return `options`, or the defaults of this `kind` for None. Raises OptionError for another type."""
     if options is None:
-        return kind()
+        default: T = _DEFAULTS[kind]
+        return default
     if not isinstance(options, kind):
         raise OptionError(f"{options!r} is not a dissociated.{kind.__name__}")
     return options
@@ -193,3 +198,6 @@ def _depth(type_: pa.DataType) -> int:
     if pa.types.is_dictionary(type_):
         return _depth(type_.value_type)
     return 1 + max((_depth(type_.field(index).type) for index in range(type_.num_fields)), default=0)
+
+
+_DEFAULTS: dict[type, Any] = {kind: kind() for kind in (ReadOptions, WriteOptions)}

@@ -185,7 +185,7 @@ def receive_get(reader: Any) -> Iterator[BatchAndMetadata]:
     # An empty first batch is kept here until the next message tells whether it only carried dictionaries.
     empty: list[pa.RecordBatch] = []
     for number, chunk in enumerate(reader):
-        app_metadata = _decode_app_metadata(chunk.app_metadata)
+        app_metadata = {} if chunk.app_metadata is None else _decode_app_metadata(chunk.app_metadata)
         if _METADATA_KEY in app_metadata:
             metadata = _decode_metadata(app_metadata)
             if app_metadata.get(_FIRST_KEY):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import lru_cache
 from types import NoneType
 from typing import Any, Self
 
@@ -17,6 +18,7 @@ from dissociated.uri import DEVICE, Uri
 #: The largest IPC stream that a catalog sends with the description of a dataset, in bytes.
 MAX_EMBEDDED = 1 << 16
 _BEFORE_EMBEDDED = b"\0"  # between the JSON of an endpoint, which has no such byte, and its IPC stream
+_parse_uri = lru_cache(256)(Uri.parse)
 _REUSE_CONNECTION = "arrow-flight-reuse-connection"  # A scheme that stands for the server that described the endpoint
 
 #: The fields in the `app_metadata` of our catalogs, with their types: of a part, and of a node with the part.
@@ -107,7 +109,7 @@ def locations(endpoint: Endpoint) -> list[list[Uri]]:
     uris = []
     for text in endpoint.locations:
         try:
-            uri = Uri.parse(text)
+            uri = _parse_uri(text)
         except UriError:
             continue
         if uri.scheme in schemes and uri.want_data is not None:
@@ -128,6 +130,11 @@ def locations(endpoint: Endpoint) -> list[list[Uri]]:
 def with_embedded(metadata: str, stream: bytes | None) -> bytes:
     """Return the `app_metadata` of an endpoint: its JSON, and all its rows as an IPC stream if they are given."""
     return metadata.encode() if stream is None else _BEFORE_EMBEDDED.join((metadata.encode(), stream))
+
+
+def has_embedded(metadata: bytes) -> bool:
+    """Return whether the `app_metadata` of an endpoint has all its rows."""
+    return _BEFORE_EMBEDDED in metadata
 
 
 def flight_uris(endpoint: Endpoint) -> list[str | None]:

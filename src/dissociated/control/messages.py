@@ -29,7 +29,7 @@ _LAST_MOMENT = 253_402_300_800 - 86_400  # the end of the year 9999, when calend
 
 def has_fields(plain: object, fields: FieldTypes) -> TypeGuard[dict[str, Any]]:
     """Return whether `plain` is an object that has each of these fields."""
-    return isinstance(plain, dict) and all(isinstance(plain.get(name), types) for name, types in fields.items())
+    return isinstance(plain, dict) and all(map(isinstance, map(plain.get, fields), fields.values()))
 
 
 def is_moment(seconds: float | None) -> bool:
