@@ -77,12 +77,14 @@ class StaticDataset(Dataset):
     def copied(self, message: StaticMessage, max_length: int) -> StaticMessage:
         """Return `message` with copies of those parts of its body that lie in a file which a user may modify.
 
+        Check afterwards that the file is unmodified.
+
         Args:
             message: A message of this dataset.
             max_length: The largest part to copy, in bytes.
 
         Raises:
-            SourceError: The file was modified.
+            SourceError: The file was shortened.
         """
         return message
 

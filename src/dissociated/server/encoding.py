@@ -47,8 +47,8 @@ class MessageGroup(NamedTuple):
     nbytes: int
     #: All memory below this address must be written before the group is sent.
     end: int
-    #: The metadata of the last message, encoded. It is sent after the body, if the file of that has not been modified.
-    last_metadata: Any = None
+    #: The metadata of the last message if it is not among `encoded`. The next group begins with it.
+    unsent: Message | None = None
 
 
 def encode_groups(
@@ -62,6 +62,9 @@ def encode_groups(
     inline_limit: int,
 ) -> Iterator[MessageGroup]:
     """Encode consecutive messages of `dataset` for `connection`.
+
+    If bodies lie in a file that a user may modify, the caller checks that it is unmodified before it sends each group.
+    So a body that the connection reads in the file is sent before its metadata, with which the next group begins.
 
     Args:
         dataset: keeps the encoded groups for later connections of the same kind.
@@ -89,12 +92,16 @@ def encode_groups(
     if not (is_growing or copies) and first + len(messages) <= _MAX_CACHED_MESSAGES:
         kept_groups = dataset.encoded((connection.encoding, streams, segment_number, inline_limit), _KeptGroups)
     start = number = 0
+    unsent: Message | None = None
     while start < len(messages):
-        encode = partial(_encode, take, start, first + start, connection, streams, max_inline, copies)
+        encode = partial(_encode, take, start, first + start, connection, streams, max_inline, copies, unsent)
         group = encode() if kept_groups is None else kept_groups.get(number, encode)
         yield group
+        unsent = group.unsent
         start += group.message_count
         number += 1
+    if unsent is not None:
+        yield MessageGroup(connection.prepare([unsent]), first + start, 0, (), 0, 0, 0)
 
 
 class _KeptGroups:
@@ -124,11 +131,15 @@ def _encode(
     streams: Streams,
     max_inline: int,
     copies: bool,
+    unsent: Message | None,
 ) -> MessageGroup:
-    """Encode the group that `take` returns for the index `start`, whose first message has the number `first`."""
+    """Encode the group that `take` returns for the index `start`, whose first message has the number `first`.
+
+    It is sent after the message `unsent` of the group before.
+    """
     sender = Sender.before_request(streams, first)
     sends_bodies = bool(streams & Streams.BODIES)
-    outgoing: list[Message] = []
+    outgoing: list[Message] = [] if unsent is None else [unsent]
     leased: list[int] = []
     pairs = 0
     group = take(start)
@@ -141,15 +152,14 @@ def _encode(
         elif message.packed is not None:
             body = Body(BodyKind.PACKED, message.packed)
         outgoing += sender.send(message.header, body)
-    last_metadata = None
-    if copies and _is_checked(connection, streams, group[-1], max_inline):
-        last_metadata = connection.prepare([outgoing.pop(-2)])
+    is_checked = copies and _is_checked(connection, streams, group[-1], max_inline)
+    unsent = outgoing.pop(-2) if is_checked else None
     nbytes = sum(message.parsed.body_length for message in group) if sends_bodies else 0
     ends = (address + length for message in group for address, length in message.extents or ())
     end = max(ends, default=0) if max_inline < _UNLIMITED else 0
     addresses, pairs = (leased, pairs) if sends_bodies else ((), 0)
     encoded = connection.prepare(outgoing)
-    return MessageGroup(encoded, first, len(group), addresses, pairs, nbytes, end, last_metadata)
+    return MessageGroup(encoded, first, len(group), addresses, pairs, nbytes, end, unsent)
 
 
 def _take(messages: Sequence[StaticMessage], max_bytes: int, start: int) -> Sequence[StaticMessage]:

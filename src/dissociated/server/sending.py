@@ -236,18 +236,18 @@ class StaticSending(Sending):
             is_growing=growing_segment is not None,
             inline_limit=inline_limit,
         )
+        is_modifiable = self._dataset.is_modifiable
         for group in groups:
             if growing_segment is not None:
                 growing_segment.wait(group.end)
             self._hold(group.addresses, group.pairs)  # before sending, since part of an aborted group may have arrived
+            if is_modifiable:
+                self._dataset.check_unchanged()
             try:
                 with self._stats.sending(connection, group.nbytes):
                     connection.send(group.encoded, self._limits.stall_timeout)
-                if group.last_metadata is not None:
-                    self._dataset.check_unchanged()
-                    connection.send(group.last_metadata, self._limits.stall_timeout)
             except SourceError:
-                if group.last_metadata is not None:  # without it, the body has no effect
+                if group.unsent is not None:  # the client does not use the body, because its metadata is missing
                     connection.send_zeros(self._limits.stall_timeout)  # within a message, no reason could be told
                 self._dataset.check_unchanged()
                 raise

@@ -120,31 +120,25 @@ class Segment:
             self.modification_check()
 
     def message(self, number: int) -> Encapsulated:
-        """Return a message, of those in the order in which they are sent.
+        """Return a message, of those in the order in which they are sent. It may be that of a file modified meanwhile.
 
         Raises:
             StoreError: The message is damaged.
             SourceError: The file was modified.
         """
         try:
-            if self.modification_check is None:
-                return self.index.message(number)
-            message = self.index.message(number, self._read)
+            return self.index.message(number, None if self.modification_check is None else self._read)
         except FormatError as error:
             self.check_unchanged()
             raise StoreError(f"{self.name}: {error}") from None
-        self.modification_check()
-        return message
 
     def copy_parts(self, parts: Sequence[Buffer], max_length: int) -> list[Buffer]:
         """Return the parts of a body, with copies of those that lie in the segment and have up to `max_length` bytes.
 
         Raises:
-            SourceError: The file was modified.
+            SourceError: The file was shortened.
         """
-        copied = [self._copy(part) if len(part) <= max_length else part for part in parts]
-        self.check_unchanged()
-        return copied
+        return [self._copy(part) if len(part) <= max_length else part for part in parts]
 
     def _copy(self, part: Buffer) -> Buffer:
         at = pa.py_buffer(part).address - self.region.memory.address
@@ -152,8 +146,10 @@ class Segment:
 
     def _read(self, at: int, length: int) -> bytes:
         """Read bytes of the file, which may have been shortened: then reading the mapping would end this process."""
-        with store_errors(f"reading {self.name}"):
+        try:
             content = os.pread(self.descriptor, length, at)
+        except OSError as error:
+            raise StoreError(f"reading {self.name}: {error.strerror}") from error
         if len(content) < length:
             self.check_unchanged()
             raise StoreError(f"{self.name} ends at byte {at + len(content)}, within a message")
