@@ -273,6 +273,7 @@ class SocketConnection(Connection):
         self._close_descriptors()
 
     def _close_descriptors(self) -> None:
+        self._unreadable = []
         self._socket.close()
         with self._waking:
             descriptor, self._wake_descriptor = self._wake_descriptor, None
