@@ -195,11 +195,11 @@ def test_flight_is_the_last_way_to_data_whose_port_is_closed(server: dis.Server)
 
 
 def test_flight_is_the_last_way_to_data_whose_port_answers_nothing(
-    server: dis.Server, monkeypatch: pytest.MonkeyPatch
+    server: dis.Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first read waits for the port. For a while, all clients of the process then try that port last."""
+    """The first read waits for the port once. For a while, all clients of the process then try that port last."""
     table = pa.table({"n": range(1_000)})
-    server.publish("data", table)
+    server.publish("data", table, ticket=b"of both servers")
     with (
         dis.connect(str(server.catalog_uri), timeout=5) as client,
         socket.create_server(("127.0.0.1", 0), backlog=0) as silent,
@@ -207,7 +207,10 @@ def test_flight_is_the_last_way_to_data_whose_port_answers_nothing(
     ):
         info = at_port(client.describe("data"), silent.getsockname()[1])
         monkeypatch.setattr(plan, "CONNECT_TIMEOUT", 0.1)
-        assert DatasetHandle(client, info).to_table() == table
+        with caplog.at_level("INFO", "dissociated.client.parts"):  # it counts the rows of batches, and then reads some
+            some = client.endpoints.read(lambda: info, replace(client.defaults, rows=range(500, 600))).read_all()
+        assert some == table[500:600]
+        assert [record.name for record in caplog.records].count("dissociated.client.parts") == 1
         monkeypatch.setattr(plan, "CONNECT_TIMEOUT", 100)  # a read that tries the port first fails from now on
         assert DatasetHandle(client, info).to_table() == table
         with dis.connect(client.uri, timeout=1) as another:
@@ -221,6 +224,12 @@ def test_flight_is_the_last_way_to_data_whose_port_answers_nothing(
             server.close()
             with pytest.raises(DeadlineExceeded, match=r"tcp server .* no answer in time"):  # tried after Flight
                 another.read_endpoint(info, info.endpoints[0])
+            port = silent.getsockname()[1]
+            silent.close()
+            with dis.Server([f"tcp://127.0.0.1:{port}"], catalog=None) as now_there:
+                now_there.publish("data", table, ticket=b"of both servers")
+                of_any_server = replace(info.endpoints[0], part=None)
+                assert another.read_endpoint(info, of_any_server).read_all() == table
 
 
 def test_a_reader_that_was_cut_off_is_told_why() -> None:

@@ -15,14 +15,15 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from dissociated.client.plan import Capabilities, PartPlan, Route, Step, plan, plan_part
+from dissociated.client.plan import CONNECT_TIMEOUT, Capabilities, PartPlan, Route, Step, plan, plan_part
 from dissociated.client.request import Filtering, ReadRequest
 from dissociated.codec.options import ReadOptions
 from dissociated.control.dataset_info import DatasetInfo
 from dissociated.control.locations import Endpoint
 from dissociated.errors import CatalogError, ColumnNotFound, OptionError, RemoteProtocolError
+from dissociated.memory.device.registry import open_device
 from dissociated.protocol.request import MAX_IDENTIFIER, Request
-from dissociated.uri import Uri
+from dissociated.uri import DEVICE, Uri
 
 SCHEMA = pa.schema(
     [("a", pa.int64()), ("twice", pa.int8()), ("b", pa.string()), ("c", pa.float64()), ("twice", pa.int8())],
@@ -296,3 +297,16 @@ def test_a_stream_with_other_columns_than_its_dataset_is_refused() -> None:
     step = plan_part(ReadRequest(filter=a > 1, columns=["b"]), SCHEMA, Endpoint(b"t", ()), [Route((), Capabilities())])
     with pytest.raises(RemoteProtocolError, match="other columns"):
         step.steps[0].residual.apply(pa.table({"b": ["x"]}).to_reader())
+
+
+def test_only_the_last_route_to_this_host_may_take_the_whole_timeout() -> None:
+    """A route to addresses on a device is no route to this host, whether or not its server has answered lately."""
+    device = open_device("test:0")
+    to_host = Route.of([Uri.parse("tcp://127.0.0.1:1?want_data=1")])
+    for is_silent in (False, True):
+        on_device = Route.of([Uri.parse(f"shm:///s?want_data=1&{DEVICE}={device.identity}")], is_silent)
+        part = plan_part(ReadRequest(device=device), SCHEMA, Endpoint(b"t", ()), [on_device, to_host])
+        assert [step.connect_timeout for step in part.steps] == [None]
+        assert [step.connect_timeout for step in part.in_place] == ([] if is_silent else [CONNECT_TIMEOUT])
+    alone = plan_part(ReadRequest(device=device), SCHEMA, Endpoint(b"t", ()), [on_device])
+    assert [step.connect_timeout for step in alone.in_place] == [None]

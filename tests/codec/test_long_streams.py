@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import product
@@ -16,7 +17,7 @@ from dissociated.client import stream
 from dissociated.codec import split
 from dissociated.errors import RemoteProtocolError, StoreError, TransportError
 from dissociated.store.segment import Segment
-from support.helpers import case, wait_until
+from support.helpers import case, clients_end, wait_until
 
 LONG = 10_000  # batches: their metadata is much longer than the buffers of a socket
 
@@ -168,13 +169,17 @@ def test_a_device_gets_every_batch_though_the_rest_does_not_lie_in_place() -> No
 
 
 def test_a_server_that_dies_after_the_beginning_is_an_error_each_time() -> None:
+    before = {*threading.enumerate()}
     with dis.Server(["shm:"], catalog=None) as server:
         server.publish("long", pa.Table.from_batches(batches(LONG)))
         reader = read(server)
         assert reader.read_next_batch()["n"].to_pylist() == [0, 1, 2]
-    for read_on in (reader.read_all, reader.read_all, reader.read_next_batch):
+    for read_on in ("read_all", "read_all", "read_next_batch"):
         with pytest.raises((RemoteProtocolError, TransportError)):
-            read_on()
+            getattr(reader, read_on)()
+    del reader
+    gc.collect()
+    assert not clients_end(before)
 
 
 def test_closing_after_the_beginning_ends_the_stream(server: dis.Server) -> None:

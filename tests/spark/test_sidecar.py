@@ -92,6 +92,19 @@ def test_partitions_are_of_the_bytes_that_are_read_and_enough_for_all_tasks(
     assert partitions(0.01, 100) == 1
 
 
+def test_a_server_that_did_not_accept_the_jvm_in_time_is_not_asked_directly(tmp_path: Path) -> None:
+    with Node(Store(tmp_path / "store"), ["tcp://127.0.0.1:0"]) as node, dis.connect(node.uri) as client:
+        client.put("data", TABLE)
+        sidecar = Sidecar()
+        plan = planned(sidecar, node)
+        (partition,) = plan["partitions"]
+        server = sidecar.open(plan["reader"], partition["partition"], direct=True)["server"]
+        sidecar.silent(server["host"], server["port"])
+        stream = sidecar.open(plan["reader"], partition["partition"], direct=True)["stream"]
+        assert [batch["rows"] for batch in sidecar.next(stream)["batches"]] == [EACH]
+        sidecar.close(stream)
+
+
 def test_requests_are_utf_8_whatever_the_encoding_of_the_machine(node: Node) -> None:
     with dis.connect(node.uri) as client:
         client.put("Zürich", TABLE)

@@ -65,18 +65,17 @@ def connections_left(server: dis.Server, but: Iterable[threading.Thread] = (), p
     return server.connections
 
 
-#: Threads of clients that were waited for in vain. They are not waited for again: an earlier test has left them.
-_lingering: set[threading.Thread] = set()
-
-
-def clients_end(but: Iterable[threading.Thread] = ()) -> None:
+def clients_end(but: Iterable[threading.Thread] = ()) -> set[threading.Thread]:
     """Wait for the client threads whose arrays were all dropped: they release the memory last.
 
     Threads in `but` are ignored. An earlier test may have left them with live arrays.
+
+    Returns:
+        The threads that did not end.
     """
-    threads = {thread for thread in threading.enumerate() if thread.name == "give back"}.difference(but, _lingering)
+    threads = {thread for thread in threading.enumerate() if thread.name == "give back"}.difference(but)
     _join(threads)
-    _lingering.update(thread for thread in threads if thread.is_alive())
+    return {thread for thread in threads if thread.is_alive()}
 
 
 def _join(threads: Iterable[threading.Thread], patience: float = PATIENCE) -> None:

@@ -502,18 +502,26 @@ def test_what_a_connection_copies_may_change_once_it_is_sent(ends: Ends) -> None
     assert plain(receive(ends.client)) == (7, b"a" * len(data))
 
 
+@pytest.mark.parametrize("completed", [False, True])
 @pytest.mark.parametrize("medium", ["tcp", "shm"])
-def test_a_mapped_file_that_has_become_shorter_breaks_off(ends: Ends, tmp_path: Path) -> None:
+def test_a_mapped_file_that_has_become_shorter_breaks_off(ends: Ends, tmp_path: Path, completed: bool) -> None:
     """Truncate a mapped file. The kernel reports the missing pages, without SIGBUS. (TLS would have to read them.)"""
-    size = 100_000
+    size = 2_000_000
     (tmp_path / "file").write_bytes(bytes(size))
     with (tmp_path / "file").open("rb+") as file:
         part = memoryview(map_read_only(file.fileno(), size))
-        file.truncate(90_000)
+        file.truncate(1_000_000)
         with ThreadPoolExecutor() as pool:
             received = pool.submit(receive, ends.client)
             with pytest.raises(SourceError, match="become shorter"):
-                ends.server.send([Message(7, (b"before", part))], PATIENCE)
+                ends.server.send([Message(7, (b"before", part, b"after"))], PATIENCE)
+            if completed:
+                ends.server.send_zeros(PATIENCE)
+                assert plain(received.result()) == (7, b"before" + bytes(size) + b"after")
+                ends.server.close("it was modified")
+                with pytest.raises(RemoteError, match="it was modified"):
+                    receive(ends.client)
+                return
             assert ends.server.written  # A later message would be taken for the rest.
             ends.server.close("x" * MAX_CONTROL, linger=0.01)
             ends.server.close()

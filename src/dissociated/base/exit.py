@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from types import CodeType, FrameType
 from typing import Any, Protocol, TypeVar, cast
 
@@ -155,5 +156,5 @@ def _exit() -> None:
     for thread in threads:
         thread.stop()
     for thread in threads:
-        if thread.ident is not None:  # another thread may be about to start it
+        with suppress(RuntimeError):  # another thread may be about to start it, or was interrupted then
             thread.join(max(0.0, deadline - time.monotonic()))

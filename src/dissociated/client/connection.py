@@ -155,12 +155,17 @@ def _connect(uri: Uri, timeout: float, connect_timeout: float | None) -> Connect
             raise
         if not is_silent(uri):
             _log.warning("server is tried last for a while: seconds=%g error=%s", SILENCE, error)
-        for server in [server for server, since in list(_silent.items()) if time.monotonic() - since >= SILENCE]:
-            _silent.pop(server, None)  # so that those of the last seconds alone take memory
-        _silent[_server(uri)] = time.monotonic()
+        remember_silence(uri)
         raise TransportError(str(error)) from None
     _silent.pop(_server(uri), None)
     return connection
+
+
+def remember_silence(uri: Uri) -> None:
+    """Record that the server at `uri` did not accept a connection in time."""
+    for server in [server for server, since in list(_silent.items()) if time.monotonic() - since >= SILENCE]:
+        _silent.pop(server, None)  # so that those of the last seconds alone take memory
+    _silent[_server(uri)] = time.monotonic()
 
 
 def is_silent(uri: Uri) -> bool:

@@ -11,7 +11,7 @@ import pyarrow as pa
 from dissociated.base.exit import StreamThread
 from dissociated.base.fork import ProcessBound
 from dissociated.base.interrupts import interrupts_held
-from dissociated.errors import DissociatedError, TransportError
+from dissociated.errors import DissociatedError
 from dissociated.memory.device.base import Device
 from dissociated.memory.leases import RETRY_INTERVAL, STILL_HELD, FreeQueue
 from dissociated.protocol.message import Message
@@ -121,12 +121,10 @@ class ClientLeases(ProcessBound):
         self._returns.wake()
 
     def _start(self) -> None:
-        self._thread = StreamThread(self, self._run, (), "give back")
-        try:
-            self._thread.start()
-        except TransportError:
-            self._thread = None
-            raise
+        thread = StreamThread(self, self._run, (), "give back")
+        with interrupts_held():  # otherwise a thread might be started and not known, or known and not started
+            thread.start()
+            self._thread = thread
 
     def _run(self) -> None:
         returned = 0

@@ -245,6 +245,15 @@ class PartPlan:
             return None
         return _plan_part(self.request.without_columns(), None, self.endpoint, routes)
 
+    def tried_last(self, is_silent: Callable[[Uri], bool]) -> PartPlan:
+        """Return this plan, with routes last whose server `is_silent` by now."""
+        steps = (*self.in_place, *self.steps)
+        silent = [any(map(is_silent, step.route.uris)) for step in steps]
+        if silent == [step.route.is_silent for step in steps]:
+            return self
+        routes = [replace(step.route, is_silent=known) for step, known in zip(steps, silent, strict=True)]
+        return _plan_part(self.request, self.bound_filter, self.endpoint, routes)
+
     def within(self, batch_rows: Sequence[int]) -> PartPlan:
         """Return the plan that requests only the batches that contain the rows. See `ReadRequest.within`."""
         routes = [step.route for step in self.steps]
@@ -307,18 +316,30 @@ def _plan_part(
 ) -> PartPlan:
     routes = sorted(routes, key=lambda route: route.is_silent)
     steps = [_plan_step(request, bound_filter, route, endpoint) for route in routes]
-    if request.timeout > CONNECT_TIMEOUT:
-        steps = [
-            replace(step, connect_timeout=CONNECT_TIMEOUT)
-            if step is not steps[-1] or step.route.is_silent > steps[0].route.is_silent
-            else step
-            for step in steps
-        ]
     if request.device is None:
-        return PartPlan(endpoint, request, tuple(steps), (), bound_filter)
-    in_place = (step for step in steps if step.route.on_device and step.residual.keeps_batches)
-    to_host = (step for step in steps if not step.route.on_device)
-    return PartPlan(endpoint, request, tuple(to_host), tuple(in_place), bound_filter)
+        return PartPlan(endpoint, request, _with_deadlines(steps, request), (), bound_filter)
+    to_host = [step for step in steps if not step.route.on_device]
+    in_place = [
+        step
+        for step in steps
+        if step.route.on_device
+        and step.residual.keeps_batches
+        and not (to_host and step.route.is_silent > to_host[0].route.is_silent)
+    ]
+    before = _with_deadlines([*in_place, *to_host], request)[: len(in_place)]
+    return PartPlan(endpoint, request, _with_deadlines(to_host, request), before, bound_filter)
+
+
+def _with_deadlines(steps: Sequence[Step], request: ReadRequest) -> tuple[Step, ...]:
+    """Return the steps, which are tried in this order, with their `connect_timeout`. See CONNECT_TIMEOUT."""
+    if request.timeout <= CONNECT_TIMEOUT:
+        return tuple(steps)
+    return tuple(
+        replace(step, connect_timeout=CONNECT_TIMEOUT)
+        if step is not steps[-1] or step.route.is_silent > steps[0].route.is_silent
+        else step
+        for step in steps
+    )
 
 
 def _plan_step(request: ReadRequest, bound_filter: BoundFilter | None, route: Route, endpoint: Endpoint) -> Step:

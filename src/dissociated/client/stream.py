@@ -156,11 +156,15 @@ class ClientStream:
             raise
 
     def _compare(self, in_place: InPlace, options: ReadOptions, at: int) -> StreamPlace | StreamReader:
-        """Compare the rest of a stream whose beginning lies in place. See `Tail`."""
-        for item in self._remaining:
-            self._examined.append(item)
-            if len(self._examined) > _MAX_EXAMINED or not self._accepts(in_place, item):
-                return self._join(options)
+        """Compare the rest of a stream whose beginning lies in place. See `Tail`. An error ends the stream."""
+        try:
+            for item in self._remaining:
+                self._examined.append(item)
+                if len(self._examined) > _MAX_EXAMINED or not self._accepts(in_place, item):
+                    return self._join(options)
+        except BaseException:
+            self.close()  # the examined messages are read by nobody, so their addresses must not be waited for
+            raise
         self._examined.clear()
         return in_place.place(self._bodies.lease, at)
 

@@ -71,8 +71,22 @@ class StaticDataset(Dataset):
 
     @property
     def is_modifiable(self) -> bool:
-        """Whether a user may modify the file in which the messages lie. Then they are read soon after a check."""
+        """Whether a user may modify the file in which the messages lie. See `copied`."""
         return False
+
+    def copied(self, message: StaticMessage, max_length: int) -> StaticMessage:
+        """Return `message` with copies of those parts of its body that lie in a file which a user may modify.
+
+        Check afterwards that the file is unmodified.
+
+        Args:
+            message: A message of this dataset.
+            max_length: The largest part to copy, in bytes.
+
+        Raises:
+            SourceError: The file was shortened.
+        """
+        return message
 
     def small_stream(self, limit: int) -> bytes | None:
         """Return the messages as an IPC stream.
@@ -87,7 +101,7 @@ class StaticDataset(Dataset):
             remaining -= len(head) + message.parsed.body_length
             if remaining < 0 or message.parsed.is_tensor or is_compressed(message.header):
                 return None
-            pieces += (head, *(message.packed or ()))
+            pieces += (head, *(self.copied(message, limit).packed or ()))
         return b"".join((*pieces, END_OF_STREAM))
 
     def encoded(self, key: Hashable, encode: Callable[[], T]) -> T:
@@ -131,13 +145,30 @@ class StaticDataset(Dataset):
             self._selected.clear()
 
 
-class StaticColumns(StaticDataset):
+class _Selected(StaticDataset):
+    """A part of a static dataset, whose messages are those of the whole or lie in their bodies."""
+
+    def __init__(self, whole: StaticDataset, schema: pa.Schema) -> None:
+        super().__init__(whole.name, schema)
+        self._whole = whole
+
+    @property
+    def is_modifiable(self) -> bool:
+        return self._whole.is_modifiable
+
+    def check_unchanged(self) -> None:
+        self._whole.check_unchanged()
+
+    def copied(self, message: StaticMessage, max_length: int) -> StaticMessage:
+        return self._whole.copied(message, max_length)
+
+
+class StaticColumns(_Selected):
     """Some columns of a static dataset. The metadata is encoded anew; the bodies are not copied."""
 
     def __init__(self, whole: StaticDataset, indices: tuple[int, ...]) -> None:
-        super().__init__(whole.name, select_fields(whole.schema, indices))
+        super().__init__(whole, select_fields(whole.schema, indices))
         self.rows = whole.rows
-        self._whole = whole
         self._indices = indices
         self._projecting = threading.Lock()
         self._projection: Projection | None = None
@@ -146,10 +177,6 @@ class StaticColumns(StaticDataset):
 
     def open_reader(self) -> pa.RecordBatchReader:
         return select_columns(self._whole.open_reader(), self._indices)
-
-    @property
-    def is_modifiable(self) -> bool:
-        return self._whole.is_modifiable
 
     def packed(self) -> Sequence[StaticMessage]:
         return self._choose(None, self._whole.packed())
@@ -185,22 +212,17 @@ def project_messages(messages: Sequence[StaticMessage], projection: Projection) 
             yield _project_message(message, chosen)
 
 
-class _StaticBatches(StaticDataset):
+class _StaticBatches(_Selected):
     """Some batches of a static dataset, with all dictionaries that precede the last of these batches."""
 
     def __init__(self, whole: StaticDataset, numbers: Sequence[int]) -> None:
-        super().__init__(whole.name, whole.schema)
-        self._whole = whole
+        super().__init__(whole, whole.schema)
         self._ascending = numbers
         self._numbers = numbers if isinstance(numbers, range) else {*numbers}
         self._stop = numbers[-1] + 1 if numbers else 0
 
     def open_reader(self) -> pa.RecordBatchReader:
         return pick_batches(self._whole.open_reader(), self._ascending)
-
-    @property
-    def is_modifiable(self) -> bool:
-        return self._whole.is_modifiable
 
     def packed(self) -> Sequence[StaticMessage]:
         return self._pick(self._whole.packed(), 0)[0]
@@ -296,6 +318,12 @@ class SegmentsDataset(StaticDataset):
     def check_unchanged(self) -> None:
         for segment in self.segments:
             segment.check_unchanged()
+
+    def copied(self, message: StaticMessage, max_length: int) -> StaticMessage:
+        segment = self.segments[message.segment]
+        if message.packed is None or not segment.is_modifiable:
+            return message
+        return message._replace(packed=segment.copy_parts(message.packed, max_length))
 
     def packed(self) -> Sequence[StaticMessage]:
         return self._messages

@@ -6,7 +6,7 @@ size and layout in a row; such a run is checked as a whole with NumPy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -89,8 +89,12 @@ class Index:
         """Return the size of all bodies together, in bytes."""
         return int(self.body_lengths.sum())
 
-    def message(self, index: int) -> Encapsulated:
+    def message(self, index: int, read: Callable[[int, int], bytes] | None = None) -> Encapsulated:
         """Read a message.
+
+        Args:
+            index: The number of the message.
+            read: Reads bytes, given their position and their number. By default they are read in the memory.
 
         Returns:
             The flatbuffer of the message, parsed, and the position of its body.
@@ -100,9 +104,16 @@ class Index:
         """
         entry = self[index]
         if entry.offset == self._end:
-            header = schema_message(bytes(self._footer()))
+            footer = bytes(self._footer()) if read is None else read(entry.offset, entry.metadata_length)
+            header = schema_message(footer)
             return Encapsulated(header, parse_header(header), self._end + entry.metadata_length)
-        encapsulated = message_at(self._memory, entry.offset, self._end)
+        if read is None:
+            encapsulated = message_at(self._memory, entry.offset, self._end)
+        else:
+            metadata = memoryview(read(entry.offset, entry.metadata_length))
+            encapsulated = message_at(metadata, 0, self._end - entry.offset)
+            if encapsulated is not None:
+                encapsulated = encapsulated._replace(body_at=entry.offset + encapsulated.body_at)
         if (
             encapsulated is None
             or encapsulated.parsed.type is not entry.type

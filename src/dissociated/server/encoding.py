@@ -13,7 +13,7 @@ from dissociated.protocol.message import Message
 from dissociated.protocol.sender import Body, Sender
 from dissociated.protocol.wire import BodyKind, Streams, encode_addresses
 from dissociated.store.copying import STEP
-from dissociated.transport.base import Connection
+from dissociated.transport.base import MAX_JOINED, Connection
 
 #: Largest number of messages that are encoded and sent in one call.
 _GROUP_SIZE = 512
@@ -23,6 +23,11 @@ _FIRST_GROUP_SIZE = 128
 #: takes as long as reading it. Keeping it encoded takes a third of the memory that the message itself takes.
 _MAX_CACHED_MESSAGES = 1 << 20
 _UNLIMITED = 1 << 63
+#: Largest body, in bytes, that is copied if it lies in a file that a user may modify: over media of which the kernel
+#: reads larger bodies, and over others.
+_MAX_COPIED, _MAX_COPIED_HERE = 1 << 16, 1 << 24
+#: Bytes of bodies of a group that are copied, and one body more.
+_COPIED_BYTES = 1 << 18
 
 
 class MessageGroup(NamedTuple):
@@ -42,6 +47,8 @@ class MessageGroup(NamedTuple):
     nbytes: int
     #: All memory below this address must be written before the group is sent.
     end: int
+    #: The metadata of the last message if it is not among `encoded`. The next group begins with it.
+    unsent: Message | None = None
 
 
 def encode_groups(
@@ -55,6 +62,9 @@ def encode_groups(
     inline_limit: int,
 ) -> Iterator[MessageGroup]:
     """Encode consecutive messages of `dataset` for `connection`.
+
+    If bodies lie in a file that a user may modify, the caller checks that it is unmodified before it sends each group.
+    So a body that the connection reads in the file is sent before its metadata, with which the next group begins.
 
     Args:
         dataset: keeps the encoded groups for later connections of the same kind.
@@ -71,20 +81,27 @@ def encode_groups(
     Yields:
         The encoded groups, in order.
     """
-    group_bytes = STEP if is_growing else _UNLIMITED
     by_address = segment_number is not None
+    max_inline = inline_limit if by_address else _UNLIMITED
+    copies = dataset.is_modifiable and max_inline > 0 and bool(streams & Streams.BODIES)
+    if copies:
+        take = partial(_take_copies, dataset, messages, connection, max_inline)
+    else:
+        take = partial(_take, messages, STEP if is_growing else _UNLIMITED)
     kept_groups: _KeptGroups | None = None
-    if not is_growing and first + len(messages) <= _MAX_CACHED_MESSAGES:
+    if not (is_growing or copies) and first + len(messages) <= _MAX_CACHED_MESSAGES:
         kept_groups = dataset.encoded((connection.encoding, streams, segment_number, inline_limit), _KeptGroups)
     start = number = 0
+    unsent: Message | None = None
     while start < len(messages):
-        encode = partial(
-            _encode, messages, start, first + start, connection, streams, by_address, group_bytes, inline_limit
-        )
+        encode = partial(_encode, take, start, first + start, connection, streams, max_inline, copies, unsent)
         group = encode() if kept_groups is None else kept_groups.get(number, encode)
         yield group
+        unsent = group.unsent
         start += group.message_count
         number += 1
+    if unsent is not None:
+        yield MessageGroup(connection.prepare([unsent]), first + start, 0, (), 0, 0, 0)
 
 
 class _KeptGroups:
@@ -107,39 +124,45 @@ class _KeptGroups:
 
 
 def _encode(
-    messages: Sequence[StaticMessage],
+    take: Callable[[int], Sequence[StaticMessage]],
     start: int,
     first: int,
     connection: Connection,
     streams: Streams,
-    by_address: bool,
-    group_bytes: int,
-    inline_limit: int,
+    max_inline: int,
+    copies: bool,
+    unsent: Message | None,
 ) -> MessageGroup:
-    """Encode the group that begins at index `start` of `messages`, whose first message has the number `first`."""
+    """Encode the group that `take` returns for the index `start`, whose first message has the number `first`.
+
+    It is sent after the message `unsent` of the group before.
+    """
     sender = Sender.before_request(streams, first)
     sends_bodies = bool(streams & Streams.BODIES)
-    outgoing: list[Message] = []
+    outgoing: list[Message] = [] if unsent is None else [unsent]
     leased: list[int] = []
     pairs = 0
-    group = _group(messages, start, group_bytes)
+    group = take(start)
     for message in group:
         body = None
-        if by_address and message.extents is not None and message.parsed.body_length > inline_limit:
+        if message.extents is not None and message.parsed.body_length > max_inline:
             body = Body(BodyKind.ADDRESSES, (encode_addresses(message.extents),))
             leased += (address for address, length in message.extents if length)
             pairs += len(message.extents)
         elif message.packed is not None:
             body = Body(BodyKind.PACKED, message.packed)
         outgoing += sender.send(message.header, body)
+    is_checked = copies and _is_checked(connection, streams, group[-1], max_inline)
+    unsent = outgoing.pop(-2) if is_checked else None
     nbytes = sum(message.parsed.body_length for message in group) if sends_bodies else 0
     ends = (address + length for message in group for address, length in message.extents or ())
-    end = max(ends, default=0) if by_address else 0
+    end = max(ends, default=0) if max_inline < _UNLIMITED else 0
     addresses, pairs = (leased, pairs) if sends_bodies else ((), 0)
-    return MessageGroup(connection.prepare(outgoing), first, len(group), addresses, pairs, nbytes, end)
+    encoded = connection.prepare(outgoing)
+    return MessageGroup(encoded, first, len(group), addresses, pairs, nbytes, end, unsent)
 
 
-def _group(messages: Sequence[StaticMessage], start: int, max_bytes: int) -> Sequence[StaticMessage]:
+def _take(messages: Sequence[StaticMessage], max_bytes: int, start: int) -> Sequence[StaticMessage]:
     """Return the messages from index `start` on until their bodies have `max_bytes` bytes, or the group is full."""
     candidates = messages[start : start + (_GROUP_SIZE if start else _FIRST_GROUP_SIZE)]
     nbytes = 0
@@ -149,3 +172,31 @@ def _group(messages: Sequence[StaticMessage], start: int, max_bytes: int) -> Seq
             return candidates[:count]
         nbytes += message.parsed.body_length
     return candidates
+
+
+def _take_copies(
+    dataset: StaticDataset, messages: Sequence[StaticMessage], connection: Connection, max_inline: int, start: int
+) -> Sequence[StaticMessage]:
+    """Return a group whose bodies lie in a file that may become shorter, with copies of all that this process reads.
+
+    A body that is not copied is the last of its group.
+    """
+    max_copied = _MAX_COPIED if connection.reads_in_kernel else _MAX_COPIED_HERE
+    group: list[StaticMessage] = []
+    nbytes = 0
+    for index in range(start, min(start + (_GROUP_SIZE if start else _FIRST_GROUP_SIZE), len(messages))):
+        message = messages[index]
+        length = message.parsed.body_length
+        if length <= max_inline:
+            message = dataset.copied(message, length if length <= max_copied else MAX_JOINED)
+        group.append(message)
+        nbytes += length
+        if nbytes >= _COPIED_BYTES or length > _MAX_COPIED:
+            break
+    return group
+
+
+def _is_checked(connection: Connection, streams: Streams, message: StaticMessage, max_inline: int) -> bool:
+    """Return whether the kernel reads the body of `message` from its file, and a client needs the metadata, too."""
+    is_large = _MAX_COPIED < message.parsed.body_length <= max_inline
+    return is_large and connection.reads_in_kernel and streams is Streams.BOTH

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dissociated.datasets.static import StaticDataset
 from dissociated.datasets.static_message import SharedSegment, StaticMessage
-from dissociated.errors import ConnectionClosed, DeadlineExceeded
+from dissociated.errors import ConnectionClosed, DeadlineExceeded, SourceError
 from dissociated.memory.device.segment import DeviceSegment
 from dissociated.memory.leases import Ledger
 from dissociated.memory.shared import Backing
@@ -19,7 +19,7 @@ from dissociated.protocol.message import Incoming, Run
 from dissociated.protocol.sender import AddressesFreed, Body, Sender
 from dissociated.protocol.wire import BodyKind, Streams, encode_addresses
 from dissociated.server.admission import Admission, Limits
-from dissociated.server.encoding import MessageGroup, encode_groups
+from dissociated.server.encoding import encode_groups
 from dissociated.server.requests import max_message, receive
 from dissociated.transport.base import Connection
 
@@ -226,7 +226,7 @@ class StaticSending(Sending):
             growing_segment: that segment if it is still being written; otherwise None.
         """
         connection, inline_limit = self._connection, self._limits.inline_limit or 0
-        groups: Iterable[MessageGroup] = encode_groups(
+        groups = encode_groups(
             self._dataset,
             messages,
             self._sender.sequence,
@@ -236,14 +236,21 @@ class StaticSending(Sending):
             is_growing=growing_segment is not None,
             inline_limit=inline_limit,
         )
-        if self._dataset.is_modifiable:
-            groups = [*groups]  # A process that reads from a file which was shortened meanwhile is killed.
+        is_modifiable = self._dataset.is_modifiable
         for group in groups:
             if growing_segment is not None:
                 growing_segment.wait(group.end)
             self._hold(group.addresses, group.pairs)  # before sending, since part of an aborted group may have arrived
-            with self._stats.sending(connection, group.nbytes):
-                connection.send(group.encoded, self._limits.stall_timeout)
+            if is_modifiable:
+                self._dataset.check_unchanged()
+            try:
+                with self._stats.sending(connection, group.nbytes):
+                    connection.send(group.encoded, self._limits.stall_timeout)
+            except SourceError:
+                if group.unsent is not None:  # the client does not use the body, because its metadata is missing
+                    connection.send_zeros(self._limits.stall_timeout)  # within a message, no reason could be told
+                self._dataset.check_unchanged()
+                raise
             self._sender.record_sent(group.first, group.message_count)
             self._stats.messages += group.message_count
             self._take_frees()

@@ -12,6 +12,8 @@ The JVM starts the process, and the process ends with the JVM. Requests are line
                                             number of tasks that run at once
     open(reader, partition, direct)         in a task: {"stream": its number}; or {"server": the request for a server
                                             that sends rows to the JVM itself}, if there is such a server and `direct`
+    silent(host, port)                      in a task: remembers that this server did not accept the JVM's connection in
+                                            time, so that it is tried last for a while
     layout(reader, schema)                  in a task: the layout of the arrays of that server's stream, whose schema is
                                             given; null if the JVM cannot read it
     decode(reader, schema, header, body, max_body)
@@ -52,6 +54,7 @@ import pyarrow as pa
 from pyspark.sql.types import StructType
 
 from dissociated.base.oserrors import store_errors
+from dissociated.client.connection import remember_silence
 from dissociated.codec.reader import read_schema
 from dissociated.errors import DissociatedError, RemoteProtocolError
 from dissociated.memory.region import AddressSpace
@@ -65,6 +68,7 @@ from dissociated.spark.reader import DatasetReader
 from dissociated.spark.request import DatasetRequest, PlannedVersion
 from dissociated.spark.staging import Writes
 from dissociated.spark.stream import SharedStream
+from dissociated.uri import Uri
 
 _MAX_THREADS = 256  # the largest number of tasks of one executor
 _MAX_READERS = 64  # kept for later tasks
@@ -86,6 +90,7 @@ class Sidecar:
             "describe": self.describe,
             "plan": self.plan,
             "open": self.open,
+            "silent": self.silent,
             "layout": self.layout,
             "decode": self.decode,
             "next": self.next,
@@ -139,6 +144,9 @@ class Sidecar:
         spaces: list[AddressSpace] = []
         batches = dataset_reader.batches(planned, _MAX_BATCH_ROWS, spaces, in_place=True)
         return self._add_stream(SharedStream(batches, spaces, dataset_reader.arrow_schema.types))
+
+    def silent(self, host: str, port: int) -> None:
+        remember_silence(Uri("tcp", host=host, port=port))
 
     def decode(self, reader: str, schema: str, header: str, body: str, max_body: int) -> Any:
         dataset_reader = self._reader(reader)

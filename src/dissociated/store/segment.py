@@ -20,7 +20,7 @@ import pyarrow as pa
 from dissociated.base.buffers import Buffer, metadata_too_long
 from dissociated.base.fork import ProcessBound
 from dissociated.base.oserrors import store_errors
-from dissociated.codec.filter.statistics import Statistics, StatisticsCollector, read_statistics
+from dissociated.codec.filter.statistics import MAX_STATISTICS, Statistics, StatisticsCollector, read_statistics
 from dissociated.codec.options import WriteOptions, check_options
 from dissociated.codec.reader import StreamReader, arrow_errors, read_schema
 from dissociated.codec.sink import DescriptorSink, Sink
@@ -28,7 +28,7 @@ from dissociated.codec.split import BatchAndMetadata, Metadata, SplitMessage, Sp
 from dissociated.codec.validation import OnceValidator
 from dissociated.codec.writer import EncapsulatedWriter
 from dissociated.errors import FormatError, RemoteProtocolError, SourceError, StoreError, StoreFull
-from dissociated.format.encapsulated import FILE_MAGIC, Encapsulated, encapsulate, end_of_stream
+from dissociated.format.encapsulated import Encapsulated, encapsulate, end_of_stream
 from dissociated.format.index import Index
 from dissociated.format.message import HeaderType, buffer_extents, row_count_at
 from dissociated.format.tensor import ALIGNMENT
@@ -65,6 +65,7 @@ class Segment:
         #: Raises SourceError if the file was modified since it was opened. None if this is no file of a user.
         self.modification_check: Callable[[], None] | None = None
         self._validated = OnceValidator()
+        self._has_checked_buffers = False
         try:
             with store_errors(f"mapping {name}"):
                 size = os.fstat(descriptor).st_size
@@ -119,18 +120,40 @@ class Segment:
             self.modification_check()
 
     def message(self, number: int) -> Encapsulated:
-        """Return a message, of those in the order in which they are sent.
+        """Return a message, of those in the order in which they are sent. It may be that of a file modified meanwhile.
 
         Raises:
             StoreError: The message is damaged.
             SourceError: The file was modified.
         """
-        self.check_unchanged()  # first, because a process that reads beyond the end of a shortened file is killed
         try:
-            return self.index.message(number)
+            return self.index.message(number, None if self.modification_check is None else self._read)
         except FormatError as error:
             self.check_unchanged()
             raise StoreError(f"{self.name}: {error}") from None
+
+    def copy_parts(self, parts: Sequence[Buffer], max_length: int) -> list[Buffer]:
+        """Return the parts of a body, with copies of those that lie in the segment and have up to `max_length` bytes.
+
+        Raises:
+            SourceError: The file was shortened.
+        """
+        return [self._copy(part) if len(part) <= max_length else part for part in parts]
+
+    def _copy(self, part: Buffer) -> Buffer:
+        at = pa.py_buffer(part).address - self.region.memory.address
+        return self._read(at, len(part)) if len(part) and 0 <= at < self.region.size else part
+
+    def _read(self, at: int, length: int) -> bytes:
+        """Read bytes of the file, which may have been shortened: then reading the mapping would end this process."""
+        try:
+            content = os.pread(self.descriptor, length, at)
+        except OSError as error:
+            raise StoreError(f"reading {self.name}: {error.strerror}") from error
+        if len(content) < length:
+            self.check_unchanged()
+            raise StoreError(f"{self.name} ends at byte {at + len(content)}, within a message")
+        return content
 
     @cached_property
     def rows(self) -> int:
@@ -153,8 +176,8 @@ class Segment:
         return counts
 
     def check_buffers(self) -> None:
-        """Raise SourceError if a buffer lies outside the body of its message."""
-        for run in self.index.runs:
+        """Raise SourceError if a buffer lies outside the body of its message. The first call checks this."""
+        for run in () if self._has_checked_buffers else self.index.runs:
             message = self.message(run[0])
             parsed = message.parsed
             if not parsed.buffer_count:
@@ -166,6 +189,7 @@ class Segment:
                 extents = flat.reshape(run[1], parsed.buffer_count, 2)
             if (extents < 0).any() or (extents[:, :, 0] > parsed.body_length - extents[:, :, 1]).any():
                 raise SourceError(f"{self.name} has a message whose buffers lie outside its body")
+        self._has_checked_buffers = True
 
     @property
     def nbytes(self) -> int:
@@ -179,7 +203,10 @@ class Segment:
             return None
         last = self.index[len(self.index) - 1]
         end = last.offset + last.metadata_length + last.body_length
-        return read_statistics(self._memory, end, self.schema, self.batch_rows)
+        if self.modification_check is None:
+            return read_statistics(self._memory, end, self.schema, self.batch_rows)
+        tail = self._read(end, min(self.region.size - end, 2 * MAX_STATISTICS))
+        return read_statistics(tail, 0, self.schema, self.batch_rows)
 
     @property
     def batch_rows(self) -> list[int]:
@@ -204,11 +231,15 @@ class Segment:
             yield pair
 
     def _decoded(self) -> Iterator[BatchAndMetadata]:
-        if self._memory[: len(FILE_MAGIC)] != FILE_MAGIC:
-            yield from batches(StreamReader(self.region.memory))
+        source = self.region.memory
+        if self.modification_check is not None:
+            with store_errors(f"opening {self.name}"):
+                source = pa.OSFile(f"/dev/fd/{self.descriptor}")  # which libarrow reads batch by batch
+        if not self.index.is_file:
+            yield from batches(StreamReader(source))
             return
         with arrow_errors(FormatError):
-            reader = pa.ipc.open_file(self.region.memory)
+            reader = pa.ipc.open_file(source)
         for number in range(reader.num_record_batches):
             with arrow_errors(FormatError):
                 both: BatchAndMetadata = reader.get_batch_with_custom_metadata(number)

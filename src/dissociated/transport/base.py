@@ -37,6 +37,8 @@ from dissociated.uri import Uri
 Allocate: TypeAlias = Callable[[int | None, int], Buffer]
 
 
+#: Parts of messages of up to this many bytes may be joined by copying. Larger parts are sent without a copy.
+MAX_JOINED = 512
 #: Seconds: longer than any sensible wait, and short enough for every clock in the kernel and in Python.
 _MAX_SECONDS = 1e6
 #: Seconds between two polls of a connection that cannot signal the arrival of a message.
@@ -98,6 +100,9 @@ class Connection(ProcessBound, ABC):
     shares_memory: bool = False
     #: Whether `send` copies messages, so that their memory may change as soon as it has returned.
     copies: bool = False
+    #: Whether only the kernel reads parts of messages of more than `MAX_JOINED` bytes. If such a part lies in a mapped
+    #: file that has become shorter, `send` raises SourceError. Over other media, reading it ends this process.
+    reads_in_kernel: bool = False
     #: Whether `send_at_once` is supported.
     sends_at_once: bool = False
     #: Least number of messages for which a run costs less than single messages.
@@ -228,6 +233,16 @@ class Connection(ProcessBound, ABC):
         Args:
             messages: The messages, or the result of `prepare`. Unless the connection `copies`, it may refer to their
                 parts until they are sent, and the content of the parts must not change.
+            timeout: Seconds for which the peer may take nothing.
+        """
+
+    def send_zeros(self, timeout: float) -> None:
+        """Send zero bytes in place of the memory for which `send` has just raised SourceError. Never raises.
+
+        The message is then complete, and its peer can be told a reason. So the peer must not use the message: nothing
+        that it needs for this may have been sent.
+
+        Args:
             timeout: Seconds for which the peer may take nothing.
         """
 

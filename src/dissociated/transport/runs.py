@@ -20,6 +20,7 @@ from typing import NamedTuple, cast
 from dissociated.base.buffers import Buffer
 from dissociated.errors import RemoteProtocolError
 from dissociated.protocol.message import Message, Run
+from dissociated.transport.base import MAX_JOINED
 from dissociated.uri import Uri
 
 #: Least number of pairs in a run. Receiving a run costs as much as receiving 20 batches.
@@ -30,8 +31,6 @@ _MAX_SENT_RUN = 1 << 22
 #: Most bytes of payload that a receiver accepts.
 MAX_RUN = 1 << 26
 
-#: Messages of up to this many bytes are joined by copying. Parts of larger messages are sent without a copy.
-_COALESCE = 512
 _PADDING = [bytes(-n % 8) for n in range(8)]
 _head = struct.Struct("<QQQ")
 _TAG = 8  # bytes
@@ -86,7 +85,7 @@ def _encode_alike(messages: Sequence[Message]) -> EncodedRun:
     parts.append(struct.pack(f"<{count}Q", *[message.tag for message in messages[1::2]]))
     for some, size in zip((messages[0::2], messages[1::2]), sizes, strict=True):
         pieces: list[Buffer] = [part for message in some for part in message.parts]
-        parts += [b"".join(pieces)] if size <= _COALESCE else pieces
+        parts += [b"".join(pieces)] if size <= MAX_JOINED else pieces
         parts.append(_PADDING[count * size % 8])
     return EncodedRun(parts)
 

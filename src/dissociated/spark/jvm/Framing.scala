@@ -26,8 +26,13 @@ final class Server(request: JsonNode) {
   val maxBody: Long = request.get("max_body").asLong
 
   def failed(how: String): SparkRuntimeException = Failure(s"the server at tcp://$host:$port $how")
+  def unanswered: SparkRuntimeException = new Unanswered(
+    s"connecting to the tcp server $host:$port: no answer in time; open that port in the firewall of its host")
   def broke(how: String): Nothing = throw failed(s"broke the protocol: $how")
 }
+
+/** A server did not accept the connection in time. */
+final class Unanswered(message: String) extends DatasetFailure(message)
 
 /** Bytes of native memory. */
 final case class Part(memory: Memory, at: Long, size: Long) {
@@ -83,7 +88,7 @@ final class Wire(server: Server, pool: Pool) extends AutoCloseable {
     channel.setOption[java.lang.Boolean](StandardSocketOptions.TCP_NODELAY, true)
     channel.register(selector, 0)
     if (!channel.connect(new InetSocketAddress(server.host, server.port)))
-      do await(SelectionKey.OP_CONNECT, server.connectTimeout) while (!channel.finishConnect())
+      do if (!comes(SelectionKey.OP_CONNECT, server.connectTimeout)) throw server.unanswered while (!channel.finishConnect())
     val length = server.identifier.length
     val request = ByteBuffer.allocate(24 + Wire.padded(length).toInt).order(ByteOrder.LITTLE_ENDIAN)
     request.putLong(Wire.Preamble).putLong(Wire.Tagged.toLong << 56 | length).putLong(server.wantData)
@@ -94,13 +99,16 @@ final class Wire(server: Server, pool: Pool) extends AutoCloseable {
     if (headBuffer.getLong(0) != Wire.Preamble) server.broke("it speaks something else, or another version of it")
   }
 
-  private def await(operation: Int, timeout: Long = server.timeout): Unit = {
+  private def await(operation: Int): Unit =
+    if (!comes(operation, server.timeout)) throw server.failed(s"has been silent for ${server.timeout / 1000.0} s")
+
+  /** Whether the operation becomes possible within so many milliseconds. */
+  private def comes(operation: Int, timeout: Long): Boolean = {
     channel.keyFor(selector).interestOps(operation)
     val ready = selector.select(timeout) // returns at once, again and again, where the task has been killed
     if (Thread.currentThread.isInterrupted) throw new ClosedByInterruptException
-    if (ready == 0)
-      throw server.failed(s"has been silent for ${timeout / 1000.0} s")
     selector.selectedKeys.clear()
+    ready > 0
   }
 
   /** Some bytes; -1 at the end. */

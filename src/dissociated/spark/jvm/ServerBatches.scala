@@ -10,6 +10,7 @@ import scala.util.control.NonFatal
 import com.fasterxml.jackson.databind.JsonNode
 import org.apache.arrow.flatbuf.{Buffer, Endianness, MessageHeader, RecordBatch, Schema}
 import org.apache.spark.internal.Logging
+import org.apache.spark.util.Utils
 
 /**
  * Batches as their server sends them, in native memory. What arrays consist of, the `layout` says. Those that are
@@ -115,6 +116,8 @@ object ServerBatches extends Logging {
     } catch {
       case NonFatal(error) =>
         logInfo(s"a partition is read by way of Python: $error")
+        if (error.isInstanceOf[Unanswered])
+          Utils.tryLogNonFatalError(sidecar.call("silent", "host" -> server.host, "port" -> server.port))
         None
     }
     if (opened.isEmpty) messages.close()

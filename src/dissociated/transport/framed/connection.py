@@ -57,6 +57,7 @@ _ABORT_TIMEOUT = 1.0  # seconds; the peer may not be reading any more
 _MAX_ARRIVED = 1 << 20  # bytes of messages that arrived while this side sent, and are kept for `receive`
 _OVERHEAD = 256  # bytes of memory for each kept message, in addition to its own
 _timeval = struct.Struct("ll")
+_ZEROS = memoryview(bytes(1 << 20))
 _GONE = {errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN, errno.ENOTCONN, errno.EBADF, errno.ECONNABORTED}
 
 
@@ -95,6 +96,7 @@ class SocketConnection(Connection):
     #: Messages are copied, never sent by reference (sendfile, MSG_ZEROCOPY): the kernel would not tell when the peer
     #: has received them.
     copies = True
+    reads_in_kernel = True
     carries_streams = True
     sends_at_once = True
     takes_runs = True
@@ -110,6 +112,7 @@ class SocketConnection(Connection):
         self._preamble_sent = False
         self._cut_short = False  # whether a send broke off, after which `_unsent_parts` must be sent next
         self._unsent_parts: list[Any] = []
+        self._unreadable: list[Any] = []  # the rest of a send, from memory on that could not be read
         self._arrived: deque[Frame] = deque()
         self._arrived_bytes = 0
         self._max_tagged = 0  # bytes of a tagged message that may arrive while this side sends
@@ -161,6 +164,28 @@ class SocketConnection(Connection):
             self._unsent_parts = [*map(bytes, _after_all(parts, at, offset))]
         except OSError as error:
             raise socket_error(error, f"sending to {self.peer}") from None
+
+    def send_zeros(self, timeout: float) -> None:
+        parts, self._unreadable = self._unreadable, []
+        is_complete = not parts
+        try:
+            for part in parts:
+                self._write_or_zeros(part, timeout)
+            is_complete = True
+        except (OSError, DissociatedError):
+            pass
+        finally:
+            self._cut_short = self._cut_short or not is_complete
+
+    def _write_or_zeros(self, part: Buffer, timeout: float) -> None:
+        """Send a part, or as much of it as can be read and then zero bytes."""
+        try:
+            self._write([part], timeout)
+        except OSError as error:
+            if error.errno != errno.EFAULT:
+                raise
+            size, self._unreadable = sum(map(len, self._unreadable)), []
+            self._write([_ZEROS[: size - at] for at in range(0, size, len(_ZEROS))], timeout)
 
     def receive(self, timeout: float, allocate: Allocate) -> Incoming | Run | None:
         while True:
@@ -248,6 +273,7 @@ class SocketConnection(Connection):
         self._close_descriptors()
 
     def _close_descriptors(self) -> None:
+        self._unreadable = []
         self._socket.close()
         with self._waking:
             descriptor, self._wake_descriptor = self._wake_descriptor, None
@@ -301,6 +327,10 @@ class SocketConnection(Connection):
                 count = self._send_buffers(window, offset)
             except BlockingIOError:
                 return at, offset
+            except OSError as error:
+                if error.errno == errno.EFAULT:
+                    self._unreadable = _after_all(parts, at, offset)
+                raise
             self._cut_short = True
             self.written += count
             count += offset

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from dissociated.base.buffers import Buffer
 from dissociated.errors import ConnectionClosed, LocalProtocolError, RemoteProtocolError
 from dissociated.protocol.message import Message, Run
-from dissociated.transport.base import Allocate
+from dissociated.transport.base import MAX_JOINED, Allocate
 from dissociated.transport.runs import MAX_RUN, EncodedRun, encode_runs
 
 PREAMBLE = b"DISSOC\x00\x01"  # the last byte is the version of the framing
@@ -33,8 +33,6 @@ _PADDING = [bytes(-n % 8) for n in range(8)]
 MAX_UNTAGGED = 1 << 28
 MAX_CONTROL = 1 << 16
 
-#: Parts of up to this many bytes are joined by copying. Larger parts are sent without a copy.
-_COALESCE = 512
 #: Bytes of a read. Payloads of up to a quarter of it are returned as slices of the chunk.
 _CHUNK = 1 << 18
 _SLICE = _CHUNK // 4
@@ -93,7 +91,7 @@ def _encode(*frames: tuple[FrameKind, int, Sequence[Buffer]]) -> list[Buffer]:
             raise LocalProtocolError(f"a message of {length} bytes is too long for a frame")
         small += _head.pack(kind << 56 | length, tag)
         for part in parts:
-            if len(part) <= _COALESCE:
+            if len(part) <= MAX_JOINED:
                 small += part
             else:
                 if small:

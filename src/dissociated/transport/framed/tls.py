@@ -41,6 +41,7 @@ class TlsConnection(SocketConnection):
     """
 
     sends_at_once = False
+    reads_in_kernel = False  # libssl reads everything here
 
     def __init__(self, sock: socket.socket, peer: str, context: ssl.SSLContext, host: str | None) -> None:
         super().__init__(sock, peer, accepted=host is None)
