@@ -20,6 +20,20 @@ def test_items_come_in_order() -> None:
     assert [box.get(SOON) for _ in "abc"] == ["a", "b", "c"]
 
 
+def test_all_items_can_be_taken_at_once() -> None:
+    box: Mailbox[str] = Mailbox(100)
+    for item in "ab":
+        box.put(item, 50, SOON)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(box.put, "c", 100, PATIENCE)
+        assert box.get_all(PATIENCE) == ["a", "b"]
+        waiting.result(PATIENCE)
+    box.close(RemoteError("the reason"))
+    assert box.get_all(SOON) == ["c"]
+    with pytest.raises(RemoteError, match="the reason"):
+        box.get_all(SOON)
+
+
 def test_a_full_box_waits_until_there_is_room_again() -> None:
     box: Mailbox[str] = Mailbox(100)
     box.put("first", 60, SOON)

@@ -248,10 +248,9 @@ class PartPlan:
     def tried_last(self, is_silent: Callable[[Uri], bool]) -> PartPlan:
         """Return this plan, with routes last whose server `is_silent` by now."""
         steps = (*self.in_place, *self.steps)
-        silent = [any(map(is_silent, step.route.uris)) for step in steps]
-        if silent == [step.route.is_silent for step in steps]:
+        routes = [replace(step.route, is_silent=any(map(is_silent, step.route.uris))) for step in steps]
+        if routes == [step.route for step in steps]:
             return self
-        routes = [replace(step.route, is_silent=known) for step, known in zip(steps, silent, strict=True)]
         return _plan_part(self.request, self.bound_filter, self.endpoint, routes)
 
     def within(self, batch_rows: Sequence[int]) -> PartPlan:
