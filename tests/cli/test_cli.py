@@ -568,7 +568,7 @@ def test_get_replaces_files_alone(catalog: str, tmp_path: Path) -> None:
         (["head", "CATALOG/planes", "--filter", "n = 'x"], 'at "\'x": expected a closing quote'),
         (
             ["head", "CATALOG/planes", "--filter", "text = 5"],
-            "'=' 5 is not certain: write a",
+            "'=' 5 could select other rows than you mean: write a",
         ),
         (["versions", "CATALOG/nothing"], "no dataset 'nothing' is published here: list the names with dissociated ls"),
         (["get", "CATALOG/planes", "-o", "FILES"], "is a directory: give a file in it"),

@@ -53,9 +53,15 @@ def test_filters_add_up_and_apply_to_each_way_of_reading(handle: DatasetHandle) 
     assert handle.count_rows() == 4
 
 
-def test_a_filter_for_other_columns_is_refused_at_once(handle: DatasetHandle) -> None:
-    with pytest.raises(ColumnNotFound):
+def test_other_columns_are_refused_at_once(handle: DatasetHandle) -> None:
+    with pytest.raises(ColumnNotFound, match="there are"):
         handle.filter(("missing", ">", 1))
+    with pytest.raises(ColumnNotFound, match=r"'nn' to sort by \(did you mean 'n'\?\)"):
+        handle.sort_by([("s", "ascending"), ("nn", "descending")])
+    with pytest.raises(ColumnNotFound, match="'nn' on the left side of the join"):
+        handle.join(OTHER, "nn")
+    with pytest.raises(ColumnNotFound, match="'nn' on the right side of the join"):
+        handle.join(OTHER, "n", "nn")
 
 
 def test_a_filtered_dataset_is_published_without_the_other_rows(client: dis.Client, handle: DatasetHandle) -> None:

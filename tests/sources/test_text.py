@@ -76,16 +76,54 @@ def test_a_file_that_was_modified_is_not_read(server: dis.Server, client: dis.Cl
         server.publish("customers", csv)
 
 
+LONG = 2**64 - 1  # no double holds it
+
+
 @pytest.mark.parametrize(
-    "content", [b"", b"a,b\n1,2\n3\n", "a\nZürich\n".encode("latin-1")], ids=["empty", "odd", "latin"]
+    ("ending", "content", "why"),
+    [
+        ("csv", "", r"wrong.csv': the file is empty"),
+        ("csv", "a,b\n1,2\n3\n", r"wrong.csv' cannot be read as CSV: .*Row #3: Expected 2 columns, got 1: 3"),
+        ("csv", "a\n" + "1\n" * (9 << 20) + "one\n", r"Row #9437186: .* int64: invalid value 'one'"),
+        ("jsonl", '{"a": 1}\n\n{"a":\n', r"wrong.jsonl' cannot be read as JSON lines: Row #3 is not valid JSON"),
+        ("csv", f"a,b\n1,1.5\nNA,{LONG}\n", rf"row 3 of '.*wrong.csv' has the integer {LONG} in column 'b'"),
+        ("csv", f"a\n1.5\n{-(2**53) - 1}\n", rf"row 3 of .* has the integer {-(2**53) - 1} in column 'a'"),
+        ("jsonl", f'{{"a": [{{"b": 1}}, {{"b": {LONG}}}]}}', rf"row 1 of .* has the integer {LONG} in column 'a.b'"),
+    ],
+    ids=["empty", "odd", "late", "json", "long", "mixed", "nested"],
 )
-def test_text_that_cannot_be_read_is_refused(client: dis.Client, tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "wrong.csv"
-    path.write_bytes(content)
-    if content.startswith(b"a\n"):  # CSV in another encoding is binary
-        client.put("wrong", path)
-        assert client.dataset("wrong").schema.field("a").type == pa.binary()
-        return
-    with pytest.raises(SourceError):
+def test_text_that_cannot_be_read_is_refused(
+    client: dis.Client, tmp_path: Path, ending: str, content: str, why: str
+) -> None:
+    path = tmp_path / f"wrong.{ending}"
+    path.write_text(content)
+    with pytest.raises(SourceError, match=why):
         client.put("wrong", path)
     assert "wrong" not in client
+
+
+def test_csv_in_another_encoding_is_binary(client: dis.Client, tmp_path: Path) -> None:
+    path = tmp_path / "latin.csv"
+    path.write_bytes("a\nZürich\n".encode("latin-1"))
+    client.put("latin", path)
+    assert client.dataset("latin").schema.field("a").type == pa.binary()
+
+
+def test_large_numbers_that_a_double_holds_are_read(client: dis.Client, tmp_path: Path) -> None:
+    values = [2.0**63, 1e300, 2.0**70, None, -1.5]
+    written = ["9223372036854775808", "1e300", "1180591620717411300000", "", "-1.5"]  # the third as JavaScript does
+    path = tmp_path / "large.csv"
+    path.write_text("\n".join(["n,a", *(f"{n},{text}" for n, text in enumerate(written))]))
+    client.put("large", path)
+    assert client.read("large").read_all()["a"].to_pylist() == values
+
+
+def test_a_reader_of_a_served_text_is_told_its_kind_of_error(
+    server: dis.Server, client: dis.Client, tmp_path: Path
+) -> None:
+    path = tmp_path / "secret.csv"
+    path.write_text(f"a\n{LONG}\n")
+    server.publish("served", path)
+    with pytest.raises(DissociatedError, match=r"'served' failed \(an integer is too large\)") as refused:
+        client.read("served").read_all()
+    assert str(LONG) not in str(refused.value)

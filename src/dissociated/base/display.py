@@ -48,6 +48,13 @@ def advise_name(name: str, names: Sequence[str], how: str) -> str:
     return f"did you mean {' or '.join(close)}? List the names with {how}" if close else f"list the names with {how}"
 
 
+def missing_column(name: str, names: Sequence[str], purpose: str = "") -> str:
+    """Return the message for a column that is none of `names`: the closest of them, and all."""
+    close = [repr(match) for match in get_close_matches(name, names)]
+    hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+    return f"there is no column {name!r}{purpose}{hint}; there are {', '.join(names)}"
+
+
 def plain_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
     """Format a table as text. The columns whose indices are in `right` are aligned to the right."""
     lines = [list(head), *map(list, rows)]

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
+from dissociated.base.display import missing_column
 from dissociated.client.calls import CatalogClient
 from dissociated.client.request import ReadRequest, check_decompress
 from dissociated.client.scanner import Scanner
@@ -23,7 +24,7 @@ from dissociated.client.version_reader import VersionReader
 from dissociated.codec.filter.row_filter import RowFilter
 from dissociated.codec.inplace import MappedReader
 from dissociated.control.dataset_info import DatasetInfo
-from dissociated.errors import OptionError
+from dissociated.errors import ColumnNotFound, OptionError
 from dissociated.memory.device.registry import open_device
 
 if TYPE_CHECKING:
@@ -191,15 +192,28 @@ class _Rows(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no type hints
     def sort_by(self, sorting: Any, **options: Any) -> ds.InMemoryDataset:
         """Read all rows, and return them as a dataset in memory, sorted as `pyarrow.Table.sort_by` sorts.
 
+        Raises:
+            ColumnNotFound: The schema lacks a column of `sorting`.
+
         Example:
             ```python
             longest = client["flights"].sort_by([("distance", "descending")]).head(10)
             ```
         """
+        _check_columns(
+            self,
+            [sorting] if isinstance(sorting, str) else [key if isinstance(key, str) else key[0] for key in sorting],
+            "to sort by",
+        )
         return ds.InMemoryDataset(self.to_table().sort_by(sorting, **options))
 
-    def join(self, right_dataset: Any, keys: Any, *arguments: Any, **options: Any) -> ds.InMemoryDataset:
+    def join(
+        self, right_dataset: Any, keys: Any, right_keys: Any = None, *arguments: Any, **options: Any
+    ) -> ds.InMemoryDataset:
         """Read this dataset and `right_dataset`, and return their join in memory. See `pyarrow.Table.join`.
+
+        Raises:
+            ColumnNotFound: A column of the keys is missing in its schema.
 
         Example:
             ```python
@@ -208,7 +222,10 @@ class _Rows(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no type hints
             assert flights.count_rows() == 1000
             ```
         """
-        return ds.InMemoryDataset(self.to_table().join(_table(right_dataset), keys, *arguments, **options))
+        _check_columns(self, keys, "on the left side of the join")
+        _check_columns(right_dataset, right_keys or keys, "on the right side of the join")
+        joined = self.to_table().join(_table(right_dataset), keys, right_keys, *arguments, **options)
+        return ds.InMemoryDataset(joined)
 
     def join_asof(self, right_dataset: Any, *arguments: Any, **options: Any) -> ds.InMemoryDataset:
         """Read this dataset and `right_dataset`, and return their join in memory. See `pyarrow.Table.join_asof`.
@@ -261,6 +278,15 @@ class _Rows(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no type hints
             "a dataset cannot be iterated over: to_batches() gives its batches, to_pandas() or "
             "pandas.DataFrame.from_arrow() a DataFrame of pandas, and to_polars() or polars.DataFrame() one of Polars"
         )
+
+
+def _check_columns(source: Any, columns: Any, purpose: str) -> None:
+    """Raise ColumnNotFound for columns that a table or dataset lacks, before any row is read."""
+    names = source.schema.names
+    for column in [columns] if isinstance(columns, str) else columns:
+        is_name = isinstance(column, str) and not column.startswith((".", "["))  # others are expressions and paths
+        if is_name and column not in names:
+            raise ColumnNotFound(missing_column(column, names, f" {purpose}"))
 
 
 def _table(source: Any) -> pa.Table:

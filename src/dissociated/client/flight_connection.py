@@ -137,7 +137,9 @@ class CatalogConnection(ProcessBound):
                     "(tls_roots says which certificates are)"
                 ) from None
             raise CatalogUnreachable(
-                f"no catalog answers at {self.uri}: is it running? ({_server_message(error)})"
+                f"no catalog answers at {self.uri}: is it running? ({_server_message(error)}) If its process was "
+                "stopped or killed, start it again and connect to the address that it prints, which can have another "
+                "port; `dissociated start` and `dissociated status` do that for your node on this host"
             ) from None
         except flight.FlightTimedOutError as error:
             if parse_details(error.extra_info)[0] == DeadlineExceeded.code:

@@ -65,9 +65,14 @@ def _foreign_batches(name: str, reader: pa.RecordBatchReader) -> Iterator[BatchA
         yield from batches(reader)
 
 
-def _concealed(name: str, error: Exception) -> SourceError:
-    kind = type(error).__name__
-    failed = SourceError(f"the source of {name!r} failed: {kind}: {error}")
+def concealed(name: str, message: str, kind: str) -> SourceError:
+    """Return an error whose `message` stays in the log. Clients are told its `kind`, and a reference to the log."""
+    failed = SourceError(message)
     failed.reference = secrets.token_hex(6)
     failed.peer_reason = f"the source of {name!r} failed ({kind}): the log of its server says more"
     return failed
+
+
+def _concealed(name: str, error: Exception) -> SourceError:
+    kind = type(error).__name__
+    return concealed(name, f"the source of {name!r} failed: {kind}: {error}", kind)

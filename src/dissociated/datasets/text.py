@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from dissociated.codec.options import WriteOptions
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.file import FileState, file_state
-from dissociated.datasets.source_errors import source_errors
+from dissociated.datasets.source_errors import concealed, source_errors
 from dissociated.datasets.streamed import LiveDataset
 from dissociated.errors import SourceError
 
 #: The format of a text by the ending of its file, since the content does not show it.
 TEXT_FORMATS = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 _BLOCK_SIZE = 16 << 20  # bytes of text; the types of the columns are inferred from the first block
+_EXACT = 1 << 53  # doubles hold every integer below
 
 
 def text_file(name: str, path: Path, options: WriteOptions | None = None, format: str | None = None) -> Dataset:
@@ -62,27 +67,139 @@ def open_text(name: str, source: Any, format: str) -> pa.RecordBatchReader:
         format: `csv` or `jsonl`.
 
     Raises:
-        SourceError: if the text cannot be read.
+        SourceError: if the text cannot be read, also while it is read, or if an integer would lose digits.
     """
-    with source_errors(name):
-        if format == "csv":
-            import pyarrow.csv
-
-            return pyarrow.csv.open_csv(source, pyarrow.csv.ReadOptions(block_size=_BLOCK_SIZE))
-        import pyarrow.json
-
-        options = pyarrow.json.ReadOptions(block_size=_BLOCK_SIZE)
-        schema = _without_times(pa.struct(pyarrow.json.open_json(source, options).schema))
-        parsing = pyarrow.json.ParseOptions(explicit_schema=pa.schema(schema.fields))
-        reader = pyarrow.json.open_json(source, options, parsing)
-        return pa.RecordBatchReader.from_batches(reader.schema, _checked(reader))
+    with source_errors(name), _text_errors(name, source, format):
+        reader = _open_csv(source) if format == "csv" else _open_json(source)
+        return pa.RecordBatchReader.from_batches(reader.schema, _checked(name, source, format, reader))
 
 
-def _checked(reader: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Validate each batch and pass it on. Raise ArrowInvalid for text that is not UTF-8, which libarrow accepts."""
-    for batch in reader:
-        batch.validate(full=True)
-        yield batch
+def _open_csv(source: Any, use_threads: bool | None = None, **convert: Any) -> pa.RecordBatchReader:
+    """Open CSV. Errors name the row if one thread reads, so threads only read files, which can be read again."""
+    import pyarrow.csv
+
+    use_threads = isinstance(source, str) if use_threads is None else use_threads
+    options = pyarrow.csv.ReadOptions(block_size=_BLOCK_SIZE, use_threads=use_threads)
+    return pyarrow.csv.open_csv(source, options, convert_options=pyarrow.csv.ConvertOptions(**convert))
+
+
+def _open_json(source: Any) -> pa.RecordBatchReader:
+    import pyarrow.json
+
+    options = pyarrow.json.ReadOptions(block_size=_BLOCK_SIZE)
+    schema = _without_times(pa.struct(pyarrow.json.open_json(source, options).schema))
+    parsing = pyarrow.json.ParseOptions(explicit_schema=pa.schema(schema.fields))
+    return pyarrow.json.open_json(source, options, parsing)
+
+
+def _checked(name: str, source: Any, format: str, reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
+    """Pass the batches on. Raise SourceError for text that is not valid, or for an integer that lost digits."""
+    with _text_errors(name, source, format):
+        is_examined = False
+        for batch in reader:
+            if format == "jsonl":
+                batch.validate(full=True)  # libarrow accepts JSON that is not UTF-8
+            if not is_examined and any(map(_is_inexact, batch.columns)):
+                for row, column, written in _integers(source, format, batch.schema):
+                    if not _is_kept(written):
+                        raise concealed(
+                            name,
+                            f"row {row} of {source!r} has the integer {written} in column {column!r}, which a double "
+                            "cannot hold and libarrow would round: read the file with a type of your choice for that "
+                            "column, such as decimal128(38, 0) or string, and publish the table",
+                            "an integer is too large",
+                        )
+                is_examined = True
+            yield batch
+
+
+def _is_inexact(column: pa.Array) -> bool:
+    """Return whether the doubles of a column, or nested in it, are so large that integers among them were rounded."""
+    if pa.types.is_float64(column.type):
+        largest = pc.max(pc.abs(column)).as_py()
+        return largest is not None and largest >= _EXACT
+    if pa.types.is_list(column.type):
+        return _is_inexact(column.flatten())
+    return pa.types.is_struct(column.type) and any(map(_is_inexact, column.flatten()))
+
+
+def _is_kept(written: str) -> bool:
+    """Return whether a double holds this integer, or has it as its shortest text, as which programs write doubles."""
+    return Decimal(written) in (Decimal(float(written)), Decimal(repr(float(written))))
+
+
+def _integers(source: Any, format: str, schema: pa.Schema) -> Iterator[tuple[int, str, str]]:
+    """Read a text again, and yield the long integers in columns of doubles: the row, the column, and the digits."""
+    if not isinstance(source, str):
+        raise SourceError(
+            f"a number in the text is {_EXACT:,} or more, and can be an integer that a double rounds: write the text "
+            "to a file and publish that, since it has to be read twice"
+        )
+    if format == "csv":
+        yield from _csv_integers(source, schema)
+        return
+    for row, line in _json_lines(source):
+        for column, value in _json_integers(line, pa.struct(schema), ()):
+            yield row, ".".join(column), str(value)
+
+
+def _csv_integers(path: str, schema: pa.Schema) -> Iterator[tuple[int, str, str]]:
+    doubles = [field.name for field in schema if pa.types.is_float64(field.type)]
+    row = 2  # the first is the header
+    for batch in _open_csv(path, column_types=dict.fromkeys(doubles, pa.string())):
+        for name, column in zip(schema.names, batch.columns, strict=True):
+            if name in doubles:
+                found = pc.match_substring_regex(column, r"^\s*[+-]?[0-9]{16,}\s*$").fill_null(False)
+                for index in pc.indices_nonzero(found).to_pylist():
+                    yield row + index, name, column[index].as_py().strip()
+        row += batch.num_rows
+
+
+def _json_lines(path: str) -> Iterator[tuple[int, Any]]:
+    """Yield the number and the value of each line. Raise SourceError for a line that is not JSON."""
+    with open(path, encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    yield number, json.loads(line)
+                except ValueError as error:
+                    raise SourceError(f"Row #{number} is not valid JSON: {getattr(error, 'msg', error)}") from None
+
+
+def _json_integers(value: Any, type_: pa.DataType, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Yield the integers in columns of doubles, with the names of their columns and fields."""
+    if pa.types.is_float64(type_) and type(value) is int:
+        yield path, value
+    elif pa.types.is_struct(type_) and isinstance(value, dict):
+        for field in type_.fields:
+            yield from _json_integers(value.get(field.name), field.type, (*path, field.name))
+    elif pa.types.is_list(type_) and isinstance(value, list):
+        for element in value:
+            yield from _json_integers(element, type_.value_type, path)
+
+
+@contextmanager
+def _text_errors(name: str, source: Any, format: str) -> Iterator[None]:
+    """Convert errors of libarrow's parsers into SourceError that names the file and, if it can be found, the row."""
+    try:
+        yield
+    except pa.ArrowException as error:
+        kind = "CSV" if format == "csv" else "JSON lines"
+        file = repr(source) if isinstance(source, str) else name
+        why = _located(source, format) or str(error)
+        raise concealed(name, f"{file} cannot be read as {kind}: {why}", f"the text is not valid {kind}") from error
+
+
+def _located(source: Any, format: str) -> str | None:
+    """Read a file again for an error that names the row. Return its text, or None if that finds no error."""
+    if not isinstance(source, str):
+        return None
+    try:
+        for _ in _open_csv(source, use_threads=False) if format == "csv" else _json_lines(source):
+            pass
+    except (pa.ArrowException, SourceError, UnicodeDecodeError) as error:
+        return str(error)
+    return None
 
 
 def _without_times(guessed: pa.DataType) -> pa.DataType:

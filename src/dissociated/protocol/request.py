@@ -40,6 +40,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dissociated.base import strict_json
+from dissociated.base.display import missing_column
 from dissociated.base.tracing import TRACEPARENT, is_traceparent
 from dissociated.errors import ColumnNotFound, OptionError, RemoteProtocolError
 from dissociated.protocol.wire import Streams
@@ -143,7 +144,7 @@ class Selection:
         selected = set(self.columns)
         for column in self.columns:
             if column not in names:
-                raise ColumnNotFound(f"there is no column {column!r}; there are {', '.join(names)}")
+                raise ColumnNotFound(missing_column(column, names))
         return [index for index, name in enumerate(names) if name in selected]
 
     def identifier(self, whole: bytes) -> bytes:

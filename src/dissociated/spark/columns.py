@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as types
 
+from dissociated.base.display import missing_column
 from dissociated.codec.nesting import contains
 from dissociated.errors import ColumnNotFound, OptionError, SourceError
 from dissociated.spark.types import TIMEZONE, arrow_schema, kept_type
@@ -242,7 +243,7 @@ def _positions(schema: pa.Schema, names: Sequence[str]) -> list[int]:
     for name in names:
         indices = schema.get_all_field_indices(name)
         if not indices:
-            raise ColumnNotFound(f"there is no column {name!r}; there are {', '.join(schema.names)}")
+            raise ColumnNotFound(missing_column(name, schema.names))
         if len(indices) > 1 or names.count(name) > 1:
             raise SourceError(f"there is more than one column {name!r}, which Spark cannot tell apart: leave them out")
         places += indices

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from pyarrow import types
 
+from dissociated.base.display import missing_column
 from dissociated.errors import ColumnNotFound, OptionError, WrongKind
 
 Array: TypeAlias = "npt.NDArray[Any]"
@@ -61,9 +62,7 @@ class ArrayColumns:
                 raise OptionError(f"the option {option} is {names!r}; it must be a list of names: [{names!r}]")
             for name in names:
                 if name not in schema.names:
-                    raise ColumnNotFound(
-                        f"there is no column {name!r} for {option}; there are {', '.join(schema.names)}"
-                    )
+                    raise ColumnNotFound(missing_column(name, schema.names, f" for {option}"))
         if len({*schema.names}) < len(schema.names):
             raise OptionError("two columns have one name: choose some by columns=")
         self._types = dict(zip(schema.names, schema.types, strict=True))

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as types
 
+from dissociated.base.display import missing_column
 from dissociated.errors import ColumnNotFound, OptionError
 
 _COMPARISONS: dict[str, Callable[[pc.Expression, pa.Scalar], pc.Expression]] = {
@@ -83,12 +84,10 @@ class Condition:
 
         Raises:
             ColumnNotFound: The schema lacks the column.
-            OptionError: The result is not certain to be Spark's, or the name of the column is ambiguous.
+            OptionError: The condition could select other rows than Spark would, or the name of the column is ambiguous.
         """
         if self.path[0] not in schema.names:
-            raise ColumnNotFound(
-                f"there is no column {self.path[0]!r} to filter by; there are {', '.join(schema.names)}"
-            )
+            raise ColumnNotFound(missing_column(self.path[0], schema.names, " to filter by"))
         if schema.names.count(self.path[0]) > 1:
             raise OptionError(f"column {self.path[0]!r} occurs more than once, so the filter is ambiguous")
         type_ = schema.field(self.path[0]).type
@@ -108,9 +107,9 @@ class Condition:
             ) from None
         except (pa.ArrowException, _Uncertain, LookupError, ValueError, TypeError, OverflowError, InvalidOperation):
             raise OptionError(
-                f"column {'.'.join(self.path)!r} is {type_}, and the result of {self.operator!r}"
-                f"{'' if self.operator in _UNARY else f' {self.value!r}'} is not certain: write a value of that type, "
-                "or filter the rows after reading"
+                f"column {'.'.join(self.path)!r} is {type_}, so the condition {self.operator!r}"
+                f"{'' if self.operator in _UNARY else f' {self.value!r}'} could select other rows than you mean: "
+                f"write a value of that type, or read all rows and filter them in your program"
             ) from None
 
     def _decide(self, column: pc.Expression, type_: pa.DataType) -> pc.Expression:
