@@ -82,7 +82,7 @@ def refused_by(uri: str) -> None:
 def test_what_is_damaged_harms_neither_a_node_nor_the_catalog_that_asks_it(tmp_path: Path, start: Start) -> None:
     catalog = start("catalog", "--db", tmp_path / "catalog.db", "--listen", "grpc://127.0.0.1:0")
     store = tmp_path / "store"
-    node = start("node", "--store", store, "--catalog", catalog.uri, "--beat", "0.2")
+    node = start("node", "--store", store, "--catalog", catalog.uri)
     with dis.connect(node.uri) as client:
         client.put("good", GOOD)
     for name, content in DAMAGED.items():
@@ -90,7 +90,7 @@ def test_what_is_damaged_harms_neither_a_node_nor_the_catalog_that_asks_it(tmp_p
     refused_by(catalog.uri)
     refused_by(node.uri)
     node.kill()
-    node = start("node", "--store", store, "--catalog", catalog.uri, "--beat", "0.2")
+    node = start("node", "--store", store, "--catalog", catalog.uri)
     refused_by(catalog.uri)
     assert node.terminate() == 0
 
