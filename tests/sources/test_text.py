@@ -85,7 +85,7 @@ LONG = 2**64 - 1  # no double holds it
         ("csv", "", r"wrong.csv': the file is empty"),
         ("csv", "a,b\n1,2\n3\n", r"wrong.csv' cannot be read as CSV: .*Row #3: Expected 2 columns, got 1: 3"),
         ("csv", "a\n" + "1\n" * (9 << 20) + "one\n", r"Row #9437186: .* int64: invalid value 'one'"),
-        ("jsonl", '{"a": 1}\n\n{"a":\n', r"wrong.jsonl' cannot be read as JSON lines: Row #3 is not valid JSON"),
+        ("jsonl", '{"a": 1}\n\n{"a":\n', r"wrong.jsonl' cannot be read as JSON lines: row 3 is not valid JSON"),
         ("csv", f"a,b\n1,1.5\nNA,{LONG}\n", rf"row 3 of '.*wrong.csv' has the integer {LONG} in column 'b'"),
         ("csv", f"a\n1.5\n{-(2**53) - 1}\n", rf"row 3 of .* has the integer {-(2**53) - 1} in column 'a'"),
         ("jsonl", f'{{"a": [{{"b": 1}}, {{"b": {LONG}}}]}}', rf"row 1 of .* has the integer {LONG} in column 'a.b'"),

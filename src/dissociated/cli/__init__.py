@@ -46,7 +46,7 @@ PHRASES = {
     "client.list() or dissociated ls": "dissociated ls",
     "client.versions(name) or dissociated versions": "dissociated versions",
     "publish each stream by itself": "publish each stream by itself (dissociated put FILE NAME --append)",
-    "write a value of that type, or filter the rows after reading": "write a value of that type",
+    "write a value of that type, or read all rows and filter them in your program": "write a value of that type",
     "give a directory with the policy spill": "give --spill DIR with the policy spill",
     "connect(uri, token=...)": "--token-file FILE, or DISSOCIATED_TOKEN",
     "(tls_roots says which certificates are)": "(--tls-roots FILE says which certificates are)",

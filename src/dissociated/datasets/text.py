@@ -149,8 +149,8 @@ def _csv_integers(path: str, schema: pa.Schema) -> Iterator[tuple[int, str, str]
     for batch in _open_csv(path, column_types=dict.fromkeys(doubles, pa.string())):
         for name, column in zip(schema.names, batch.columns, strict=True):
             if name in doubles:
-                found = pc.match_substring_regex(column, r"^\s*[+-]?[0-9]{16,}\s*$").fill_null(False)
-                for index in pc.indices_nonzero(found).to_pylist():
+                is_long = pc.match_substring_regex(column, r"^\s*[+-]?[0-9]{16,}\s*$").fill_null(False)
+                for index in pc.indices_nonzero(is_long).to_pylist():
                     yield row + index, name, column[index].as_py().strip()
         row += batch.num_rows
 
@@ -163,7 +163,7 @@ def _json_lines(path: str) -> Iterator[tuple[int, Any]]:
                 try:
                     yield number, json.loads(line)
                 except ValueError as error:
-                    raise SourceError(f"Row #{number} is not valid JSON: {getattr(error, 'msg', error)}") from None
+                    raise SourceError(f"row {number} is not valid JSON: {getattr(error, 'msg', error)}") from None
 
 
 def _json_integers(value: Any, type_: pa.DataType, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
