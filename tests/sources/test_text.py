@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from dissociated.datasets.text import open_text
 from dissociated.errors import DissociatedError, SourceError
 
 ROWS: dict[str, list[Any]] = {"id": [1, 2], "name": ["Ann", "Bob"], "since": [date(2024, 1, 31), None]}
@@ -116,6 +118,16 @@ def test_large_numbers_that_a_double_holds_are_read(client: dis.Client, tmp_path
     path.write_text("\n".join(["n,a", *(f"{n},{text}" for n, text in enumerate(written))]))
     client.put("large", path)
     assert client.read("large").read_all()["a"].to_pylist() == values
+
+
+def test_large_numbers_of_a_pipe_are_read_unless_a_double_rounds_them() -> None:
+    """Libarrow reads 16 MiB at a time, so the last integer comes in two pieces."""
+    large = "a,b\n1e300,0.1234567890123456\n9007199254740993.0,-1234567890123456e3\n"
+    rows = open_text("-", io.BytesIO(large.encode()), "csv").read_all().to_pydict()
+    assert rows == {"a": [1e300, 2.0**53], "b": [0.1234567890123456, -1234567890123456e3]}
+    for written in (f"{LONG}\n", f"{-(2**53) - 1}\n", "1.5\n" * ((1 << 22) - 4) + f"{LONG}\n"):
+        with pytest.raises(SourceError, match="write the text to a file"):
+            open_text("-", io.BytesIO(f"a\n1.5\n{written}".encode()), "csv").read_all()
 
 
 def test_a_reader_of_a_served_text_is_told_its_kind_of_error(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from decimal import Decimal
@@ -23,6 +25,8 @@ from dissociated.errors import SourceError
 TEXT_FORMATS = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 _BLOCK_SIZE = 16 << 20  # bytes of text; the types of the columns are inferred from the first block
 _EXACT = 1 << 53  # doubles hold every integer below
+_LONG_INTEGER = re.compile(rb"(?<![0-9.])[0-9]{16,}(?![0-9.eE])")
+_ALL_DIGITS_AS_0 = bytes(48 if 48 <= byte <= 57 else byte for byte in range(256))
 
 
 def text_file(name: str, path: Path, options: WriteOptions | None = None, format: str | None = None) -> Dataset:
@@ -69,6 +73,7 @@ def open_text(name: str, source: Any, format: str) -> pa.RecordBatchReader:
     Raises:
         SourceError: if the text cannot be read, also while it is read, or if an integer would lose digits.
     """
+    source = source if isinstance(source, str) else _WatchedText(source)
     with source_errors(name), _text_errors(name, source, format):
         reader = _open_csv(source) if format == "csv" else _open_json(source)
         return pa.RecordBatchReader.from_batches(reader.schema, _checked(name, source, format, reader))
@@ -109,7 +114,7 @@ def _checked(name: str, source: Any, format: str, reader: pa.RecordBatchReader) 
                             "column, such as decimal128(38, 0) or string, and publish the table",
                             "an integer is too large",
                         )
-                is_examined = True
+                is_examined = isinstance(source, str)  # of an open file, only as much as was read
             yield batch
 
 
@@ -130,11 +135,13 @@ def _is_kept(written: str) -> bool:
 
 def _integers(source: Any, format: str, schema: pa.Schema) -> Iterator[tuple[int, str, str]]:
     """Read a text again, and yield the long integers in columns of doubles: the row, the column, and the digits."""
-    if not isinstance(source, str):
-        raise SourceError(
-            f"a number in the text is {_EXACT:,} or more, and can be an integer that a double rounds: write the text "
-            "to a file and publish that, since it has to be read twice"
-        )
+    if isinstance(source, _WatchedText):
+        if source.has_long_integers:
+            raise SourceError(
+                "the text has numbers with decimals and integers of 16 digits or more, which a double may round: "
+                "write the text to a file and publish that, since it has to be read twice"
+            )
+        return
     if format == "csv":
         yield from _csv_integers(source, schema)
         return
@@ -176,6 +183,28 @@ def _json_integers(value: Any, type_: pa.DataType, path: tuple[str, ...]) -> Ite
     elif pa.types.is_list(type_) and isinstance(value, list):
         for element in value:
             yield from _json_integers(element, type_.value_type, path)
+
+
+class _WatchedText(io.RawIOBase):
+    """A text that can be read only once. It is searched for integers of so many digits that doubles round them."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._before = b""  # an integer can begin in one piece and end in the next
+        #: Whether there may have been such integers so far.
+        self.has_long_integers = False
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        text: bytes = self._source.read(size)
+        if not self.has_long_integers:
+            searched = self._before + text
+            is_suspect = b"0" * 16 in searched.translate(_ALL_DIGITS_AS_0)  # ten times as fast as the expression
+            self.has_long_integers = is_suspect and _LONG_INTEGER.search(searched) is not None
+            self._before = searched[-64:]
+        return text
 
 
 @contextmanager
