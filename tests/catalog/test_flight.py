@@ -193,8 +193,11 @@ def test_readers_of_a_replaced_version_finish_and_its_tickets_stay_good(plain: f
     put(plain, path("d"), TABLE)
     old = plain.get_flight_info(path("d"))
     version = json.loads(old.app_metadata)["version"]
-    expires = old.endpoints[0].expiration_time.as_py().timestamp()
-    assert RETAIN - 10 < expires - time.time() <= RETAIN
+    for _ in range(50):  # an answer may be repeated, and promises as much
+        asked = time.time()
+        old = plain.get_flight_info(path("d"))
+        expires = old.endpoints[0].expiration_time.as_py().timestamp()
+        assert asked + 0.99 * RETAIN <= expires <= time.time() + RETAIN
     put(plain, path("d"), TABLE.slice(2))
     assert plain.do_get(old.endpoints[0].ticket).read_all() == TABLE
     assert read(plain, command(name="d", version=version)) == [1, 2, 3]
@@ -433,3 +436,11 @@ def test_the_endpoints_of_a_node_that_left_are_marked(cluster: tuple[CatalogServ
         with pytest.raises(dis.errors.CatalogError, match="and no node there is alive"):
             ours.read("d")
         assert [node["alive"] for node in ours.nodes() if node["id"] in (a.store.id, b.store.id)].count(False) == 1
+
+
+def test_a_catalog_identifies_no_more_datasets_at_once_than_a_client_asks_for(plain: flight.FlightClient) -> None:
+    put(plain, path("d"), TABLE)
+    one = json.dumps({"names": ["d"] * 100 + ["missing"]}).encode()
+    assert [*json.loads(act(plain, "current", one))["current"]] == ["d"]
+    with pytest.raises(flight.FlightServerError, match="is invalid"):
+        act(plain, "current", json.dumps({"names": [*map(str, range(65))]}).encode())

@@ -152,6 +152,28 @@ def test_a_stream_is_read_from_it(source: str, tmp_path: Path) -> None:
         assert reader.stats == (7, 5, 1, 0, 0)
 
 
+def test_a_stream_is_not_read_on_after_a_damaged_batch() -> None:
+    """Libarrow would continue with the batch after it, so that a batch would be missing."""
+    sink, batch = io.BytesIO(), pa.record_batch({"n": range(77)})
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        for _ in range(2):
+            writer.write_batch(batch)
+        at = sink.tell()
+        writer.write_batch(batch)
+        writer.write_batch(batch)
+    content = bytearray(sink.getvalue())
+    length = content.index((77).to_bytes(8, "little"), at)
+    content[length : length + 8] = (1 << 40).to_bytes(8, "little")
+    for read_on in (StreamReader.read_next_batch, StreamReader.read_all, next):
+        reader = StreamReader(pa.py_buffer(content))
+        assert [reader.read_next_batch(), reader.read_next_batch()] == [batch, batch]
+        for _ in range(2):
+            with pytest.raises(FormatError):
+                reader.read_next_batch()
+            with pytest.raises(FormatError):
+                read_on(reader)
+
+
 def test_a_path_is_read_without_mapping_it_if_that_is_wanted(tmp_path: Path) -> None:
     file, stream = written(tmp_path / "file", FILE), written(tmp_path / "stream", STREAM)
     with open_file(file, memory_map=False) as reader:

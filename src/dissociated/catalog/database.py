@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from dissociated.catalog.tables import Tables
 from dissociated.catalog.versions import Versions
@@ -412,11 +413,16 @@ class Database:
             versions.extend_promise(rows[0], retain)
             return versions.record(rows[0])
 
-    def current(self, names: Iterable[str]) -> list[Version]:
-        """Return the datasets of these names that exist, all at one moment."""
+    def current(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """Return the identity of the datasets of these names that exist, all at one moment: see `Catalog.current`."""
         sql = "SELECT * FROM versions WHERE name = ? AND replaced IS NULL"
-        with self._transaction() as versions:
-            return [versions.record(row) for name in names for row in self._tables.all(sql, name)]
+        with self._transaction():
+            rows = [row for name in names for row in self._tables.all(sql, name)]
+            for row in rows:
+                self._tables.check("versions", row)
+        return {
+            row["name"]: {"version": row["number"], "created": row["created"], "began": row["began"]} for row in rows
+        }
 
     def versions(self, name: str) -> list[Version]:
         """Return all versions of `name` that can still be read, oldest first."""

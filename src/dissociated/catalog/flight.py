@@ -20,6 +20,7 @@ from dissociated.codec.split import batches
 from dissociated.control.commit import Commit
 from dissociated.control.descriptors import first_field, parse_put
 from dissociated.control.flight_streams import checked, generate_get
+from dissociated.control.messages import MAX_CURRENT
 from dissociated.errors import (
     AccessDenied,
     CatalogError,
@@ -278,7 +279,7 @@ def _actions(catalog: Catalog) -> dict[str, tuple[Callable[[_Body], Any], str]]:
         "abort": (lambda body: catalog.abort(str(_only(body, "key"))), "forbid a commit, and remove its segments"),
         "drop": (lambda body: catalog.drop(str(_only(body, "name"))), "make a dataset unavailable"),
         "current": (
-            lambda body: {"current": catalog.current([str(item) for item in _only(body, "names")])},
+            lambda body: {"current": catalog.current(_names(body))},
             "identify the current versions of several datasets",
         ),
         "versions": (
@@ -311,6 +312,14 @@ def _only(body: _Body, key: str) -> Any:
     if [*body] != [key]:
         raise ValueError(f"{key} alone")
     return body[key]
+
+
+def _names(body: _Body) -> list[str]:
+    """Return the different `names` in `body`. Raise ValueError if there are more than a client asks for."""
+    names = [*dict.fromkeys(map(str, _only(body, "names")))]
+    if len(names) > MAX_CURRENT:
+        raise ValueError(f"{len(names)} names; at most {MAX_CURRENT} are taken")
+    return names
 
 
 def _cancel(request: bytes) -> bytes:

@@ -26,7 +26,9 @@ REUSE_CONNECTION = "arrow-flight-reuse-connection://?"
 
 _SAME_HOST = ("shm", "inproc")
 _MAX_ANSWERS = 64  # FlightInfos that are kept, each with up to MAX_EMBEDDED bytes of rows
-_MAX_ANSWER_AGE = 1.0  # seconds
+_MAX_AGE = 1.0  # seconds for which an answer is repeated
+_MAX_DESCRIPTOR = 1024  # bytes of a request whose answer is kept
+_MAX_PARTS = 16  # of a version whose description is kept
 
 _deserialize = lru_cache(256)(deserialize)
 
@@ -157,9 +159,15 @@ class Answers:
     """The last FlightInfos of versions in stores. One is given again for a second if nothing has changed.
 
     Many processes often ask for one dataset at a time, and some ask again and again.
+
+    Args:
+        retain: Lifetime of the tickets in the answers, in seconds; 0 if none is promised. An answer is repeated for a
+            hundredth of it at most.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, retain: float) -> None:
+        #: Seconds for which an answer is repeated. Tickets must live for so much longer.
+        self.max_age = min(_MAX_AGE, retain / 100) if retain else _MAX_AGE
         self._answers: OrderedDict[bytes, _Answer] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -171,8 +179,10 @@ class Answers:
         return answer
 
     def put(self, descriptor: bytes, changes: int, version: Version, info: flight.FlightInfo) -> None:
-        """Keep an answer, which was made after the database had this number of `changes`."""
-        seconds = _MAX_ANSWER_AGE if version.expires is None else min(_MAX_ANSWER_AGE, version.expires - time.time())
+        """Keep an answer, unless it is large. It was made after the database had this number of `changes`."""
+        if len(descriptor) > _MAX_DESCRIPTOR or len(version.parts) > _MAX_PARTS:
+            return
+        seconds = self.max_age if version.expires is None else min(self.max_age, version.expires - time.time())
         is_embedded = any(has_embedded(endpoint.app_metadata) for endpoint in info.endpoints)
         with self._lock:
             self._answers[descriptor] = _Answer(info, changes, is_embedded, time.monotonic() + seconds)

@@ -53,7 +53,7 @@ class LocalCatalog(Catalog):
         self._publishing = threading.Lock()
         self._latest: dict[str, Version] = {}  # the latest version of each name, while `start` reads the store
         self._listing = Listing(holdings)
-        self._answers = Answers()
+        self._answers = Answers(retain)
         self._members = Members(database, node, security)
         if self._backend.has_stage:
             self._database.register(node, [], "", FOREVER, serial=-1)
@@ -77,7 +77,7 @@ class LocalCatalog(Catalog):
             return answer.info
         command = parse_get(descriptor)
         expires = self._ticket_expiry()
-        record = self._find(command, self.retain)
+        record = self._find(command, self.retain and self.retain + self._answers.max_age)
         name_only = descriptor.descriptor_type == flight.DescriptorType.CMD and len(command) == 1
         reference = self._listing.reference_info(record, descriptor) if name_only else None
         if reference is not None:
@@ -119,10 +119,7 @@ class LocalCatalog(Catalog):
         return time.time() + self.retain if self.retain else None
 
     def current(self, names: Sequence[str]) -> Mapping[str, dict[str, Any]]:
-        return {
-            version.name: {"version": version.number, "created": version.created, "began": version.lineage_id}
-            for version in self._database.current(names)
-        }
+        return self._database.current(names)
 
     def versions(self, name: str) -> Sequence[dict[str, Any]]:
         return [

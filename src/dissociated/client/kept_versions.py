@@ -13,12 +13,13 @@ from dissociated.base.exit import StreamThread
 from dissociated.base.fork import ProcessBound
 from dissociated.client.idle import MAX_AGE
 from dissociated.control.dataset_info import DatasetInfo
+from dissociated.control.messages import MAX_CURRENT
 from dissociated.errors import TransportError
 
 if TYPE_CHECKING:
     from dissociated.client.mapped import MappedVersion
 
-_MAX_VERSIONS = 64
+_MAX_VERSIONS = MAX_CURRENT  # so that one call identifies all
 
 
 @dataclass

@@ -188,6 +188,7 @@ class StreamReader(OneTimeReader, pa.ipc.RecordBatchStreamReader):  # type: igno
     """
 
     error_type: ClassVar[type[DissociatedError]] = FormatError
+    _failed: Failure | None = None
 
     @section
     def __init__(self, source: Any, options: ReadOptions | None = None) -> None:
@@ -215,13 +216,28 @@ class StreamReader(OneTimeReader, pa.ipc.RecordBatchStreamReader):  # type: igno
 
     def _read(self, read: Callable[[], T]) -> T:
         hold_at_exit()
+        self._check_failed()
         try:
             return read()
         except StopIteration:
             self._at_end = True
             raise
         except _CONTENT_ERRORS as error:
-            raise _translated(error, self.error_type) from None
+            raise self._fail(error) from None
+
+    def _begin(self) -> None:
+        self._check_failed()
+        super()._begin()
+
+    def _check_failed(self) -> None:
+        """Raise the error of an earlier read again: libarrow would continue after the batch that it could not read."""
+        if self._failed is not None:
+            raise self._failed.error()
+
+    def _fail(self, error: Exception) -> Exception:
+        translated = _translated(error, self.error_type)
+        self._failed = Failure.of(translated)
+        return translated
 
     @section
     def read_all(self) -> pa.Table:
@@ -233,7 +249,7 @@ class StreamReader(OneTimeReader, pa.ipc.RecordBatchStreamReader):  # type: igno
             self._at_end = True
             return table
         except _CONTENT_ERRORS as error:
-            raise _translated(error, self.error_type) from None
+            raise self._fail(error) from None
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> Any:
         self._begin()
