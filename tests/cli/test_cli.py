@@ -730,7 +730,7 @@ def test_put_keeps_texts_that_look_like_times(catalog: str) -> None:
 def test_put_takes_no_json_that_is_not_utf_8(catalog: str) -> None:
     """libarrow would accept it, and readers of the text would fail."""
     put = call("put", "-", f"{catalog}/latin", "-f", "jsonl", given='{"a": "Zürich"}\n'.encode("latin-1"))
-    assert (put.returncode, "Invalid UTF8" in put.stderr) == (1, True)
+    assert (put.returncode, "row 1 is not UTF-8" in put.stderr) == (1, True)
 
 
 def test_put_and_get_show_how_far_they_are_on_a_terminal(files: Path, catalog: str, tmp_path: Path) -> None:

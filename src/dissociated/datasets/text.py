@@ -163,12 +163,14 @@ def _csv_integers(path: str, schema: pa.Schema) -> Iterator[tuple[int, str, str]
 
 
 def _json_lines(path: str) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the value of each line. Raise SourceError for a line that is not JSON."""
-    with open(path, encoding="utf-8-sig") as file:
+    """Yield the number and the value of each line. Raise SourceError for a line that is not JSON in UTF-8."""
+    with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    yield number, json.loads(line)
+                    yield number, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                except UnicodeDecodeError:
+                    raise SourceError(f"row {number} is not UTF-8") from None
                 except ValueError as error:
                     raise SourceError(f"row {number} is not valid JSON: {getattr(error, 'msg', error)}") from None
 
@@ -226,7 +228,7 @@ def _located(source: Any, format: str) -> str | None:
     try:
         for _ in _open_csv(source, use_threads=False) if format == "csv" else _json_lines(source):
             pass
-    except (pa.ArrowException, SourceError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, SourceError) as error:
         return str(error)
     return None
 
