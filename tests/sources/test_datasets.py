@@ -222,6 +222,26 @@ def test_a_file_that_is_shortened_while_it_is_read_ends_no_server(
         assert client.read("other", transport="tcp").read_all() == TABLE
 
 
+def test_nothing_is_kept_of_a_file_that_is_modified_while_it_is_read(tmp_path: Path) -> None:
+    """Modify the metadata of later batches, and restore the file with its time. Clients read the file by address."""
+    path, batch = tmp_path / "t.arrows", pa.record_batch({"n": range(7)})
+    with pa.ipc.new_stream(path, batch.schema) as writer:
+        writer.write_table(pa.Table.from_batches([batch] * 20_000))
+    original, status = path.read_bytes(), path.stat()
+    with dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("t", path)
+        begun = client.read("t", transport="shm")
+        assert begun.read_next_batch() == batch
+        with path.open("r+b") as file:
+            file.write(original.replace((7).to_bytes(8, "little"), (3).to_bytes(8, "little")))
+        with pytest.raises(dis.DissociatedError, match="was modified after it was published"):
+            begun.read_all()
+        with path.open("r+b") as file:
+            file.write(original)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert client.read("t", transport="shm").read_all().num_rows == 7 * 20_000
+
+
 def test_streams_in_a_row_are_refused(tmp_path: Path) -> None:
     with pa.BufferOutputStream() as sink:
         for _ in range(2):

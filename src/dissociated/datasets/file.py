@@ -54,6 +54,7 @@ class FileDataset(SegmentsDataset):
         check_alone(str(path), segment.index)
         segment.modification_check = partial(_check_unchanged, path, segment.descriptor, state)
         super().__init__(name, [segment])
+        self.check_unchanged()  # after everything was read that is kept
 
 
 #: The device, inode, size in bytes, and modification time in nanoseconds of a file.

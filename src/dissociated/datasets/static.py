@@ -189,7 +189,9 @@ class StaticColumns(_Selected):
         with self._projecting:
             if segment not in self._projected:
                 try:
-                    self._projected[segment] = [*self._project(messages)]
+                    projected = [*self._project(messages)]
+                    self.check_unchanged()  # before they are kept
+                    self._projected[segment] = projected
                 except FormatError as error:
                     raise SourceError(f"columns of {self.name!r} cannot be selected: {error}") from None
             return self._projected[segment]

@@ -85,7 +85,7 @@ def encode_groups(
     max_inline = inline_limit if by_address else _UNLIMITED
     copies = dataset.is_modifiable and max_inline > 0 and bool(streams & Streams.BODIES)
     if copies:
-        take = partial(_take_copies, dataset, messages, connection, max_inline)
+        take = partial(_take_copies, dataset, messages, _max_copied(connection, streams), max_inline)
     else:
         take = partial(_take, messages, STEP if is_growing else _UNLIMITED)
     kept_groups: _KeptGroups | None = None
@@ -95,13 +95,21 @@ def encode_groups(
     unsent: Message | None = None
     while start < len(messages):
         encode = partial(_encode, take, start, first + start, connection, streams, max_inline, copies, unsent)
-        group = encode() if kept_groups is None else kept_groups.get(number, encode)
+        group = encode() if kept_groups is None else kept_groups.get(number, partial(_checked, dataset, encode))
         yield group
         unsent = group.unsent
         start += group.message_count
         number += 1
     if unsent is not None:
         yield MessageGroup(connection.prepare([unsent]), first + start, 0, (), 0, 0, 0)
+
+
+def _checked(dataset: StaticDataset, encode: Callable[[], MessageGroup]) -> MessageGroup:
+    """Return a group that may be kept: if a user may modify the file, it was unmodified after the group was read."""
+    group = encode()
+    if dataset.is_modifiable:
+        dataset.check_unchanged()
+    return group
 
 
 class _KeptGroups:
@@ -175,13 +183,12 @@ def _take(messages: Sequence[StaticMessage], max_bytes: int, start: int) -> Sequ
 
 
 def _take_copies(
-    dataset: StaticDataset, messages: Sequence[StaticMessage], connection: Connection, max_inline: int, start: int
+    dataset: StaticDataset, messages: Sequence[StaticMessage], max_copied: int, max_inline: int, start: int
 ) -> Sequence[StaticMessage]:
     """Return a group whose bodies lie in a file that may become shorter, with copies of all that this process reads.
 
     A body that is not copied is the last of its group.
     """
-    max_copied = _MAX_COPIED if connection.reads_in_kernel else _MAX_COPIED_HERE
     group: list[StaticMessage] = []
     nbytes = 0
     for index in range(start, min(start + (_GROUP_SIZE if start else _FIRST_GROUP_SIZE), len(messages))):
@@ -196,7 +203,12 @@ def _take_copies(
     return group
 
 
+def _max_copied(connection: Connection, streams: Streams) -> int:
+    """Return the length of the largest body to copy. Only with its metadata can a larger one be held back."""
+    return _MAX_COPIED if connection.reads_in_kernel and streams is Streams.BOTH else _MAX_COPIED_HERE
+
+
 def _is_checked(connection: Connection, streams: Streams, message: StaticMessage, max_inline: int) -> bool:
-    """Return whether the kernel reads the body of `message` from its file, and a client needs the metadata, too."""
-    is_large = _MAX_COPIED < message.parsed.body_length <= max_inline
-    return is_large and connection.reads_in_kernel and streams is Streams.BOTH
+    """Return whether `send` reads the body of `message` from its file, and a client needs the metadata, too."""
+    is_large = _max_copied(connection, streams) < message.parsed.body_length <= max_inline
+    return is_large and connection.copies and streams is Streams.BOTH

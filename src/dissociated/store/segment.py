@@ -206,7 +206,9 @@ class Segment:
         if self.modification_check is None:
             return read_statistics(self._memory, end, self.schema, self.batch_rows)
         tail = self._read(end, min(self.region.size - end, 2 * MAX_STATISTICS))
-        return read_statistics(tail, 0, self.schema, self.batch_rows)
+        statistics = read_statistics(tail, 0, self.schema, self.batch_rows)
+        self.check_unchanged()  # before they are kept
+        return statistics
 
     @property
     def batch_rows(self) -> list[int]:
