@@ -44,15 +44,20 @@ def duration(seconds: float) -> str:
 
 def advise_name(name: str, names: Sequence[str], how: str) -> str:
     """Return advice for a name that is none of `names`: the closest of them, and how to list all."""
-    close = [repr(match) for match in get_close_matches(name, names)]
-    return f"did you mean {' or '.join(close)}? List the names with {how}" if close else f"list the names with {how}"
+    question = _did_you_mean(name, names)
+    return f"{question} List the names with {how}" if question else f"list the names with {how}"
 
 
 def missing_column(name: str, names: Sequence[str], purpose: str = "") -> str:
     """Return the message for a column that is none of `names`: the closest of them, and all."""
-    close = [repr(match) for match in get_close_matches(name, names)]
-    hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+    question = _did_you_mean(name, names)
+    hint = f" ({question})" if question else ""
     return f"there is no column {name!r}{purpose}{hint}; there are {', '.join(names)}"
+
+
+def _did_you_mean(name: str, names: Sequence[str]) -> str:
+    close = [repr(match) for match in get_close_matches(name, names)]
+    return f"did you mean {' or '.join(close)}?" if close else ""
 
 
 def plain_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:

@@ -273,20 +273,20 @@ def _actions(catalog: Catalog) -> dict[str, tuple[Callable[[_Body], Any], str]]:
             "remove segments that will not be committed",
         ),
         "committed": (
-            lambda body: {"committed": catalog.committed(str(_only(body, "key")))},
+            lambda body: {"committed": catalog.committed(_only(body, "key"))},
             "tell whether a commit with this key was made",
         ),
-        "abort": (lambda body: catalog.abort(str(_only(body, "key"))), "forbid a commit, and remove its segments"),
-        "drop": (lambda body: catalog.drop(str(_only(body, "name"))), "make a dataset unavailable"),
+        "abort": (lambda body: catalog.abort(_only(body, "key")), "forbid a commit, and remove its segments"),
+        "drop": (lambda body: catalog.drop(_only(body, "name")), "make a dataset unavailable"),
         "current": (
             lambda body: {"current": catalog.current(_names(body))},
             "identify the current versions of several datasets",
         ),
         "versions": (
-            lambda body: {"versions": catalog.versions(str(_only(body, "name")))},
+            lambda body: {"versions": catalog.versions(_only(body, "name"))},
             "list the versions of a dataset that can still be read",
         ),
-        "forget": (lambda body: catalog.forget(str(_only(body, "node"))), "remove a node that will not come back"),
+        "forget": (lambda body: catalog.forget(_only(body, "node")), "remove a node that will not come back"),
         "nodes": (lambda body: {"nodes": catalog.nodes()}, "list the nodes, which hold parts of datasets"),
         "status": (lambda body: catalog.status().plain(), "report the datasets, their readers, and the data sent"),
         "prepare": (catalog.prepare, "between catalogs and nodes: make segments ready to be published"),
@@ -303,7 +303,12 @@ def _actions(catalog: Catalog) -> dict[str, tuple[Callable[[_Body], Any], str]]:
     }
 
 
-def _only(body: _Body, key: str) -> Any:
+def _only(body: _Body, key: str) -> str:
+    """Return the text of the only key in `body`. Errors are those of `_value`."""
+    return str(_value(body, key))
+
+
+def _value(body: _Body, key: str) -> Any:
     """Return the value of the only key in `body`.
 
     Raises:
@@ -316,7 +321,7 @@ def _only(body: _Body, key: str) -> Any:
 
 def _names(body: _Body) -> list[str]:
     """Return the different `names` in `body`. Raise ValueError if there are more than a client asks for."""
-    names = [*dict.fromkeys(map(str, _only(body, "names")))]
+    names = [*dict.fromkeys(map(str, _value(body, "names")))]
     if len(names) > MAX_CURRENT:
         raise ValueError(f"{len(names)} names; at most {MAX_CURRENT} are taken")
     return names

@@ -10,8 +10,9 @@ from dissociated.base import strict_json
 
 #: The fields of a JSON object, by name, each with the types that it may have.
 FieldTypes: TypeAlias = Mapping[str, tuple[type, ...]]
+#: Largest number of names in a request for the action `current`.
+MAX_CURRENT = 64
 #: The fields of each entry in a catalog's answers to the actions `current`, `versions` and `nodes`.
-MAX_CURRENT = 64  # names in a request
 CURRENT_FIELDS: FieldTypes = {"version": (int,), "created": (int, float), "began": (str,)}
 VERSION_FIELDS: FieldTypes = {
     "version": (int,),

@@ -17,7 +17,8 @@ from dissociated.transport.base import MAX_JOINED, Connection
 
 #: Largest number of messages that are encoded and sent in one call.
 _GROUP_SIZE = 512
-#: The same for the first group, which a reader waits for. Clients read the beginning of a stream from 64 batches on.
+#: Largest number of messages in the first group, which a reader waits for. Clients read the beginning of a stream from
+#: 64 batches on.
 _FIRST_GROUP_SIZE = 128
 #: Largest number of messages of a dataset that are kept encoded, for each kind of connection. Encoding a message again
 #: takes as long as reading it. Keeping it encoded takes a third of the memory that the message itself takes.
@@ -84,8 +85,13 @@ def encode_groups(
     by_address = segment_number is not None
     max_inline = inline_limit if by_address else _UNLIMITED
     copies = dataset.is_modifiable and max_inline > 0 and bool(streams & Streams.BODIES)
+    max_whole = _UNLIMITED  # bytes of the largest body whose metadata is sent before it
     if copies:
-        take = partial(_take_copies, dataset, messages, _max_copied(connection, streams), max_inline)
+        has_metadata = streams is Streams.BOTH  # otherwise there is none to hold back
+        max_copied = _MAX_COPIED if connection.reads_in_kernel and has_metadata else _MAX_COPIED_HERE
+        if connection.copies and has_metadata:
+            max_whole = max_copied
+        take = partial(_take_copies, dataset, messages, max_copied, max_inline)
     else:
         take = partial(_take, messages, STEP if is_growing else _UNLIMITED)
     kept_groups: _KeptGroups | None = None
@@ -94,7 +100,7 @@ def encode_groups(
     start = number = 0
     unsent: Message | None = None
     while start < len(messages):
-        encode = partial(_encode, take, start, first + start, connection, streams, max_inline, copies, unsent)
+        encode = partial(_encode, take, start, first + start, connection, streams, max_inline, max_whole, unsent)
         group = encode() if kept_groups is None else kept_groups.get(number, partial(_checked, dataset, encode))
         yield group
         unsent = group.unsent
@@ -105,10 +111,9 @@ def encode_groups(
 
 
 def _checked(dataset: StaticDataset, encode: Callable[[], MessageGroup]) -> MessageGroup:
-    """Return a group that may be kept: if a user may modify the file, it was unmodified after the group was read."""
+    """Return a group that may be kept, since its file was unmodified after the group was read."""
     group = encode()
-    if dataset.is_modifiable:
-        dataset.check_unchanged()
+    dataset.check_unchanged()
     return group
 
 
@@ -138,7 +143,7 @@ def _encode(
     connection: Connection,
     streams: Streams,
     max_inline: int,
-    copies: bool,
+    max_whole: int,
     unsent: Message | None,
 ) -> MessageGroup:
     """Encode the group that `take` returns for the index `start`, whose first message has the number `first`.
@@ -160,8 +165,7 @@ def _encode(
         elif message.packed is not None:
             body = Body(BodyKind.PACKED, message.packed)
         outgoing += sender.send(message.header, body)
-    is_checked = copies and _is_checked(connection, streams, group[-1], max_inline)
-    unsent = outgoing.pop(-2) if is_checked else None
+    unsent = outgoing.pop(-2) if max_whole < group[-1].parsed.body_length <= max_inline else None
     nbytes = sum(message.parsed.body_length for message in group) if sends_bodies else 0
     ends = (address + length for message in group for address, length in message.extents or ())
     end = max(ends, default=0) if max_inline < _UNLIMITED else 0
@@ -201,14 +205,3 @@ def _take_copies(
         if nbytes >= _COPIED_BYTES or length > _MAX_COPIED:
             break
     return group
-
-
-def _max_copied(connection: Connection, streams: Streams) -> int:
-    """Return the length of the largest body to copy. Only with its metadata can a larger one be held back."""
-    return _MAX_COPIED if connection.reads_in_kernel and streams is Streams.BOTH else _MAX_COPIED_HERE
-
-
-def _is_checked(connection: Connection, streams: Streams, message: StaticMessage, max_inline: int) -> bool:
-    """Return whether `send` reads the body of `message` from its file, and a client needs the metadata, too."""
-    is_large = _max_copied(connection, streams) < message.parsed.body_length <= max_inline
-    return is_large and connection.copies and streams is Streams.BOTH
