@@ -308,5 +308,6 @@ def test_only_the_last_route_to_this_host_may_take_the_whole_timeout() -> None:
         part = plan_part(ReadRequest(device=device), SCHEMA, Endpoint(b"t", ()), [on_device, to_host])
         assert [step.connect_timeout for step in part.steps] == [None]
         assert [step.connect_timeout for step in part.in_place] == ([] if is_silent else [CONNECT_TIMEOUT])
+        assert [step.connect_timeout for step in part.in_place_last] == ([CONNECT_TIMEOUT] if is_silent else [])
     alone = plan_part(ReadRequest(device=device), SCHEMA, Endpoint(b"t", ()), [on_device])
     assert [step.connect_timeout for step in alone.in_place] == [None]

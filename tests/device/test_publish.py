@@ -13,6 +13,10 @@ import pyarrow.compute as pc
 import pytest
 
 import dissociated as dis
+from dissociated.client.connection import remember_silence
+from dissociated.client.parts import open_part_on_device
+from dissociated.client.plan import Route, plan_part
+from dissociated.client.request import ReadRequest
 from dissociated.codec.cdevice import ArrowArray, ArrowDeviceArray, pointer
 from dissociated.codec.device import DeviceBatch, DeviceReader, to_device
 from dissociated.datasets.device import DeviceDataset
@@ -20,6 +24,7 @@ from dissociated.errors import DeviceError, SourceError, UriError
 from dissociated.memory.device.base import Device
 from dissociated.memory.device.emulated import EmulatedDevice
 from dissociated.memory.device.registry import open_device
+from dissociated.uri import Uri
 from support.arrow_cases import ROWS
 from support.helpers import case, clients_end, connections_left, wait_until
 
@@ -73,6 +78,19 @@ def test_streams_are_opened_by_uri(device: Device, server: dis.Server, client: d
         assert reader.device is device
         assert to_host(reader) == NUMBERS.slice(20_001, 9), uri
     del batch, reader
+    clients_end()
+
+
+def test_a_device_route_that_was_silent_is_tried_if_no_other_works(
+    device: Device, server: dis.Server, client: dis.Client
+) -> None:
+    server.publish("there", on_device(device, [*pieces()]))
+    (there,) = client.describe("there").endpoints
+    (at,) = [Uri.parse(uri) for uri in there.locations if "device=" in uri]
+    remember_silence(at)
+    routes = [Route.of([at]), Route.of([Uri.parse("tcp://127.0.0.1:1?want_data=1")])]  # nobody listens there
+    part = plan_part(ReadRequest(device=device), NUMBERS.schema, there, routes)
+    assert to_host(open_part_on_device(part, device)) == NUMBERS
     clients_end()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeAlias, TypeVar
 
@@ -76,7 +76,13 @@ def open_part_on_device(part: PartPlan, device: Device, open_flight: OpenFlight 
             refused = error
     if not part.steps:
         raise refused
-    return _first(part, partial(_open_on_device, part, device, open_flight))
+    try:
+        return _first(part, partial(_open_on_device, part, device, open_flight))
+    except (TransportError, CatalogError):
+        for step in part.in_place_last:
+            with suppress(TransportError, DeviceError):
+                return _open_in_place(part, device, step)
+        raise
 
 
 def open_part_tensors(part: PartPlan) -> TensorReader:

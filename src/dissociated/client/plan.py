@@ -206,6 +206,7 @@ class PartPlan:
         request: The request for the part. Its `rows` are counted from the first row of the part.
         steps: The routes to try, in order.
         in_place: The routes to try before `steps`, if the part is read onto a device and already lies there.
+        in_place_last: The routes of this kind to try after `steps`, since their servers did not answer lately.
         bound_filter: The filter of the request, if there is one and the schema of the dataset is known.
     """
 
@@ -213,6 +214,7 @@ class PartPlan:
     request: ReadRequest
     steps: tuple[Step, ...]
     in_place: tuple[Step, ...] = ()
+    in_place_last: tuple[Step, ...] = ()
     bound_filter: BoundFilter | None = None
 
     def identifier(self, step: Step) -> bytes:
@@ -247,7 +249,7 @@ class PartPlan:
 
     def tried_last(self, is_silent: Callable[[Uri], bool]) -> PartPlan:
         """Return this plan, with routes last whose server `is_silent` by now."""
-        steps = (*self.in_place, *self.steps)
+        steps = (*self.in_place, *self.steps, *self.in_place_last)
         routes = [replace(step.route, is_silent=any(map(is_silent, step.route.uris))) for step in steps]
         if routes == [step.route for step in steps]:
             return self
@@ -316,17 +318,14 @@ def _plan_part(
     routes = sorted(routes, key=lambda route: route.is_silent)
     steps = [_plan_step(request, bound_filter, route, endpoint) for route in routes]
     if request.device is None:
-        return PartPlan(endpoint, request, _with_deadlines(steps, request), (), bound_filter)
+        return PartPlan(endpoint, request, _with_deadlines(steps, request), bound_filter=bound_filter)
     to_host = [step for step in steps if not step.route.on_device]
-    in_place = [
-        step
-        for step in steps
-        if step.route.on_device
-        and step.residual.keeps_batches
-        and not (to_host and step.route.is_silent > to_host[0].route.is_silent)
-    ]
+    on_device = [step for step in steps if step.route.on_device and step.residual.keeps_batches]
+    in_place_last = [step for step in on_device if to_host and step.route.is_silent > to_host[0].route.is_silent]
+    in_place = on_device[: len(on_device) - len(in_place_last)]  # the silent routes are the last
     before = _with_deadlines([*in_place, *to_host], request)[: len(in_place)]
-    return PartPlan(endpoint, request, _with_deadlines(to_host, request), before, bound_filter)
+    after = _with_deadlines([*to_host, *in_place_last], request)[len(to_host) :]
+    return PartPlan(endpoint, request, _with_deadlines(to_host, request), before, after, bound_filter)
 
 
 def _with_deadlines(steps: Sequence[Step], request: ReadRequest) -> tuple[Step, ...]:
