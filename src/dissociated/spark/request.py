@@ -82,9 +82,9 @@ class DatasetRequest:
             CatalogConfig.parse(options),
             required(options, "path", 'the dataset is: .load("NAME")'),
             columns=_columns(options.get("columns")),
-            version=_number(options, "version", 0),
+            version=parse_number(options, "version", 0),
             transport=options.get("transport"),
-            partitions=_number(options, "partitions", 1),
+            partitions=parse_number(options, "partitions", 1),
             nanoseconds=options.get("nanoseconds", "refuse"),
             filters=None if options.get("filters") is None else parse_filters(options["filters"]),
             traceparent=_traceparent(options.get(TRACEPARENT)),
@@ -205,7 +205,12 @@ def _traceparent(text: str | None) -> str | None:
     return text
 
 
-def _number(options: Any, key: str, least: int) -> int | None:
+def parse_number(options: Any, key: str, least: int) -> int | None:
+    """Return the option `key` as a number; None if it is not given.
+
+    Raises:
+        OptionError: It is no number from `least` on.
+    """
     text = options.get(key)
     if text is None:
         return None

@@ -10,7 +10,6 @@ import itertools
 import logging
 import struct
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple, Self, cast
 
 from dissociated.base.buffers import Buffer
@@ -131,9 +130,7 @@ class _TracedConnection:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._connection.close()
 
     @property
