@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
+from dissociated.base.descriptors import owned
 from dissociated.codec.split import SplitMessage, split
 from dissociated.errors import (
     ConnectionClosed,
@@ -353,11 +354,8 @@ class _Service:
         def write(descriptor: int) -> None:
             write_parts(descriptor, [region.content])
 
-        descriptor = sealed_memfd("conformance", write) if region.sealed else _unsealed(region.content)
-        try:
+        with owned(sealed_memfd("conformance", write) if region.sealed else _unsealed(region.content)) as descriptor:
             self._connection.memory.share(descriptor, region.base, len(region.content), region.backing)
-        finally:
-            os.close(descriptor)
 
     def _hold(self, content: bytes) -> None:
         numbers = [int.from_bytes(content[at : at + 8], "little") for at in range(16, len(content), 8)]

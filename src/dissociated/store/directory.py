@@ -27,7 +27,7 @@ from dissociated.store.files import (
     claim_unused,
     is_abandoned,
     is_used,
-    sync_directory,
+    sync,
     write_atomically,
 )
 from dissociated.store.layout import NUMBERS, SEGMENTS, STAGING, TRASH, is_draft, known_id, new_id, write_id
@@ -213,16 +213,12 @@ class Directory(ProcessBound):
         """Turn a draft into a version with one rename. If this raises OSError, the version does not exist."""
         self.describe(version, draft)
         for path in draft.iterdir():
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        sync_directory(draft)
+            sync(path)
+        sync(draft)
         committed = self.segments / version.id
         draft.rename(committed)
         try:
-            sync_directory(self.segments)
+            sync(self.segments)
         except OSError:
             self._refused.append(version)
             self._settle()
@@ -300,7 +296,7 @@ class Directory(ProcessBound):
         with suppress(FileNotFoundError):
             committed.rename(removed)
         try:
-            sync_directory(self.segments)
+            sync(self.segments)
         except OSError:
             self._put_back.add(version.id)
             with suppress(OSError):
