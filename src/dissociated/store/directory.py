@@ -30,14 +30,23 @@ from dissociated.store.files import (
     sync,
     write_atomically,
 )
-from dissociated.store.layout import NUMBERS, SEGMENTS, STAGING, TRASH, is_draft, known_id, new_id, write_id
+from dissociated.store.layout import (
+    NUMBERS,
+    SEGMENTS,
+    STAGING,
+    TRASH,
+    check_staged,
+    is_draft,
+    known_id,
+    new_id,
+    write_id,
+)
 from dissociated.store.manifest import DAMAGE, MANIFEST, decode_manifest, encode_manifest, is_count, read_manifest
 from dissociated.store.numbers import Numbers, Removal
 
 _log = logging.getLogger(__name__)
 
 _SERIAL = re.compile(r"[0-9]{14,19}")  # the beginning of a version's id
-_NAME_MAX = 255  # bytes in the name of a file
 
 
 def file_name(index: int) -> str:
@@ -150,9 +159,7 @@ class Directory(ProcessBound):
 
     def staged(self, name: str) -> Path:
         """Return the path of a file in the staging directory. Raises StoreError for a name that leads elsewhere."""
-        is_name = Path(name).name == name and name not in ("", ".", "..") and "\0" not in name
-        if not is_name or len(os.fsencode(name)) > _NAME_MAX:
-            raise StoreError(f"{name[:_NAME_MAX]!r} is not the name of a file in the staging directory")
+        check_staged(name)
         return self.staging / name
 
     def files(self, version: Version) -> list[Path]:
