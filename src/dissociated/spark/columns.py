@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -145,8 +144,8 @@ class ColumnConverter:
         try:
             chosen.validate()
         except pa.ArrowInvalid as error:
-            number = re.match(r"In column (\d+)", str(error))
-            damaged = f"column {self.names[int(number[1])]!r}" if number else "a batch"
+            columns = zip(self.names, chosen.columns, strict=True)
+            damaged = next((f"column {name!r}" for name, column in columns if _is_damaged(column)), "a batch")
             raise SourceError(f"{damaged} is damaged: {error}") from None
         if not self._to_convert:
             return chosen
@@ -161,7 +160,7 @@ class ColumnConverter:
             return self._converted(column, field.type)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             advice = ""
-            if "lose data" in str(error) and not self._truncate:
+            if not self._truncate and contains(column.type, _has_nanoseconds):
                 advice = "; microseconds are the finest that Spark has: .option('nanoseconds', 'truncate') cuts them"
             raise SourceError(
                 f"column {field.name!r} of the type {column.type} has a value that Spark cannot hold as "
@@ -192,7 +191,7 @@ class ColumnConverter:
         return self._cast(array, to)
 
     def _cast(self, array: pa.Array, to: pa.DataType) -> pa.Array:
-        if not self._truncate or getattr(array.type, "unit", None) != "ns":
+        if not self._truncate or not _has_nanoseconds(array.type):
             return array.cast(to)
         if types.is_timestamp(array.type):
             # Local time would be rounded by the clocks of that zone, which repeat one hour of each year.
@@ -223,6 +222,18 @@ class ColumnConverter:
         places = zip(field_places(array.type, to), to, strict=True)
         children = [self._converted(parts[place], field.type) for place, field in places]
         return pa.StructArray.from_arrays(children, fields=[*to], mask=_nulls(array))
+
+
+def _has_nanoseconds(type_: pa.DataType) -> bool:
+    return getattr(type_, "unit", None) == "ns"
+
+
+def _is_damaged(column: pa.Array) -> bool:
+    try:
+        column.validate()
+    except pa.ArrowInvalid:
+        return True
+    return False
 
 
 @dataclass
