@@ -56,13 +56,7 @@ def add_conformance(parser: argparse.ArgumentParser) -> None:
     check.add_argument("--ticket", required=True, help="the identifier to send; 0x... for bytes in hexadecimal")
     check.set_defaults(run=_run_check)
     for role in (serve, check):
-        role.add_argument(
-            "--timeout",
-            type=quantities.duration,
-            default=10.0,
-            metavar="TIME",
-            help="silence that ends a connection (default: 10s)",
-        )
+        quantities.add_duration(role, "--timeout", "silence that ends a connection (default: 10s)", 10.0)
 
 
 class _Checks:
