@@ -185,10 +185,10 @@ class ConnectionStats:
         return fields | ({"missed": now.missed} if now.missed else {})
 
 
-def _total(ended: Iterable[Counter[str]], open_stats: Iterable[ConnectionStats]) -> Counter[str]:
+def _total(ended_counts: Iterable[Counter[str]], open_stats: Iterable[ConnectionStats]) -> Counter[str]:
     """Add up the counts of ended streams and of open ones, which also have consumers and leases."""
     total: Counter[str] = Counter()
-    for counts in ended:
+    for counts in ended_counts:
         total.update(counts)
     for stats in open_stats:
         total.update(stats.counts(), consumers=1, leases=len(stats.leases))
@@ -209,7 +209,7 @@ class Activity:
         self._lock = threading.Lock()
         self._numbers = count(1)
         self._open: dict[int, ConnectionStats] = {}
-        self._ended: Counter[str] = Counter()  # the counts of ended streams
+        self._ended_counts: Counter[str] = Counter()  # the counts of ended streams
         # A dataset has an entry while it is published or being read.
         self._of_datasets: WeakKeyDictionary[Dataset, Counter[str]] = WeakKeyDictionary()
         self._outcomes: Counter[str] = Counter()
@@ -237,7 +237,7 @@ class Activity:
             del self._open[stats.connection]
             self._outcomes[outcome] += 1
             if stats.dataset is not None:
-                for counts in (self._ended, self._of_datasets.setdefault(stats.dataset, Counter())):
+                for counts in (self._ended_counts, self._of_datasets.setdefault(stats.dataset, Counter())):
                     counts.update(stats.counts())
 
     def in_progress(self) -> list[ConsumerStatus]:
@@ -270,7 +270,7 @@ class Activity:
         """Return the number of bytes of bodies sent. Unlike `status`, this does not examine datasets."""
         with self._lock:
             requested = (stats for stats in self._open.values() if stats.dataset is not None)
-            return self._ended["bytes"] + sum(stats.bytes for stats in requested)
+            return self._ended_counts["bytes"] + sum(stats.bytes for stats in requested)
 
     def flight(self) -> None:
         """Record that a stream is sent over Flight."""
@@ -306,7 +306,7 @@ class Activity:
                 if stats.dataset is not None:
                     requested[stats.dataset].append(stats)
             at = Counter(stats.listener for stats in statistics)
-            total = _total([self._ended], chain.from_iterable(requested.values()))
+            total = _total([self._ended_counts], chain.from_iterable(requested.values()))
             consumers = tuple(stats.status() for stats in statistics)
             waits_for = [stats.connection for stats in statistics if stats.in_progress] if self.stopping else []
             return ServerStatus(
@@ -339,8 +339,8 @@ class Activity:
     def _dataset(
         self, versions: Sequence[Dataset], requested: Mapping[Dataset, Sequence[ConnectionStats]]
     ) -> DatasetStatus:
-        ended = [self._of_datasets[version] for version in versions if version in self._of_datasets]
-        total = _total(ended, chain.from_iterable(requested.get(version, ()) for version in versions))
+        ended_counts = [self._of_datasets[version] for version in versions if version in self._of_datasets]
+        total = _total(ended_counts, chain.from_iterable(requested.get(version, ()) for version in versions))
         latest = versions[-1]
         return DatasetStatus(
             latest.name,
