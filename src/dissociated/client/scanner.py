@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.dataset as ds
 
+from dissociated.base.display import plural
 from dissociated.client.request import ReadRequest
 from dissociated.client.version_reader import VersionReader
 from dissociated.codec.batches import BatchReader
@@ -125,8 +126,22 @@ class Scanner:
         return self._limited(num_rows).to_table()
 
     def take(self, indices: Any) -> pa.Table:
-        """Read the rows at these positions, counted from 0, as a table. This reads the whole selection."""
-        return self.to_table().take(indices)
+        """Read the rows at these positions, counted from 0, as a table. This reads the whole selection.
+
+        Raises:
+            OptionError: The selection has no row at one of the positions.
+        """
+        table = self.to_table()
+        try:
+            return table.take(indices)
+        except pa.ArrowIndexError:
+            positions = indices if isinstance(indices, pa.Array | pa.ChunkedArray) else pa.array(indices)
+            outside = next(at for at in positions.to_pylist() if at is not None and not 0 <= at < table.num_rows)
+            raise OptionError(
+                f"there is no row {outside}: the selection has {plural(table.num_rows, 'row')}, counted from 0"
+            ) from None
+        except (pa.ArrowNotImplementedError, pa.ArrowTypeError, pa.ArrowInvalid):
+            raise OptionError(f"the positions of rows are whole numbers, not {indices!r}") from None
 
     def count_rows(self) -> int:
         """Return the number of rows of the selection.
