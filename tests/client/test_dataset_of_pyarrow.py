@@ -57,6 +57,8 @@ def test_other_columns_are_refused_at_once(handle: DatasetHandle) -> None:
     for missing in (("nn", ">", 1), pc.field("nn") > 1, (pc.field("s") == "a") | (pc.field("nn") > 1)):
         with pytest.raises(ColumnNotFound, match=r"'nn' to filter by \(did you mean 'n'\?\); there are n, s"):
             handle.filter(missing)
+    with pytest.raises(ColumnNotFound, match=r"'nn' \(did you mean 'n'\?\); there are n, s"):
+        handle.to_table({"double": pc.multiply(pc.field("nn"), 2)})
     with pytest.raises(ColumnNotFound, match=r"'nn' to sort by \(did you mean 'n'\?\)"):
         handle.sort_by([("s", "ascending"), ("nn", "descending")])
     with pytest.raises(ColumnNotFound, match="'nn' on the left side of the join"):

@@ -18,8 +18,9 @@ from dissociated.client.version_reader import VersionReader
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import positions, select_fields
 from dissociated.codec.device import DeviceReader, to_device
+from dissociated.codec.filter.row_filter import missing_field
 from dissociated.codec.split import BatchAndMetadata, batches
-from dissociated.errors import OptionError
+from dissociated.errors import ColumnNotFound, OptionError
 from dissociated.memory.device.base import Device
 
 
@@ -181,7 +182,14 @@ class Scanner:
 
     def _project(self, reader: pa.RecordBatchReader, expressions: dict[str, Any]) -> pa.RecordBatchReader:
         """Compute expressions of the columns with pyarrow."""
-        return ds.Scanner.from_batches(reader, columns=expressions, use_threads=False).to_reader()
+        try:
+            return ds.Scanner.from_batches(reader, columns=expressions, use_threads=False).to_reader()
+        except pa.ArrowException as error:
+            message = missing_field(error, reader.schema)
+            if message is not None:
+                raise ColumnNotFound(message) from None
+            why = str(error).partition("\n")[0]
+            raise OptionError(f"the columns cannot be computed: {why}") from None
 
     def _pieces(self, reader: pa.RecordBatchReader) -> Iterator[BatchAndMetadata]:
         """Yield the batches, cut to the batch size if there is one, each with the metadata of its batch."""

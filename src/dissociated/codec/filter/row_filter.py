@@ -129,9 +129,9 @@ def _try(expression: pc.Expression, schema: pa.Schema, columns: Sequence[int]) -
         why = str(error).partition("\n")[0]
         # libarrow has no class for this error, and pyarrow does not name the columns of an expression.
         if why.startswith("No match for FieldRef"):
-            named = _MISSING.match(why)
-            if named is not None and named[1] not in schema.names:
-                raise ColumnNotFound(missing_column(named[1], schema.names, " to filter by")) from None
+            message = missing_field(error, schema, " to filter by")
+            if message is not None:
+                raise ColumnNotFound(message) from None
             raise ColumnNotFound(
                 f"the filter {expression_text(expression)} has a column that does not exist; there are "
                 f"{', '.join(schema.names)}"
@@ -139,6 +139,12 @@ def _try(expression: pc.Expression, schema: pa.Schema, columns: Sequence[int]) -
         raise OptionError(f"{expression_text(expression)} is not a filter of these columns: {why}") from None
     if type_ != pa.bool_():
         raise OptionError(f"{expression_text(expression)} is not a filter: its type is {type_} instead of bool")
+
+
+def missing_field(error: pa.ArrowException, schema: pa.Schema, purpose: str = "") -> str | None:
+    """Return the message for a column that `schema` lacks and an expression names; None for any other error."""
+    named = _MISSING.match(str(error).partition("\n")[0])
+    return None if named is None or named[1] in schema.names else missing_column(named[1], schema.names, purpose)
 
 
 def _columns(expression: pc.Expression, schema: pa.Schema) -> tuple[int, ...]:
