@@ -100,6 +100,8 @@ class CatalogConnection(ProcessBound):
         self._parameters["generic_options"] += _lost_after(max(_SILENCE, timeout) if silence is None else silence)
         self._connection: Any = None
         self._closed = False
+        #: The trace that calls belong to if their thread has no current span.
+        self.traceparent: str | None = None
         self._answered: float | None = None  # the time of the last answer, in seconds since the epoch
         self.bind_to_process()
 
@@ -122,7 +124,8 @@ class CatalogConnection(ProcessBound):
 
     def call_options(self) -> Any:
         """Return the options of a call that must be answered within the timeout."""
-        return flight.FlightCallOptions(timeout=self.timeout, headers=tracing.headers(tracing.current_traceparent()))
+        context = tracing.current_traceparent() or self.traceparent
+        return flight.FlightCallOptions(timeout=self.timeout, headers=tracing.headers(context))
 
     @contextmanager
     def errors(self) -> Iterator[None]:
