@@ -11,7 +11,7 @@ from typing import Any
 from dissociated.base.buffers import Buffer, metadata_too_long
 from dissociated.codec.split import SplitMessage
 from dissociated.datasets.broadcast import BroadcastDataset
-from dissociated.datasets.fanout import Consumer, Encodings
+from dissociated.datasets.consumer import Consumer, Encodings
 from dissociated.datasets.live_message import MAX_SEND_BYTES, MAX_SEND_MESSAGES, SMALL_BODY, LiveMessage
 from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.streamed import StreamedDataset
@@ -203,6 +203,7 @@ class BroadcastSending(_LiveSending):
     def __init__(self, client: ClientRequest, dataset: BroadcastDataset) -> None:
         super().__init__(client, dataset.name)
         self._dataset = dataset
+        self._fanout = dataset.fanout
         self._consumer: Consumer | None = None
         if dataset.notes_missed:
             self._max_metadata += MAX_NOTE_SIZE  # clients accept this, too
@@ -222,7 +223,7 @@ class BroadcastSending(_LiveSending):
         live = self._dataset.live
         deliver = self._deliver if self._connection.sends_at_once and not live.linger else None
         self._turn.acquire()
-        self._consumer = consumer = self._dataset.fanout.join(self._connection.wake, on_cut_off, deliver)
+        self._consumer = consumer = self._fanout.join(self._connection.wake, on_cut_off, deliver)
         pause_until = 0.0  # by time.monotonic
         unread_wait = _MIN_UNREAD_WAIT
         while True:
@@ -257,7 +258,7 @@ class BroadcastSending(_LiveSending):
         # Bodies that are sent by address do not count, unless they should wait where they can be dropped.
         by_address = self._mapped and not self._half_closed and not self._limits.inline_limit
         maps = by_address and self._dataset.live.policy == "block"
-        return consumer.take(MAX_SEND_MESSAGES, MAX_SEND_BYTES, maps)
+        return self._fanout.take(consumer, MAX_SEND_MESSAGES, MAX_SEND_BYTES, maps)
 
     def _deliver(self, encodings: Encodings) -> None:
         """Send waiting messages in the pump's thread if that needs no waiting, or wake the connection's thread."""
@@ -312,7 +313,7 @@ class BroadcastSending(_LiveSending):
 
     @property
     def kept_bytes(self) -> int | None:
-        return None if self._consumer is None else self._consumer.kept_bytes
+        return None if self._consumer is None else self._fanout.kept_bytes(self._consumer)
 
     @property
     def missed(self) -> int:
@@ -320,21 +321,21 @@ class BroadcastSending(_LiveSending):
 
     def drain(self, timeout: float) -> None:
         if self._consumer is not None:
-            self._consumer.stop()
+            self._fanout.stop(self._consumer)
         super().drain(timeout)
 
     def cut_off(self) -> None:
         if self._consumer is not None:
-            self._consumer.detach()
+            self._fanout.detach(self._consumer)
 
     def close(self, disconnected: bool) -> None:
         super().close(disconnected)
         if self._consumer is not None:
-            self._consumer.leave(disconnected)
+            self._fanout.leave(self._consumer, disconnected)
 
     def _on_freed(self, addresses: Collection[int]) -> None:
         if self._consumer is not None:
-            self._consumer.free(addresses)
+            self._fanout.free(self._consumer, addresses)
 
     def _send_items(
         self, consumer: Consumer, items: Sequence[LiveMessage], encodings: Encodings | None = None
@@ -371,7 +372,7 @@ class BroadcastSending(_LiveSending):
                 unsent = leased
             raise
         finally:
-            consumer.free(unsent)
+            self._fanout.free(consumer, unsent)
 
     def _encode_once(self, items: Sequence[LiveMessage], encodings: Encodings | None) -> Any:
         """Return the encoding of `items` at this place of the stream, from `encodings` if another client has it too."""
