@@ -134,7 +134,7 @@ class FunctionRDD(inputs: RDD[Any], python: RDD[InternalRow], inputSchema: Struc
     val Seq(first, second) = split.asInstanceOf[ZippedPartitionsPartition].partitions
     val input = rdds.head.asInstanceOf[RDD[Any]].iterator(first, task)
     val batches = new FunctionBatches(input, dataset(first), inputSchema, maxRows, task, rdds.last.iterator(second, task))
-    (batches.all ++ { end(batches); Nil }).map { rows =>
+    (batches.iterator ++ { end(batches); Nil }).map { rows =>
       count += rows.count
       rows.batch(resultSchema)
     }
@@ -222,14 +222,14 @@ final class FunctionBatches(input: Iterator[Any], dataset: Map[String, Any], inp
 
 /** Writes rows or columns as record batches to files. */
 final class InputWriter(input: Iterator[Any], schema: StructType, maxRows: Int) {
-  private val batches = new BatchesOf(input, schema, maxRows)
+  private val batches = new BatchStream(input, schema, maxRows)
 
   /** Writes the next batch to this file, and says how large it is, or that there is none. */
   def write(path: String): Seq[(String, Any)] = {
     var size = 0L
-    batches.take { (rows, layout) =>
+    batches.writeNext { (rows, layout) =>
       val channel = FileChannel.open(Paths.get(path), StandardOpenOption.WRITE)
-      try size = SegmentFile.write(channel, layout.message(rows, 0))
+      try size = SegmentFile.write(channel, layout.encodeMessage(rows, 0))
       catch { case error: IOException => throw Failure(s"there is no memory for the batches of a function: $error") }
       finally channel.close()
     }

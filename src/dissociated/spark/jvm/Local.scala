@@ -70,10 +70,10 @@ object Export {
       val sidecar = Sidecar.of(python)
       val path = sidecar.call("export_file", "name" -> name).asText
       val channel = FileChannel.open(Paths.get(path), StandardOpenOption.WRITE)
-      val batches = new BatchesOf(input, schema)
+      val batches = new BatchStream(input, schema)
       var size = 0L
       try {
-        while (batches.take((count, layout) => size += SegmentFile.write(channel, layout.message(count, size)))) {}
+        while (batches.writeNext((count, layout) => size += SegmentFile.write(channel, layout.encodeMessage(count, size)))) {}
       } catch {
         case error: Throwable =>
           Try(channel.truncate(0)) // an interrupt has closed the channel
