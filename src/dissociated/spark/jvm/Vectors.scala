@@ -20,8 +20,8 @@ trait RegionAddresses {
 
 /**
  * The description of an Arrow array, which has not been checked. Each buffer has three numbers in `buffers`: its
- * region, its offset there, and its size in bytes. `kind` names the difference from the usual layout of Spark's type,
- * and `width` is that of offsets, indices or values in bytes.
+ * region, its offset there, and its size in bytes. `kind` names the difference from the usual layout of Spark's type.
+ * `width` is the size of a value or dictionary index in bytes, or the length of a fixed-size list.
  */
 final case class ArrayData(length: Long, offset: Long, nullCount: Long, buffers: Array[Long],
     children: Array[ArrayData], kind: String, width: Int)
