@@ -11,11 +11,11 @@
 #include <stdexcept>
 
 std::map<uint32_t, std::string> headers, bodies;
-uint64_t count = UINT64_MAX; // of the messages; known from the end of stream
+uint64_t count = UINT64_MAX; // the messages of the stream, known at its end
 
 std::string bytes(uint64_t value) { return {reinterpret_cast<char *>(&value), 8}; }
 std::string padded(std::string data) { return data.append(-data.size() & 7, '\0'); }
-// Return the integer at this place, which may be cut off: the count of an end of stream has four bytes.
+// Return the integer at this place, which may be shorter: the count of an end of stream has four bytes.
 uint64_t u64(const std::string &data, size_t at) { return std::memcpy(&at, (data.substr(at, 8) + bytes(0)).data(), 8), at; }
 
 // Return the bodyLength of a Message, the fourth field of its flatbuffer, which is left out if it is 0.
@@ -30,7 +30,7 @@ std::string read(FILE *server, size_t size) {
     return fread(&data[0], 1, size, server) == size ? data : throw std::runtime_error("stream-whole");
 }
 
-// Take a message by the kind of its frame: 1 UNTAGGED, 2 TAGGED, 4 ABORT, 5 RUN.
+// Store a message by the kind of its frame: 1 UNTAGGED, 2 TAGGED, 4 ABORT, 5 RUN.
 void take(uint64_t kind, uint64_t tag, const std::string &data) {
     if (kind == 1 && data.at(0) == 1) headers[uint32_t(u64(data, 1))] = data.substr(5);
     else if (kind == 1) count = uint32_t(u64(data, 1));

@@ -18,7 +18,7 @@ function bodyLength(header) {
   return at ? Number(header.readBigInt64LE(table + at)) : 0;
 }
 
-// Take a message by the kind of its frame: 1 UNTAGGED, 2 TAGGED, 4 ABORT, 5 RUN.
+// Store a message by the kind of its frame: 1 UNTAGGED, 2 TAGGED, 4 ABORT, 5 RUN.
 function take(kind, tag, payload) {
   if (kind === 1 && payload[0] === 1) headers.set(payload.readUInt32LE(1), payload.subarray(5));
   else if (kind === 1) count = payload.readUInt32LE(1);
