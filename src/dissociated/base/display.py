@@ -71,8 +71,8 @@ def missing(noun: str, name: str, names: Sequence[str], purpose: str = "") -> st
 
 def first_names(names: Sequence[str], most: int) -> str:
     """Return the names as text: all, or the first and how many others there are."""
-    others = len(names) - most
-    return ", ".join(names[:most]) + (f", and {plural(others, 'other')}" if others > 0 else "")
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f", and {plural(more, 'other')}" if more > 0 else "")
 
 
 def _did_you_mean(name: str, names: Sequence[str]) -> str:

@@ -66,10 +66,10 @@ def find(arguments: argparse.Namespace) -> Target:
         if names := _stored_names(store):
             # A node touches the directory while it runs, and removes its address when it stops.
             last = text.local_time(store.stat().st_mtime)
-            ended = "was last alive" if (store / ADDRESS_FILE).exists() else "was stopped"
+            how = "was last alive" if (store / ADDRESS_FILE).exists() else "was stopped"
             raise CatalogError(
                 f"no node serves the store {str(store)!r}, which holds {text.plural(len(names), 'dataset')}: "
-                f"{text.first_names(names, _MAX_NAMES)}. Its node {ended} at {last}: "
+                f"{text.first_names(names, _MAX_NAMES)}. Its node {how} at {last}: "
                 f"dissociated start{'' if arguments.store is None else f' --store {store}'} serves them again"
             )
         raise CatalogError(

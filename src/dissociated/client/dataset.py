@@ -232,9 +232,9 @@ class _Rows(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no type hints
         """
         _check_columns(self, keys, "on the left side of the join")
         _check_columns(right_dataset, right_keys or keys, "on the right side of the join")
-        left, right = self.to_table(), _table(right_dataset)
+        table, right_table = self.to_table(), _table(right_dataset)
         with _table_errors("the datasets cannot be joined"):
-            return ds.InMemoryDataset(left.join(right, keys, right_keys, *arguments, **options))
+            return ds.InMemoryDataset(table.join(right_table, keys, right_keys, *arguments, **options))
 
     def join_asof(
         self, right_dataset: Any, on: str, by: Any, tolerance: int, right_on: str | None = None, right_by: Any = None
@@ -259,9 +259,9 @@ class _Rows(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no type hints
         ):
             _check_columns(source, nearest, f"on the {side} side of the join")
             _check_columns(source, equal, f"on the {side} side of the join")
-        left, right = self.to_table(), _table(right_dataset)
+        table, right_table = self.to_table(), _table(right_dataset)
         with _table_errors("the datasets cannot be joined"):
-            return ds.InMemoryDataset(left.join_asof(right, on, by, tolerance, right_on, right_by))
+            return ds.InMemoryDataset(table.join_asof(right_table, on, by, tolerance, right_on, right_by))
 
     def replace_schema(self, schema: pa.Schema) -> ds.InMemoryDataset:
         """Read all rows, and return them as a dataset in memory with another schema.

@@ -206,12 +206,12 @@ def _explained(name: str, endpoints: Sequence[Endpoint]) -> Iterator[None]:
     try:
         yield
     except TransportError as error:
-        seen = max((endpoint.seen for endpoint in endpoints), default=0.0)
-        if type(error) is not TransportError or not seen:
+        last_seen = max((endpoint.seen for endpoint in endpoints), default=0.0)
+        if type(error) is not TransportError or not last_seen:
             raise
         hosts = ", ".join(dict.fromkeys(host for endpoint in endpoints for host in endpoint.hosts))
         raise TransportError(
-            f"{error}. {name!r} is on {hosts}, whose node was last heard {utc(seen)}: if it has ended, start it again"
+            f"{error}. {name!r} is on {hosts}, whose node was last heard {utc(last_seen)}: if it has ended, start it again"
         ) from None
 
 

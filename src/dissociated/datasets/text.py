@@ -260,10 +260,10 @@ def _changed_type(path: str) -> str | None:
             return f"row {row} is {_KINDS[type(line)]} instead of an object"
         for column, value in _json_values(line, ()):
             kind = _KINDS[type(value)]
-            known, known_row = first.setdefault(column, (kind, row))
+            known_kind, known_row = first.setdefault(column, (kind, row))
             where = f"in column {'.'.join(name for name in column if name != _ELEMENT)!r}"
-            if kind != known:
-                return f"row {row} has {kind} {where}, and row {known_row} has {known}"
+            if kind != known_kind:
+                return f"row {row} has {kind} {where}, and row {known_row} has {known_kind}"
             if types and (expected := _unexpected(value, types.get(column))) is not None:
                 return f"row {row} has {kind} {where}, and the first 16 MB have {expected}"
     return None
