@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +289,34 @@ def test_nothing_is_kept_of_a_file_that_is_modified_while_it_is_read(tmp_path: P
             file.write(original)
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
         assert client.read("t", transport="shm").read_all().num_rows == 7 * 20_000
+
+
+def test_batches_that_were_passed_by_reference_are_no_part_of_a_modified_file(tmp_path: Path) -> None:
+    path, numbers = tmp_path / "t.arrows", np.arange(3 << 20)  # 24 MiB
+    batch = pa.record_batch({"n": numbers})
+    with pa.ipc.new_stream(path, batch.schema) as writer:
+        writer.write_table(pa.Table.from_batches([batch] * 3))
+    with dis.Server(["inproc:"], catalog=None) as server:
+        server.publish("t", path)
+        received = []
+        with dis.open_stream(server.locations("t")[0], server.ticket("t")) as reader, suppress(dis.DissociatedError):
+            received.append(reader.read_next_batch())
+            with path.open("r+b") as file:
+                file.write(bytes(path.stat().st_size))
+            received += reader
+    assert received
+    assert all(copy == batch for copy in received)
+
+
+def test_bodies_that_travel_by_address_are_sent_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, batch = tmp_path / "t.arrows", pa.record_batch({"n": range(1000)})
+    with pa.ipc.new_stream(path, batch.schema) as writer:
+        writer.write_table(pa.Table.from_batches([batch] * 600))
+    with dis.Server(["shm:"], inline_limit=100) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("t", path)
+        with caplog.at_level("DEBUG", "dissociated"):
+            assert client.read("t", transport="shm").read_all().num_rows == 600_000
+    assert len(re.findall("sent a run of", caplog.text)) <= 3
 
 
 def test_streams_in_a_row_are_refused(tmp_path: Path) -> None:

@@ -239,7 +239,8 @@ class Connection(ProcessBound, ABC):
         """Send zero bytes in place of the memory for which `send` has just raised SourceError. Never raises.
 
         The message is then complete, and its peer can be told a reason. So the peer must not use the message: nothing
-        that it needs for this may have been sent.
+        that it needs for this may have been sent. If more than 64 MiB of the message remain, nothing is sent, and the
+        peer finds that the connection ends within the message.
 
         Args:
             timeout: Seconds for which the peer may take nothing.
