@@ -114,9 +114,18 @@ class ConnectionStats:
         except BaseException:
             self._transfer = self.bytes, None, 0, 0
             raise
-        written_before, sent_bytes = connection.written, self.bytes
-        pending = min(connection.backlog, whole - sent_bytes)
-        self._transfer = whole - pending, connection if pending else None, written_before, pending
+        self._count(connection, whole, whole - self.bytes)
+
+    def add_sent(self, connection: Connection, nbytes: int) -> None:
+        """Count `nbytes` bytes of bodies that were passed on to be sent. The medium may still have to send them."""
+        sent_bytes, _, _, pending = self._transfer
+        self._count(connection, sent_bytes + pending + nbytes, pending + nbytes)
+
+    def _count(self, connection: Connection, whole: int, unknown: int) -> None:
+        """Count `whole` bytes in all. The medium may still have to send up to `unknown` of them."""
+        written = connection.written  # read first: bytes that are written meanwhile must be counted later
+        pending = min(connection.backlog, unknown)
+        self._transfer = whole - pending, connection if pending else None, written, pending
 
     def settle(self) -> None:
         """Count all bytes as sent, since the client has received everything, even if the medium has not reported it."""

@@ -68,13 +68,10 @@ class _LiveSending(Sending):
                     messages += self._encode_message(message.header, body(message))
         return self._connection.prepare(messages)
 
-    def _send_encoded(self, encoded: Any, nbytes: int, at_once: bool = False) -> None:
-        """Send encoded messages whose bodies have `nbytes` bytes in all, `at_once` without waiting."""
+    def _send_encoded(self, encoded: Any, nbytes: int) -> None:
+        """Send encoded messages whose bodies have `nbytes` bytes in all."""
         with self._stats.sending(self._connection, nbytes):
-            if at_once:
-                self._connection.send_at_once(encoded)
-            else:
-                self._connection.send(encoded, self._limits.stall_timeout)
+            self._connection.send(encoded, self._limits.stall_timeout)
 
     def _encode_message(self, header: bytes, body: Body | None) -> list[Message]:
         """Encode the next message. Its metadata is checked here, as a live stream is not known when it is published."""
@@ -382,7 +379,11 @@ class BroadcastSending(_LiveSending):
             if encoding.pairs:
                 self._hold(encoding.leased, encoding.pairs)
             unsent = encoding.unsent
-            self._send_encoded(encoding.encoded, encoding.nbytes, at_once=encodings is not None)
+            if encodings is None:
+                self._send_encoded(encoding.encoded, encoding.nbytes)
+            else:
+                self._connection.send_at_once(encoding.encoded)
+                self._stats.add_sent(self._connection, encoding.nbytes)
             self._stats.messages += encoding.messages
             return encoding.messages, encoding.nbytes
         except ConnectionClosed:
