@@ -125,8 +125,8 @@ def test_clean_frees_what_a_stopped_node_left_after_asking(own_store: Path) -> N
         client.put("e", TABLE)
     assert "dissociated stop" in run("clean")
     run("stop")
-    stopped = r"which holds 2 datasets: d, e\. Its node was stopped at \d{4}-.*: dissociated start serves them again"
-    assert re.search(stopped, run("ls", status=1))
+    since = r"which holds 2 datasets: d, e\. Its node was stopped at \d{4}-\d\d-\d\d .*: dissociated start serves"
+    assert re.search(since, run("ls", status=1))
     assert "--yes" in run("clean", status=1)
     command = [sys.executable, "-m", "dissociated", "clean"]
     around = {**os.environ, "TERM": "dumb"}

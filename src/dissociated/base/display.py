@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from html import escape
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _MAX_NAMES = 40  # in the message of an error
 
@@ -89,6 +91,11 @@ def plain_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Seque
         ).rstrip()
         for line in lines
     )
+
+
+def printable(written: str) -> str:
+    """Replace control characters, which could change the state of a terminal, by Python's escapes."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), written)
 
 
 def shorten(text: str, width: int) -> str:

@@ -73,9 +73,7 @@ def add_stop(parser: argparse.ArgumentParser) -> None:
     """Add the description, the options and the function of `stop` to its parser."""
     parser.description = _STOP
     _add_store(parser)
-    parser.add_argument(
-        "--timeout", type=quantities.duration, default=60.0, metavar="TIME", help="how long to wait (default: 60s)"
-    )
+    quantities.add_duration(parser, "--timeout", "how long to wait (default: 60s)", 60.0)
     parser.set_defaults(run=_run_stop)
 
 

@@ -54,12 +54,11 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_retain(parser: argparse.ArgumentParser, default: float) -> None:
-    parser.add_argument(
+    quantities.add_duration(
+        parser,
         "--retain",
-        type=quantities.duration,
-        default=default,
-        metavar="TIME",
-        help="time for which tickets of a replaced version stay valid: 90s, 15m, 1h, 2d (default: %(default)gs)",
+        "time for which tickets of a replaced version stay valid: 90s, 15m, 1h, 2d (default: %(default)gs)",
+        default,
     )
 
 
@@ -178,31 +177,21 @@ def add_node(parser: argparse.ArgumentParser) -> None:
         "--advertise", metavar="HOST", help="name of this host for other hosts, if a listener is on all interfaces"
     )
     _add_retain(parser, RETAIN)
-    parser.add_argument(
+    quantities.add_duration(
+        parser,
         "--forget",
-        type=quantities.duration,
-        default=FORGOTTEN,
-        metavar="TIME",
-        help=f"time after which an uncommitted segment is removed (default: {FORGOTTEN / 3600:g}h)",
+        f"time after which an uncommitted segment is removed (default: {FORGOTTEN / 3600:g}h)",
+        FORGOTTEN,
     )
-    parser.add_argument(
-        "--drain",
-        type=quantities.duration,
-        default=30.0,
-        metavar="TIME",
-        help="time that streams in progress have after SIGTERM (default: %(default)gs)",
+    quantities.add_duration(
+        parser, "--drain", "time that streams in progress have after SIGTERM (default: %(default)gs)", 30.0
     )
-    parser.add_argument(
-        "--idle-exit", type=quantities.duration, metavar="TIME", help="end after this time without readers and writers"
-    )
-    parser.add_argument(
-        "--empty-exit",
-        type=quantities.duration,
-        metavar="TIME",
-        help="end after this time with an empty store, without readers and writers",
+    quantities.add_duration(parser, "--idle-exit", "end after this time without readers and writers")
+    quantities.add_duration(
+        parser, "--empty-exit", "end after this time with an empty store, without readers and writers"
     )
     access.add_serving_arguments(parser, peers=True)
-    parser.add_argument("--beat", type=quantities.duration, default=5.0, metavar="TIME", help=argparse.SUPPRESS)
+    quantities.add_duration(parser, "--beat", argparse.SUPPRESS, 5.0)
     parser.add_argument("--ready-fd", type=int, metavar="N", help=argparse.SUPPRESS)
     parser.add_argument("--starter-fd", type=int, metavar="N", help=argparse.SUPPRESS)
     parser.set_defaults(run=_run_node)

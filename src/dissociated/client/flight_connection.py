@@ -34,7 +34,6 @@ from dissociated.errors import (
     DissociatedError,
     OptionError,
     RemoteProtocolError,
-    TransportError,
     UriError,
     parse_details,
     reported_error,
@@ -356,7 +355,7 @@ class _Download:
 
     def run(self, ticket: flight.Ticket, options: Any) -> None:
         """Receive the schema and the batches, until `stop` is called."""
-        try:
+        with self.inbox.filled_by("receiving"):
             self._reader = reader = self._calls.call(lambda client: client.do_get(ticket, options))
             with self._calls.errors():
                 schema = check_field_names(reader.schema)
@@ -365,13 +364,7 @@ class _Download:
                 for chunk in reader:
                     self.inbox.put(chunk, self._size(chunk) + _CHUNK_SIZE, None)
                     del chunk  # the consumer frees it
-            self.inbox.close()
-        except DissociatedError as error:
-            self.inbox.close(error)
-            self.stop()
-        except BaseException as error:
-            self.inbox.close(TransportError(f"receiving failed: {type(error).__name__}: {error}"))
-            raise
+        self.stop()  # after an error, the server need not send the rest
 
     def _size(self, chunk: Any) -> int:
         """Return the size of a chunk's batch. Raise RemoteProtocolError if the request does not allow the chunk."""

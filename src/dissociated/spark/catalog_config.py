@@ -101,6 +101,15 @@ class CatalogConfig:
                 return result
             time.sleep(RETRY_DELAY)
 
+    def ask(self, call: Callable[[Client], T]) -> T:
+        """Return the result of `call` with a client of the catalog, repeated as `retry` does."""
+
+        def once() -> T:
+            with self.connect() as client:
+                return call(client)
+
+        return self.retry(once)
+
 
 def _first_failure(uri: str) -> float:
     """Record that the catalog does not answer. Return the time since when it has not answered any call."""

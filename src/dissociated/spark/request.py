@@ -81,9 +81,9 @@ class DatasetRequest:
             CatalogConfig.parse(options),
             required(options, "path", 'the dataset is: .load("NAME")'),
             columns=_columns(options.get("columns")),
-            version=_number(options, "version", 0),
+            version=parse_number(options, "version", 0),
             transport=options.get("transport"),
-            partitions=_number(options, "partitions", 1),
+            partitions=parse_number(options, "partitions", 1),
             nanoseconds=options.get("nanoseconds", "refuse"),
             filters=None if options.get("filters") is None else parse_filters(options["filters"]),
         )
@@ -197,7 +197,12 @@ def _columns(text: str | None) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def _number(options: Any, key: str, least: int) -> int | None:
+def parse_number(options: Any, key: str, least: int) -> int | None:
+    """Return the option `key` as a number; None if it is not given.
+
+    Raises:
+        OptionError: It is no number from `least` on.
+    """
     text = options.get(key)
     if text is None:
         return None

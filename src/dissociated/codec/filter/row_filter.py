@@ -73,7 +73,7 @@ class RowFilter:
         with application_errors(self):
             if self.types and self.types != tuple(table.schema.types):
                 table = table.cast(pa.schema([*zip(table.schema.names, self.types, strict=True)]))
-            return _compute(self.expression, table).combine_chunks()
+            return compute(self.expression, table).combine_chunks()
 
 
 @contextmanager
@@ -113,7 +113,8 @@ def _combined(table: pa.Table) -> pa.Table:
     return table.combine_chunks()
 
 
-def _compute(expression: pc.Expression, table: pa.Table) -> pa.ChunkedArray:
+def compute(expression: pc.Expression, table: pa.Table) -> pa.ChunkedArray:
+    """Return the value of an expression for each row. Raises libarrow's errors."""
     steps = [
         acero.Declaration("table_source", acero.TableSourceNodeOptions(table)),
         acero.Declaration("project", acero.ProjectNodeOptions([expression], ["passes"])),
@@ -124,7 +125,7 @@ def _compute(expression: pc.Expression, table: pa.Table) -> pa.ChunkedArray:
 def _try(expression: pc.Expression, schema: pa.Schema, columns: Sequence[int]) -> None:
     """Raise OptionError or ColumnNotFound if the expression is not a filter of these columns of the schema."""
     try:
-        type_ = _compute(expression, select_fields(schema, columns).empty_table()).type
+        type_ = compute(expression, select_fields(schema, columns).empty_table()).type
     except pa.ArrowException as error:
         why = str(error).partition("\n")[0]
         # libarrow has no class for this error, and pyarrow does not name the columns of an expression.
@@ -169,7 +170,7 @@ def _columns(expression: pc.Expression, schema: pa.Schema) -> tuple[int, ...]:
 def _computable(field: pa.Field) -> bool:
     """Return whether libarrow computes expressions on batches with this column: not with unions."""
     try:
-        _compute(pc.scalar(True), pa.schema([field]).empty_table())
+        compute(pc.scalar(True), pa.schema([field]).empty_table())
     except pa.ArrowException:
         return False
     return True
