@@ -204,20 +204,20 @@ BROKEN: dict[str, tuple[Sequence[bytes], str]] = {
     "body that is short": ([HEADER, encode(TAGGED, BODY[:-8], 1)], "the body of message 1 has another length"),
     "body by address": ([HEADER, encode(TAGGED, bytes(16), 1 << 56 | 1)], "a body with the tag 100000000000001"),
     "reserved bits": ([HEADER, encode(TAGGED, BODY, 1 << 40 | 1)], "a body with the tag 10000000001"),
-    "twice": ([HEADER, HEADER], "message 1 came twice"),
-    "late": ([HEADER, PLACED, PLACED], "there is no message 1 to come"),
-    "after the end": ([end(2), encode(TAGGED, BODY, 2)], "there is no message 2 to come"),
-    "two ends": ([end(2), end(2)], "metadata that is none"),
-    "no end": ([end(0)], "metadata that is none"),
-    "metadata that is none": ([encode(UNTAGGED, bytes([7] * 9))], "metadata that is none"),
-    "run": ([encode(RUN, struct.pack("<QQQ", 2**61, 8, 8) + bytes(8))], "a run that does not add up"),
+    "twice": ([HEADER, HEADER], "message 1 was sent twice"),
+    "late": ([HEADER, PLACED, PLACED], "message 1 is out of sequence"),
+    "after the end": ([end(2), encode(TAGGED, BODY, 2)], "message 2 is out of sequence"),
+    "two ends": ([end(2), end(2)], "metadata of an unknown kind"),
+    "no end": ([end(0)], "metadata of an unknown kind"),
+    "metadata of an unknown kind": ([encode(UNTAGGED, bytes([7] * 9))], "metadata of an unknown kind"),
+    "run": ([encode(RUN, struct.pack("<QQQ", 2**61, 8, 8) + bytes(8))], "the sizes in a run are inconsistent"),
 }
 DAMAGED: dict[str, tuple[bytes, str]] = {
     "buffer beyond": (lying(OFFSETS, (1 << 40, 4004)), "a buffer of 4004 bytes at 1099511627776 of"),
     "buffer before": (lying(OFFSETS, (-8, 4004)), "a buffer of 4004 bytes at -8 of"),
     "buffer too small": (lying(STRINGS, (STRINGS[0], 4999)), "column 's' is damaged: a buffer of 4999 bytes"),
     "numbers for offsets": (lying(OFFSETS, (0, 4004)), "column 's' is damaged: its offsets do not ascend"),
-    "other schema": (encode(UNTAGGED, metadata(1, OTHER.header)), "a batch has less than its schema"),
+    "other schema": (encode(UNTAGGED, metadata(1, OTHER.header)), "a batch has fewer arrays than its schema"),
 }
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from dissociated.cli import access, quantities, text
 from dissociated.cli.signals import StopSignal
-from dissociated.errors import SourceError
+from dissociated.errors import SourceError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -199,6 +199,7 @@ def add_node(parser: argparse.ArgumentParser) -> None:
 
 def _run_node(arguments: argparse.Namespace) -> None:
     """Serve a store until a signal arrives."""
+    from dissociated.node.launch import log_file, running
     from dissociated.node.node import Node
     from dissociated.store.eviction import Policy
     from dissociated.store.layout import NODE_LOG
@@ -208,7 +209,13 @@ def _run_node(arguments: argparse.Namespace) -> None:
     stop = StopSignal()
     listen, flight = access.serving_uris(arguments)
     options = access.serving(arguments, peers=True)
-    store = Store(arguments.store, arguments.limit, Policy(arguments.policy), arguments.spill, arguments.forget)
+    try:
+        store = Store(arguments.store, arguments.limit, Policy(arguments.policy), arguments.spill, arguments.forget)
+    except StoreError as error:
+        if (address := running(arguments.store)) is None:
+            raise
+        log = log_file(arguments.store)
+        raise StoreError(f"{error}: process {address.pid}" + ("" if log is None else f", with the log {log}")) from None
     if arguments.ready_fd is None:
         (store.directory / NODE_LOG).unlink(missing_ok=True)  # by which tasks of Spark know a node that they may start
     before = store.versions()  # before any client knows this node

@@ -10,6 +10,7 @@ from rich.cells import cell_len, set_cell_size
 
 from dissociated.base.display import count as count
 from dissociated.base.display import duration as duration
+from dissociated.base.display import first_names as first_names
 from dissociated.base.display import plural as plural
 from dissociated.base.display import printable as printable
 from dissociated.base.display import size as size

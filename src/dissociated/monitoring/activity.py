@@ -16,9 +16,9 @@ from itertools import chain, count
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from dissociated._version import __version__
 from dissociated.base.host import host_name
 from dissociated.base.tracing import TraceSpan
+from dissociated.base.version import package_version
 from dissociated.datasets.base import Dataset
 from dissociated.monitoring.changes import Changes
 from dissociated.monitoring.kept_memory import KeptMemory
@@ -310,7 +310,7 @@ class Activity:
             consumers = tuple(stats.status() for stats in statistics)
             waits_for = [stats.connection for stats in statistics if stats.in_progress] if self.stopping else []
             return ServerStatus(
-                __version__,
+                package_version(),
                 host_name(),
                 os.getpid(),
                 time.monotonic() - self._began,

@@ -212,9 +212,10 @@ def _start(opened: int, store: Path, arguments: Sequence[str], deadline: float, 
     address = _running(opened, store) if line else None
     if address is None:
         log_lines = read_private_file(NODE_LOG, within=opened).decode(errors="replace").strip().splitlines()
-        raise StoreError(
-            f"no node could be started for {str(store)!r}: {log_lines[-1] if log_lines else 'no answer in time'}"
-        )
+        why = log_lines[-1] if log_lines and not line else "it has started, and does not answer"
+        if time.monotonic() >= deadline:
+            why = f"it did not answer in time. Process {process.pid} may still start; its log is {store / NODE_LOG}"
+        raise StoreError(f"no node could be started for {str(store)!r}: {why}")
     return address
 
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 from pyspark.sql.types import StructType
 
 from dissociated.base.host import host_name
-from dissociated.base.tracing import TRACEPARENT, is_traceparent
+from dissociated.base.tracing import TRACEPARENT
 from dissociated.client.client import Client
 from dissociated.client.request import ReadRequest
 from dissociated.codec.filter.conditions import Conditions
@@ -59,7 +59,6 @@ class DatasetRequest:
     partitions: int | None = None
     nanoseconds: str = "refuse"
     filters: Conditions | None = None
-    traceparent: str | None = None
 
     @classmethod
     def parse(cls, options: Any) -> DatasetRequest:
@@ -87,7 +86,6 @@ class DatasetRequest:
             partitions=parse_number(options, "partitions", 1),
             nanoseconds=options.get("nanoseconds", "refuse"),
             filters=None if options.get("filters") is None else parse_filters(options["filters"]),
-            traceparent=_traceparent(options.get(TRACEPARENT)),
         )
 
     def schema(self) -> StructType:
@@ -197,12 +195,6 @@ def _columns(text: str | None) -> tuple[str, ...] | None:
     if not names or not all(isinstance(name, str) and name for name in names):
         raise OptionError(f"the option columns is names, separated by commas, or a JSON list of them, not {text!r}")
     return tuple(names)
-
-
-def _traceparent(text: str | None) -> str | None:
-    if text is not None and not is_traceparent(text):
-        raise OptionError(f"the option {TRACEPARENT} is a trace context of W3C, 00-TRACE-SPAN-FLAGS, not {text!r}")
-    return text
 
 
 def parse_number(options: Any, key: str, least: int) -> int | None:

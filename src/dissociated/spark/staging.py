@@ -30,7 +30,7 @@ _MAX_UNWANTED = 1 << 16
 
 
 class Writes:
-    """The calls, by name in `calls`, and the segments that are being written.
+    """The functions that the JVM calls, and the segments that are being written.
 
     write(options, schema, mode, streaming) on the driver: {"fits": whether rows need no conversion, "writer", "key"}
     commit(writer, key, written)            on the driver: publishes the dataset that the tasks have written. Each
