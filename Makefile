@@ -62,9 +62,11 @@ wheel: .venv/release.stamp
 	$(BIN)/python -m build --outdir build/dist
 	$(BIN)/python tests/wheel.py build/dist/*.whl
 
-# A release is tagged with its version: make check-tag TAG=v1.2.3
+# A release is built from its tag, and the files that name it have been changed: make check-tag TAG=v1.2.3
 check-tag:
-	grep -qxF "__version__ = \"$${TAG#v}\"" src/dissociated/_version.py
+	grep -qxF "version: $${TAG#v}" CITATION.cff
+	grep -qxF "fallback-version = \"$${TAG#v}\"" pyproject.toml
+	test -f build/dist/dissociated-$${TAG#v}.tar.gz
 
 # Created once for a virtual environment, in 40 s of processor time. Each of the dozen Java processes of a test run
 # then starts in 6 s less.
