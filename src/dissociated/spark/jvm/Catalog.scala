@@ -168,8 +168,8 @@ class DatasetCatalog extends StagingTableCatalog with SupportsNamespaces {
   override def createNamespace(namespace: Array[String], properties: util.Map[String, String]): Unit = synchronized {
     if (namespaceExists(namespace)) throw new NamespaceAlreadyExistsException(namespace)
     if (namespace.exists(_.contains('.')))
-      throw new UnsupportedOperationException(s"the namespace ${namespace.mkString(".")} has a part with a dot, which " +
-        "separates namespaces: choose another name")
+      throw new UnsupportedOperationException(s"the namespace ${namespace.mkString(".")} has a part with a dot, " +
+        "which separates namespaces: choose another name")
     if ((properties.asScala - SupportsNamespaces.PROP_OWNER).nonEmpty)
       throw new UnsupportedOperationException(s"the namespace ${namespace.mkString(".")} has no properties: it is the " +
         "beginning of the names of its tables; leave out COMMENT, LOCATION and WITH DBPROPERTIES")

@@ -173,7 +173,7 @@ final class Wire(server: Server, pool: BufferPool) extends AutoCloseable {
   def receive(maxLength: (Int, Long) => Long): Option[Frame] = if (!fill(frameHeader, mayEnd = true)) None else {
     val (word, tag) = (frameHeaderBuffer.getLong(0), frameHeaderBuffer.getLong(8))
     val (kind, length) = ((word >>> 56).toInt, word & (1L << 56) - 1)
-    if (length > maxLength(kind, tag)) server.reject(s"a frame of kind $kind has $length bytes")
+    if (length > maxLength(kind, tag)) server.reject(s"a frame of kind $kind has $length bytes, which is too large")
     if (kind != Wire.Tagged && tag != 0) server.reject(s"a frame of kind $kind has the tag $tag")
     val payload = pool.acquire(Wire.padded(length))
     fill(payload)
@@ -251,7 +251,7 @@ final class Messages(server: Server) extends AutoCloseable {
       val header = headers.remove(next)
       val body = if (hasBody(header)) Some(bodies.remove(next)) else None
       if (body.exists(_.size != Messages.parse(header).bodyLength))
-        server.reject(s"the body of message $next has another length")
+        server.reject(s"the body of message $next differs in length from its metadata")
       releaseDelivered()
       delivered = header +: body.toSeq
       next += 1
@@ -291,11 +291,11 @@ final class Messages(server: Server) extends AutoCloseable {
       releaseDelivered()
       1L << 26
     case Wire.Abort => 1L << 16
-    case _ => server.reject(s"a frame of kind $kind")
+    case _ => server.reject(s"a frame of kind $kind is invalid over TCP")
   }
 
   private def handleUntagged(message: Slice): Unit = {
-    if (message.size < 5) server.reject(s"metadata of ${message.size} bytes")
+    if (message.size < 5) server.reject(s"metadata has only ${message.size} bytes")
     val content = message.byteBuffer
     val number = content.getInt(1)
     content.get(0) match {
@@ -312,7 +312,7 @@ final class Messages(server: Server) extends AutoCloseable {
 
   private def handleTagged(tag: Long, message: Slice): Unit =
     // Over TCP, the tag's high half is 0: the body itself follows, not its address.
-    if (tag >>> 32 != 0) server.reject(f"a body with the tag $tag%x")
+    if (tag >>> 32 != 0) server.reject(f"a body has the invalid tag $tag%x")
     else if (tag == 0 && message.size == 0) pool.release(message) // the schema's body
     else {
       checkExpected(tag.toInt)

@@ -21,6 +21,7 @@ abstract class NativeOwner {
 
   /** Discard the content. Most of the memory stays allocated for the next content. */
   def clear(): Unit = parts.foreach(_.clear())
+
   /** Free the memory. The owner is empty then, and can be used again. */
   def free(): Unit = parts.foreach(_.free())
 }
@@ -29,7 +30,7 @@ abstract class NativeOwner {
 final class Memory extends NativeOwner {
   private var capacity = 0L
   var address = 0L
-  /** The number of messages in this buffer that are in use. See `Pool`. */
+  /** The number of messages in this buffer that are in use. See `BufferPool`. */
   var references = 0
 
   /** Grow the buffer to a capacity of at least `size` bytes, and keep its content. Throws if no memory is left. */

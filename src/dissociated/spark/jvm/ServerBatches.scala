@@ -37,10 +37,10 @@ final class ServerBatches(server: Server, messages: Messages, request: JsonNode,
   /** Return the rows of a message. Throws if it is no valid record batch. */
   private def readBatch(header: Slice, body: Slice): Iterator[Rows] = {
     val batch = ServerBatches.recordBatch(server, header)
-    if (batch.length < 0 || batch.length > Int.MaxValue) server.reject(s"a batch of ${batch.length} rows")
+    if (batch.length < 0 || batch.length > Int.MaxValue) server.reject(s"a batch has the invalid length ${batch.length}")
     // Arrays of this length are allocated before the first entry is read.
     if (math.max(batch.nodesLength, batch.buffersLength) > header.size / 16)
-      server.reject("a batch of too many buffers")
+      server.reject("a batch has more arrays or buffers than its metadata can hold")
     if (ServerBatches.isCompressed(batch)) decompress(header, body)
     else Iterator.single(Rows(new BatchWalker(batch, body).columns, ServerBatches.nativeMemory, 0, batch.length.toInt))
   }
@@ -97,7 +97,7 @@ final class ServerBatches(server: Server, messages: Messages, request: JsonNode,
     /** Return the region, address and size of a buffer. Throws if it is not within the body. */
     private def locate(buffer: Buffer): Array[Long] = {
       if (buffer.offset < 0 || buffer.length < 0 || buffer.offset > body.size - buffer.length)
-        server.reject(s"a buffer of ${buffer.length} bytes at ${buffer.offset} of ${body.size}")
+        server.reject(s"a buffer of ${buffer.length} bytes at ${buffer.offset} of ${body.size} is outside of its body")
       Array(0, body.address + buffer.offset, buffer.length)
     }
   }
@@ -153,7 +153,7 @@ object ServerBatches extends Logging {
     val message = Messages.parse(header)
     val batch = message.header(new RecordBatch).asInstanceOf[RecordBatch]
     if (message.headerType != MessageHeader.RecordBatch || batch == null)
-      server.reject(s"a message of the type ${message.headerType} among the batches")
+      server.reject(s"a message of the type ${message.headerType} is no record batch")
     batch
   }
 

@@ -61,7 +61,8 @@ final class ArraySlice(data: ArrayData, regions: RegionAddresses, val column: St
    */
   def requireNoNulls(isNull: Int => Boolean): Unit =
     Loop.over(length)(row => if (isNull(row) && reachable(row)) throw Failure(
-      s"column '$column' has nulls, and its schema says that it has none: name it in .schema('...'), which allows them"))
+      s"column '$column' has nulls, and its schema says that it has none: name it in .schema('...'), which allows " +
+        "them"))
 
   /** Return values of a child array. */
   def child(index: Int, from: Int, length: Int, reachable: Int => Boolean): ArraySlice =
@@ -282,7 +283,7 @@ final class ViewVector(dataType: DataType, slice: ArraySlice) extends ArrowVecto
   Loop.over(slice.length)(row => if (!isNullAt(row) && (size(row) < 0 || size(row) > 12)) {
     val isKnown = buffer(row) >= 0 && buffer(row) < data.length
     if (size(row) < 0 || !isKnown || from(row) < 0 || from(row) > slice.bufferSize(buffer(row) + 2) - size(row))
-      slice.reject(s"a view of ${size(row)} bytes at ${from(row)} of buffer ${buffer(row)}")
+      slice.reject(s"a view of ${size(row)} bytes at ${from(row)} of buffer ${buffer(row)} is outside of it")
   })
 
   private def buffer(row: Int): Int = Platform.getInt(null, views + 16L * row + 8)
