@@ -22,7 +22,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.base.exit import StreamThread
-from dissociated.client import kept_versions
+from dissociated.client import sql_database
 from dissociated.client.mapped import MappedVersion
 from dissociated.client.version_reader import VersionReader
 from dissociated.control.dataset_info import DatasetInfo
@@ -142,11 +142,11 @@ def test_memory_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         gc.collect()
         wait_until(lambda: _mappings(tmp_path) == 1, "the memory is given back by a closed client")
         with dis.connect(node.uri) as client:
-            monkeypatch.setattr(kept_versions, "MAX_AGE", 0.2)
+            monkeypatch.setattr(sql_database, "MAX_AGE", 0.2)
             for is_interrupted in (False, True, False):
                 with monkeypatch.context() as patch:
                     if is_interrupted:
-                        patch.setattr(kept_versions, "StreamThread", _InterruptedThread)
+                        patch.setattr(sql_database, "StreamThread", _InterruptedThread)
                     with suppress(KeyboardInterrupt):
                         client.sql("SELECT n, price FROM orders")
                         assert not is_interrupted
@@ -167,7 +167,7 @@ def _mappings(directory: Path) -> int:
 
 
 def test_a_client_makes_room_of_memory_that_its_queries_keep(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_versions, "MAX_AGE", 1e6)
+    monkeypatch.setattr(sql_database, "MAX_AGE", 1e6)
     tables = [pa.table({"n": np.full(1 << 17, number)}) for number in range(3)]
 
     def is_put(client: dis.Client, name: str, table: pa.Table, transport: str) -> bool:
@@ -195,7 +195,7 @@ def test_memory_is_given_back_without_the_lock(tmp_path: Path) -> None:
     with Node(Store(tmp_path / "store"), ["shm:"]) as node, dis.connect(node.uri) as client:
         client.put("orders", ORDERS)
         info = client.describe("orders")
-        kept, given_back = kept_versions.KeptVersions(), []
+        kept, given_back = sql_database.KeptVersions(), []
 
         def give_back() -> None:
             for step in (lambda: kept.put(info, _map(client, info)), kept.close):

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from dissociated.base.exit import StreamThread
 from dissociated.base.fork import ProcessBound
-from dissociated.errors import DissociatedError, RemoteProtocolError, TransportError
+from dissociated.errors import DissociatedError, RemoteProtocolError
 from dissociated.protocol.message import Incoming, Run
 from dissociated.transport.base import Allocate, Connection
 from dissociated.transport.mailbox import Mailbox
@@ -83,17 +83,11 @@ class ReceiveThread(ProcessBound):
         self.bind_to_process()
 
     def _run(self, allocate: Allocate, timeout: float) -> None:
-        try:
+        with self.inbox.filled_by("receiving"):
             while (incoming := self._connection.receive(timeout, allocate)) is not None:
                 for message in incoming.expand():
                     self._check(message)
                     self.inbox.put(message, len(message.data), None)
-            self.inbox.close()
-        except DissociatedError as error:
-            self.inbox.close(error)
-        except BaseException as error:
-            self.inbox.close(TransportError(f"receiving failed: {type(error).__name__}: {error}"))
-            raise
 
     def _check(self, message: Incoming) -> None:
         if self._bodies is (message.tag is not None):

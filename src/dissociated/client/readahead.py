@@ -12,7 +12,7 @@ from dissociated.base.exit import StreamThread
 from dissociated.base.fork import ProcessBound
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata
-from dissociated.errors import DissociatedError, TransportError
+from dissociated.errors import TransportError
 from dissociated.transport.mailbox import Mailbox
 
 #: The most bytes of received batches that wait for their turn, of all parts together. `read_all` lifts this limit,
@@ -75,16 +75,9 @@ class _Part(ProcessBound):
             yield pair
 
     def _receive(self) -> None:
-        try:
-            with closing(self._pairs) as pairs:
-                for pair in pairs:
-                    self.inbox.put(pair, pair[0].nbytes, None)
-            self.inbox.close()
-        except DissociatedError as error:  # also because `stop` has closed the inbox
-            self.inbox.close(error)
-        except BaseException as error:
-            self.inbox.close(TransportError(f"reading ahead failed: {type(error).__name__}: {error}"))
-            raise
+        with self.inbox.filled_by("reading ahead"), closing(self._pairs) as pairs:
+            for pair in pairs:
+                self.inbox.put(pair, pair[0].nbytes, None)
 
     def stop(self) -> None:
         """Receive no more. A thread that waits for the server ends with its next message or its timeout."""

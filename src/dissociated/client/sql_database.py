@@ -1,15 +1,27 @@
-"""The database of DuckDB in which a client runs its queries of SQL."""
+"""The things that a client keeps between its queries of SQL: a database of DuckDB, and versions in shared memory."""
 
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dissociated.base.exit import StreamThread
 from dissociated.base.fork import ProcessBound, leak
-from dissociated.client.kept_versions import KeptVersions
+from dissociated.client.idle import MAX_AGE
+from dissociated.control.dataset_info import DatasetInfo
+from dissociated.control.messages import MAX_CURRENT
+from dissociated.errors import TransportError
 
 if TYPE_CHECKING:
     import duckdb
+
+    from dissociated.client.mapped import MappedVersion
+
+_MAX_VERSIONS = MAX_CURRENT  # so that one call identifies all
 
 
 def open_database() -> duckdb.DuckDBPyConnection:
@@ -56,3 +68,103 @@ class SqlDatabase(ProcessBound):
         leak(self._connection)
         self._connection = None
         self._lock = threading.Lock()  # a thread of the parent may hold the other
+
+
+@dataclass
+class _Entry:
+    info: DatasetInfo
+    mapped: MappedVersion
+    last_use: float  # by time.monotonic
+
+
+class KeptVersions(ProcessBound):
+    """The mapped versions of the last queries, which the next ones read again. It is thread-safe.
+
+    A query over memory that is mapped anew has a page fault for each few pages, which can take longer than the rest of
+    the query. A version is kept until no query has used it for MAX_AGE seconds. Then a thread gives it back, because a
+    node cannot make room of mapped memory. For the same reason, a client that needs room closes this object.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entry] = {}  # by name; the version that was used last is the last one
+        self._lock = threading.Lock()
+        self._changed = threading.Event()
+        self._is_stopped = False
+        self._thread: StreamThread | None = None
+        self.bind_to_process()
+
+    def get(self, info: DatasetInfo) -> MappedVersion | None:
+        """Return the version that the catalog has described, if it is kept."""
+        with self._lock:
+            entry = self._entries.get(info.name)
+            if entry is None or _identity(entry.info) != _identity(info):
+                return None
+            self._entries[info.name] = self._entries.pop(info.name)
+            entry.last_use = time.monotonic()
+            return entry.mapped
+
+    def find(self, names: Iterable[str]) -> list[DatasetInfo]:
+        """Return the descriptions of the versions of these names that are kept."""
+        with self._lock:
+            return [self._entries[name].info for name in names if name in self._entries]
+
+    def put(self, info: DatasetInfo, mapped: MappedVersion) -> None:
+        """Keep a version in place of the others of its name."""
+        removed = []  # which is freed without the lock: it may take long to unmap
+        with self._lock:
+            if self._thread is None:
+                self._start()
+            if self._thread is None:
+                return
+            removed.append(self._entries.pop(info.name, None))
+            self._entries[info.name] = _Entry(info, mapped, time.monotonic())
+            if len(self._entries) > _MAX_VERSIONS:
+                removed.append(self._entries.pop(next(iter(self._entries))))
+
+    def _start(self) -> None:
+        self.bind_to_process()  # a child that keeps versions may fork, too
+        thread = StreamThread(self, self._expire, (), "expire")
+        with suppress(TransportError):  # the system has no more threads, so nothing is kept
+            thread.start()
+            self._thread = thread
+
+    def _expire(self) -> None:
+        while (pause := self._remove_old()) is not None:
+            self._changed.wait(pause)
+
+    def _remove_old(self) -> float | None:
+        """Remove versions that are old. Return the seconds until the next one is; None if there is none."""
+        with self._lock:
+            self._changed.clear()
+            oldest = time.monotonic() - MAX_AGE
+            removed = [entry for entry in self._entries.values() if entry.last_use <= oldest or self._is_stopped]
+            for entry in removed:  # `removed` is freed without the lock
+                del self._entries[entry.info.name]
+            if self._entries:
+                return min(entry.last_use for entry in self._entries.values()) - oldest
+            self._thread = None
+            return None
+
+    def stop(self) -> None:
+        """Make the thread return. Called at the exit of the interpreter."""
+        self._is_stopped = True
+        self._changed.set()
+
+    def close(self) -> None:
+        """Keep nothing. Memory is given back when the last query that reads it ends."""
+        with self._lock:
+            removed, self._entries = self._entries, {}
+            self._changed.set()
+        del removed  # without the lock
+
+    def after_fork_in_child(self) -> None:
+        """Forget the versions, which the parent keeps, and the thread, which the child lacks."""
+        self._entries = {}
+        self._lock = threading.Lock()  # a thread of the parent may hold the other
+        self._changed = threading.Event()
+        self._thread = None
+
+
+def _identity(info: DatasetInfo) -> tuple[int, str, float]:
+    """Return an identity of a version among all versions of its name, also of those in an earlier catalog."""
+    return info.version, info.lineage_id, info.created

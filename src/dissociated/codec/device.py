@@ -13,7 +13,6 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import pyarrow as pa
@@ -231,9 +230,7 @@ class DeviceReader(OnDevice):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __arrow_c_device_stream__(self, requested_schema: object = None, **options: Any) -> Any:

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 def contains(type_: pa.DataType, is_wanted: Callable[[pa.DataType], bool]) -> bool:
     """Return whether `is_wanted` is true for the type or any type nested in it."""
-    return is_wanted(type_) or any(contains(inner, is_wanted) for inner in _inner(type_))
+    return is_wanted(type_) or any(contains(inner, is_wanted) for inner in inner_types(type_))
 
 
 def has_children(type_: pa.DataType) -> bool:
@@ -24,7 +24,7 @@ def is_extension(type_: pa.DataType) -> bool:
     return isinstance(type_, pa.BaseExtensionType)
 
 
-def _inner(type_: pa.DataType) -> Sequence[pa.DataType]:
+def inner_types(type_: pa.DataType) -> Sequence[pa.DataType]:
     """Return the types from which the type is made."""
     if is_extension(type_):
         return [type_.storage_type]

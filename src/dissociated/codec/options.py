@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
+from dissociated.codec.nesting import inner_types, is_extension
 from dissociated.errors import FormatError, OptionError
 
 #: The deepest nesting of types: libarrow's own limit, which pyarrow cannot raise.
@@ -193,11 +194,8 @@ def _check_depth(schema: pa.Schema, limit: int) -> None:
 
 
 def _depth(type_: pa.DataType) -> int:
-    if isinstance(type_, pa.BaseExtensionType):
-        return _depth(type_.storage_type)
-    if pa.types.is_dictionary(type_):
-        return _depth(type_.value_type)
-    return 1 + max((_depth(type_.field(index).type) for index in range(type_.num_fields)), default=0)
+    inner = max(map(_depth, inner_types(type_)), default=0)
+    return inner if is_extension(type_) or pa.types.is_dictionary(type_) else 1 + inner
 
 
 _DEFAULTS: dict[type, Any] = {kind: kind() for kind in (ReadOptions, WriteOptions)}

@@ -131,17 +131,13 @@ class Splitter:
             self._sink, self._writer = self._open(ipc_options)
         except pa.ArrowException as error:
             raise _unwritable(error) from None
-        self._schema_message = eager.take()[0]
+        #: The first message of the stream.
+        self.schema_message = eager.take()[0]
         self._schema_written = False
 
     def _open(self, ipc_options: pa.ipc.IpcWriteOptions) -> tuple[_MessageSink, Any]:
         sink = _MessageSink()
         return sink, pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), self.schema, options=ipc_options)
-
-    @property
-    def schema_message(self) -> SplitMessage:
-        """The first message of the stream."""
-        return self._schema_message
 
     @property
     def stats(self) -> pa.ipc.WriteStats:
@@ -183,11 +179,11 @@ class _StreamSplitter(Splitter):
 
     def __init__(self, schema: pa.Schema, options: WriteOptions | None = None) -> None:
         super().__init__(schema, options)
-        self._begin = len(encapsulate(self._schema_message.header))  # position of the first batch in that memory
+        self._begin = len(encapsulate(self.schema_message.header))  # position of the first batch in that memory
         dictionaries = any(contains(type_, pa.types.is_dictionary) for type_ in schema.types)
         self._plain = self.options == WriteOptions() and not dictionaries and self._begin <= _BLOCK_MARGIN
         self._small = -1  # the most rows of a batch that is expected to be small
-        self._last: tuple[bytes, bytes, Header] = b"", b"", self._schema_message.parsed  # head, flatbuffer, header
+        self._last: tuple[bytes, bytes, Header] = b"", b"", self.schema_message.parsed  # head, flatbuffer, header
         self._memory: pa.Buffer | None = None
         self._at = _BLOCK_SIZE  # position of the next batch
 

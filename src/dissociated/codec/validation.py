@@ -59,20 +59,26 @@ class Validator:
         self._columns = len(schema)
         self._nested = [index for index, field in enumerate(schema) if has_children(field.type)]
         self._layouts = _Layouts(schema)
-        self._writable = _Writable(schema)
 
     def check(self, batch: pa.RecordBatch, full: bool = False) -> pa.RecordBatch:
         """Return the batch as it must be written. Raises SourceError if it is not valid: see the class."""
         alike = batch.num_columns == self._columns  # otherwise libarrow raises
         if not batch.num_rows and alike:
-            batch = self._writable.empty(batch)
+            # libarrow's validation rejects some zero-length slices of view arrays.
+            broken = {number: column for number, column in enumerate(batch.columns) if _is_broken(column)}
+            batch = _replace_columns(batch, {number: _empty(column) for number, column in broken.items()})
         if self._nested and alike and not full:
             full = any(batch.column(index).offset for index in self._nested)
         try:
             validate_shared(partial(self._layouts.validate, batch) if full else batch.validate)
-            return self._writable.valid(batch) if alike else batch
+            return self._mended(batch) if alike else batch
         except pa.ArrowException as error:
             raise SourceError(f"a record batch is not valid: {error}") from None
+
+    def _mended(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Repair a valid batch so that libarrow can write it. Raises ArrowException if that is impossible."""
+        broken = [number for number in self._nested if _is_broken(batch.column(number))]
+        return _replace_columns(batch, {number: _mend(batch.column(number)) for number in broken})
 
     def check_values(self, batch: pa.RecordBatch) -> None:
         """Raise SourceError also for a value that is not valid for its type, since another format would change it."""
@@ -112,23 +118,6 @@ class OnceValidator:
             checked = validator.check(batch, full=number >= self._batches)
             self._batches = max(self._batches, number + 1)
             yield checked, metadata
-
-
-class _Writable:
-    """A repair of the batches of one schema so that libarrow can write them. Values and dictionaries stay."""
-
-    def __init__(self, schema: pa.Schema) -> None:
-        self._outer = [number for number, field in enumerate(schema) if has_children(field.type)]
-
-    def empty(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Repair a batch without rows. libarrow's validation rejects some zero-length slices of view arrays."""
-        columns = {number: _empty(column) for number, column in enumerate(batch.columns) if _is_broken(column)}
-        return _replace_columns(batch, columns)
-
-    def valid(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Repair a batch that passed validation. Raises ArrowException if that is impossible."""
-        broken = [number for number in self._outer if _is_broken(batch.column(number))]
-        return _replace_columns(batch, {number: _mend(batch.column(number)) for number in broken})
 
 
 def _empty(array: pa.Array) -> pa.Array:

@@ -58,7 +58,8 @@ class Dataset(ABC):
     def __init__(self, name: str, schema: pa.Schema) -> None:
         self.name = name
         self.schema = schema
-        self._readers = 0
+        #: The number of connections that receive this dataset or hold leases of it.
+        self.readers = 0
         self._counting = threading.Lock()
         #: The identifier that `want_data` carries. It cannot be guessed, and belongs to this publication alone.
         self.ticket: bytes = secrets.token_bytes(16)
@@ -120,21 +121,16 @@ class Dataset(ABC):
         """A lower bound of `packed_size` that is known without reading the bodies; None if there is none."""
         return self.packed_size
 
-    @property
-    def readers(self) -> int:
-        """The number of connections that receive this dataset or hold leases of it."""
-        return self._readers
-
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Count a reader while the context is open."""
         with self._counting:
-            self._readers += 1
+            self.readers += 1
         try:
             yield
         finally:
             with self._counting:
-                self._readers -= 1
+                self.readers -= 1
 
     def check_metadata(self, limit: int) -> None:
         """Check the length of the metadata of all messages that are known before reading.

@@ -16,7 +16,7 @@ import pyarrow as pa
 from dissociated.codec.columns import even_batches, select_columns, select_fields
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.schemas import schema_difference
-from dissociated.datasets.base import Dataset, OpenColumns, OpenReader
+from dissociated.datasets.base import Dataset
 from dissociated.datasets.file import PARQUET_MAGIC, FileState, file_state
 from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.streamed import LiveDataset
@@ -43,37 +43,16 @@ def parquet_file(name: str, path: Path, options: WriteOptions | None) -> Dataset
     try:
         reading = _Reading(path)
         rows = reading.rows
-        return _ParquetDataset(
+        return LiveDataset(
             name,
             lambda: _Reading(path, rows).reader(),
             options,
-            lambda indices: _Reading(path, rows).reader(indices),
-            rows,
-            reading.min_size,
+            open_columns=lambda indices: _Reading(path, rows).reader(indices),
+            rows=rows,
+            min_size=reading.min_size,
         )
     except (OSError, pa.ArrowInvalid) as error:
         raise SourceError(f"cannot read {str(path)!r}: {error}") from error
-
-
-class _ParquetDataset(LiveDataset):
-    """Parquet files with the given number of `rows`, which take at least `min_size` bytes as Arrow."""
-
-    def __init__(
-        self,
-        name: str,
-        open_reader: OpenReader,
-        options: WriteOptions | None,
-        open_columns: OpenColumns | None,
-        rows: int,
-        min_size: int,
-    ) -> None:
-        super().__init__(name, open_reader, options, open_columns=open_columns)
-        self.rows = rows
-        self._min_size = min_size
-
-    @property
-    def min_packed_size(self) -> int:
-        return self._min_size
 
 
 class _Reading:
@@ -168,7 +147,7 @@ def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Da
 
     with source_errors(name):
         _, rows, min_size = inspect()
-    return _ParquetDataset(name, open_reader, options, None, rows, min_size)
+    return LiveDataset(name, open_reader, options, rows=rows, min_size=min_size)
 
 
 def _parquet_files(directory: Path) -> Iterator[Path]:

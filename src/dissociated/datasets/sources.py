@@ -125,10 +125,9 @@ def _make_dataset(name: str, source: Source, options: WriteOptions | None, schem
         return TensorDataset(name, tensors, options)
     if callable(source):
         source = _NewEachTime(source)
-    dataset = LiveDataset(name, lambda: open_source(name, source, schema), options)
     rows = getattr(source, "num_rows", None)  # known for a dataset handle of this library, for example
-    dataset.rows = rows if isinstance(rows, int) else None
-    return dataset
+    rows = rows if isinstance(rows, int) else None
+    return LiveDataset(name, lambda: open_source(name, source, schema), options, rows=rows)
 
 
 def open_source(name: str, source: Source, schema: pa.Schema | None = None) -> pa.RecordBatchReader:

@@ -32,7 +32,8 @@ class StreamedDataset(Dataset):
 class LiveDataset(StreamedDataset):
     """A dataset of a source that is opened for each client, or of a reader that can be read once.
 
-    `open_columns`, if given, reads some columns without reading the others.
+    `open_columns`, if given, reads some columns without reading the others. `rows` and `min_size` are the number of
+    rows and the least number of bytes of all bodies, if these are known.
     """
 
     def __init__(
@@ -42,6 +43,8 @@ class LiveDataset(StreamedDataset):
         options: WriteOptions | None = None,
         one_shot: bool = False,
         open_columns: OpenColumns | None = None,
+        rows: int | None = None,
+        min_size: int | None = None,
     ) -> None:
         first = open_reader()
         super().__init__(name, first.schema)
@@ -52,6 +55,12 @@ class LiveDataset(StreamedDataset):
         self._lock = threading.Lock()
         self.options = options
         self.open_columns = open_columns
+        self.rows = rows
+        self._min_size = min_size
+
+    @property
+    def min_packed_size(self) -> int | None:
+        return self._min_size
 
     @property
     def exhausted(self) -> bool:  # type: ignore[override]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from dissociated.errors import FormatError, RemoteProtocolError
 from dissociated.format.flatbuffer import Table, root
-from dissociated.format.message import Header, HeaderType, buffer_extents
+from dissociated.format.message import Header, HeaderType, buffer_extents, no_message
 from dissociated.format.record_batch import V5
 
 _NULL, _STRUCT, _UNION, _FIXED_SIZE_LIST, _RUN_END_ENCODED = 1, 13, 14, 16, 22
@@ -294,9 +294,7 @@ def dictionary_of(header: bytes) -> tuple[int, bool]:
         batch = Table.read(header, root(header), 3).table(2, 3)
         return batch.scalar(0, "q"), bool(batch.scalar(2, "B"))
     except (struct.error, IndexError) as error:
-        raise RemoteProtocolError(
-            f"the peer sent metadata that is not an Arrow IPC message ({error})", rule="metadata-message"
-        ) from None
+        raise no_message(error) from None
 
 
 def _batch(header: bytes) -> Table:
@@ -315,9 +313,7 @@ def nulls_are_counted(header: bytes) -> bool:
     try:
         return all(nulls >= 0 for _, nulls in _batch(header).vector(1, "qq"))
     except (struct.error, IndexError) as error:
-        raise RemoteProtocolError(
-            f"the peer sent metadata that is not an Arrow IPC message ({error})", rule="metadata-message"
-        ) from None
+        raise no_message(error) from None
 
 
 def is_little_endian(schema: bytes) -> bool:
@@ -329,6 +325,4 @@ def is_little_endian(schema: bytes) -> bool:
     try:
         return Table.read(schema, root(schema), 3).table(2, 4).scalar(0, "h") == 0
     except (struct.error, IndexError) as error:
-        raise RemoteProtocolError(
-            f"the peer sent metadata that is not an Arrow IPC message ({error})", rule="metadata-message"
-        ) from None
+        raise no_message(error) from None

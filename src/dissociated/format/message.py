@@ -78,7 +78,7 @@ def parse_header(header: Buffer) -> Header:
     try:
         return _parse(header)
     except (struct.error, IndexError) as error:
-        raise _no_message(error) from None
+        raise no_message(error) from None
 
 
 def parse_envelope(header: Buffer) -> tuple[HeaderType, int]:
@@ -90,10 +90,11 @@ def parse_envelope(header: Buffer) -> tuple[HeaderType, int]:
     try:
         return _envelope(header)[:2]
     except (struct.error, IndexError) as error:
-        raise _no_message(error) from None
+        raise no_message(error) from None
 
 
-def _no_message(error: Exception) -> RemoteProtocolError:
+def no_message(error: Exception) -> RemoteProtocolError:
+    """Return the error that says that bytes are not the metadata of a message."""
     return RemoteProtocolError(
         f"the peer sent metadata that is not an Arrow IPC message ({error})", rule="metadata-message"
     )
@@ -202,7 +203,7 @@ def is_compressed(header: bytes) -> bool:
             table = follow(header, table + fields(header, table, 2)[1])
         return fields(header, table, 4)[3] != 0 or _OLD_COMPRESSION in header
     except (struct.error, IndexError) as error:
-        raise _no_message(error) from None
+        raise no_message(error) from None
 
 
 def uncompressed_length(header: bytes, body: Buffer) -> int:
@@ -312,4 +313,4 @@ def row_count_at(header: bytes) -> int | None:
         _read_i64(header, table + length_at)
         return table + length_at
     except (struct.error, IndexError) as error:
-        raise _no_message(error) from None
+        raise no_message(error) from None

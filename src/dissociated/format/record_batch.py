@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
-from itertools import chain
 
-from dissociated.format.flatbuffer import Builder
+from dissociated.format.flatbuffer import REFERENCE, Builder
 from dissociated.format.message import HeaderType
 
 #: MetadataVersion of Schema.fbs.
 V5 = 4
-_REFERENCE = ("I", 0)
 
 
 def encode_record_batch(
@@ -43,27 +40,27 @@ def encode_record_batch(
     type_ = HeaderType.RECORD_BATCH if dictionary is None else HeaderType.DICTIONARY_BATCH
     _, _, header, _, metadata = builder.table(
         0,
-        [("h", version), ("B", type_), _REFERENCE, ("q", body_length), _REFERENCE if custom_metadata else None],
+        [("h", version), ("B", type_), REFERENCE, ("q", body_length), REFERENCE if custom_metadata else None],
     )
     if dictionary is not None:
-        _, header = builder.table(header, [("q", dictionary), _REFERENCE])
+        _, header = builder.table(header, [("q", dictionary), REFERENCE])
     _, nodes_at, buffers_at, compression_at, variadic_at = builder.table(
         header,
         [
             ("q", num_rows),
-            _REFERENCE,
-            _REFERENCE,
-            None if compression is None else _REFERENCE,
-            _REFERENCE if variadic else None,
+            REFERENCE,
+            REFERENCE,
+            None if compression is None else REFERENCE,
+            REFERENCE if variadic else None,
         ],
     )
-    for at, structs in ((nodes_at, nodes), (buffers_at, buffers)):
-        builder.vector(at, len(structs), struct.pack(f"<{2 * len(structs)}q", *chain.from_iterable(structs)))
+    builder.extents(nodes_at, nodes)
+    builder.extents(buffers_at, buffers)
     if compression is not None:
         codec, method = compression
         builder.table(compression_at, [("b", codec), ("b", method)])
     if variadic:
-        builder.vector(variadic_at, len(variadic), struct.pack(f"<{len(variadic)}q", *variadic))
+        builder.numbers(variadic_at, "q", variadic)
     if custom_metadata:
         _add_custom_metadata(builder, metadata, custom_metadata)
     return builder.finish()
@@ -71,9 +68,8 @@ def encode_record_batch(
 
 def _add_custom_metadata(builder: Builder, reference: int, pairs: Sequence[tuple[bytes | None, bytes | None]]) -> None:
     """Write a vector of `KeyValue` tables to which the offset at `reference` refers."""
-    at = builder.vector(reference, len(pairs), bytes(4 * len(pairs)))
-    for number, pair in enumerate(pairs):
-        places = builder.table(at + 4 * number, [None if text is None else _REFERENCE for text in pair])
+    for at, pair in zip(builder.references(reference, len(pairs)), pairs, strict=True):
+        places = builder.table(at, [None if text is None else REFERENCE for text in pair])
         for place, text in zip(places, pair, strict=True):
             if text is not None:
                 builder.text(place, text)

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dissociated.errors import FormatError
-from dissociated.format.flatbuffer import Table, follow
+from dissociated.format.flatbuffer import REFERENCE, Builder, Table, follow
 
 #: Most dimensions of a tensor: the least that any supported version of NumPy allows.
 MAX_DIMENSIONS = 32
@@ -262,131 +262,83 @@ def encode_tensor(tensor: TensorHeader, body_length: int, version: int) -> bytes
         body_length: Length of the body, in bytes.
         version: MetadataVersion of Schema.fbs.
     """
-    builder = _builder()
-    kind, header = (_TENSOR, _put_dense) if tensor.format is TensorFormat.DENSE else (_SPARSE_TENSOR, _put_sparse)
-    at = header(builder, tensor)
-    builder.StartObject(5)  # Message { version, header_type, header, bodyLength, custom_metadata }
-    builder.PrependInt64Slot(3, body_length, 0)
-    builder.PrependUOffsetTRelativeSlot(2, at, 0)
-    builder.PrependInt16Slot(0, version, 0)
-    builder.PrependUint8Slot(1, kind, 0)
-    builder.Finish(builder.EndObject())
-    return bytes(builder.Output())
+    builder = Builder()
+    kind, put = (_TENSOR, _put_dense) if tensor.format is TensorFormat.DENSE else (_SPARSE_TENSOR, _put_sparse)
+    _, _, header, _ = builder.table(0, [("h", version), ("B", kind), REFERENCE, ("q", body_length)])
+    put(builder, header, tensor)
+    return builder.finish()
 
 
-def _builder() -> Any:
-    import flatbuffers  # on first use: only writers of tensors need it
-
-    return flatbuffers.Builder(1024)
-
-
-def _put_dense(builder: Any, tensor: TensorHeader) -> int:
-    type_, shape = _put_type(builder, tensor.type), _put_shape(builder, tensor)
-    strides = _put_vector(builder, tensor.strides, 8, builder.PrependInt64)
-    builder.StartObject(5)
-    builder.PrependUint8Slot(0, _type_kind(tensor.type), 0)
-    builder.PrependUOffsetTRelativeSlot(1, type_, 0)
-    builder.PrependUOffsetTRelativeSlot(2, shape, 0)
-    builder.PrependUOffsetTRelativeSlot(3, strides, 0)
-    _put_buffer(builder, 4, tensor.offsets[0], tensor.lengths[0])
-    return int(builder.EndObject())
+def _put_dense(builder: Builder, at: int, tensor: TensorHeader) -> None:
+    """Write a `Tensor { type_type, type, shape, strides, data: Buffer }`."""
+    kind = ("B", _type_kind(tensor.type))
+    _, type_, shape, strides, _ = builder.table(at, [kind, REFERENCE, REFERENCE, REFERENCE, _buffer(tensor, 0)])
+    _put_type(builder, type_, tensor.type)
+    _put_shape(builder, shape, tensor)
+    builder.numbers(strides, "q", tensor.strides)
 
 
-def _put_sparse(builder: Any, tensor: TensorHeader) -> int:
-    type_, shape = _put_type(builder, tensor.type), _put_shape(builder, tensor)
-    kind, put_index = {TensorFormat.COO: (_COO, _put_coo), TensorFormat.CSF: (_CSF, _put_csf)}.get(
+def _put_sparse(builder: Builder, at: int, tensor: TensorHeader) -> None:
+    """Write a `SparseTensor { type_type, type, shape, non_zero, sparseIndex_type, sparseIndex, data: Buffer }`."""
+    index_kind, put_index = {TensorFormat.COO: (_COO, _put_coo), TensorFormat.CSF: (_CSF, _put_csf)}.get(
         tensor.format, (_CSX, _put_csx)
     )
-    index = put_index(builder, tensor)
-    builder.StartObject(7)
-    builder.PrependUint8Slot(0, _type_kind(tensor.type), 0)
-    builder.PrependUOffsetTRelativeSlot(1, type_, 0)
-    builder.PrependUOffsetTRelativeSlot(2, shape, 0)
-    builder.PrependInt64Slot(3, tensor.non_zero, 0)
-    builder.PrependUint8Slot(4, kind, 0)
-    builder.PrependUOffsetTRelativeSlot(5, index, 0)
-    _put_buffer(builder, 6, tensor.offsets[-1], tensor.lengths[-1])
-    return int(builder.EndObject())
+    kind, count, data = ("B", _type_kind(tensor.type)), ("q", tensor.non_zero), _buffer(tensor, -1)
+    _, type_, shape, _, _, index, _ = builder.table(
+        at, [kind, REFERENCE, REFERENCE, count, ("B", index_kind), REFERENCE, data]
+    )
+    _put_type(builder, type_, tensor.type)
+    _put_shape(builder, shape, tensor)
+    put_index(builder, index, tensor)
 
 
-def _put_coo(builder: Any, tensor: TensorHeader) -> int:
-    type_ = _put_type(builder, tensor.indices_type)
-    strides = _put_vector(builder, tensor.strides, 8, builder.PrependInt64)
-    builder.StartObject(4)
-    builder.PrependUOffsetTRelativeSlot(0, type_, 0)
-    builder.PrependUOffsetTRelativeSlot(1, strides, 0)
-    _put_buffer(builder, 2, tensor.offsets[0], tensor.lengths[0])
-    builder.PrependBoolSlot(3, tensor.canonical, False)
-    return int(builder.EndObject())
+def _put_coo(builder: Builder, at: int, tensor: TensorHeader) -> None:
+    canonical = ("?", tensor.canonical)
+    type_, strides, _, _ = builder.table(at, [REFERENCE, REFERENCE, _buffer(tensor, 0), canonical])
+    _put_type(builder, type_, tensor.indices_type)
+    builder.numbers(strides, "q", tensor.strides)
 
 
-def _put_csx(builder: Any, tensor: TensorHeader) -> int:
-    indptr_type, indices_type = _put_type(builder, tensor.indptr_type), _put_type(builder, tensor.indices_type)
-    builder.StartObject(5)
-    builder.PrependInt16Slot(0, 0 if tensor.format is TensorFormat.CSR else 1, 0)
-    builder.PrependUOffsetTRelativeSlot(1, indptr_type, 0)
-    _put_buffer(builder, 2, tensor.offsets[0], tensor.lengths[0])
-    builder.PrependUOffsetTRelativeSlot(3, indices_type, 0)
-    _put_buffer(builder, 4, tensor.offsets[1], tensor.lengths[1])
-    return int(builder.EndObject())
+def _put_csx(builder: Builder, at: int, tensor: TensorHeader) -> None:
+    axis = ("h", 0 if tensor.format is TensorFormat.CSR else 1)
+    _, indptr_type, _, indices_type, _ = builder.table(
+        at, [axis, REFERENCE, _buffer(tensor, 0), REFERENCE, _buffer(tensor, 1)]
+    )
+    _put_type(builder, indptr_type, tensor.indptr_type)
+    _put_type(builder, indices_type, tensor.indices_type)
 
 
-def _put_csf(builder: Any, tensor: TensorHeader) -> int:
-    levels = len(tensor.shape)
-    places = [*zip(tensor.offsets, tensor.lengths, strict=True)]
-    vectors, types = [], []
-    for type_, buffers in ((tensor.indptr_type, places[: levels - 1]), (tensor.indices_type, places[levels - 1 : -1])):
-        types.append(_put_type(builder, type_))
-        builder.StartVector(16, len(buffers), 8)
-        for offset, length in reversed(buffers):
-            _put_struct(builder, offset, length // value_width(type_))  # in elements, as libarrow does it
-        vectors.append(builder.EndVector())
-    order = _put_vector(builder, tensor.axis_order, 4, builder.PrependInt32)
-    builder.StartObject(5)
-    for number, at in enumerate((types[0], vectors[0], types[1], vectors[1], order)):
-        builder.PrependUOffsetTRelativeSlot(number, at, 0)
-    return int(builder.EndObject())
+def _put_csf(builder: Builder, at: int, tensor: TensorHeader) -> None:
+    indptr_type, indptr, indices_type, indices, order = builder.table(at, [REFERENCE] * 5)
+    _put_type(builder, indptr_type, tensor.indptr_type)
+    _put_type(builder, indices_type, tensor.indices_type)
+    between = len(tensor.shape) - 1  # levels, each of which has an indptr
+    for reference, type_, numbers in (
+        (indptr, tensor.indptr_type, range(between)),
+        (indices, tensor.indices_type, range(between, len(tensor.offsets) - 1)),
+    ):
+        extents = [(tensor.offsets[number], tensor.lengths[number] // value_width(type_)) for number in numbers]
+        builder.extents(reference, extents)  # lengths in elements, as libarrow does it
+    builder.numbers(order, "i", tensor.axis_order)
 
 
 def _type_kind(type_: str) -> int:
     return _FLOATING_POINT if type_ in _FLOATS else _INT
 
 
-def _put_type(builder: Any, type_: str) -> int:
+def _put_type(builder: Builder, at: int, type_: str) -> None:
     if type_ in _FLOATS:
-        builder.StartObject(1)
-        builder.PrependInt16Slot(0, _FLOATS.index(type_), 0)
+        builder.table(at, [("h", _FLOATS.index(type_))])
     else:
-        builder.StartObject(2)
-        builder.PrependInt32Slot(0, 8 * value_width(type_), 0)
-        builder.PrependBoolSlot(1, type_[1] == "i", False)
-    return int(builder.EndObject())
+        builder.table(at, [("i", 8 * value_width(type_)), ("?", type_[1] == "i")])
 
 
-def _put_shape(builder: Any, tensor: TensorHeader) -> int:
-    dimensions = []
-    for size, name in zip(tensor.shape, tensor.names, strict=True):
-        text = builder.CreateString(name)
-        builder.StartObject(2)
-        builder.PrependInt64Slot(0, size, 0)
-        builder.PrependUOffsetTRelativeSlot(1, text, 0)
-        dimensions.append(builder.EndObject())
-    return _put_vector(builder, dimensions, 4, builder.PrependUOffsetTRelative)
+def _put_shape(builder: Builder, at: int, tensor: TensorHeader) -> None:
+    dimensions = builder.references(at, len(tensor.shape))
+    for place, size, name in zip(dimensions, tensor.shape, tensor.names, strict=True):
+        _, text = builder.table(place, [("q", size), REFERENCE])
+        builder.text(text, name.encode())
 
 
-def _put_vector(builder: Any, values: Sequence[int], size: int, prepend: Callable[[int], None]) -> int:
-    builder.StartVector(size, len(values), size)
-    for value in reversed(values):
-        prepend(value)
-    return int(builder.EndVector())
-
-
-def _put_buffer(builder: Any, number: int, offset: int, length: int) -> None:
-    builder.PrependStructSlot(number, _put_struct(builder, offset, length), 0)
-
-
-def _put_struct(builder: Any, offset: int, length: int) -> int:
-    builder.Prep(8, 16)
-    builder.PrependInt64(length)
-    builder.PrependInt64(offset)
-    return int(builder.Offset())
+def _buffer(tensor: TensorHeader, number: int) -> tuple[str, int, int]:
+    return _BUFFER_FORMAT, tensor.offsets[number], tensor.lengths[number]

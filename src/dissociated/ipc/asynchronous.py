@@ -10,7 +10,6 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor
 from functools import partial, wraps
 from itertools import islice, repeat
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import pyarrow as pa
@@ -18,7 +17,7 @@ import pyarrow as pa
 from dissociated.codec.batches import RaisingAgain
 from dissociated.codec.device import DeviceBatch, DeviceReader
 from dissociated.codec.options import ReadOptions
-from dissociated.codec.split import BatchAndMetadata
+from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.codec.writer import ReadStats
 from dissociated.errors import StoreError
 from dissociated.ipc.files import FileReader, open_either, open_file
@@ -71,8 +70,8 @@ class _AsyncReader(ABC):
     async def aclose(self) -> None:
         """Wait for the reads in progress, close the source, and end the threads. Batches stay valid."""
         self._closing = True  # A read that begins during the close could use the descriptor of another file.
-        for batches in self._reads:
-            batches._stop()
+        for read in self._reads:
+            read._stop()
         async with self._close_lock:  # A second call would cancel the close that this one has submitted.
             await self._threads.settle()
             if self._reader is not None:
@@ -96,9 +95,7 @@ class _AsyncReader(ABC):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
 
@@ -224,13 +221,8 @@ class _RemainingBatches:
 
     def __init__(self, reader: pa.RecordBatchReader | DeviceReader) -> None:
         self._lock = threading.Lock()
-        pairs: Iterator[BatchAndMetadata]
-        if isinstance(reader, pa.ipc.RecordBatchStreamReader):  # other readers have no metadata of batches
-            pairs = reader.iter_batches_with_custom_metadata()
-        elif isinstance(reader, DeviceReader):
-            pairs = ((batch, batch.metadata) for batch in reader)
-        else:
-            pairs = ((batch, None) for batch in reader)
+        on_device = isinstance(reader, DeviceReader)
+        pairs = ((batch, batch.metadata) for batch in reader) if on_device else batches(reader)
         self._pairs: Iterator[BatchAndMetadata] = RaisingAgain(pairs)
 
     def take(self) -> list[BatchAndMetadata]:

@@ -15,7 +15,7 @@ from dissociated.base.buffers import MAX_BODY, MAX_METADATA, Buffer
 from dissociated.codec.join import attach
 from dissociated.codec.options import ReadOptions
 from dissociated.codec.reader import PeerReader, StreamReader
-from dissociated.errors import FormatError, OptionError, RemoteProtocolError
+from dissociated.errors import OptionError, RemoteProtocolError
 from dissociated.ipc.decoding import Decoder, Listener
 from dissociated.ipc.parser import END, InputChunk, StreamParser, as_bytes
 from dissociated.memory.leases import leased_buffer
@@ -63,7 +63,7 @@ class StreamDecoder(Decoder):
         max_metadata: int = MAX_METADATA,
         max_body: int = MAX_BODY,
     ) -> None:
-        super().__init__(listener, options, max_metadata, max_body, StreamReader, FormatError)
+        super().__init__(listener, options, max_metadata, max_body, StreamReader)
 
     @property
     def next_required_size(self) -> int:
@@ -142,7 +142,7 @@ class DissociatedDecoder(Decoder):
             raise OptionError("address_space and returns depend on each other: give both or neither")
         self._address_space = AddressSpace() if address_space is None else address_space
         self._leases = _DecoderLeases(SimpleQueue() if returns is None else returns)
-        super().__init__(listener, options, max_metadata, max_body, PeerReader, RemoteProtocolError)
+        super().__init__(listener, options, max_metadata, max_body, PeerReader)
         self._allocate = partial(pa.allocate_buffer, memory_pool=self._options.memory_pool)
 
     @property

@@ -19,7 +19,7 @@ from dissociated.codec.join import Messages, join
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.reader import StreamReader
 from dissociated.codec.writer import ReadStats
-from dissociated.errors import DissociatedError, FormatError, RemoteProtocolError
+from dissociated.errors import FormatError, RemoteProtocolError
 from dissociated.format.encapsulated import encapsulate
 from dissociated.format.layout import dictionary_of
 from dissociated.format.message import HeaderType
@@ -39,14 +39,13 @@ class Decoding:
         max_metadata: int,
         max_body: int,
         kind: type[StreamReader],
-        error_type: type[DissociatedError],
     ) -> None:
         self._listener = listener
         self._options = options
         self._max_waiting = max_metadata + max_body
         self._max_body = max_body
         self._kind = kind
-        self._error_type = error_type
+        self._error_type = kind.error_type
         self._reader: StreamReader | None = None
         self._waiting: deque[tuple[Buffer, Buffer | None]] = deque()
         self._waiting_bytes = 0
@@ -73,8 +72,8 @@ class Decoding:
             body_length: The length of the body, in bytes.
 
         Raises:
-            DissociatedError: An error of `error_type`. libarrow cannot read the message, or too many bytes of
-                dictionaries wait for a batch.
+            DissociatedError: An error of the reader's `error_type`. libarrow cannot read the message, or too many bytes
+                of dictionaries wait for a batch.
         """
         self._waiting.append((header, body))
         if self._reader is None:
@@ -96,7 +95,7 @@ class Decoding:
             self._listener.on_record_batch_with_metadata_decoded(*decoded)
 
     def end(self) -> None:
-        """End the stream. Raises an error of `error_type` if the stream is incomplete."""
+        """End the stream. Raises an error of the reader's `error_type` if the stream is incomplete."""
         if self._reader is None:
             raise self._error_type("the stream ended before its schema")
         if self._read() is not None:
@@ -167,12 +166,11 @@ class Decoder(ABC):
         max_metadata: int,
         max_body: int,
         kind: type[StreamReader],
-        error_type: type[DissociatedError],
     ) -> None:
         self._options = check_options(options, ReadOptions)
         self._max_metadata = max_metadata
         self._max_body = max_body
-        self._decoding_of_stream = partial(Decoding, listener, self._options, max_metadata, max_body, kind, error_type)
+        self._decoding_of_stream = partial(Decoding, listener, self._options, max_metadata, max_body, kind)
         self._refusal: str | None = None
         self.reset()
 

@@ -10,7 +10,6 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from types import TracebackType
 from typing import Any
 
 import pyarrow as pa
@@ -197,9 +196,7 @@ class FileReader:
     def __enter__(self) -> FileReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -15,11 +15,8 @@ from dissociated.protocol.wire import AddressList
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    Bytes: TypeAlias = NDArray[np.uint8]
-    Uint64s: TypeAlias = NDArray[np.uint64]
-else:
-    Bytes = Uint64s = Any
-
+Bytes: TypeAlias = "NDArray[np.uint8]"
+Uint64s: TypeAlias = "NDArray[np.uint64]"
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 

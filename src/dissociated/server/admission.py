@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from dissociated.base.buffers import MAX_METADATA
 from dissociated.datasets.static_message import SharedSegment
-from dissociated.errors import ConnectionClosed, ServerFull, SourceError
+from dissociated.errors import ConnectionClosed, OptionError, ServerFull, SourceError
 from dissociated.monitoring.activity import Activity
-from dissociated.transport.base import Connection
+from dissociated.transport.base import Connection, check_timeout
 
 #: Seconds that every new connection has for its request before it may be interrupted to make room for another. This is
 #: enough, even on a busy machine, for a client that sends its request at once.
@@ -19,21 +20,29 @@ _MIN_REQUEST_TIME = 1.0
 _KEPT_SHARE = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Limits:
     """The limits on clients, in seconds and bytes. `ServerOptions` documents each field."""
 
-    handshake_timeout: float
-    stall_timeout: float
-    lease_timeout: float
-    live_limit: int
-    kept_limit: int | None
-    inline_limit: int | None
-    max_metadata: int
-    max_connections: int
-    max_pending: int
-    idle_timeout: float
-    max_idle: int
+    handshake_timeout: float = 10.0
+    stall_timeout: float = 300.0
+    lease_timeout: float = 86_400.0
+    idle_timeout: float = 10.0
+    live_limit: int = 1 << 28
+    kept_limit: int | None = None
+    inline_limit: int | None = None
+    max_metadata: int = MAX_METADATA
+    max_connections: int = 1024
+    max_pending: int = 128
+    max_idle: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("handshake_timeout", "stall_timeout", "lease_timeout", "idle_timeout"):
+            object.__setattr__(self, name, check_timeout(getattr(self, name)))
+        if self.max_pending < 1:
+            raise OptionError(f"max_pending is {self.max_pending!r}; it must be 1 or more")
+        if self.max_idle < 0:
+            raise OptionError(f"max_idle is {self.max_idle!r}; it must be 0 or more")
 
     @property
     def ahead(self) -> Limits:

@@ -9,18 +9,15 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from dissociated.base.buffers import MAX_METADATA
 from dissociated.control.access import Authorize, Owner, Security, security
-from dissociated.errors import OptionError
 from dissociated.server.admission import Limits
-from dissociated.transport.base import check_timeout
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class ServerOptions:
+class ServerOptions(Limits):
     """The options of a `Server`. Times are in seconds, sizes in bytes.
 
     Addresses:
@@ -93,17 +90,6 @@ class ServerOptions:
     _: KW_ONLY
     catalog: str | None = "grpc://127.0.0.1:0"
     retain: float = 0.0
-    handshake_timeout: float = 10.0
-    stall_timeout: float = 300.0
-    lease_timeout: float = 86_400.0
-    idle_timeout: float = 10.0
-    live_limit: int = 1 << 28
-    kept_limit: int | None = None
-    inline_limit: int | None = None
-    max_metadata: int = MAX_METADATA
-    max_connections: int = 1024
-    max_pending: int = 128
-    max_idle: int = 128
     advertise: str | None = None
     allow_rma: bool = False
     ticket_lifetime: float | None = None
@@ -114,27 +100,6 @@ class ServerOptions:
     metrics: str | None = None
     http: str | None = None
     choose_rows: bool = True
-
-    @property
-    def limits(self) -> Limits:
-        """The limits on clients. Raises OptionError if an option is invalid."""
-        if self.max_pending < 1:
-            raise OptionError(f"max_pending is {self.max_pending!r}; it must be 1 or more")
-        if self.max_idle < 0:
-            raise OptionError(f"max_idle is {self.max_idle!r}; it must be 0 or more")
-        return Limits(
-            handshake_timeout=check_timeout(self.handshake_timeout),
-            stall_timeout=check_timeout(self.stall_timeout),
-            lease_timeout=check_timeout(self.lease_timeout),
-            idle_timeout=check_timeout(self.idle_timeout),
-            live_limit=self.live_limit,
-            kept_limit=self.kept_limit,
-            inline_limit=self.inline_limit,
-            max_metadata=self.max_metadata,
-            max_connections=self.max_connections,
-            max_pending=self.max_pending,
-            max_idle=self.max_idle,
-        )
 
     def security(self) -> Security:
         """Build the access rules. If `secret` is not set, each call draws a new random one."""

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -31,6 +30,7 @@ from dissociated.monitoring.changes import Change
 from dissociated.monitoring.status import ConsumerStatus, ServerStatus
 from dissociated.protocol.request import REQUEST_MAGIC
 from dissociated.protocol.wire import Streams
+from dissociated.server.admission import Limits
 from dissociated.server.connections import Connections, open_listener
 from dissociated.server.endpoints import Endpoints
 from dissociated.server.options import ServerOptions, takes_fields
@@ -73,7 +73,7 @@ class Server(ProcessBound):
     @takes_fields(ServerOptions)
     def __init__(self, options: ServerOptions) -> None:
         #: The limits on clients.
-        self.limits = options.limits
+        self.limits: Limits = options
         #: The access rules of the server.
         self.security = options.security()
         #: The datasets that are served.
@@ -499,7 +499,5 @@ class Server(ProcessBound):
     def __enter__(self) -> Server:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -17,7 +17,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from types import TracebackType
 from typing import Any, TypeAlias
 
 from dissociated.base.buffers import Buffer
@@ -386,9 +385,7 @@ class Connection(ProcessBound, ABC):
     def __enter__(self) -> Connection:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
-from dissociated.errors import ConnectionClosed, DeadlineExceeded, DissociatedError, Failure
+from dissociated.errors import ConnectionClosed, DeadlineExceeded, DissociatedError, Failure, TransportError
 
 T = TypeVar("T")
 
@@ -92,6 +93,22 @@ class Mailbox(Generic[T]):
                 raise DeadlineExceeded(f"the peer {fault} for {timeout:g} s")
         finally:
             self._waiting -= 1
+
+    @contextmanager
+    def filled_by(self, task: str) -> Iterator[None]:
+        """Close the mailbox after the block, which puts items into it in a thread of its own. Its error is passed on.
+
+        Args:
+            task: The name of the block in the error that stands for an exception of another kind, which is raised.
+        """
+        try:
+            yield
+            self.close()
+        except DissociatedError as error:  # also because the mailbox was closed meanwhile
+            self.close(error)
+        except BaseException as error:
+            self.close(TransportError(f"{task} failed: {type(error).__name__}: {error}"))
+            raise
 
     def lift(self) -> None:
         """Take any number of bytes from now on."""

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from functools import reduce
 
 import pyarrow as pa
-import pyarrow.acero as acero
 import pyarrow.compute as pc
 
+from dissociated.codec.filter.row_filter import compute
 from dissociated.codec.filter.statistics import Bounds, Statistics
 from dissociated.codec.filter.substrait import ColumnRef, FilterNode, FunctionCall, Value
 
@@ -29,19 +29,24 @@ def passing_batches(tree: FilterNode, statistics: Statistics, columns: Sequence[
         statistics: The statistics of the batches.
         columns: The number of each column of the filter in the statistics.
     """
-    bounds = {at: statistics.bounds[column] for at, column in enumerate(columns) if column in statistics.bounds}
+    bounds = _bounds(statistics, columns)
     passing: Sequence[bool] = may_pass(tree, statistics.num_rows, bounds).to_pylist()
     return passing
 
 
 def whole_batches(tree: FilterNode, statistics: Statistics, columns: Sequence[int]) -> Sequence[bool]:
     """Return for each batch whether all rows of it certainly pass the filter. See `passing_batches`."""
-    bounds = {at: statistics.bounds[column] for at, column in enumerate(columns) if column in statistics.bounds}
+    bounds = _bounds(statistics, columns)
     decided = _decide(_condition(tree, bounds, certain=True), statistics.num_rows, bounds)
     if decided is None:
         return [False] * len(statistics.num_rows)
     whole: Sequence[bool] = decided.fill_null(False).to_pylist()
     return whole
+
+
+def _bounds(statistics: Statistics, columns: Sequence[int]) -> dict[int, Bounds]:
+    """Return the bounds by the numbers that the filter gives to these columns."""
+    return {at: statistics.bounds[column] for at, column in enumerate(columns) if column in statistics.bounds}
 
 
 def may_pass(tree: FilterNode, num_rows: pa.Array, columns: dict[int, Bounds]) -> pa.BooleanArray:
@@ -67,12 +72,8 @@ def _decide(expression: pc.Expression, num_rows: pa.Array, columns: dict[int, Bo
             f"{number}.{bound_name}": _in_utc(getattr(bounds, bound_name))
             for bound_name in ("null_count", "min", "max")
         }
-    steps = [
-        acero.Declaration("table_source", acero.TableSourceNodeOptions(pa.table(table))),
-        acero.Declaration("project", acero.ProjectNodeOptions([expression], ["passes"])),
-    ]
     try:
-        return acero.Declaration.from_sequence(steps).to_table(use_threads=False).column(0).combine_chunks()
+        return compute(expression, pa.table(table)).combine_chunks()
     except pa.ArrowException:
         return None
 
