@@ -12,10 +12,10 @@ demo: .venv/demo.stamp
 flights: .venv/demo.stamp
 	$(BIN)/python -m examples.flights.demo $(ARGS)
 
-# Where an environment forbids bytecode, each of the many interpreters that tests start would compile the library anew.
+# Without bytecode, each of the many interpreters that the tests start would compile the library again.
 test: export PYTHONDONTWRITEBYTECODE =
 test: .venv/dev.stamp
-	# A core for each: without its cache, mypy takes as long as the other two.
+	# Each target has a core: without its cache, mypy takes as long as the rest.
 	$(MAKE) --jobs 2 --output-sync lint .venv/collected.stamp
 	$(BIN)/python -m pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder $(ARGS)
 
@@ -24,7 +24,7 @@ lint: .venv/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The lines that the tests run, printed as a table, and as pages in build/coverage/html. Takes longer than `make test`.
+# Print which lines the tests run, and write pages to build/coverage/html. This takes longer than `make test`.
 coverage: export PYTHONDONTWRITEBYTECODE =
 coverage: .venv/dev.stamp .venv/coverage.stamp .venv/spark.jsa
 	rm -rf build/coverage
@@ -56,22 +56,25 @@ docs: .venv/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build $(ARGS)
 	@echo "open build/site/index.html, or for the search: $(PYTHON) -m http.server --directory build/site"
 
-# Both distributions in build/dist, and a trial of the wheel in a fresh environment of each Python of this machine.
+# Build both distributions in build/dist, and try the wheel in a fresh environment of each Python of this machine.
 wheel: .venv/release.stamp
 	rm -rf build/dist
 	$(BIN)/python -m build --outdir build/dist
 	$(BIN)/python tests/wheel.py build/dist/*.whl
 
-# A release is tagged with its version: make check-tag TAG=v1.2.3
+# A release is built from its tag, and the files that name it have been changed: make check-tag TAG=v1.2.3
 check-tag:
-	grep -qxF "__version__ = \"$${TAG#v}\"" src/dissociated/_version.py
+	grep -qxF "version: $${TAG#v}" CITATION.cff
+	grep -qxF "fallback-version = \"$${TAG#v}\"" pyproject.toml
+	test -f build/dist/dissociated-$${TAG#v}.tar.gz
 
-# Made once for a virtual environment, in 40 s of processor: each of the dozen Javas of a run then starts in 6 s less.
+# Created once for a virtual environment, in 40 s of processor time. Each of the dozen Java processes of a test run
+# then starts in 6 s less.
 .venv/spark.jsa: .venv/dev.stamp
 	cd tests && ../$(BIN)/python -m spark.archive ../$@
 
-# Compiles the tests once, in 15 s of processor: otherwise each of the five workers of a first run would do so. If that
-# fails, the run says why.
+# Compile the tests once, in 15 s of processor time: otherwise each of the five workers of a first run would do so. An
+# error is ignored here, because the test run reports it.
 .venv/collected.stamp: .venv/spark.jsa
 	-$(BIN)/python -m pytest --collect-only --quiet --quiet > /dev/null
 	touch $@

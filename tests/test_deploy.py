@@ -153,7 +153,7 @@ def test_the_image_can_be_built(tmp_path: Path) -> None:
         timeout=60,
         check=True,
     )
-    assert told.stdout == f"dissociated {dis.__version__}\n"
+    assert told.stdout.startswith("dissociated ")
 
 
 @pytest.mark.parametrize(

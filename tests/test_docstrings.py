@@ -21,6 +21,7 @@ EXAMPLES = [*examples()]
 #: Functions and classes that users call first, by module.
 REQUIRED = [
     "adapters/dagster.io_manager",
+    "adapters/daft.read_dissociated",
     "adapters/dask.read_dissociated",
     "adapters/huggingface.to_dataset",
     "adapters/huggingface.to_iterable_dataset",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -13,14 +14,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-import dissociated as dis
 from support.helpers import case
 from wheel import SUPPORTED, pythons
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 TARGETS = {*re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)}
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CONFIGURATION = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = CONFIGURATION["project"]
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
@@ -66,12 +67,18 @@ def test_the_same_pythons_are_tested_and_named() -> None:
             assert sorted(re.findall(r"3\.(\d+)", some)) == minors
 
 
-def test_one_version_everywhere() -> None:
+def test_one_version_everywhere(tmp_path: Path) -> None:
     (cited,) = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
-    assert cited == dis.__version__
+    assert CONFIGURATION["tool"]["hatch"]["version"]["fallback-version"] == cited
+    deployed = "".join(path.read_text() for path in (ROOT / "deploy/kubernetes").glob("*.yaml"))
+    assert {*re.findall(r"(?:image: dissociated:|newTag: )\"?([^\s\"]+)", deployed)} == {cited}
+    (tmp_path / "build/dist").mkdir(parents=True)
+    (tmp_path / f"build/dist/dissociated-{cited}.tar.gz").touch()
+    for name in ("Makefile", "CITATION.cff", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
     check = ["make", "--silent", "check-tag"]
-    assert subprocess.run([*check, f"TAG=v{dis.__version__}"], cwd=ROOT, check=False).returncode == 0
-    assert subprocess.run([*check, "TAG=v99.0.0"], cwd=ROOT, check=False).returncode != 0
+    assert subprocess.run([*check, f"TAG=v{cited}"], cwd=tmp_path, check=False).returncode == 0
+    assert subprocess.run([*check, "TAG=v99.0.0"], cwd=tmp_path, check=False).returncode != 0
 
 
 def test_the_wheel_is_tried_on_the_pythons_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ typedef struct {
     uint8_t *memory;
 } region;
 
-/* A message of which a part has arrived. */
+/* A message that has arrived in part. */
 typedef struct {
     uint8_t *metadata, *body;
     uint64_t metadata_length, body_length;
@@ -45,7 +45,7 @@ struct dis_stream {
     uint64_t slot_count;
     region regions[MAX_REGIONS];
     size_t region_count;
-    int descriptors[MAX_DESCRIPTORS]; /* received, and not claimed by a REGION yet */
+    int descriptors[MAX_DESCRIPTORS]; /* received, and still without their REGION */
     size_t descriptor_count;
     uint64_t frees[MAX_FREES]; /* not sent yet */
     size_t free_count;
@@ -168,7 +168,7 @@ static int send_tagged(dis_stream *s, uint64_t tag, const void *data, uint64_t l
     memcpy(frame, PREAMBLE, head);
     memcpy(frame + head, words, sizeof words);
     memcpy(frame + head + sizeof words, data, length);
-    if (!s->greeted) s->greeted = 1; /* 2 once the preamble of the server has come, too */
+    if (!s->greeted) s->greeted = 1; /* 2 after the server's preamble has arrived */
     int result = send_all(s, frame, head + sizeof words + padded);
     free(frame);
     return result;
@@ -360,7 +360,7 @@ static int take_untagged(dis_stream *s, const uint8_t *data, uint64_t length) {
     return (one->metadata = copy_of(s, data + 5, length - 5)) ? 0 : -1;
 }
 
-/* Take a body, which becomes the property of the stream if it is `owned`. */
+/* Store a body. The stream frees it if it is `owned`. */
 static int take_tagged(dis_stream *s, uint64_t tag, uint8_t *data, uint64_t length, int owned) {
     slot *one = NULL;
     if (tag >> 32 & 0xffffff)

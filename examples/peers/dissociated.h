@@ -1,7 +1,7 @@
 /* A reader of the dissociated protocol over tcp: and shm:, without Arrow. See docs/framing.md for the wire format.
  *
- * It gives the metadata of each message (the flatbuffer of an Arrow IPC Message) and its buffers, in order. Bodies that
- * come by address are not copied: buffers point into the memory of the server until dis_release.
+ * It returns the metadata of each message (the flatbuffer of an Arrow IPC Message) and its buffers, in order. Bodies
+ * that come by address are not copied: buffers point into the memory of the server until dis_release.
  *
  *     dis_stream *stream;
  *     dis_message message;
@@ -48,27 +48,28 @@ typedef struct {
 } dis_message;
 
 /* Connect, and request the stream. Return 0, or -1 with an error. `*stream` is set in both cases; NULL means that there
- * is no memory. After `timeout` seconds of silence of the server, calls fail. */
+ * is no memory. Calls fail if the server is silent for `timeout` seconds. */
 int dis_open(dis_stream **stream, const char *uri, const void *ticket, size_t ticket_length, int timeout);
 
 /* Return 1 with the next message, 0 at the end of the stream, or -1 with an error. */
 int dis_next(dis_stream *stream, dis_message *message);
 
-/* Return a copy of the message as in an Arrow IPC stream, which free() gives back: prefix, metadata and packed body.
- * `*size` is set to the number of its bytes. NULL: there is no memory, or the message is a sparse tensor that came by
- * address, whose layout is not known here. */
+/* Return a copy of the message as in an Arrow IPC stream: prefix, metadata and packed body. The caller frees it with
+ * free(). `*size` is set to its bytes. Return NULL if there is no memory, or if the message is a sparse tensor that came
+ * by address, whose layout this library does not know. */
 uint8_t *dis_encapsulate(const dis_message *message, size_t *size);
 
-/* Give a message back, once: its pointers are not valid any more, and its addresses are freed. */
+/* Release a message, once. Its pointers become invalid, and the server may reuse its memory. */
 void dis_release(dis_stream *stream, dis_message *message);
 
-/* Return the error, or NULL if there is none: a rule of docs/framing.md and a colon first, if the server broke one. */
+/* Return the message of the error, or NULL if there is none. If the server broke a rule of docs/framing.md, its
+ * name and a colon come first. */
 const char *dis_error(const dis_stream *stream);
 
-/* Return the number of the error with which the server gave up, or 0. */
+/* Return the code of the error that the server sent before it closed the connection, or 0. */
 int dis_error_code(const dis_stream *stream);
 
-/* Free everything. Memory of messages that were not released is not valid any more. */
+/* Close the connection and free everything, messages that were not released included. */
 void dis_close(dis_stream *stream);
 
 #ifdef __cplusplus

@@ -11,11 +11,18 @@ let [received, greeted, next, count] = [Buffer.alloc(0), false, 0, undefined];
 
 const padding = (data) => Buffer.alloc(-data.length & 7);
 
-// Take a message by the kind of its frame: 1 UNTAGGED, 2 TAGGED, 4 ABORT, 5 RUN.
+// Return the bodyLength of a Message, the fourth field of its flatbuffer, which is left out if it is 0.
+function bodyLength(header) {
+  const table = header.readUInt32LE(0), fields = table - header.readInt32LE(table);
+  const at = header.readUInt16LE(fields) > 10 ? header.readUInt16LE(fields + 10) : 0;
+  return at ? Number(header.readBigInt64LE(table + at)) : 0;
+}
+
+// Store a message by the kind of its frame: 1 UNTAGGED, 2 TAGGED, 4 ABORT, 5 RUN.
 function take(kind, tag, payload) {
   if (kind === 1 && payload[0] === 1) headers.set(payload.readUInt32LE(1), payload.subarray(5));
   else if (kind === 1) count = payload.readUInt32LE(1);
-  else if (kind === 2 && tag >> 56n === 0n) bodies.set(Number(tag & 0xffffffffn), payload);
+  else if (kind === 2 && tag >> 32n === 0n) bodies.set(Number(tag & 0xffffffffn), payload);
   else if (kind === 5) {
     const [n, u, t] = [0, 8, 16].map((at) => Number(payload.readBigUInt64LE(at)));
     const untagged = 24 + 8 * n, tagged = untagged + ((n * u + 7) & ~7);
@@ -45,9 +52,10 @@ for await (const chunk of socket) {
     received = received.subarray(end);
   }
   for (; headers.has(next) && (next === 0 || bodies.has(next)); headers.delete(next), bodies.delete(next), next++) {
-    const header = headers.get(next), prefix = Buffer.alloc(8, 0xff);
+    const header = headers.get(next), body = bodies.get(next) ?? Buffer.alloc(0), prefix = Buffer.alloc(8, 0xff);
+    if (body.length !== bodyLength(header)) throw new Error(`body-length: ${body.length} bytes of message ${next}`);
     prefix.writeUInt32LE(header.length + padding(header).length, 4);
-    process.stdout.write(Buffer.concat([prefix, header, padding(header), bodies.get(next) ?? Buffer.alloc(0)]));
+    process.stdout.write(Buffer.concat([prefix, header, padding(header), body]));
   }
   if (next === count) break;
 }

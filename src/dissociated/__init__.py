@@ -16,7 +16,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dissociated import errors
-from dissociated._version import __version__ as __version__
 from dissociated.errors import DatasetNotFound, DissociatedError
 
 if TYPE_CHECKING:
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
     from dissociated.node.client import connect
     from dissociated.server.options import ServerOptions
     from dissociated.server.server import Server
+
+    __version__: str
 else:
     #: The module of each public name. It is imported on first use, because importing all takes half a second (pyarrow).
     _PLACES = {
@@ -56,6 +57,8 @@ else:
 
     def __getattr__(name: str) -> Any:
         """Return a public name, which is imported on first use, or a package within this one (PEP 562)."""
+        if name == "__version__":
+            return import_module("dissociated.base.version").package_version()
         place = f"{__name__}.{_PLACES.get(name, name)}"
         try:
             if name.startswith("_"):

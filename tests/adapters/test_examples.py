@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "bridges"
 #: Each example with the module that it needs, and the lines that it prints.
 PRINTED = {
+    "with_daft": ("daft", ["True 1000", "{'dest': ['MIA', 'ORD'], 'delay': [61.5, 92.0]}"]),
     "with_dagster": ("dagster", ["{'dest': ['MIA', 'ORD'], 'count_all': [500, 500]}"]),
     "with_dask": ("dask.dataframe", ["True 1000", "{'MIA': 61.5, 'ORD': 92.0}"]),
     "with_huggingface": (

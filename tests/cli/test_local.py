@@ -14,6 +14,7 @@ import pytest
 
 import dissociated as dis
 from cli.shell import python, run
+from dissociated.errors import CatalogUnreachable
 from dissociated.node.launch import running
 from support import processes
 from support.helpers import PATIENCE, wait_until
@@ -45,6 +46,7 @@ def test_one_address_is_found_by_all_and_survives_a_restart(own_store: Path, tmp
         assert facts(again) == started
         stopped = run("stop")
         assert started["process"] in stopped
+        assert started["log"] in stopped
         assert str(own_store) in stopped
         assert running(own_store) is None
         restarted = facts(run("start"))
@@ -95,9 +97,17 @@ def test_stop_and_clean_find_nothing(own_store: Path) -> None:
 
 def test_stop_ends_no_process_that_has_taken_the_id_of_a_dead_node(own_store: Path) -> None:
     run("start")
-    node = running(own_store)
-    assert node is not None
-    os.kill(node.pid, signal.SIGKILL)
+    with dis.connect() as client:
+        client.put("d", TABLE)
+        node = running(own_store)
+        assert node is not None
+        os.kill(node.pid, signal.SIGKILL)
+        wait_until(lambda: running(own_store) is None, "the node has ended")
+        with pytest.raises(
+            CatalogUnreachable, match=r"'d' cannot be looked up: .* It last answered at \d{4}-\S+ \S+ UTC"
+        ):
+            client.read("d")
+    assert "holds 1 dataset: d. Its node was last alive at " in run("ls", status=1)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         address = (own_store / "node.json").read_text()
         (own_store / "node.json").write_text(address.replace(str(node.pid), str(other.pid)))
@@ -115,7 +125,8 @@ def test_clean_frees_what_a_stopped_node_left_after_asking(own_store: Path) -> N
         client.put("e", TABLE)
     assert "dissociated stop" in run("clean")
     run("stop")
-    assert re.search("which holds [23] versions: dissociated start serves them again", run("ls", status=1))
+    since = r"which holds 2 datasets: d, e\. Its node was stopped at \d{4}-\d\d-\d\d .*: dissociated start serves"
+    assert re.search(since, run("ls", status=1))
     assert "--yes" in run("clean", status=1)
     command = [sys.executable, "-m", "dissociated", "clean"]
     around = {**os.environ, "TERM": "dumb"}

@@ -14,7 +14,7 @@ import pytest
 
 import dissociated as dis
 from cli.shell import run
-from dissociated.errors import DissociatedError, NodeUnreachable
+from dissociated.errors import CatalogError, DissociatedError, NodeUnreachable
 from support import processes
 from support.helpers import wait_until
 from support.nodes import put, small_file_system, table
@@ -30,8 +30,11 @@ def test_a_node_that_is_away_is_described_as_that(memory: Path, tmp_path: Path, 
     assert "STATE" not in run("ls", catalog.uri)
     node.kill()
     with dis.connect(catalog.uri) as client:
+        with pytest.raises(DissociatedError, match=r"'orders' is on .* last heard \d{4}-"):
+            client.read("orders")
         wait_until(lambda: client.describe("orders").endpoints[0].is_away, "the catalog has noticed")
         (host,) = client.describe("orders").endpoints[0].hosts
+        assert repr(client.list()).splitlines()[1].endswith("cannot be read")
         told = (
             rf"'orders' is on {re.escape(host)}, and no node there is alive "
             r"\(last heard \d{4}-\S+ \S+ UTC\): start .* forget"
@@ -41,6 +44,10 @@ def test_a_node_that_is_away_is_described_as_that(memory: Path, tmp_path: Path, 
                 client.read("orders", transport=transport).read_all()
         with pytest.raises(NodeUnreachable, match=told):
             client.dataset("orders").to_table()
+        with pytest.raises(
+            CatalogError, match=rf"no node of this catalog is alive: start that on {re.escape(host)} again"
+        ):
+            client.put("more", table(1))
     listed = run("ls", catalog.uri)
     assert listed.splitlines()[1].startswith(f"orders  cannot be read: {host} is away")
     assert f"dissociated forget {host}" in listed

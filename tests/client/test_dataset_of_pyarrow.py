@@ -54,14 +54,33 @@ def test_filters_add_up_and_apply_to_each_way_of_reading(handle: DatasetHandle) 
 
 
 def test_other_columns_are_refused_at_once(handle: DatasetHandle) -> None:
-    with pytest.raises(ColumnNotFound, match="there are"):
-        handle.filter(("missing", ">", 1))
+    for missing in (("nn", ">", 1), pc.field("nn") > 1, (pc.field("s") == "a") | (pc.field("nn") > 1)):
+        with pytest.raises(ColumnNotFound, match=r"'nn' to filter by \(did you mean 'n'\?\); there are n, s"):
+            handle.filter(missing)
+    with pytest.raises(ColumnNotFound, match=r"'nn' \(did you mean 'n'\?\); there are n, s"):
+        handle.to_table({"double": pc.multiply(pc.field("nn"), 2)})
     with pytest.raises(ColumnNotFound, match=r"'nn' to sort by \(did you mean 'n'\?\)"):
         handle.sort_by([("s", "ascending"), ("nn", "descending")])
     with pytest.raises(ColumnNotFound, match="'nn' on the left side of the join"):
         handle.join(OTHER, "nn")
     with pytest.raises(ColumnNotFound, match="'nn' on the right side of the join"):
         handle.join(OTHER, "n", "nn")
+    with pytest.raises(ColumnNotFound, match="'nn' on the left side of the join"):
+        handle.join_asof(OTHER, "nn", [], 0)
+    with pytest.raises(ColumnNotFound, match="'s' on the right side of the join"):
+        handle.join_asof(OTHER, "n", "s", 0)
+
+
+def test_positions_and_keys_that_do_not_suit_the_rows_are_refused(handle: DatasetHandle) -> None:
+    for outside in (99, -1):
+        with pytest.raises(OptionError, match=f"there is no row {outside}: the selection has 4 rows, counted from 0"):
+            handle.take([0, outside])
+    with pytest.raises(OptionError, match=r"the positions of rows are whole numbers, not \['n'\]"):
+        handle.take(["n"])
+    with pytest.raises(OptionError, match=r"cannot be joined: Incompatible data types .* int64 and .* string"):
+        handle.join(TABLE, "n", "s")
+    with pytest.raises(OptionError, match=r"cannot be joined: Columns {'s'} present in both tables"):
+        handle.join_asof(TABLE, "n", [], 0)
 
 
 def test_a_filtered_dataset_is_published_without_the_other_rows(client: dis.Client, handle: DatasetHandle) -> None:

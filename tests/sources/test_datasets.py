@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
+from dissociated.codec.options import WriteOptions
+from dissociated.codec.split import batches as split_batches
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.sources import make_dataset
 from dissociated.datasets.static import SegmentsDataset
@@ -186,6 +190,11 @@ def test_more_segments_than_can_be_shared_are_refused(tmp_path: Path) -> None:
         SegmentsDataset("many", [one] * 4097)
 
 
+def bytes_read() -> int:
+    """Return the bytes that this process has read by `read` and `pread`, of which those of sockets are no part."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
 def test_a_file_that_is_shortened_while_it_is_read_ends_no_server(
     tmp_path: Path, certified: Certificates, start: Start
 ) -> None:
@@ -204,12 +213,14 @@ def test_a_file_that_is_shortened_while_it_is_read_ends_no_server(
             "small, tls": client.read("small", transport="tls"),
             **{scheme: client.read(scheme, transport=scheme) for scheme in ("tcp", "tls", "grpc")},
             "column": client.read("column", columns=["m"], transport="tcp"),
+            "column, grpc": client.read("column", columns=["m"], transport="grpc"),
+            "filter": client.read("column", columns=["m"], filter=[("n", ">=", 0)], transport="tcp"),
         }
         client.put("small", TABLE, mode="append")
         begun["appended"] = client.read("small", transport="tcp")
         for what, reader in begun.items():
             with case(what):
-                first = files[what if what in files else "small"][0]
+                first = files["small" if what in ("appended", "small, tcp", "small, tls") else "tcp"][0]
                 assert reader.read_next_batch() == first.select(reader.schema.names)
         for path in paths.values():
             os.truncate(path, 4096)
@@ -220,6 +231,44 @@ def test_a_file_that_is_shortened_while_it_is_read_ends_no_server(
             client.read("small", transport="grpc").read_all()
         client.put("other", TABLE)
         assert client.read("other", transport="tcp").read_all() == TABLE
+
+
+@pytest.mark.parametrize("kind", ["stream", "file"])
+def test_some_columns_and_batches_of_a_file_are_read_without_the_others(tmp_path: Path, kind: str) -> None:
+    path, rows = tmp_path / "t", 1 << 14
+    batches = []
+    for number in range(4):
+        words = pa.array([f"word {row % (number + 1)}" for row in range(rows)])
+        numbers = {f"n{column}": np.arange(rows) + number * rows for column in range(20)}
+        batches.append(pa.record_batch({"word": words.dictionary_encode(), "text": words, **numbers}))
+    schema, table = batches[0].schema, pa.Table.from_batches(batches)
+    if kind == "stream":
+        writer = SegmentWriter(path, schema, WriteOptions(emit_dictionary_deltas=True))
+    else:
+        writer = pa.ipc.new_file(path, schema, options=pa.ipc.IpcWriteOptions(emit_dictionary_deltas=True))
+    with writer:
+        for number, batch in enumerate(batches):
+            writer.write_batch(batch, {"number": str(number)})
+
+    made = make_dataset("t", path)
+    for names, first, stop in (("n3",), 0, 4), (("word", "text"), 0, 4), (None, 2, 3), (("n9",), 3, 4):
+        with case(f"columns {names} of batches {first} to {stop}"):
+            selection = Selection(names, batches=None if stop - first == 4 else (first, stop))
+            before = bytes_read()
+            pairs = [*split_batches(made.select(selection).open_reader())]
+            nbytes = bytes_read() - before
+            expected = [batch.select(names or schema.names) for batch in batches[first:stop]]
+            assert [batch.to_pydict() for batch, _ in pairs] == [batch.to_pydict() for batch in expected]
+            assert [metadata for _, metadata in pairs] == [{b"number": b"%d" % n} for n in range(first, stop)]
+            assert nbytes < 1.2 * sum(batch.nbytes for batch in expected)
+    with dis.Server(["tcp:"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("t", path)
+        for _ in range(2):  # the first time imports modules, which are files, too
+            before = bytes_read()
+            read = client.read("t", transport="tcp", columns=["n2"], filter=[("n1", ">=", 3 * rows)]).read_all()
+            nbytes = bytes_read() - before
+        assert read == table.select(["n2"])[3 * rows :]
+        assert nbytes < 1.2 * 2 * 8 * rows * (1 if kind == "stream" else 4)  # only the stream has statistics
 
 
 def test_nothing_is_kept_of_a_file_that_is_modified_while_it_is_read(tmp_path: Path) -> None:
@@ -240,6 +289,34 @@ def test_nothing_is_kept_of_a_file_that_is_modified_while_it_is_read(tmp_path: P
             file.write(original)
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
         assert client.read("t", transport="shm").read_all().num_rows == 7 * 20_000
+
+
+def test_batches_that_were_passed_by_reference_are_no_part_of_a_modified_file(tmp_path: Path) -> None:
+    path, numbers = tmp_path / "t.arrows", np.arange(3 << 20)  # 24 MiB
+    batch = pa.record_batch({"n": numbers})
+    with pa.ipc.new_stream(path, batch.schema) as writer:
+        writer.write_table(pa.Table.from_batches([batch] * 3))
+    with dis.Server(["inproc:"], catalog=None) as server:
+        server.publish("t", path)
+        received = []
+        with dis.open_stream(server.locations("t")[0], server.ticket("t")) as reader, suppress(dis.DissociatedError):
+            received.append(reader.read_next_batch())
+            with path.open("r+b") as file:
+                file.write(bytes(path.stat().st_size))
+            received += reader
+    assert received
+    assert all(copy == batch for copy in received)
+
+
+def test_bodies_that_travel_by_address_are_sent_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, batch = tmp_path / "t.arrows", pa.record_batch({"n": range(1000)})
+    with pa.ipc.new_stream(path, batch.schema) as writer:
+        writer.write_table(pa.Table.from_batches([batch] * 600))
+    with dis.Server(["shm:"], inline_limit=100) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("t", path)
+        with caplog.at_level("DEBUG", "dissociated"):
+            assert client.read("t", transport="shm").read_all().num_rows == 600_000
+    assert len(re.findall("sent a run of", caplog.text)) <= 3
 
 
 def test_streams_in_a_row_are_refused(tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def test_a_file_that_was_modified_is_not_read(server: dis.Server, client: dis.Cl
 
 
 LONG = 2**64 - 1  # no double holds it
+MEGABYTE = f'{{"a": 1, "b": "{"x" * (1 << 20)}"}}\n'
 
 
 @pytest.mark.parametrize(
@@ -88,11 +89,23 @@ LONG = 2**64 - 1  # no double holds it
         ("csv", "a,b\n1,2\n3\n", r"wrong.csv' cannot be read as CSV: .*Row #3: Expected 2 columns, got 1: 3"),
         ("csv", "a\n" + "1\n" * (9 << 20) + "one\n", r"Row #9437186: .* int64: invalid value 'one'"),
         ("jsonl", '{"a": 1}\n\n{"a":\n', r"wrong.jsonl' cannot be read as JSON lines: row 3 is not valid JSON"),
+        ("jsonl", '{"a": 1}\n\n{"a": "x"}\n', r"row 3 has a string in column 'a', and row 1 has a number"),
+        (
+            "jsonl",
+            '{"a": [{"b": 1}, {"b": true}]}\n',
+            r"row 1 has true or false in column 'a.b', and",
+        ),
+        (
+            "jsonl",
+            MEGABYTE * 17 + '{"a": 1.5}',
+            r"row 18 has a number in column 'a', .* only integers of 64 bits",
+        ),
+        ("jsonl", MEGABYTE * 17 + '{"c": 1}', r"row 18 has a number in column 'c', and the first 16 MB have no such"),
         ("csv", f"a,b\n1,1.5\nNA,{LONG}\n", rf"row 3 of '.*wrong.csv' has the integer {LONG} in column 'b'"),
         ("csv", f"a\n1.5\n{-(2**53) - 1}\n", rf"row 3 of .* has the integer {-(2**53) - 1} in column 'a'"),
         ("jsonl", f'{{"a": [{{"b": 1}}, {{"b": {LONG}}}]}}', rf"row 1 of .* has the integer {LONG} in column 'a.b'"),
     ],
-    ids=["empty", "odd", "late", "json", "long", "mixed", "nested"],
+    ids=["empty", "odd", "late", "json", "changed", "changed within", "changed late", "new", "long", "mixed", "nested"],
 )
 def test_text_that_cannot_be_read_is_refused(
     client: dis.Client, tmp_path: Path, ending: str, content: str, why: str

@@ -70,7 +70,7 @@ FORKED = (
 
 @pytest.fixture(scope="session")
 def python(forks: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Yield a Python that forks where Spark would load all modules anew, which takes a second of the processor."""
+    """Yield a Python that forks workers. Without it, each worker loads all modules, in a second of processor time."""
     parent().load("spark.warm")
     path = tmp_path_factory.mktemp("python") / "python"
     with forking_python(path, *FORKED):
@@ -98,7 +98,7 @@ def spark(java: str, python: Path) -> Iterator[SparkSession]:
 
 @pytest.fixture
 def plans(spark: SparkSession) -> Iterator[None]:
-    """Make Spark plan and compile queries as it does by default. `PLANS` says what the other tests go without."""
+    """Make Spark plan and compile queries by its defaults. The other tests use the faster settings of `PLANS`."""
     for key, (default, _) in PLANS.items():
         spark.conf.set(key, default)
     yield

@@ -147,7 +147,7 @@ def test_kept_versions_are_read_by_number_and_by_time(spark: SparkSession, kept:
 
 
 def test_a_moment_whose_version_may_be_gone_is_refused(spark: SparkSession, ours: str, client: dis.Client) -> None:
-    """The server keeps a replaced version only while somebody reads it."""
+    """The server keeps a replaced version only while a client reads it."""
     client.put("t", pa.table({"n": [1]}))
     with client.read("t", transport="shm") as reader:
         spark.sql(f"INSERT OVERWRITE {ours}.t VALUES (2)")
@@ -260,7 +260,7 @@ def test_types_that_only_spark_has_are_kept(spark: SparkSession, ours: str, clie
 
 @pytest.mark.usefixtures("plans")
 def test_rows_are_deleted_changed_and_merged_by_overwriting(spark: SparkSession, kept: str) -> None:
-    """The recipes of docs/spark.md, which leave rows alone whose condition is null."""
+    """The recipes of docs/spark.md, which do not change rows whose condition is null."""
     flights, changes = f"{kept}.flights", f"{kept}.changes"
 
     def found() -> list[tuple[Any, ...]]:

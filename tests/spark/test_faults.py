@@ -71,7 +71,7 @@ def in_python(uri: str) -> None:
 
 def in_the_jvm(uri: str) -> None:
     """Write like Spark's JVM, which asks the sidecar for files and writes record batches into them."""
-    call = Writes().calls
+    call = {call.__name__: call for call in Writes().calls}
     schema = StructType([StructField("id", LongType())]).json()
     plan = call["write"]({"path": "x", "catalog": uri}, schema, "overwrite", False)
     written = []

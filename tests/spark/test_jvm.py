@@ -271,7 +271,7 @@ def test_a_task_fails_whose_sidecar_has_ended(spark: SparkSession, server: dis.S
 
 SCRIPT = """
 echo $$ > {0}/pid
-cat {0}/gate  # until somebody opens it, and says something
+cat {0}/gate  # until the test opens it and writes to it
 exec sleep 1000
 """
 

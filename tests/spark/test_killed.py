@@ -34,7 +34,7 @@ spark = session("driver", "local[3]", **{"spark.log.level": "OFF", "spark.python
 
 def gated(batches):
     yield from batches
-    open(gate).read()  # until somebody opens it for writing
+    open(gate).read()  # until the test opens it for writing
 
 for mode in ("overwrite", "append"):
     Thread(target=never_ending, args=(spark, forgetful, mode, 100_000, 2, mode), daemon=True).start()

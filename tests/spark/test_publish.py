@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def test_the_time_to_wait_for_a_lost_catalog_is_an_argument(spark: SparkSession, start: Start, memory: Path) -> None:
-    """The catalog and its node are killed by a task, so the commit finds nobody."""
+    """The catalog and its node are killed by a task, so the commit reaches neither."""
     node = start("node", "--store", memory / "store")
     pid = node.pid
 

@@ -69,7 +69,7 @@ def test_settings_of_the_caller_win(spark: SparkSession) -> None:
 def test_the_program_of_the_quickstart_runs_where_a_session_runs_already(
     spark: SparkSession, catalog: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A notebook is such a place."""
+    """A notebook has such a session."""
     monkeypatch.setenv("DISSOCIATED_CATALOG", catalog)
     try:
         exec(PROGRAM, {})

@@ -1,4 +1,4 @@
-"""Micro-batches into and out of datasets: rows exactly once, although any process fails or is killed in between."""
+"""Micro-batches into and out of datasets: rows exactly once, even if any process fails or is killed in between."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dissociated.errors import OptionError
-from dissociated.spark import read
+from dissociated.spark import publish, read
 from dissociated.spark.request import DatasetRequest
 from support.tracing import traced_server, tracing
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 pytest.importorskip("opentelemetry.sdk", reason="the SDK of OpenTelemetry is not installed")
 
 
-def test_the_streams_of_tasks_belong_to_the_span_of_the_driver(
+def test_the_reads_and_writes_of_tasks_belong_to_the_span_of_the_driver(
     spark: SparkSession, use_jvm: Callable[[bool], None]
 ) -> None:
     ways = {(in_jvm, scheme) for in_jvm in (True, False) for scheme in ("shm", "tcp")}
@@ -28,11 +28,15 @@ def test_the_streams_of_tasks_belong_to_the_span_of_the_driver(
             use_jvm(in_jvm)
             with tracing() as tracer, tracer.start_as_current_span("query") as span:
                 rows = read(spark, "data", server.catalog_uri, transport=scheme, partitions=2).collect()
+                publish(spark.range(5), f"out {in_jvm} {scheme}", server.catalog_uri)
             assert sorted(row.n for row in rows) == [*range(100)]
             context = span.get_span_context()
             drivers[f"{context.trace_id:032x}", f"{context.span_id:016x}"] = in_jvm, scheme
-        streams = [span for span in server.end() if span.name == "dissociated.stream"]
-    assert all((span.trace, span.parent) in drivers for span in streams)
+        spans = server.end()
+    streams = [span for span in spans if span.name == "dissociated.stream"]
+    assert all((span.trace, span.parent) in drivers for span in spans)
+    commits = [span for span in spans if span.attributes.get("dissociated.action") == "commit"]
+    assert sorted(drivers[span.trace, span.parent] for span in commits if span.parent) == sorted(ways)
     read_by = {
         (drivers[span.trace, span.parent], span.attributes["dissociated.transport"]) for span in streams if span.parent
     }

@@ -289,7 +289,7 @@ def test_what_is_prepared_for_a_commit_that_is_aborted_is_released(outer: str, r
     messages = [run(writer, 1)]
     with pytest.raises(CatalogError, match="no node 'no such node'"):
         writer.commit([*messages, Written(1, "no such node", "nothing", 1, 1)])
-    assert not [*store.glob("segments/*/*.arrows")]  # no node was asked to prepare anything yet
+    assert not [*store.glob("segments/*/*.arrows")]  # no node has prepared anything
     on_host("two")
     lost = dataclasses.replace(run(writer, 2, partition=1), segment="nothing")
     with pytest.raises(CatalogError, match="nothing"):

@@ -209,8 +209,8 @@ def test_ranks_are_those_of_torch_distributed(client: dis.Client, tmp_path: Any)
         ({"rank": 0}, "give rank and world_size"),
         ({"rank": 1, "world_size": 1}, "rank is a number"),
         ({"sampler": []}, "sampler is not for this loader"),
-        ({"colums": ["n"]}, "there is no option 'colums': did you mean 'columns'"),
-        ({"workers": 2}, "there is no option 'workers': did you mean 'num_workers'"),
+        ({"colums": ["n"]}, r"there is no option 'colums' \(did you mean 'columns'\?\); there are as_arrow, "),
+        ({"workers": 2}, r"there is no option 'workers' \(did you mean 'num_workers'\?\)"),
         ({"zzz": 2}, "there is no option 'zzz'; there are as_arrow, "),
     ]
     for wrong, message in wrongs:

@@ -529,6 +529,24 @@ def test_a_mapped_file_that_has_become_shorter_breaks_off(ends: Ends, tmp_path: 
                 received.result()
 
 
+@pytest.mark.parametrize("medium", ["tcp"])
+def test_little_is_sent_in_place_of_a_mapped_file_that_is_gone(ends: Ends, tmp_path: Path) -> None:
+    """The peer need not receive gigabytes before it finds that the message is unusable."""
+    with (tmp_path / "file").open("wb+") as file:
+        file.truncate(1 << 27)
+        part = memoryview(map_read_only(file.fileno(), 1 << 27))
+        file.truncate(1_000_000)
+        with ThreadPoolExecutor() as pool:
+            received = pool.submit(receive, ends.client)
+            with pytest.raises(SourceError, match="become shorter"):
+                ends.server.send([Message(7, (part,))], PATIENCE)
+            ends.server.send_zeros(PATIENCE)
+            ends.server.close("it was modified")
+            with pytest.raises(ConnectionClosed, match="in the middle of a message"):
+                received.result()
+        assert ends.server.written < 2_000_000
+
+
 def test_waiting_ends_with_a_message_or_when_another_thread_wakes(ends: Ends) -> None:
     client, server = ends
     server.wait(0.01)

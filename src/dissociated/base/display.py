@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from difflib import get_close_matches
 from html import escape
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+_MAX_NAMES = 40  # in the message of an error
 
 
 def size(nbytes: float | None) -> str:
@@ -42,6 +46,11 @@ def duration(seconds: float) -> str:
     return f"{whole // 86_400} d {whole % 86_400 // 3600:02} h"
 
 
+def utc(seconds: float) -> str:
+    """Format seconds since the epoch in UTC: 2026-11-22 09:31:07 UTC."""
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
 def advise_name(name: str, names: Sequence[str], how: str) -> str:
     """Return advice for a name that is none of `names`: the closest of them, and how to list all."""
     question = _did_you_mean(name, names)
@@ -49,10 +58,21 @@ def advise_name(name: str, names: Sequence[str], how: str) -> str:
 
 
 def missing_column(name: str, names: Sequence[str], purpose: str = "") -> str:
-    """Return the message for a column that is none of `names`: the closest of them, and all."""
+    """Return the message for a column that is none of `names`: the closest of them, and all or the first."""
+    return missing("column", name, names, purpose)
+
+
+def missing(noun: str, name: str, names: Sequence[str], purpose: str = "") -> str:
+    """Return the message for a thing that is none of `names`: the closest of them, and all or the first."""
     question = _did_you_mean(name, names)
     hint = f" ({question})" if question else ""
-    return f"there is no column {name!r}{purpose}{hint}; there are {', '.join(names)}"
+    return f"there is no {noun} {name!r}{purpose}{hint}; there are {first_names(names, _MAX_NAMES)}"
+
+
+def first_names(names: Sequence[str], most: int) -> str:
+    """Return the names as text: all, or the first and how many others there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f", and {plural(more, 'other')}" if more > 0 else "")
 
 
 def _did_you_mean(name: str, names: Sequence[str]) -> str:
@@ -71,6 +91,11 @@ def plain_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Seque
         ).rstrip()
         for line in lines
     )
+
+
+def printable(written: str) -> str:
+    """Replace control characters, which could change the state of a terminal, by Python's escapes."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), written)
 
 
 def shorten(text: str, width: int) -> str:

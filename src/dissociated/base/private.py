@@ -15,6 +15,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
+from dissociated.base.descriptors import owned
 from dissociated.errors import NotPrivate
 
 _Name = str | os.PathLike[str]
@@ -47,12 +48,9 @@ def open_private_directory(
     name = os.fspath(Path(path))  # without a last slash, which would follow a symbolic link
     if create:
         _make(name, within)
-    place = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=within)
-    try:
+    with owned(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=within)) as place:
         _check_directory(place, name, owners=owners, readable=readable)
         return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    finally:
-        os.close(place)
 
 
 def _make(name: str, within: int | None) -> None:
@@ -115,11 +113,8 @@ def open_private_file(path: _Name, flags: int = os.O_RDONLY, *, within: int | No
         except FileExistsError:
             if flags & os.O_EXCL:
                 raise
-    place = _find_file(path, within, close=bool(flags & (os.O_WRONLY | os.O_RDWR)))
-    try:
+    with owned(_find_file(path, within, close=bool(flags & (os.O_WRONLY | os.O_RDWR)))) as place:
         return os.open(f"/proc/self/fd/{place}", flags & ~os.O_CREAT | os.O_CLOEXEC)
-    finally:
-        os.close(place)
 
 
 def claim_private_file(path: _Name, *, create: bool = False) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from dissociated._version import __version__
+from dissociated.base.version import package_version
 
 if TYPE_CHECKING:
     from opentelemetry import trace
@@ -82,7 +82,7 @@ def begin(name: str, parent: str | None = None, *, server: bool = False, **attri
     remote = parent is not None and is_traceparent(parent)
     context = _extract(parent) if remote else Context() if server else None
     kind = trace.SpanKind.SERVER if server else trace.SpanKind.CLIENT
-    span = TraceSpan(provider.get_tracer("dissociated", __version__).start_span(name, context, kind))
+    span = TraceSpan(provider.get_tracer("dissociated", package_version()).start_span(name, context, kind))
     span.set(**attributes)
     return span
 

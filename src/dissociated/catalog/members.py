@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from dissociated.base.display import duration
+from dissociated.base.display import duration, utc
 from dissociated.catalog.database import Database
 from dissociated.client.calls import CatalogClient
 from dissociated.codec.batches import BatchReader
@@ -313,6 +313,11 @@ class Members:
         for node in nodes:
             if node.boot_id == caller.get("boot_id"):
                 return node
-        if not nodes:
-            raise CatalogError("no node has registered at this catalog: start one, dissociated node --catalog URI")
-        return nodes[0]
+        if nodes:
+            return nodes[0]
+        away = [node for node in self._database.nodes() if node.flight != self._own.flight]
+        if away:
+            hosts = ", ".join(sorted({node.host for node in away}))
+            last = utc(max(node.seen for node in away))
+            raise CatalogError(f"no node of this catalog is alive: start that on {hosts} again (last heard {last})")
+        raise CatalogError("no node has registered at this catalog: start one, dissociated node --catalog URI")

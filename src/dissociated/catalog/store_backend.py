@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -162,6 +163,8 @@ class StoreBackend(Backend):
                 self.store.confirm(version, whole, (numbers or {}).get(id, 0))
 
     def sweep(self) -> None:
+        with suppress(OSError):  # It shows since when no node has served the store.
+            os.utime(self.store.directory)
         self.store.sweep()
         for id in {*self._refused}:
             self._remove_refused(id)

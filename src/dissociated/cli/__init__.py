@@ -76,13 +76,21 @@ class _Help(argparse.HelpFormatter):
         return textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)
 
 
+class _Version(argparse.Action):
+    """An option that prints the version, which is looked up only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from dissociated.base.version import package_version
+
+        print("dissociated", package_version())
+        parser.exit()
+
+
 def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """Return the parser of the command line.
 
     Only the commands that `arguments` name get their options, because adding them imports the command's module.
     """
-    from dissociated._version import __version__
-
     top = argparse.ArgumentParser(
         prog="dissociated",
         formatter_class=_Help,
@@ -90,7 +98,7 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         epilog="To begin: dissociated put FILE NAME, then dissociated ls, dissociated head NAME. A dataset is "
         "URI/NAME, or NAME in the catalog of DISSOCIATED_CATALOG (by default, your node on this host).",
     )
-    top.add_argument("--version", action="version", version=f"dissociated {__version__}")
+    top.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
     commands = top.add_subparsers(title="commands", metavar="COMMAND")
     for name, (module, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, formatter_class=_Help)

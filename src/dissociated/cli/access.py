@@ -64,11 +64,10 @@ def add_serving_arguments(parser: argparse.ArgumentParser, peers: bool = False) 
         metavar="FILE",
         help="file of the tokens that the catalog accepts, one a line: TOKEN, NAME TOKEN or NAME TOKEN ROLE",
     )
-    group.add_argument(
+    quantities.add_duration(
+        group,
         "--ticket-lifetime",
-        type=quantities.duration,
-        metavar="TIME",
-        help="sign tickets, and let them expire after this time: 90s, 15m, 1h, 2d (default: tickets are valid "
+        "sign tickets, and let them expire after this time: 90s, 15m, 1h, 2d (default: tickets are valid "
         "until the dataset is replaced)",
     )
     if peers:

@@ -6,10 +6,11 @@ import argparse
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 
 from dissociated.base.buffers import MAX_BODY, MAX_METADATA
 from dissociated.cli import quantities
-from dissociated.cli.variants import serve_variants
+from dissociated.cli.variants import allocate_bounded, serve_variants
 from dissociated.errors import (
     ConnectionClosed,
     DissociatedError,
@@ -38,7 +39,7 @@ Play a client for somebody's server. URI is a location of a stream, with want_da
 status is 1 if one of them fails."""
 
 _NO_REASON = "the server ended the connection without a reason"
-_MAX_ANSWER = 1 << 16  # bytes of a message after the stream
+_bounded = partial(allocate_bounded, "server")
 
 
 def add_conformance(parser: argparse.ArgumentParser) -> None:
@@ -55,13 +56,7 @@ def add_conformance(parser: argparse.ArgumentParser) -> None:
     check.add_argument("--ticket", required=True, help="the identifier to send; 0x... for bytes in hexadecimal")
     check.set_defaults(run=_run_check)
     for role in (serve, check):
-        role.add_argument(
-            "--timeout",
-            type=quantities.duration,
-            default=10.0,
-            metavar="TIME",
-            help="silence that ends a connection (default: 10s)",
-        )
+        quantities.add_duration(role, "--timeout", "silence that ends a connection (default: 10s)", 10.0)
 
 
 class _Checks:
@@ -244,9 +239,3 @@ def _run_check(arguments: argparse.Namespace) -> None:
 
 def _ticket(text: str) -> bytes:
     return bytes.fromhex(text[2:]) if re.fullmatch("0x(?:[0-9a-fA-F]{2})+", text) else text.encode()
-
-
-def _bounded(tag: int | None, length: int) -> bytearray:
-    if length > _MAX_ANSWER:
-        raise RemoteProtocolError(f"the server sent a message of {length} bytes", rule="frame-length")
-    return bytearray(length)

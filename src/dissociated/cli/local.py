@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,9 +73,7 @@ def add_stop(parser: argparse.ArgumentParser) -> None:
     """Add the description, the options and the function of `stop` to its parser."""
     parser.description = _STOP
     _add_store(parser)
-    parser.add_argument(
-        "--timeout", type=quantities.duration, default=60.0, metavar="TIME", help="how long to wait (default: 60s)"
-    )
+    quantities.add_duration(parser, "--timeout", "how long to wait (default: 60s)", 60.0)
     parser.set_defaults(run=_run_stop)
 
 
@@ -96,7 +95,7 @@ def _run_stop(arguments: argparse.Namespace) -> None:
         pid = process.address.pid
         has_ended = process.stop(min(_QUIET_TIME, arguments.timeout))
         if not has_ended:
-            print(f"process {pid} waits for streams in progress", flush=True)
+            print(f"process {pid} of the store {store} waits for streams in progress", flush=True)
             has_ended = process.wait(arguments.timeout)
     if not has_ended:
         log = log_file(store)
@@ -104,7 +103,11 @@ def _run_stop(arguments: argparse.Namespace) -> None:
             f"process {pid} of the store {store} has not ended within {arguments.timeout:g} seconds"
             + ("" if log is None else f". Its log is {log}")
         )
-    print(f"stopped process {pid}. Its datasets stay in {store}: dissociated clean frees them")
+    log = log_file(store)
+    print(
+        f"stopped process {pid}. Its datasets stay in {store}: dissociated clean frees them"
+        + ("" if log is None else f". Its log is {log}")
+    )
 
 
 _CLEAN = """\
@@ -113,6 +116,7 @@ Free the memory of your stores on this host whose nodes are stopped: all their d
 These are the default store and the stores of nodes that Spark has started, or the store that --store names. A store
 keeps its identity and the last version number of each dataset, so that no number is used twice."""
 _MAX_NAMES = 10  # names of datasets that are shown
+_SPARK_STORE = re.compile("-[0-9a-f]{12}")  # the end of the name that `dissociated.node.local` gives a store
 
 
 def add_clean(parser: argparse.ArgumentParser) -> None:
@@ -134,7 +138,9 @@ def _run_clean(arguments: argparse.Namespace) -> None:
             raise OptionError(f"the store '{path}' does not exist")
         node = running(path)
         if node is not None:
-            print(f"{path} is served by process {node.pid}, and stays: dissociated stop --store {path}")
+            log = log_file(path)
+            served = f"process {node.pid}" + ("" if log is None else f" (log {log})")
+            print(f"{path} is served by {served}, and stays: dissociated stop --store {path}")
             continue
         try:
             store = Store(path)  # Nobody else can own the store until this process has answered.
@@ -152,7 +158,10 @@ def _run_clean(arguments: argparse.Namespace) -> None:
 def _stores() -> Iterator[Path]:
     """Yield the default store and the stores of nodes that Spark has started, if they exist."""
     first = default_store()
-    yield from sorted(path for path in first.parent.glob(f"{first.name}*") if path.is_dir() and not path.is_symlink())
+    for path in sorted(first.parent.glob(f"{first.name}*")):
+        is_ours = path == first or _SPARK_STORE.fullmatch(path.name.removeprefix(first.name))
+        if is_ours and path.is_dir() and not path.is_symlink():
+            yield path
 
 
 def _clean(store: Store, yes: bool) -> bool:

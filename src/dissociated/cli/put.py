@@ -51,9 +51,7 @@ def add_put(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tag", action="append", default=[], metavar="KEY=VALUE", help="tag of the version; may be repeated"
     )
-    parser.add_argument(
-        "--ttl", type=quantities.duration, metavar="TIME", help="remove the dataset after this time: 90s, 15m, 1h, 2d"
-    )
+    quantities.add_duration(parser, "--ttl", "remove the dataset after this time: 90s, 15m, 1h, 2d")
     target.add_options(parser)
     parser.set_defaults(run=_run_put)
 

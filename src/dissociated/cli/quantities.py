@@ -29,3 +29,10 @@ def duration(written: str) -> float:
         )
     number, unit = match.groups()
     return float(number) * _SECONDS[unit]
+
+
+def add_duration(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup, name: str, help: str, default: float | None = None
+) -> None:
+    """Add an option whose value is a duration."""
+    parser.add_argument(name, type=duration, metavar="TIME", help=help, default=default)

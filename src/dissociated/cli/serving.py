@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from dissociated.cli import access, quantities, text
 from dissociated.cli.signals import StopSignal
-from dissociated.errors import SourceError
+from dissociated.errors import SourceError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,12 +54,11 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_retain(parser: argparse.ArgumentParser, default: float) -> None:
-    parser.add_argument(
+    quantities.add_duration(
+        parser,
         "--retain",
-        type=quantities.duration,
-        default=default,
-        metavar="TIME",
-        help="time for which tickets of a replaced version stay valid: 90s, 15m, 1h, 2d (default: %(default)gs)",
+        "time for which tickets of a replaced version stay valid: 90s, 15m, 1h, 2d (default: %(default)gs)",
+        default,
     )
 
 
@@ -178,31 +177,21 @@ def add_node(parser: argparse.ArgumentParser) -> None:
         "--advertise", metavar="HOST", help="name of this host for other hosts, if a listener is on all interfaces"
     )
     _add_retain(parser, RETAIN)
-    parser.add_argument(
+    quantities.add_duration(
+        parser,
         "--forget",
-        type=quantities.duration,
-        default=FORGOTTEN,
-        metavar="TIME",
-        help=f"time after which an uncommitted segment is removed (default: {FORGOTTEN / 3600:g}h)",
+        f"time after which an uncommitted segment is removed (default: {FORGOTTEN / 3600:g}h)",
+        FORGOTTEN,
     )
-    parser.add_argument(
-        "--drain",
-        type=quantities.duration,
-        default=30.0,
-        metavar="TIME",
-        help="time that streams in progress have after SIGTERM (default: %(default)gs)",
+    quantities.add_duration(
+        parser, "--drain", "time that streams in progress have after SIGTERM (default: %(default)gs)", 30.0
     )
-    parser.add_argument(
-        "--idle-exit", type=quantities.duration, metavar="TIME", help="end after this time without readers and writers"
-    )
-    parser.add_argument(
-        "--empty-exit",
-        type=quantities.duration,
-        metavar="TIME",
-        help="end after this time with an empty store, without readers and writers",
+    quantities.add_duration(parser, "--idle-exit", "end after this time without readers and writers")
+    quantities.add_duration(
+        parser, "--empty-exit", "end after this time with an empty store, without readers and writers"
     )
     access.add_serving_arguments(parser, peers=True)
-    parser.add_argument("--beat", type=quantities.duration, default=5.0, metavar="TIME", help=argparse.SUPPRESS)
+    quantities.add_duration(parser, "--beat", argparse.SUPPRESS, 5.0)
     parser.add_argument("--ready-fd", type=int, metavar="N", help=argparse.SUPPRESS)
     parser.add_argument("--starter-fd", type=int, metavar="N", help=argparse.SUPPRESS)
     parser.set_defaults(run=_run_node)
@@ -210,6 +199,7 @@ def add_node(parser: argparse.ArgumentParser) -> None:
 
 def _run_node(arguments: argparse.Namespace) -> None:
     """Serve a store until a signal arrives."""
+    from dissociated.node.launch import log_file, running
     from dissociated.node.node import Node
     from dissociated.store.eviction import Policy
     from dissociated.store.layout import NODE_LOG
@@ -219,7 +209,13 @@ def _run_node(arguments: argparse.Namespace) -> None:
     stop = StopSignal()
     listen, flight = access.serving_uris(arguments)
     options = access.serving(arguments, peers=True)
-    store = Store(arguments.store, arguments.limit, Policy(arguments.policy), arguments.spill, arguments.forget)
+    try:
+        store = Store(arguments.store, arguments.limit, Policy(arguments.policy), arguments.spill, arguments.forget)
+    except StoreError as error:
+        if (address := running(arguments.store)) is None:
+            raise
+        log = log_file(arguments.store)
+        raise StoreError(f"{error}: process {address.pid}" + ("" if log is None else f", with the log {log}")) from None
     if arguments.ready_fd is None:
         (store.directory / NODE_LOG).unlink(missing_ok=True)  # by which tasks of Spark know a node that they may start
     before = store.versions()  # before any client knows this node

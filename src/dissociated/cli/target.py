@@ -6,15 +6,18 @@ import argparse
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from dissociated.cli import access, text
 from dissociated.control.catalog_uri import CATALOG_VARIABLE
-from dissociated.errors import CatalogError, DissociatedError, OptionError, UriError
-from dissociated.node.launch import default_store, running
+from dissociated.errors import CatalogError, DissociatedError, OptionError, StoreError, UriError
+from dissociated.node.launch import ADDRESS_FILE, default_store, running
 from dissociated.store.layout import SEGMENTS
+from dissociated.store.manifest import DAMAGE, decode_manifest, read_manifest
 
+_MAX_NAMES = 10  # names of datasets in an error
 _COMPLETION_TIMEOUT = 1.0  # seconds to wait for the names of datasets in a shell
 _ADDRESS = re.compile(r"(localhost|[\w-]+(\.[\w-]+)+|\[[0-9a-fA-F:]+\]):\d+(/.*)?")  # a URI without its scheme
 
@@ -60,9 +63,13 @@ def find(arguments: argparse.Namespace) -> Target:
     uri = catalog(arguments)
     if uri is None:
         store = arguments.store or default_store()
-        if versions := sum(1 for _ in store.glob(f"{SEGMENTS}/*")):
+        if names := _stored_names(store):
+            # A node touches the directory while it runs, and removes its address when it stops.
+            last = text.local_time(store.stat().st_mtime)
+            how = "was last alive" if (store / ADDRESS_FILE).exists() else "was stopped"
             raise CatalogError(
-                f"no node serves the store {str(store)!r}, which holds {text.plural(versions, 'version')}: "
+                f"no node serves the store {str(store)!r}, which holds {text.plural(len(names), 'dataset')}: "
+                f"{text.first_names(names, _MAX_NAMES)}. Its node {how} at {last}: "
                 f"dissociated start{'' if arguments.store is None else f' --store {store}'} serves them again"
             )
         raise CatalogError(
@@ -71,6 +78,15 @@ def find(arguments: argparse.Namespace) -> Target:
             "dissociated put FILE NAME"
         )
     return Target(uri, _split(arguments.uri)[1])
+
+
+def _stored_names(store: Path) -> list[str]:
+    """Return the names of the datasets in a store, or nothing if it cannot be read."""
+    names = set()
+    for entry in store.glob(f"{SEGMENTS}/*"):
+        with suppress(OSError, StoreError, *DAMAGE):
+            names.add(decode_manifest(read_manifest(entry)).name)
+    return sorted(names)
 
 
 def find_dataset(arguments: argparse.Namespace) -> Target:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -11,11 +10,12 @@ from rich.cells import cell_len, set_cell_size
 
 from dissociated.base.display import count as count
 from dissociated.base.display import duration as duration
+from dissociated.base.display import first_names as first_names
 from dissociated.base.display import plural as plural
+from dissociated.base.display import printable as printable
 from dissociated.base.display import size as size
 from dissociated.control.catalog_uri import is_unix, split_unix
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _GAP = "  "
 _MIN_WIDTH = 8  # columns of a terminal to which a text may be cut
 
@@ -36,11 +36,6 @@ def time_until(seconds: float | None) -> str:
         return "-"
     remaining = seconds - time.time()
     return f"in {duration(remaining)}" if remaining > 0 else "now"
-
-
-def printable(written: str) -> str:
-    """Replace control characters, which could change the state of a terminal, by Python's escapes."""
-    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), written)
 
 
 def table(

@@ -7,11 +7,13 @@ import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
 import pyarrow as pa
 
+from dissociated.base.descriptors import owned
 from dissociated.codec.split import SplitMessage, split
 from dissociated.errors import (
     ConnectionClosed,
@@ -39,7 +41,7 @@ _WANT, _FREE = 0x4449_5353_0000_1003, 0x4449_5353_0000_1100
 _TAGS = Tags({_WANT: Streams.BOTH, _WANT | 4: Streams.BOTH}, _FREE)
 _SEED = 42
 _TRICKLE = 7  # bytes sent at a time
-_MAX_REQUEST = 1 << 16  # bytes
+_MAX_MESSAGE = 1 << 16  # bytes of a message that is no part of a stream
 
 
 class _Share(NamedTuple):
@@ -319,7 +321,7 @@ class _Service:
         return f"{self._name}: {outcome}; leased {self._leased}, freed {self._freed}"
 
     def _receive(self) -> StreamRequested | AddressesFreed | None:
-        arrived = self._connection.receive(self._timeout, _bounded)
+        arrived = self._connection.receive(self._timeout, partial(allocate_bounded, "client"))
         return None if arrived is None else self._sender.receive(arrived)
 
     def _request(self) -> _Variant:
@@ -353,11 +355,8 @@ class _Service:
         def write(descriptor: int) -> None:
             write_parts(descriptor, [region.content])
 
-        descriptor = sealed_memfd("conformance", write) if region.sealed else _unsealed(region.content)
-        try:
+        with owned(sealed_memfd("conformance", write) if region.sealed else _unsealed(region.content)) as descriptor:
             self._connection.memory.share(descriptor, region.base, len(region.content), region.backing)
-        finally:
-            os.close(descriptor)
 
     def _hold(self, content: bytes) -> None:
         numbers = [int.from_bytes(content[at : at + 8], "little") for at in range(16, len(content), 8)]
@@ -394,9 +393,10 @@ class _Service:
         return "ok"
 
 
-def _bounded(tag: int | None, length: int) -> bytearray:
-    if length > _MAX_REQUEST:
-        raise RemoteProtocolError(f"the client sent a message of {length} bytes", rule="frame-length")
+def allocate_bounded(peer: str, tag: int | None, length: int) -> bytearray:
+    """Return memory for a message of `peer` that is no part of a stream. Raise RemoteProtocolError if it is long."""
+    if length > _MAX_MESSAGE:
+        raise RemoteProtocolError(f"the {peer} sent a message of {length} bytes", rule="frame-length")
     return bytearray(length)
 
 

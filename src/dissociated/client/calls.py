@@ -46,8 +46,8 @@ class CatalogClient:
 
     A client that is unpickled connects anew with the same parameters. The pickle contains the token.
 
-    `call_flight`, `current`, `describe_version`, `discard`, `do_action`, `reserve`, `sql_database`, `stage` and
-    `with_uri` are internal: nodes, writers and other rooms of this library use them.
+    `call_flight`, `current`, `describe_version`, `discard`, `do_action`, `join_trace`, `reserve`, `sql_database`,
+    `stage` and `with_uri` are internal: nodes, writers and other rooms of this library use them.
 
     Raises:
         CatalogError: The catalog cannot be reached, or refuses a call.
@@ -91,6 +91,11 @@ class CatalogClient:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._parameters
+
+    def join_trace(self, traceparent: str | None) -> None:
+        """Let calls and reads belong to a trace of another process, if their thread has no current span."""
+        self._calls.traceparent = traceparent
+        self.defaults = replace(self.defaults, traceparent=traceparent)
 
     def with_uri(self, uri: str) -> Self:
         """Return a client of another catalog, with the parameters of this one."""

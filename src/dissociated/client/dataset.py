@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Self
@@ -143,6 +144,9 @@ class _Rows(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no type hints
 
         This reads the whole selection.
 
+        Raises:
+            OptionError: The selection has no row at one of the positions.
+
         Example:
             ```python
             first, last = client["flights"].take([0, 1999])["distance"].to_pylist()
@@ -194,6 +198,7 @@ class _Rows(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no type hints
 
         Raises:
             ColumnNotFound: The schema lacks a column of `sorting`.
+            OptionError: The columns cannot be sorted by.
 
         Example:
             ```python
@@ -205,7 +210,9 @@ class _Rows(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no type hints
             [sorting] if isinstance(sorting, str) else [key if isinstance(key, str) else key[0] for key in sorting],
             "to sort by",
         )
-        return ds.InMemoryDataset(self.to_table().sort_by(sorting, **options))
+        whole = self.to_table()
+        with _table_errors("the rows cannot be sorted"):
+            return ds.InMemoryDataset(whole.sort_by(sorting, **options))
 
     def join(
         self, right_dataset: Any, keys: Any, right_keys: Any = None, *arguments: Any, **options: Any
@@ -214,6 +221,7 @@ class _Rows(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no type hints
 
         Raises:
             ColumnNotFound: A column of the keys is missing in its schema.
+            OptionError: The datasets cannot be joined in this way.
 
         Example:
             ```python
@@ -224,11 +232,18 @@ class _Rows(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no type hints
         """
         _check_columns(self, keys, "on the left side of the join")
         _check_columns(right_dataset, right_keys or keys, "on the right side of the join")
-        joined = self.to_table().join(_table(right_dataset), keys, right_keys, *arguments, **options)
-        return ds.InMemoryDataset(joined)
+        table, right_table = self.to_table(), _table(right_dataset)
+        with _table_errors("the datasets cannot be joined"):
+            return ds.InMemoryDataset(table.join(right_table, keys, right_keys, *arguments, **options))
 
-    def join_asof(self, right_dataset: Any, *arguments: Any, **options: Any) -> ds.InMemoryDataset:
+    def join_asof(
+        self, right_dataset: Any, on: str, by: Any, tolerance: int, right_on: str | None = None, right_by: Any = None
+    ) -> ds.InMemoryDataset:
         """Read this dataset and `right_dataset`, and return their join in memory. See `pyarrow.Table.join_asof`.
+
+        Raises:
+            ColumnNotFound: A column of the keys is missing in its schema.
+            OptionError: The datasets cannot be joined in this way.
 
         Example:
             ```python
@@ -238,7 +253,15 @@ class _Rows(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no type hints
             assert departures.to_table()["wind"].to_pylist() == [10, 20]
             ```
         """
-        return ds.InMemoryDataset(self.to_table().join_asof(_table(right_dataset), *arguments, **options))
+        for source, side, nearest, equal in (
+            (self, "left", on, by),
+            (right_dataset, "right", right_on or on, by if right_by is None else right_by),
+        ):
+            _check_columns(source, nearest, f"on the {side} side of the join")
+            _check_columns(source, equal, f"on the {side} side of the join")
+        table, right_table = self.to_table(), _table(right_dataset)
+        with _table_errors("the datasets cannot be joined"):
+            return ds.InMemoryDataset(table.join_asof(right_table, on, by, tolerance, right_on, right_by))
 
     def replace_schema(self, schema: pa.Schema) -> ds.InMemoryDataset:
         """Read all rows, and return them as a dataset in memory with another schema.
@@ -287,6 +310,16 @@ def _check_columns(source: Any, columns: Any, purpose: str) -> None:
         is_name = isinstance(column, str) and not column.startswith((".", "["))  # others are expressions and paths
         if is_name and column not in names:
             raise ColumnNotFound(missing_column(column, names, f" {purpose}"))
+
+
+@contextmanager
+def _table_errors(fact: str) -> Iterator[None]:
+    """Convert the errors of a table for values that do not suit it into OptionError."""
+    try:
+        yield
+    except (ValueError, pa.ArrowNotImplementedError, pa.ArrowTypeError, pa.ArrowKeyError) as error:
+        why = str(error).partition("\n")[0]
+        raise OptionError(f"{fact}: {why}") from None
 
 
 def _table(source: Any) -> pa.Table:

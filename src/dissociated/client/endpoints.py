@@ -14,6 +14,7 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 import pyarrow as pa
 
 from dissociated.base import tracing
+from dissociated.base.display import utc
 from dissociated.base.exit import StreamThread
 from dissociated.client.connection import is_silent
 from dissociated.client.parts import OpenFlight, open_part, open_part_on_device, open_part_tensors
@@ -111,7 +112,7 @@ class EndpointReader:
 
     def open(self, info: DatasetInfo, endpoint: Endpoint, request: ReadRequest) -> pa.RecordBatchReader:
         """Read the part of one endpoint that `request` selects. Errors are those of `Client.read_endpoint`."""
-        with _traced(request) as traced:
+        with _traced(request) as traced, _explained(info.name, [endpoint]):
             _annotate(info)
             return self._open_endpoint(info, endpoint, traced)
 
@@ -196,13 +197,32 @@ def _annotate(info: DatasetInfo) -> None:
     tracing.annotate(dataset=info.name, version=info.version or None)
 
 
+@contextmanager
+def _explained(name: str, endpoints: Sequence[Endpoint]) -> Iterator[None]:
+    """Add to the error of a medium which dataset could not be read, and when its nodes were last heard.
+
+    A node that was killed has no locations only after the catalog has missed its heartbeats.
+    """
+    try:
+        yield
+    except TransportError as error:
+        last_seen = max((endpoint.seen for endpoint in endpoints), default=0.0)
+        if type(error) is not TransportError or not last_seen:
+            raise
+        hosts = ", ".join(dict.fromkeys(host for endpoint in endpoints for host in endpoint.hosts))
+        raise TransportError(
+            f"{error}. {name!r} is on {hosts}, whose node was last heard {utc(last_seen)}: if it has ended, start it again"
+        ) from None
+
+
 def _retry_if_replaced(describe: Describe, open_parts: Callable[[DatasetInfo], T]) -> T:
     """Look the dataset up and open its parts. Retry if the dataset is replaced meanwhile."""
     info = describe()
     for _ in range(_MAX_RETRIES):
         _annotate(info)
         try:
-            return open_parts(info)
+            with _explained(info.name, info.endpoints):
+                return open_parts(info)
         except (RemoteError, DatasetNotFound):  # raised by a transport, or by Flight
             current = describe()
             if current.endpoints == info.endpoints:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from dissociated.base import tracing
+from dissociated.base.display import utc
 from dissociated.base.exit import StreamThread
 from dissociated.base.fork import ProcessBound, leak, use_grpc
 from dissociated.client.request import ReadRequest
@@ -97,6 +99,9 @@ class CatalogConnection(ProcessBound):
         self._parameters["generic_options"] += _lost_after(max(_SILENCE, timeout) if silence is None else silence)
         self._connection: Any = None
         self._closed = False
+        #: The trace that calls belong to if their thread has no current span.
+        self.traceparent: str | None = None
+        self._answered: float | None = None  # the time of the last answer, in seconds since the epoch
         self.bind_to_process()
 
     def call(self, call: Callable[[Any], T]) -> T:
@@ -118,13 +123,15 @@ class CatalogConnection(ProcessBound):
 
     def call_options(self) -> Any:
         """Return the options of a call that must be answered within the timeout."""
-        return flight.FlightCallOptions(timeout=self.timeout, headers=tracing.headers(tracing.current_traceparent()))
+        context = tracing.current_traceparent() or self.traceparent
+        return flight.FlightCallOptions(timeout=self.timeout, headers=tracing.headers(context))
 
     @contextmanager
     def errors(self) -> Iterator[None]:
         """Turn errors of Flight into CatalogError and its subclasses, AccessDenied and DeadlineExceeded."""
         try:
             yield
+            self._answered = time.time()
         except DissociatedError:  # for instance of a source in a put; some of these are OSErrors, too
             raise
         except flight.FlightUnavailableError as error:
@@ -135,8 +142,9 @@ class CatalogConnection(ProcessBound):
                     f"the certificate of the catalog at {self.uri} is not to be trusted, or not for that host "
                     "(tls_roots says which certificates are)"
                 ) from None
+            last = "" if self._answered is None else f" It last answered at {utc(self._answered)}."
             raise CatalogUnreachable(
-                f"no catalog answers at {self.uri}: is it running? ({_server_message(error)}) If its process was "
+                f"no catalog answers at {self.uri}: is it running? ({_server_message(error)}){last} If its process was "
                 "stopped or killed, start it again and connect to the address that it prints, which can have another "
                 "port; `dissociated start` and `dissociated status` do that for your node on this host"
             ) from None

@@ -83,8 +83,8 @@ class Lookup:
         descriptor = flight.FlightDescriptor.for_command(json.dumps(command))
         try:
             info = self._get_flight_info(descriptor, name)
-        except CatalogUnreachable:
-            raise
+        except CatalogUnreachable as error:
+            raise CatalogUnreachable(f"{name!r} cannot be looked up: {error}") from None
         except CatalogError as error:
             refused = error
         else:

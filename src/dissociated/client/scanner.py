@@ -12,13 +12,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.dataset as ds
 
+from dissociated.base.display import plural
 from dissociated.client.request import ReadRequest
 from dissociated.client.version_reader import VersionReader
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import positions, select_fields
 from dissociated.codec.device import DeviceReader, to_device
+from dissociated.codec.filter.row_filter import missing_field
 from dissociated.codec.split import BatchAndMetadata, batches
-from dissociated.errors import OptionError
+from dissociated.errors import ColumnNotFound, OptionError
 from dissociated.memory.device.base import Device
 
 
@@ -125,8 +127,22 @@ class Scanner:
         return self._limited(num_rows).to_table()
 
     def take(self, indices: Any) -> pa.Table:
-        """Read the rows at these positions, counted from 0, as a table. This reads the whole selection."""
-        return self.to_table().take(indices)
+        """Read the rows at these positions, counted from 0, as a table. This reads the whole selection.
+
+        Raises:
+            OptionError: The selection has no row at one of the positions.
+        """
+        table = self.to_table()
+        try:
+            return table.take(indices)
+        except pa.ArrowIndexError:
+            positions = indices if isinstance(indices, pa.Array | pa.ChunkedArray) else pa.array(indices)
+            outside = next(at for at in positions.to_pylist() if at is not None and not 0 <= at < table.num_rows)
+            raise OptionError(
+                f"there is no row {outside}: the selection has {plural(table.num_rows, 'row')}, counted from 0"
+            ) from None
+        except (pa.ArrowNotImplementedError, pa.ArrowTypeError, pa.ArrowInvalid):
+            raise OptionError(f"the positions of rows are whole numbers, not {indices!r}") from None
 
     def count_rows(self) -> int:
         """Return the number of rows of the selection.
@@ -166,7 +182,14 @@ class Scanner:
 
     def _project(self, reader: pa.RecordBatchReader, expressions: dict[str, Any]) -> pa.RecordBatchReader:
         """Compute expressions of the columns with pyarrow."""
-        return ds.Scanner.from_batches(reader, columns=expressions, use_threads=False).to_reader()
+        try:
+            return ds.Scanner.from_batches(reader, columns=expressions, use_threads=False).to_reader()
+        except pa.ArrowException as error:
+            message = missing_field(error, reader.schema)
+            if message is not None:
+                raise ColumnNotFound(message) from None
+            why = str(error).partition("\n")[0]
+            raise OptionError(f"the columns cannot be computed: {why}") from None
 
     def _pieces(self, reader: pa.RecordBatchReader) -> Iterator[BatchAndMetadata]:
         """Yield the batches, cut to the batch size if there is one, each with the metadata of its batch."""

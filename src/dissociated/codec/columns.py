@@ -48,10 +48,14 @@ def slice_batches(reader: pa.RecordBatchReader, first: int, stop: int) -> pa.Rec
 
 def pick_batches(reader: pa.RecordBatchReader, numbers: Sequence[int]) -> pa.RecordBatchReader:
     """Return the batches with these ascending numbers, if they exist. Nothing is read after the last of them."""
+    return BatchReader(reader.schema, pick(batches(reader), numbers))
+
+
+def pick(pairs: Iterator[BatchAndMetadata], numbers: Sequence[int]) -> Iterator[BatchAndMetadata]:
+    """Yield the batches with these ascending numbers, as `pick_batches` does."""
     stop = numbers[-1] + 1 if numbers else 0
     selected = numbers if isinstance(numbers, range) else {*numbers}
-    numbered = enumerate(islice(batches(reader), stop))
-    return BatchReader(reader.schema, (pair for number, pair in numbered if number in selected))
+    return (pair for number, pair in enumerate(islice(pairs, stop)) if number in selected)
 
 
 def even_batches(pieces: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.RecordBatch]:

@@ -371,7 +371,11 @@ class InPlace:
         starts = body_at - (len(head) + width)
         if starts[0] != part.end or (starts[1:] != ends[:-1]).any() or ends[-1] > part.region.size:
             return False
-        encapsulated = part.memory[starts[:, None] + np.arange(len(head) + width)]
+        length, size = len(head) + width, int(ends[0] - starts[0])
+        if (ends - starts == size).all():  # as of most batches of equal length: a view
+            encapsulated = part.memory[starts[0] : ends[-1]].reshape(-1, size)[:, :length]
+        else:
+            encapsulated = part.memory[starts[:, None] + np.arange(length)]
         prefixes, headers = encapsulated[:, : len(head)], encapsulated[:, len(head) :]
         if (prefixes != np.frombuffer(head, np.uint8)).any() or (headers != batches.headers).any():
             return False

@@ -243,7 +243,7 @@ class DatasetList(list[DatasetInfo]):
                 size(info.nbytes),
                 count(len(info.schema)),
                 count(info.version),
-                " ".join(info.schemes),
+                "cannot be read" if any(endpoint.is_away for endpoint in info.endpoints) else " ".join(info.schemes),
             ]
             for info in self[:_MAX_LINES]
         ]

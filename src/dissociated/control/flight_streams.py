@@ -24,6 +24,7 @@ import pyarrow.flight as flight
 from dissociated.base import strict_json, tracing
 from dissociated.codec.split import BatchAndMetadata
 from dissociated.codec.validation import Validator
+from dissociated.control.messages import parse_app_metadata
 from dissociated.errors import CatalogError, DissociatedError
 
 _METADATA_KEY = "dissociated.metadata"
@@ -141,7 +142,7 @@ def generate_get(pairs: Iterator[BatchAndMetadata]) -> Iterator[Any]:
             app_metadata: dict[str, Any] = {_METADATA_KEY: _encode_metadata(metadata)}
             if first:
                 app_metadata[_FIRST_KEY] = True
-                yield _reader([batch.slice(0, 0)])
+                yield pa.RecordBatchReader.from_batches(batch.schema, [batch.slice(0, 0)])
             yield batch.slice(0, 0), _encode_app_metadata(app_metadata)
         first = False
         yield pa.RecordBatchReader.from_batches(batch.schema, run())
@@ -185,7 +186,7 @@ def receive_get(reader: Any) -> Iterator[BatchAndMetadata]:
     # An empty first batch is kept here until the next message tells whether it only carried dictionaries.
     empty: list[pa.RecordBatch] = []
     for number, chunk in enumerate(reader):
-        app_metadata = {} if chunk.app_metadata is None else _decode_app_metadata(chunk.app_metadata)
+        app_metadata = _decode_app_metadata(chunk.app_metadata)
         if _METADATA_KEY in app_metadata:
             metadata = _decode_metadata(app_metadata)
             if app_metadata.get(_FIRST_KEY):
@@ -205,23 +206,12 @@ def receive_get(reader: Any) -> Iterator[BatchAndMetadata]:
         yield batch, None
 
 
-def _reader(batches: list[pa.RecordBatch]) -> pa.RecordBatchReader:
-    return pa.RecordBatchReader.from_batches(batches[0].schema, batches)
-
-
 def _encode_app_metadata(plain: dict[str, Any]) -> pa.Buffer:
     return pa.py_buffer(json.dumps(plain).encode())
 
 
 def _decode_app_metadata(content: pa.Buffer | None) -> dict[str, Any]:
-    """Return the JSON object in `content`, or an empty dict if another program wrote something else."""
-    if content is None:
-        return {}
-    try:
-        plain = strict_json.loads(content.to_pybytes())
-    except ValueError:
-        return {}
-    return plain if isinstance(plain, dict) else {}
+    return {} if content is None else parse_app_metadata(content.to_pybytes(), {})
 
 
 def _encode_metadata(metadata: pa.KeyValueMetadata) -> list[list[str]]:

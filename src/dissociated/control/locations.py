@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import lru_cache
 from types import NoneType
 from typing import Any, Self
 
-from dissociated.base.display import html, html_table, plural
+from dissociated.base.display import html, html_table, plural, utc
 from dissociated.control.messages import FieldTypes, has_fields, moment, parse_app_metadata
 from dissociated.errors import CatalogError, NodeUnreachable, UriError
 from dissociated.transport import registry
@@ -174,7 +173,7 @@ def describe_away(name: str, hosts: Sequence[str], seen: float) -> str:
         hosts: The hosts of the nodes.
         seen: The time of their last heartbeat, in seconds since the epoch; 0 if it is unknown.
     """
-    last = f" (last heard {datetime.fromtimestamp(seen, UTC):%Y-%m-%d %H:%M:%S} UTC)" if seen else ""
+    last = f" (last heard {utc(seen)})" if seen else ""
     return (
         f"a part of {name!r} is on {', '.join(hosts)}, and no node there is alive{last}: start the node again. If it "
         f"will not come back, remove it with its datasets: dissociated forget {hosts[0] if hosts else 'NODE'}"

@@ -11,9 +11,11 @@ from dissociated.codec.columns import select_columns, select_fields
 from dissociated.codec.join import Messages, join
 from dissociated.codec.options import WriteOptions, check_options
 from dissociated.datasets.base import Dataset, Source
-from dissociated.datasets.fanout import Consumer, Fanout
+from dissociated.datasets.consumer import Consumer
+from dissociated.datasets.fanout import Fanout
 from dissociated.datasets.live import Live
 from dissociated.datasets.live_message import LiveMessage
+from dissociated.datasets.pump import Pump
 from dissociated.datasets.sources import open_source
 from dissociated.errors import OptionError
 from dissociated.format.projection import Projection
@@ -52,7 +54,8 @@ class Broadcast(BroadcastDataset):
         reader = open_source(name, source)
         super().__init__(name, reader.schema)
         self.live = live
-        self.fanout = Fanout(name, reader, live, limit, options)
+        self._pump = Pump(name, reader, options)
+        self.fanout = Fanout(name, self._pump.schema, live, limit, self._pump.start)
 
     def project(self, item: LiveMessage) -> LiveMessage | None:
         return item
@@ -63,19 +66,21 @@ class Broadcast(BroadcastDataset):
 
     def open_reader(self) -> pa.RecordBatchReader:
         woken = threading.Event()
-        return join(_messages(self.fanout.join(woken.set), woken))
+        return join(_messages(self.fanout, self.fanout.join(woken.set), woken))
 
     def _select(self, indices: tuple[int, ...]) -> Dataset:
-        return _BroadcastColumns(self, indices, self.fanout.schema_header)
+        return _BroadcastColumns(self, indices, self._pump.schema.header)
 
     def drop(self) -> None:
         self.fanout.drop()
+        self._pump.discard()
 
     def close(self) -> None:
         self.fanout.close()
+        self._pump.discard()
 
     def wait_closed(self, timeout: float) -> None:
-        self.fanout.join_pump(timeout)
+        self._pump.join(timeout)
 
 
 class _BroadcastColumns(BroadcastDataset):
@@ -108,17 +113,17 @@ class _BroadcastColumns(BroadcastDataset):
         return _BroadcastColumns(self._whole, tuple(self._indices[index] for index in indices), self._schema)
 
 
-def _messages(consumer: Consumer, woken: threading.Event) -> Messages:
+def _messages(fanout: Fanout, consumer: Consumer, woken: threading.Event) -> Messages:
     """Yield the messages of `consumer`, for libarrow to join into batches in this process."""
     try:
         while not consumer.finished:
-            items = consumer.take()
+            items = fanout.take(consumer)
             if not items:
                 woken.wait()
                 woken.clear()
             for message in [message for item in items for message in item.each()]:
                 body = None if message.body is None else b"".join(message.body)
-                consumer.free(message.addresses)
+                fanout.free(consumer, message.addresses)
                 yield message.header, body
     finally:
-        consumer.leave()
+        fanout.leave(consumer)

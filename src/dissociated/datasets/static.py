@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import accumulate
@@ -87,6 +87,16 @@ class StaticDataset(Dataset):
             SourceError: The file was shortened.
         """
         return message
+
+    def read(self, columns: Sequence[int] | None, numbers: Sequence[int] | None) -> pa.RecordBatchReader:
+        """Open a reader over some columns and batches.
+
+        Args:
+            columns: Ascending positions of columns; None for all.
+            numbers: Ascending numbers of batches; None for all. Numbers beyond the last batch are ignored.
+        """
+        reader = self.open_reader() if numbers is None else pick_batches(self.open_reader(), numbers)
+        return reader if columns is None else select_columns(reader, columns)
 
     def small_stream(self, limit: int) -> bytes | None:
         """Return the messages as an IPC stream.
@@ -176,7 +186,10 @@ class StaticColumns(_Selected):
         self._projected: dict[int | None, list[StaticMessage]] = {}
 
     def open_reader(self) -> pa.RecordBatchReader:
-        return select_columns(self._whole.open_reader(), self._indices)
+        return self._whole.read(self._indices, None)
+
+    def read(self, columns: Sequence[int] | None, numbers: Sequence[int] | None) -> pa.RecordBatchReader:
+        return super().read(columns, numbers) if columns is not None else self._whole.read(self._indices, numbers)
 
     def packed(self) -> Sequence[StaticMessage]:
         return self._choose(None, self._whole.packed())
@@ -224,7 +237,7 @@ class _StaticBatches(_Selected):
         self._stop = numbers[-1] + 1 if numbers else 0
 
     def open_reader(self) -> pa.RecordBatchReader:
-        return pick_batches(self._whole.open_reader(), self._ascending)
+        return self._whole.read(None, self._ascending)
 
     def packed(self) -> Sequence[StaticMessage]:
         return self._pick(self._whole.packed(), 0)[0]
@@ -308,6 +321,23 @@ class SegmentsDataset(StaticDataset):
         with source_errors(self.name):
             for segment in self.segments:
                 yield from segment.batches()
+
+    def read(self, columns: Sequence[int] | None, numbers: Sequence[int] | None) -> pa.RecordBatchReader:
+        if not self.is_modifiable:
+            return super().read(columns, numbers)
+        chosen = range(len(self.schema)) if columns is None else columns
+        return BatchReader(select_fields(self.schema, chosen), self._some_batches(chosen, numbers))
+
+    def _some_batches(self, columns: Sequence[int], numbers: Sequence[int] | None) -> Iterator[BatchAndMetadata]:
+        first = 0
+        with source_errors(self.name):
+            for segment in self.segments:
+                part = None
+                if numbers is not None:
+                    stop = first + segment.batch_count
+                    part = [n - first for n in numbers[bisect_left(numbers, first) : bisect_left(numbers, stop)]]
+                    first = stop
+                yield from segment.some_batches(columns, part)
 
     def check_metadata(self, limit: int) -> None:
         for segment in self.segments:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
@@ -26,6 +26,16 @@ TEXT_FORMATS = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 _BLOCK_SIZE = 16 << 20  # bytes of text; the types of the columns are inferred from the first block
 _EXACT = 1 << 53  # doubles hold every integer below
 _LONG_INTEGER = re.compile(rb"(?<![0-9.])[0-9]{16,}(?![0-9.eE])")
+#: The kinds of values of JSON, as they are named in errors.
+_KINDS: Mapping[type, str] = {
+    dict: "an object",
+    list: "an array",
+    str: "a string",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+}
+_ELEMENT = "[]"  # stands for the elements of an array in the path of a value
 _ALL_DIGITS_AS_0 = bytes(48 if 48 <= byte <= 57 else byte for byte in range(256))
 
 
@@ -226,11 +236,71 @@ def _located(source: Any, format: str) -> str | None:
     if not isinstance(source, str):
         return None
     try:
-        for _ in _open_csv(source, use_threads=False) if format == "csv" else _json_lines(source):
+        if format == "jsonl":
+            return _changed_type(source)
+        for _ in _open_csv(source, use_threads=False):
             pass
     except (pa.ArrowException, SourceError) as error:
         return str(error)
     return None
+
+
+def _changed_type(path: str) -> str | None:
+    """Return a sentence about the first value of JSON lines that does not have the type of its column, or None.
+
+    Raises SourceError for a line that is not JSON.
+    """
+    try:
+        types = dict(_json_types(pa.struct(_open_json(path).schema), ()))
+    except pa.ArrowException:  # Two values in the first block have different types.
+        types = {}
+    first: dict[tuple[str, ...], tuple[str, int]] = {}
+    for row, line in _json_lines(path):
+        if not isinstance(line, dict | None):
+            return f"row {row} is {_KINDS[type(line)]} instead of an object"
+        for column, value in _json_values(line, ()):
+            kind = _KINDS[type(value)]
+            known_kind, known_row = first.setdefault(column, (kind, row))
+            where = f"in column {'.'.join(name for name in column if name != _ELEMENT)!r}"
+            if kind != known_kind:
+                return f"row {row} has {kind} {where}, and row {known_row} has {known_kind}"
+            if types and (expected := _unexpected(value, types.get(column))) is not None:
+                return f"row {row} has {kind} {where}, and the first 16 MB have {expected}"
+    return None
+
+
+def _unexpected(value: Any, type_: pa.DataType | None) -> str | None:
+    """Return what the first block has instead of `value`, or None if the value has the type of the column."""
+    if type_ is None:
+        return "no such column"
+    if pa.types.is_null(type_):
+        return "only null there"
+    is_integer = type(value) is int and -(1 << 63) <= value < 1 << 63
+    return "only integers of 64 bits there" if pa.types.is_int64(type_) and not is_integer else None
+
+
+def _json_types(type_: pa.DataType, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], pa.DataType]]:
+    """Yield the types of all columns and, nested in them, of all fields and elements."""
+    yield path, type_
+    if pa.types.is_struct(type_):
+        for field in type_.fields:
+            yield from _json_types(field.type, (*path, field.name))
+    elif pa.types.is_list(type_):
+        yield from _json_types(type_.value_type, (*path, _ELEMENT))
+
+
+def _json_values(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the values of all columns and, nested in them, of all fields and elements, without those that are null."""
+    if value is None:
+        return
+    if path:
+        yield path, value
+    if isinstance(value, dict):
+        for name, child in value.items():
+            yield from _json_values(child, (*path, name))
+    elif isinstance(value, list):
+        for child in value:
+            yield from _json_values(child, (*path, _ELEMENT))
 
 
 def _without_times(guessed: pa.DataType) -> pa.DataType:

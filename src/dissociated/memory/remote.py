@@ -59,14 +59,12 @@ def parse_spans(uri: Uri) -> list[Span]:
                 raise ValueError(extent)
             spans.append(Span(base, size, handle[at : at + length]))
             at += length
+        if at != len(handle):
+            raise ValueError(handle)
     except ValueError:
         raise UriError(
             f"the parameter {_SPANS_PARAMETER}={text!r} does not match the remote_handle of {len(handle)} bytes"
         ) from None
-    if at != len(handle):
-        raise UriError(
-            f"the parameter {_SPANS_PARAMETER}={text!r} does not match the remote_handle of {len(handle)} bytes"
-        )
     return spans
 
 

@@ -18,6 +18,7 @@ from enum import IntEnum
 import pyarrow as pa
 
 from dissociated.base.buffers import Buffer
+from dissociated.base.descriptors import owned
 from dissociated.base.exit import keep_at_exit
 from dissociated.base.oserrors import store_errors
 from dissociated.errors import RemoteProtocolError
@@ -63,13 +64,10 @@ def sealed_memfd(name: str, write: Callable[[int], object]) -> int:
     """
     with store_errors(f"shared memory for {name}"):
         writable = create_memfd(name)
-    try:
-        with store_errors(f"shared memory for {name}"):
-            write(writable)
-            seal(writable, Backing.SEALED)
-            return reopen_read_only(writable)
-    finally:
-        os.close(writable)
+    with owned(writable), store_errors(f"shared memory for {name}"):
+        write(writable)
+        seal(writable, Backing.SEALED)
+        return reopen_read_only(writable)
 
 
 def seal(descriptor: int, backing: Backing) -> None:
@@ -142,15 +140,10 @@ def can_tell_unused() -> bool:
     Raises:
         OSError: No memfd can be made.
     """
-    probe = create_memfd("probe")
-    try:
+    with owned(create_memfd("probe")) as probe:
         readable = reopen_read_only(probe)
-    finally:
-        os.close(probe)
-    try:
+    with owned(readable):
         return is_unused(readable)
-    finally:
-        os.close(readable)
 
 
 def is_sealed(descriptor: int) -> bool:

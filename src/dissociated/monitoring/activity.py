@@ -6,19 +6,19 @@ while data flow. When a connection ends, its statistics are added to the totals.
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from itertools import chain, count
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from dissociated._version import __version__
 from dissociated.base.host import host_name
 from dissociated.base.tracing import TraceSpan
+from dissociated.base.version import package_version
 from dissociated.datasets.base import Dataset
 from dissociated.monitoring.changes import Changes
 from dissociated.monitoring.kept_memory import KeptMemory
@@ -114,9 +114,18 @@ class ConnectionStats:
         except BaseException:
             self._transfer = self.bytes, None, 0, 0
             raise
-        written_before, sent_bytes = connection.written, self.bytes
-        pending = min(connection.backlog, whole - sent_bytes)
-        self._transfer = whole - pending, connection if pending else None, written_before, pending
+        self._count(connection, whole, whole - self.bytes)
+
+    def add_sent(self, connection: Connection, nbytes: int) -> None:
+        """Count `nbytes` bytes of bodies that were passed on to be sent. The medium may still have to send them."""
+        sent_bytes, _, _, pending = self._transfer
+        self._count(connection, sent_bytes + pending + nbytes, pending + nbytes)
+
+    def _count(self, connection: Connection, whole: int, unknown: int) -> None:
+        """Count `whole` bytes in all. The medium may still have to send up to `unknown` of them."""
+        written = connection.written  # read first: bytes that are written meanwhile must be counted later
+        pending = min(connection.backlog, unknown)
+        self._transfer = whole - pending, connection if pending else None, written, pending
 
     def settle(self) -> None:
         """Count all bytes as sent, since the client has received everything, even if the medium has not reported it."""
@@ -161,6 +170,10 @@ class ConnectionStats:
         count_missed = self.count_missed  # see `kept_bytes`
         return 0 if count_missed is None else count_missed()
 
+    def counts(self) -> Counter[str]:
+        """Return the counts of this stream that add up to those of its dataset and of the server."""
+        return Counter(streams=1, messages=self.messages, bytes=self.bytes, missed=self.missed_batches)
+
     def detach(self) -> None:
         """Release the references to what was sent, and keep the number of missed batches."""
         missed = self.missed_batches
@@ -181,35 +194,14 @@ class ConnectionStats:
         return fields | ({"missed": now.missed} if now.missed else {})
 
 
-class _Sums:
-    """Sums of streams, messages, bytes and missed batches."""
-
-    def __init__(self) -> None:
-        self.streams = self.messages = self.bytes = self.missed = self.consumers = self.leases = 0
-
-    def add(self, stats: ConnectionStats) -> None:
-        self.streams += 1
-        self.messages += stats.messages
-        self.bytes += stats.bytes
-        self.missed += stats.missed_batches
-
-    def include(self, sums: _Sums) -> None:
-        self.streams += sums.streams
-        self.messages += sums.messages
-        self.bytes += sums.bytes
-        self.missed += sums.missed
-        self.consumers += sums.consumers
-        self.leases += sums.leases
-
-    def plus(self, open_stats: Iterable[ConnectionStats]) -> _Sums:
-        """Return the sum of these and of open connections."""
-        total = _Sums()
-        total.include(self)
-        for stats in open_stats:
-            total.add(stats)
-            total.consumers += 1
-            total.leases += len(stats.leases)
-        return total
+def _total(ended_counts: Iterable[Counter[str]], open_stats: Iterable[ConnectionStats]) -> Counter[str]:
+    """Add up the counts of ended streams and of open ones, which also have consumers and leases."""
+    total: Counter[str] = Counter()
+    for counts in ended_counts:
+        total.update(counts)
+    for stats in open_stats:
+        total.update(stats.counts(), consumers=1, leases=len(stats.leases))
+    return total
 
 
 class Activity:
@@ -224,11 +216,11 @@ class Activity:
         self.stopping = False
         self._began = time.monotonic()
         self._lock = threading.Lock()
-        self._numbers = itertools.count(1)
+        self._numbers = count(1)
         self._open: dict[int, ConnectionStats] = {}
-        self._ended_sums = _Sums()
+        self._ended_counts: Counter[str] = Counter()  # the counts of ended streams
         # A dataset has an entry while it is published or being read.
-        self._of_datasets: WeakKeyDictionary[Dataset, _Sums] = WeakKeyDictionary()
+        self._of_datasets: WeakKeyDictionary[Dataset, Counter[str]] = WeakKeyDictionary()
         self._outcomes: Counter[str] = Counter()
         self._accepted: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
@@ -254,8 +246,8 @@ class Activity:
             del self._open[stats.connection]
             self._outcomes[outcome] += 1
             if stats.dataset is not None:
-                self._ended_sums.add(stats)
-                self._of_datasets.setdefault(stats.dataset, _Sums()).add(stats)
+                for counts in (self._ended_counts, self._of_datasets.setdefault(stats.dataset, Counter())):
+                    counts.update(stats.counts())
 
     def in_progress(self) -> list[ConsumerStatus]:
         """Return the connections that a stopping server waits for."""
@@ -286,9 +278,8 @@ class Activity:
     def bytes_sent(self) -> int:
         """Return the number of bytes of bodies sent. Unlike `status`, this does not examine datasets."""
         with self._lock:
-            return self._ended_sums.bytes + sum(
-                stats.bytes for stats in self._open.values() if stats.dataset is not None
-            )
+            requested = (stats for stats in self._open.values() if stats.dataset is not None)
+            return self._ended_counts["bytes"] + sum(stats.bytes for stats in requested)
 
     def flight(self) -> None:
         """Record that a stream is sent over Flight."""
@@ -319,26 +310,29 @@ class Activity:
         """
         with self._lock:
             statistics = list(self._open.values())
-            requested = [stats for stats in statistics if stats.dataset is not None]
+            requested: dict[Dataset, list[ConnectionStats]] = defaultdict(list)
+            for stats in statistics:
+                if stats.dataset is not None:
+                    requested[stats.dataset].append(stats)
             at = Counter(stats.listener for stats in statistics)
-            everything = self._ended_sums.plus(requested)
+            total = _total([self._ended_counts], chain.from_iterable(requested.values()))
             consumers = tuple(stats.status() for stats in statistics)
             waits_for = [stats.connection for stats in statistics if stats.in_progress] if self.stopping else []
             return ServerStatus(
-                __version__,
+                package_version(),
                 host_name(),
                 os.getpid(),
                 time.monotonic() - self._began,
                 catalog,
-                everything.leases,
+                total["leases"],
                 Totals(
-                    everything.streams,
-                    everything.messages,
-                    everything.bytes,
+                    total["streams"],
+                    total["messages"],
+                    total["bytes"],
                     self._flight,
                     **{outcome: self._outcomes[outcome] for outcome in OUTCOMES},
                     refused_puts=self._refused_puts,
-                    missed=everything.missed,
+                    missed=total["missed"],
                 ),
                 tuple(ListenerStatus(uri, at[uri], self._accepted[uri], self._refused[uri]) for uri in listeners),
                 tuple(self._dataset(versions, requested) for versions in datasets.values()),
@@ -351,21 +345,21 @@ class Activity:
                 tuple(waits_for),
             )
 
-    def _dataset(self, versions: Sequence[Dataset], requested: Sequence[ConnectionStats]) -> DatasetStatus:
-        total = _Sums()
-        for version in versions:
-            sums = self._of_datasets.get(version, _Sums())
-            total.include(sums.plus(stats for stats in requested if stats.dataset is version))
+    def _dataset(
+        self, versions: Sequence[Dataset], requested: Mapping[Dataset, Sequence[ConnectionStats]]
+    ) -> DatasetStatus:
+        ended_counts = [self._of_datasets[version] for version in versions if version in self._of_datasets]
+        total = _total(ended_counts, chain.from_iterable(requested.get(version, ()) for version in versions))
         latest = versions[-1]
         return DatasetStatus(
             latest.name,
             latest.rows,
             latest.nbytes,
-            total.consumers,
-            total.streams,
-            total.messages,
-            total.bytes,
-            total.leases,
+            total["consumers"],
+            total["streams"],
+            total["messages"],
+            total["bytes"],
+            total["leases"],
             len(versions),
-            total.missed,
+            total["missed"],
         )

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import time
 from typing import Any
 
+from dissociated.base.display import printable
 from dissociated.errors import OptionError
 
 #: The fields of records: numbers, and texts without secrets.
@@ -34,8 +34,6 @@ FIELDS = (
     "identity",
     "suppressed",
 )
-#: Characters with which a peer could start a new line in the log, or overwrite others in a terminal.
-_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -85,11 +83,8 @@ class TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the name that logging requires
         """Return the line, with unprintable characters escaped."""
         fields = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in record_fields(record).items())
-        return _UNPRINTABLE.sub(_escape, " ".join((super().formatMessage(record), *fields)))
-
-
-def _escape(match: re.Match[str]) -> str:
-    return repr(match[0])[1:-1]
+        # A peer could start a new line in the log with its name, or overwrite others in a terminal.
+        return printable(" ".join((super().formatMessage(record), *fields)))
 
 
 class JsonFormatter(logging.Formatter):

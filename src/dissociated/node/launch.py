@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Self
 
+from dissociated.base.descriptors import owned
 from dissociated.base.oserrors import store_errors
 from dissociated.base.private import open_private_directory, open_private_file, read_private_file
 from dissociated.client.calls import CatalogClient
@@ -69,10 +70,8 @@ def running(directory: str | os.PathLike[str], timeout: float = _ANSWER_TIMEOUT)
         store = open_private_directory(directory)
     except OSError:
         return None
-    try:
+    with owned(store):
         return _running(store, Path(directory), timeout)
-    finally:
-        os.close(store)
 
 
 def _running(store: int, directory: Path, timeout: float = _ANSWER_TIMEOUT) -> NodeAddress | None:
@@ -82,12 +81,9 @@ def _running(store: int, directory: Path, timeout: float = _ANSWER_TIMEOUT) -> N
     except (OSError, ValueError, TypeError):
         return None
     try:
-        client = CatalogClient(address.uri, timeout)
-        try:
+        with contextlib.closing(CatalogClient(address.uri, timeout)) as client:
             if client.stage().node != id:
                 return None  # The node of this store was killed, and another node has its port now.
-        finally:
-            client.close()
     except AccessDenied:
         pass  # A node answers, but it requires a token, or its certificate is not trusted yet.
     except DissociatedError:
@@ -163,14 +159,12 @@ def ensure(
     deadline = time.monotonic() + timeout
     with store_errors(f"the store {store}"):
         opened = open_private_directory(store, create=True)
-    try:
+    with owned(opened):
         with store_errors(f"the store {store}"):
             known_id(opened, store)  # Raise for a directory that is not a store before anything is created there.
         with _start_lock(opened, store, deadline):
             address = _running(opened, store)
             return address if address is not None else _start(opened, store, arguments, deadline, starter)
-    finally:
-        os.close(opened)
 
 
 @contextlib.contextmanager
@@ -218,9 +212,10 @@ def _start(opened: int, store: Path, arguments: Sequence[str], deadline: float, 
     address = _running(opened, store) if line else None
     if address is None:
         log_lines = read_private_file(NODE_LOG, within=opened).decode(errors="replace").strip().splitlines()
-        raise StoreError(
-            f"no node could be started for {str(store)!r}: {log_lines[-1] if log_lines else 'no answer in time'}"
-        )
+        why = log_lines[-1] if log_lines and not line else "it has started, and does not answer"
+        if time.monotonic() >= deadline:
+            why = f"it did not answer in time. Process {process.pid} may still start; its log is {store / NODE_LOG}"
+        raise StoreError(f"no node could be started for {str(store)!r}: {why}")
     return address
 
 
@@ -240,8 +235,7 @@ class NodeProcess:
 
     def __init__(self, directory: Path) -> None:
         self.store = directory.absolute()
-        opened = open_private_directory(directory)
-        try:
+        with owned(open_private_directory(directory)) as opened:
             self.address = _address(opened)
             # The process cannot be replaced by another one with the same id once it is open.
             self._descriptor = os.pidfd_open(self.address.pid)
@@ -252,8 +246,6 @@ class NodeProcess:
             except BaseException:
                 os.close(self._descriptor)
                 raise
-        finally:
-            os.close(opened)
 
     def stop(self, timeout: float) -> bool:
         """Tell the process to stop: it ends when its streams have ended. Return whether it ended within `timeout`."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 
 from dissociated.base.buffers import MAX_METADATA
 from dissociated.base.fork import ProcessBound
@@ -229,9 +228,7 @@ class Node(ProcessBound):
     def __enter__(self) -> Node:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -72,6 +72,8 @@ class Receiver:
         self._tensors: bool | None = None  # whether the stream has tensors, known from the first metadata to arrive
         self._schema_known = False
         self._layout: SchemaLayout | None = None  # known once the schema is delivered, if it can be read
+        self._last: tuple[bytes, Header] | None = None  # the flatbuffer that was parsed last
+        self._checked: bytes | None = None  # the last flatbuffer whose number of buffers was right
         self._spare_taken = False  # whether an empty body for the schema has arrived
 
     @classmethod
@@ -137,7 +139,9 @@ class Receiver:
                 rule="frame-length",
             )
         sequence = self._full_sequence(wire_sequence, self._headers, "metadata")
-        parsed = parse_header(header)
+        if self._last is None or header != self._last[0]:
+            self._last = header, parse_header(header)
+        header, parsed = self._last  # batches of one size often have equal flatbuffers
         if self._tensors is None:
             self._tensors = parsed.is_tensor
         if parsed.is_tensor is not self._tensors:
@@ -326,7 +330,7 @@ class Receiver:
         """Check that the next message has as many buffers as the schema needs. libarrow ignores surplus buffers."""
         if parsed.type is HeaderType.SCHEMA:
             self._layout = layout_of(header)
-        elif self._layout is not None and not parsed.is_tensor:
+        elif header is not self._checked and self._layout is not None and not parsed.is_tensor:
             try:
                 needed = self._layout.buffers_of(header, parsed)
             except (struct.error, IndexError):
@@ -337,6 +341,7 @@ class Receiver:
                     "sends buffers of earlier messages again, as the C++ example does, causes this",
                     rule="buffer-count",
                 )
+            self._checked = header
 
     def disconnected(self) -> None:
         """Handle that the peer has disconnected.

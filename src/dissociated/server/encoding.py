@@ -25,8 +25,8 @@ _FIRST_GROUP_SIZE = 128
 _MAX_CACHED_MESSAGES = 1 << 20
 _UNLIMITED = 1 << 63
 #: Largest body, in bytes, that is copied if it lies in a file that a user may modify: over media of which the kernel
-#: reads larger bodies, and over others.
-_MAX_COPIED, _MAX_COPIED_HERE = 1 << 16, 1 << 24
+#: reads larger bodies, if their metadata can follow them, and otherwise.
+_MAX_COPIED, _MAX_COPIED_HERE = 1 << 16, 1 << 30
 #: Bytes of bodies of a group that are copied, and one body more.
 _COPIED_BYTES = 1 << 18
 
@@ -198,10 +198,11 @@ def _take_copies(
     for index in range(start, min(start + (_GROUP_SIZE if start else _FIRST_GROUP_SIZE), len(messages))):
         message = messages[index]
         length = message.parsed.body_length
-        if length <= max_inline:
+        is_inline = length <= max_inline
+        if is_inline:
             message = dataset.copied(message, length if length <= max_copied else MAX_JOINED)
+            nbytes += length
         group.append(message)
-        nbytes += length
-        if nbytes >= _COPIED_BYTES or length > _MAX_COPIED:
+        if is_inline and (nbytes >= _COPIED_BYTES or length > _MAX_COPIED):
             break
     return group

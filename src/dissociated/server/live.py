@@ -6,12 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from dissociated.base.buffers import Buffer, metadata_too_long
 from dissociated.codec.split import SplitMessage
 from dissociated.datasets.broadcast import BroadcastDataset
-from dissociated.datasets.fanout import Consumer, Encodings
+from dissociated.datasets.consumer import Consumer, Encodings
 from dissociated.datasets.live_message import MAX_SEND_BYTES, MAX_SEND_MESSAGES, SMALL_BODY, LiveMessage
 from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.streamed import StreamedDataset
@@ -68,15 +68,10 @@ class _LiveSending(Sending):
                     messages += self._encode_message(message.header, body(message))
         return self._connection.prepare(messages)
 
-    def _send_encoded(self, encoded: Any, items: Sequence[LiveMessage], at_once: bool = False) -> int:
-        """Send the encoding of `items`, `at_once` without waiting. Return the total length of the bodies, in bytes."""
-        nbytes = sum([item.nbytes for item in items])
+    def _send_encoded(self, encoded: Any, nbytes: int) -> None:
+        """Send encoded messages whose bodies have `nbytes` bytes in all."""
         with self._stats.sending(self._connection, nbytes):
-            if at_once:
-                self._connection.send_at_once(encoded)
-            else:
-                self._connection.send(encoded, self._limits.stall_timeout)
-        return nbytes
+            self._connection.send(encoded, self._limits.stall_timeout)
 
     def _encode_message(self, header: bytes, body: Body | None) -> list[Message]:
         """Encode the next message. Its metadata is checked here, as a live stream is not known when it is published."""
@@ -158,7 +153,7 @@ class StreamedSending(_LiveSending):
             yield from self._dataset.messages()
 
     def _send_coalesced(self, items: Sequence[LiveMessage]) -> None:
-        self._send_encoded(self._encode_together(items, _packed), items)
+        self._send_encoded(self._encode_together(items, _packed), sum([item.nbytes for item in items]))
         self._stats.messages += sum([item.messages for item in items])
         self._take_frees()
 
@@ -194,6 +189,29 @@ class StreamedSending(_LiveSending):
         return _address_body(placed)
 
 
+class _Encoding(NamedTuple):
+    """Messages that are encoded to be sent in one call, to one client or to several."""
+
+    #: The result of `Connection.prepare`.
+    encoded: Any
+    #: The messages. As long as this object exists, no other objects have their identities.
+    items: Sequence[LiveMessage]
+    #: The number of sequence numbers that the encoding takes.
+    sequences: int
+    #: The number of messages before columns were selected.
+    messages: int
+    #: The total length of the bodies, in bytes.
+    nbytes: int
+    #: The regions that must be shared with the client before.
+    regions: Sequence[LiveRegion]
+    #: The addresses that are leased to the client.
+    leased: Sequence[int]
+    #: The number of (address, length) pairs in the bodies, pairs of empty buffers included.
+    pairs: int
+    #: The addresses of bodies that the client is not sent.
+    unsent: Collection[int]
+
+
 class BroadcastSending(_LiveSending):
     """The sending of a broadcast: messages that several clients share, and memory that they lease together.
 
@@ -203,10 +221,13 @@ class BroadcastSending(_LiveSending):
     def __init__(self, client: ClientRequest, dataset: BroadcastDataset) -> None:
         super().__init__(client, dataset.name)
         self._dataset = dataset
+        self._fanout = dataset.fanout
         self._consumer: Consumer | None = None
         if dataset.notes_missed:
             self._max_metadata += MAX_NOTE_SIZE  # clients accept this, too
         self._noted = 0  # number of missed batches of which the client knows
+        # All that the encoding of messages depends on, apart from the messages, their place, and `_half_closed`.
+        self._kind = dataset, self._connection.encoding, self._mapped, self._limits.inline_limit, self._max_metadata
         self._turn = threading.Lock()  # held while a thread sends; the connection's thread releases it to wait
         self._error: BaseException | None = None  # of a send in the pump's thread
 
@@ -222,7 +243,7 @@ class BroadcastSending(_LiveSending):
         live = self._dataset.live
         deliver = self._deliver if self._connection.sends_at_once and not live.linger else None
         self._turn.acquire()
-        self._consumer = consumer = self._dataset.fanout.join(self._connection.wake, on_cut_off, deliver)
+        self._consumer = consumer = self._fanout.join(self._connection.wake, on_cut_off, deliver)
         pause_until = 0.0  # by time.monotonic
         unread_wait = _MIN_UNREAD_WAIT
         while True:
@@ -257,7 +278,7 @@ class BroadcastSending(_LiveSending):
         # Bodies that are sent by address do not count, unless they should wait where they can be dropped.
         by_address = self._mapped and not self._half_closed and not self._limits.inline_limit
         maps = by_address and self._dataset.live.policy == "block"
-        return consumer.take(MAX_SEND_MESSAGES, MAX_SEND_BYTES, maps)
+        return self._fanout.take(consumer, MAX_SEND_MESSAGES, MAX_SEND_BYTES, maps)
 
     def _deliver(self, encodings: Encodings) -> None:
         """Send waiting messages in the pump's thread if that needs no waiting, or wake the connection's thread."""
@@ -312,7 +333,7 @@ class BroadcastSending(_LiveSending):
 
     @property
     def kept_bytes(self) -> int | None:
-        return None if self._consumer is None else self._consumer.kept_bytes
+        return None if self._consumer is None else self._fanout.kept_bytes(self._consumer)
 
     @property
     def missed(self) -> int:
@@ -320,21 +341,21 @@ class BroadcastSending(_LiveSending):
 
     def drain(self, timeout: float) -> None:
         if self._consumer is not None:
-            self._consumer.stop()
+            self._fanout.stop(self._consumer)
         super().drain(timeout)
 
     def cut_off(self) -> None:
         if self._consumer is not None:
-            self._consumer.detach()
+            self._fanout.detach(self._consumer)
 
     def close(self, disconnected: bool) -> None:
         super().close(disconnected)
         if self._consumer is not None:
-            self._consumer.leave(disconnected)
+            self._fanout.leave(self._consumer, disconnected)
 
     def _on_freed(self, addresses: Collection[int]) -> None:
         if self._consumer is not None:
-            self._consumer.free(addresses)
+            self._fanout.free(self._consumer, addresses)
 
     def _send_items(
         self, consumer: Consumer, items: Sequence[LiveMessage], encodings: Encodings | None = None
@@ -349,45 +370,65 @@ class BroadcastSending(_LiveSending):
         Returns:
             The number of messages and the total bytes of their bodies.
         """
-        leased = {address for item in items for address in item.addresses}
-        unsent, written = {*leased}, self._connection.written
+        written = self._connection.written
+        unsent: Collection[int] | None = None  # addresses that the client is not sent; None for all
         try:
-            count = sum([item.messages for item in items])
-            projected = [item for item in map(self._dataset.project, items) if item is not None]
-            noted = self._note_missed(consumer, projected)
-            for item in noted:
-                if self._goes_by_address(item):
-                    assert item.region is not None
-                    self._share(item.region)
-                    unsent -= item.addresses
-                    self._lease(item.extents)
-            encoded = self._encode_once(noted, encodings)
-            nbytes = self._send_encoded(encoded, noted, at_once=encodings is not None)
-            self._stats.messages += count
-            return count, nbytes
+            encoding = self._encode_once(consumer, items, encodings)
+            for region in encoding.regions:
+                self._share(region)
+            if encoding.pairs:
+                self._hold(encoding.leased, encoding.pairs)
+            unsent = encoding.unsent
+            if encodings is None:
+                self._send_encoded(encoding.encoded, encoding.nbytes)
+            else:
+                self._connection.send_at_once(encoding.encoded)
+                self._stats.add_sent(self._connection, encoding.nbytes)
+            self._stats.messages += encoding.messages
+            return encoding.messages, encoding.nbytes
         except ConnectionClosed:
-            if self._connection.written == written:  # no byte was sent, so the client will never free these addresses
-                self._ledger.release([*leased - unsent])
-                unsent = leased
+            if unsent is not None and self._connection.written == written:
+                self._ledger.release(encoding.leased)  # no byte was sent, so the client will never free these
+                unsent = None
             raise
         finally:
-            consumer.free(unsent)
+            self._fanout.free(consumer, _addresses(items) if unsent is None else unsent)
 
-    def _encode_once(self, items: Sequence[LiveMessage], encodings: Encodings | None) -> Any:
-        """Return the encoding of `items` at this place of the stream, from `encodings` if another client has it too."""
-        if encodings is None:
-            return self._encode_together(items, self._body)
-        first = self._sender.sequence
-        # The items are part of the value, too, so that no other object has their identities meanwhile.
-        key = self._connection.encoding, first, self._mapped, self._half_closed, *map(id, (self._limits, *items))
-        encoding = encodings.get(key)
+    def _encode_once(self, consumer: Consumer, items: Sequence[LiveMessage], encodings: Encodings | None) -> _Encoding:
+        """Encode `items` at this place of the stream, or return their encoding if another client was sent the same."""
+        if encodings is None or consumer.missed_before != self._noted:
+            return self._encode(consumer, items)
+        key = self._kind, self._half_closed, self._sender.sequence, *map(id, items)
+        encoding: _Encoding | None = encodings.get(key)
         if encoding is None:
-            encoded = self._encode_together(items, self._body)
-            encodings[key] = encoded, self._sender.sequence - first, items
-            return encoded
-        encoded, count, _ = encoding
-        self._sender.record_sent(first, count)
-        return encoded
+            encodings[key] = encoding = self._encode(consumer, items)
+        else:
+            self._sender.record_sent(self._sender.sequence, encoding.sequences)
+        return encoding
+
+    def _encode(self, consumer: Consumer, items: Sequence[LiveMessage]) -> _Encoding:
+        first = self._sender.sequence
+        projected = [item for item in map(self._dataset.project, items) if item is not None]
+        noted = self._note_missed(consumer, projected)
+        extents: list[tuple[int, int]] = []
+        regions: list[LiveRegion] = []
+        for item in noted:
+            if self._goes_by_address(item):
+                assert item.region is not None
+                extents += item.extents
+                regions.append(item.region)
+        leased = [address for address, length in extents if length]
+        return _Encoding(
+            self._encode_together(noted, self._body),
+            items,
+            self._sender.sequence - first,
+            sum([item.messages for item in items]),
+            sum([item.nbytes for item in noted]),
+            regions,
+            leased,
+            len(extents),
+            _addresses(items).difference(leased),
+        )
 
     def _note_missed(self, consumer: Consumer, items: Sequence[LiveMessage]) -> Sequence[LiveMessage]:
         """Note in the first batch of `items` that the client missed batches, if it missed any since the last note."""
@@ -416,6 +457,10 @@ class BroadcastSending(_LiveSending):
         if item.region is None or (self._connection.copies and not self._mapped):
             return Body(BodyKind.PACKED, item.body)
         return Body(BodyKind.PACKED, [*map(bytes, item.body)])
+
+
+def _addresses(items: Collection[LiveMessage]) -> set[int]:
+    return {address for item in items for address in item.addresses}
 
 
 def _address_body(extents: Sequence[tuple[int, int]]) -> Body:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from dissociated.base.tracing import TRACEPARENT, is_traceparent
 from dissociated.client.client import Client
 from dissociated.client.request import TIMEOUT
 from dissociated.control.access import read_token
@@ -39,6 +40,8 @@ class CatalogConfig:
     tls_roots: str | None = None
     #: The seconds for which a call is repeated while the catalog or a node does not answer.
     wait: float = WAIT
+    #: The trace that calls and reads belong to.
+    traceparent: str | None = None
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> CatalogConfig:
@@ -49,13 +52,14 @@ class CatalogConfig:
 
         Raises:
             StoreError: The node cannot be started.
-            OptionError: The option `wait` is invalid.
+            OptionError: The option `wait` or `traceparent` is invalid.
         """
         return cls(
             options.get("catalog") or os.environ.get(CATALOG_VARIABLE) or ensure(empty_exit=EMPTY_EXIT).uri,
             token_file=options.get("token_file"),
             tls_roots=options.get("tls_roots"),
             wait=_parse_wait(options.get("wait")),
+            traceparent=_parse_traceparent(options.get(TRACEPARENT)),
         )
 
     def connect(self, uri: str | None = None, timeout: float = TIMEOUT) -> Client:
@@ -68,7 +72,9 @@ class CatalogConfig:
             DissociatedError: The connection failed as `dis.connect` describes.
         """
         token = None if self.token_file is None else read_token(self.token_file)
-        return connect(uri or self.uri, timeout=timeout, token=token, tls_roots=self.tls_roots)
+        client = connect(uri or self.uri, timeout=timeout, token=token, tls_roots=self.tls_roots)
+        client.join_trace(self.traceparent)
+        return client
 
     def retry(self, call: Callable[[], T]) -> T:
         """Return the result of `call`, repeated for `wait` seconds while the catalog or a node does not answer.
@@ -95,6 +101,15 @@ class CatalogConfig:
                 return result
             time.sleep(RETRY_DELAY)
 
+    def ask(self, call: Callable[[Client], T]) -> T:
+        """Return the result of `call` with a client of the catalog, repeated as `retry` does."""
+
+        def once() -> T:
+            with self.connect() as client:
+                return call(client)
+
+        return self.retry(once)
+
 
 def _first_failure(uri: str) -> float:
     """Record that the catalog does not answer. Return the time since when it has not answered any call."""
@@ -114,6 +129,12 @@ def _parse_wait(text: str | None) -> float:
     if not 0 <= wait <= _MAX_WAIT:
         raise OptionError(f"the option wait is a number of seconds from 0 to {_MAX_WAIT:g}, not {text!r}")
     return wait
+
+
+def _parse_traceparent(text: str | None) -> str | None:
+    if text is not None and not is_traceparent(text):
+        raise OptionError(f"the option {TRACEPARENT} is a trace context of W3C, 00-TRACE-SPAN-FLAGS, not {text!r}")
+    return text
 
 
 def required(options: Mapping[str, str], key: str, advice: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -145,8 +144,8 @@ class ColumnConverter:
         try:
             chosen.validate()
         except pa.ArrowInvalid as error:
-            number = re.match(r"In column (\d+)", str(error))
-            damaged = f"column {self.names[int(number[1])]!r}" if number else "a batch"
+            columns = zip(self.names, chosen.columns, strict=True)
+            damaged = next((f"column {name!r}" for name, column in columns if _is_damaged(column)), "a batch")
             raise SourceError(f"{damaged} is damaged: {error}") from None
         if not self._to_convert:
             return chosen
@@ -161,7 +160,7 @@ class ColumnConverter:
             return self._converted(column, field.type)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             advice = ""
-            if "lose data" in str(error) and not self._truncate:
+            if not self._truncate and contains(column.type, _has_nanoseconds):
                 advice = "; microseconds are the finest that Spark has: .option('nanoseconds', 'truncate') cuts them"
             raise SourceError(
                 f"column {field.name!r} of the type {column.type} has a value that Spark cannot hold as "
@@ -178,6 +177,9 @@ class ColumnConverter:
             return self._converted(array.dictionary, to).take(array.indices)
         if types.is_run_end_encoded(type_):
             return self._converted(pc.run_end_decode(array), to)
+        # Times are converted even if their type is Spark's already: values may have nanoseconds, and Spark's have none.
+        if type_.equals(to) and not contains(to, types.is_time):
+            return array
         if types.is_map(to):
             return self._map(array, to)
         if types.is_list(to):
@@ -186,10 +188,10 @@ class ColumnConverter:
             return self._struct(array, to)
         if types.is_time(type_):
             return self._cast(array, pa.time64("us")).cast(to)
-        return array if type_.equals(to) else self._cast(array, to)
+        return self._cast(array, to)
 
     def _cast(self, array: pa.Array, to: pa.DataType) -> pa.Array:
-        if not self._truncate or getattr(array.type, "unit", None) != "ns":
+        if not self._truncate or not _has_nanoseconds(array.type):
             return array.cast(to)
         if types.is_timestamp(array.type):
             # Local time would be rounded by the clocks of that zone, which repeat one hour of each year.
@@ -199,8 +201,6 @@ class ColumnConverter:
         return array.cast(to, safe=False)
 
     def _list(self, array: pa.Array, to: pa.DataType) -> pa.Array:
-        if _is_unchanged(array.type, to):
-            return array
         # pyarrow's cast turns list views into invalid lists, so the offsets are computed here.
         lengths = pc.list_value_length(array).fill_null(0).cast(pa.int32())
         # Not a constant of the module: pa.array imports pandas, and most tasks have no lists.
@@ -210,22 +210,30 @@ class ColumnConverter:
         return pa.ListArray.from_arrays(offsets, values, type=to, mask=_nulls(array))
 
     def _map(self, array: pa.Array, to: pa.DataType) -> pa.Array:
-        if _is_unchanged(array.type, to):
-            return array
         keys, items = _pairs(array)
         keys, items = self._converted(keys, to.key_type), self._converted(items, to.item_type)
         offsets = pc.subtract(array.offsets, array.offsets[0])
         return pa.MapArray.from_arrays(offsets, keys, items, type=to, mask=_nulls(array))
 
     def _struct(self, array: pa.Array, to: pa.DataType) -> pa.Array:
-        if _is_unchanged(array.type, to):
-            return array
         if not to.num_fields:
             return pa.Array.from_buffers(to, len(array), array.buffers()[:1], offset=array.offset)
         parts = array.flatten()
         places = zip(field_places(array.type, to), to, strict=True)
         children = [self._converted(parts[place], field.type) for place, field in places]
         return pa.StructArray.from_arrays(children, fields=[*to], mask=_nulls(array))
+
+
+def _has_nanoseconds(type_: pa.DataType) -> bool:
+    return getattr(type_, "unit", None) == "ns"
+
+
+def _is_damaged(column: pa.Array) -> bool:
+    try:
+        column.validate()
+    except pa.ArrowInvalid:
+        return True
+    return False
 
 
 @dataclass
@@ -278,31 +286,13 @@ def spark_type(type_: pa.DataType) -> pa.DataType:
         return pa.map_(_spark_field(type_.key_field, "key"), _spark_field(type_.item_field, "value"))
     if types.is_struct(type_):
         return pa.struct([_spark_field(field, field.name) for field in type_])
-    if _is_list(type_):
+    if types.is_nested(type_) and not types.is_union(type_):
         return pa.list_(_spark_field(type_.value_field, "element"))
     raise _UnsupportedType(str(type_))
 
 
 def _spark_field(field: pa.Field, name: str) -> pa.Field:
     return field.with_name(name).with_type(spark_type(field.type))
-
-
-def _is_list(type_: pa.DataType) -> bool:
-    return bool(
-        types.is_list(type_)
-        or types.is_large_list(type_)
-        or types.is_fixed_size_list(type_)
-        or types.is_list_view(type_)
-        or types.is_large_list_view(type_)
-    )
-
-
-def _is_unchanged(type_: pa.DataType, to: pa.DataType) -> bool:
-    """Return whether values of this type need no conversion.
-
-    Times are converted even if their type is already Spark's: the values may have nanoseconds, and Spark's have none.
-    """
-    return bool(type_.equals(to)) and not contains(to, types.is_time)
 
 
 def _fits(field: pa.Field, to: pa.Field) -> bool:

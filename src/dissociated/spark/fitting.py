@@ -16,7 +16,7 @@ import pyarrow.types as types
 
 from dissociated.errors import DatasetNotFound, SourceError
 from dissociated.spark.columns import misplaced_null
-from dissociated.spark.types import conform, kept_type, same_layout
+from dissociated.spark.types import conform, is_alike, kept_type, same_layout
 
 if TYPE_CHECKING:
     from dissociated.spark.target import WriteTarget
@@ -156,26 +156,18 @@ def _fits(added: pa.DataType, existing: pa.DataType, widen: bool) -> bool:
         existing: The type of the dataset's column.
         widen: Whether `existing` may be a wider type, such as int64 for int32.
     """
-    if added.equals(existing) or existing in _ANOTHER_LAYOUT.get(added, ()):
-        return True
-    if types.is_timestamp(added) and types.is_timestamp(existing):
-        return bool(added.unit == existing.unit and (added.tz is None) is (existing.tz is None))
-    if types.is_nested(added):
-        return (
-            added.id == existing.id
-            and added.num_fields == existing.num_fields
-            and all(
-                (added.field(index).name == existing.field(index).name or not types.is_struct(added))
-                and _fits(added.field(index).type, existing.field(index).type, widen)
-                for index in range(added.num_fields)
-            )
-        )
-    if not widen:
-        return False
-    if types.is_decimal128(existing) and (added in _DIGITS or types.is_decimal128(added)):
-        digits, scale = (_DIGITS[added], 0) if added in _DIGITS else (added.precision - added.scale, added.scale)
-        return bool(existing.precision - existing.scale >= digits and existing.scale >= scale)
-    return types.is_null(added) or existing in _WIDER.get(added, ())
+
+    def holds(added: pa.DataType, existing: pa.DataType) -> bool:
+        if added.equals(existing) or existing in _ANOTHER_LAYOUT.get(added, ()):
+            return True
+        if not widen:
+            return False
+        if types.is_decimal128(existing) and (added in _DIGITS or types.is_decimal128(added)):
+            digits, scale = (_DIGITS[added], 0) if added in _DIGITS else (added.precision - added.scale, added.scale)
+            return bool(existing.precision - existing.scale >= digits and existing.scale >= scale)
+        return types.is_null(added) or existing in _WIDER.get(added, ())
+
+    return is_alike(added, existing, holds)
 
 
 def _is_stricter(existing: pa.Field, added: pa.Field) -> bool:

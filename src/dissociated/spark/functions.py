@@ -23,11 +23,9 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
 from itertools import chain
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import pyarrow as pa
-import pyarrow.types as types
 
 from dissociated.errors import OptionError, SourceError
 from dissociated.memory.private import SharedFile
@@ -36,7 +34,7 @@ from dissociated.memory.shared import map_read_only
 from dissociated.spark.columns import is_readable, spark_type
 from dissociated.spark.exchange import JvmMemfd, unpickled
 from dissociated.spark.stream import SharedStream
-from dissociated.spark.types import conform, function_schema
+from dissociated.spark.types import conform, function_schema, is_alike
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -170,25 +168,12 @@ class _MappedFunction:
             if len(yielded) != len(declared):
                 raise SourceError(f"the function yields {len(yielded)} columns, and its schema has {len(declared)}")
             for type_, field in zip(yielded, declared, strict=True):
-                if not _is_same(type_, field.type) and not (
-                    is_readable(type_) and _is_same(spark_type(type_), field.type)
+                if not is_alike(type_, field.type) and not (
+                    is_readable(type_) and is_alike(spark_type(type_), field.type)
                 ):
                     raise SourceError(f"the function yields column {field.name!r} as {type_}, not as {field.type}")
             batch.validate()
             yield batch
-
-
-def _is_same(first: pa.DataType, second: pa.DataType) -> bool:
-    """Return whether two types are the same type of Spark: they may differ in time zones and nullability."""
-    if types.is_timestamp(first) and types.is_timestamp(second):
-        return bool(first.unit == second.unit and (first.tz is None) == (second.tz is None))
-    if not types.is_nested(first):
-        return bool(first.equals(second))
-    if first.id != second.id or first.num_fields != second.num_fields:
-        return False
-    fields = [(first.field(number), second.field(number)) for number in range(first.num_fields)]
-    names = types.is_struct(first)
-    return all(_is_same(a.type, b.type) and (not names or a.name == b.name) for a, b in fields)
 
 
 class _Conversation:
@@ -243,9 +228,7 @@ class _Conversation:
         self._watcher.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closed.set()
         with suppress(OSError):  # the task has closed it
             self._socket.shutdown(socket.SHUT_RDWR)  # this wakes the watcher
@@ -288,9 +271,7 @@ class _InputMemory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closed = True
         for memfd in self._all:
             memfd.close()

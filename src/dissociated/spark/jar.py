@@ -7,7 +7,6 @@ needed.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
@@ -16,10 +15,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+from dissociated.base.descriptors import locked
 from dissociated.base.private import open_private_file
 from dissociated.errors import JarNotMade, NotPrivate
 from dissociated.spark.java import java_home, private_directory
@@ -56,7 +54,7 @@ def jar() -> Path:
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     path = private_directory() / f"spark-{version}-{digest.hexdigest()[:16]}.jar"
     if not _is_made(path):
-        with _lock(path.parent / "jars.lock"):
+        with locked(open_private_file(path.parent / "jars.lock", os.O_RDWR | os.O_CREAT)):
             if not _is_made(path):
                 _make(path, version, jars, sources)
     return path
@@ -87,16 +85,6 @@ def _is_made(path: Path) -> bool:
     except (FileNotFoundError, NotPrivate):
         return False
     return True
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    descriptor = open_private_file(path, os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _make(path: Path, version: str, jars: Path, sources: list[Path]) -> None:

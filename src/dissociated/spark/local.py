@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from dissociated.base.descriptors import owned
 from dissociated.base.once import once
 from dissociated.errors import SourceError
 from dissociated.memory.shared import Backing, map_received
@@ -59,11 +60,8 @@ def to_arrow(df: DataFrame) -> pa.Table:
 
 def _map(path: str, size: int) -> pa.Buffer:
     """Map the batches of a partition, which a task has written into a sealed memfd of Spark's sidecar."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with owned(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as descriptor:
         return map_received(descriptor, size, Backing.SEALED)
-    finally:
-        os.close(descriptor)
 
 
 def _read_batches(file: pa.Buffer, schema: pa.Schema) -> Iterator[pa.RecordBatch]:

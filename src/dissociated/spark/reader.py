@@ -237,9 +237,7 @@ class DatasetReader(DataSourceReader):
             lookup = _Lookup(planned, info, batch_filter, conditions, time.monotonic() + _LOOKUP_TTL, {})
             self._lookup = lookup
         endpoint = partition.endpoint or lookup.info.endpoints[partition.number]
-        read_request = replace(
-            self._defaults(client), transport=self.request.transport, columns=lookup.batch_filter.requested
-        )
+        read_request = replace(client.defaults, transport=self.request.transport, columns=lookup.batch_filter.requested)
         at_server = partition.whole and bool(lookup.conditions)
         # Without conditions the number of rows is requested, too, so that missing rows are an error.
         read_request = narrow(read_request, endpoint, partition.slice, at_server)
@@ -253,9 +251,6 @@ class DatasetReader(DataSourceReader):
                 read_request = replace(read_request, rows=None, batches=(0, 0))
         return lookup, endpoint, read_request
 
-    def _defaults(self, client: Client) -> ReadRequest:
-        return replace(client.defaults, traceparent=self.request.traceparent)
-
     def _may_pass(self, client: Client, lookup: _Lookup, endpoint: Endpoint, cut: Slice | None) -> bool:
         """Return whether the batches of a slice may have rows that pass the conditions, by the server's statistics.
 
@@ -264,7 +259,7 @@ class DatasetReader(DataSourceReader):
         """
         assert cut is not None, "only a slice consists of parts of batches"
         by_statistics = replace(
-            cut.narrow_to_batches(self._defaults(client).without_columns()),
+            cut.narrow_to_batches(client.defaults.without_columns()),
             transport=self.request.transport,
             filter=lookup.conditions,
             filtering=Filtering.BY_STATISTICS,
@@ -296,7 +291,7 @@ class DatasetReader(DataSourceReader):
     ) -> Sequence[tuple[Slice | None, bool]]:
         """Cut an endpoint into slices, of which the dataset has about `parts`. See `cut_endpoint`."""
         transport = "grpc" if self.request.transport == "grpc" else None
-        counting = replace(self._defaults(client).without_columns(), transport=transport)
+        counting = replace(client.defaults.without_columns(), transport=transport)
         open_counting = partial(self.request.open, client, info, endpoint, counting)
         return cut_endpoint(info, endpoint, parts, open_counting, whole=bool(self.conditions))
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 from pyspark.sql.types import StructType
 
 from dissociated.base.host import host_name
-from dissociated.base.tracing import TRACEPARENT, is_traceparent
+from dissociated.base.tracing import TRACEPARENT
 from dissociated.client.client import Client
 from dissociated.client.request import ReadRequest
 from dissociated.codec.filter.conditions import Conditions
@@ -59,7 +59,6 @@ class DatasetRequest:
     partitions: int | None = None
     nanoseconds: str = "refuse"
     filters: Conditions | None = None
-    traceparent: str | None = None
 
     @classmethod
     def parse(cls, options: Any) -> DatasetRequest:
@@ -82,12 +81,11 @@ class DatasetRequest:
             CatalogConfig.parse(options),
             required(options, "path", 'the dataset is: .load("NAME")'),
             columns=_columns(options.get("columns")),
-            version=_number(options, "version", 0),
+            version=parse_number(options, "version", 0),
             transport=options.get("transport"),
-            partitions=_number(options, "partitions", 1),
+            partitions=parse_number(options, "partitions", 1),
             nanoseconds=options.get("nanoseconds", "refuse"),
             filters=None if options.get("filters") is None else parse_filters(options["filters"]),
-            traceparent=_traceparent(options.get(TRACEPARENT)),
         )
 
     def schema(self) -> StructType:
@@ -199,13 +197,12 @@ def _columns(text: str | None) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def _traceparent(text: str | None) -> str | None:
-    if text is not None and not is_traceparent(text):
-        raise OptionError(f"the option {TRACEPARENT} is a trace context of W3C, 00-TRACE-SPAN-FLAGS, not {text!r}")
-    return text
+def parse_number(options: Any, key: str, least: int) -> int | None:
+    """Return the option `key` as a number; None if it is not given.
 
-
-def _number(options: Any, key: str, least: int) -> int | None:
+    Raises:
+        OptionError: It is no number from `least` on.
+    """
     text = options.get(key)
     if text is None:
         return None

@@ -115,7 +115,8 @@ def publish(
     """Publish `df` as the dataset `name` of a catalog.
 
     Every partition writes its own Arrow batches into shared memory; nothing passes through the driver. The dataset
-    changes at once and whole, or not at all. The effect is that of `df.write.format("dissociated")`, in less time if
+    changes at once and whole, or not at all. If the calling thread has a current span of OpenTelemetry, the calls of
+    Spark's tasks to the catalog belong to it. The effect is that of `df.write.format("dissociated")`, in less time if
     Spark lacks the data source for its JVM.
 
     Args:
@@ -147,7 +148,8 @@ def publish(
     """
     from pyspark.sql.utils import is_remote
 
-    config = _catalog(df.sparkSession, catalog, token_file=token_file, tls_roots=tls_roots, wait=wait)
+    credentials = {"token_file": token_file, "tls_roots": tls_roots}
+    config = _catalog(df.sparkSession, catalog, wait=wait, **credentials, **{TRACEPARENT: current_traceparent()})
     target = WriteTarget(config, Commit(name, mode=mode, tags=tags or {}, ttl=ttl), merge_schema)
     # With Spark Connect the server writes: this process may be unable to reach the catalog.
     if not is_remote():

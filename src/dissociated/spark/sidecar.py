@@ -86,22 +86,10 @@ class Sidecar:
         self._stream_count = 0  # the number of the last stream
         self._exports: dict[str, dict[str, JvmMemfd]] = {}  # by name: the memfds, by path
         self._lock = threading.Lock()
-        self.calls: Mapping[str, Callable[..., Any]] = {
-            "describe": self.describe,
-            "plan": self.plan,
-            "open": self.open,
-            "silent": self.silent,
-            "layout": self.layout,
-            "decode": self.decode,
-            "next": self.next,
-            "close": self.close,
-            "begin_export": self.begin_export,
-            "export_file": self.export_file,
-            "seal_export": self.seal_export,
-            "end_export": self.end_export,
-            **Writes().calls,
-            **{call.__name__: call for call in TABLE_CALLS},
-        }
+        reads = self.describe, self.plan, self.open, self.silent, self.layout, self.decode, self.next, self.close
+        exports = self.begin_export, self.export_file, self.seal_export, self.end_export
+        calls: Sequence[Callable[..., Any]] = (*reads, *exports, *Writes().calls, *TABLE_CALLS)
+        self.calls = {call.__name__: call for call in calls}
 
     def describe(self, options: Mapping[str, str]) -> Any:
         request = DatasetRequest.parse(options)

@@ -30,7 +30,7 @@ _MAX_UNWANTED = 1 << 16
 
 
 class Writes:
-    """The calls, by name in `calls`, and the segments that are being written.
+    """The functions that the JVM calls, and the segments that are being written.
 
     write(options, schema, mode, streaming) on the driver: {"fits": whether rows need no conversion, "writer", "key"}
     commit(writer, key, written)            on the driver: publishes the dataset that the tasks have written. Each
@@ -47,9 +47,11 @@ class Writes:
         self._segments: dict[str, _StagedSegment] = {}  # that are being written, by name
         self._unwanted: dict[str, None] = {}  # discarded before they existed, the oldest first
         self._lock = threading.Lock()
-        calls: Sequence[Any] = (write, commit, abort, self.stage, self.reserve, self.finish, self.discard)
         #: The functions, which the JVM calls by name.
-        self.calls: Mapping[str, Callable[..., Any]] = {call.__name__: call for call in calls}
+        self.calls: Sequence[Callable[..., Any]] = (
+            *(write, commit, abort),
+            *(self.stage, self.reserve, self.finish, self.discard),
+        )
 
     def stage(self, writer: str, segment: str, key: str | None) -> Any:
         plan = unpickled(writer)

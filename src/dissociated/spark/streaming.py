@@ -31,7 +31,7 @@ from dissociated.errors import CatalogError, DatasetNotFound, OptionError, PySpa
 from dissociated.spark.columns import ColumnConverter
 from dissociated.spark.fitting import Fitting
 from dissociated.spark.reader import portions
-from dissociated.spark.request import DatasetRequest
+from dissociated.spark.request import DatasetRequest, parse_number
 from dissociated.spark.target import WriteTarget
 from dissociated.spark.writer import Written, commit, is_committed, write_segment
 
@@ -136,7 +136,7 @@ class StreamOptions:
                 f"a stream does not support the option {', '.join(refused)}: it reads the rows that are appended to "
                 "a dataset, of any version; filter them with .where(...)"
             )
-        rows, nbytes = _positive(options, "maxRowsPerTrigger"), _positive(options, "maxBytesPerTrigger")
+        rows, nbytes = parse_number(options, "maxRowsPerTrigger", 1), parse_number(options, "maxBytesPerTrigger", 1)
         if rows and nbytes:
             raise OptionError("give maxRowsPerTrigger or maxBytesPerTrigger, not both")
         start = options.get("startingOffsets", "earliest")
@@ -145,17 +145,8 @@ class StreamOptions:
         return cls(
             limit=ReadMaxRows(rows) if rows else ReadMaxBytes(nbytes) if nbytes else ReadAllAvailable(),
             from_latest=start == "latest",
-            rows_per_partition=_positive(options, "rowsPerPartition") or _ROWS_PER_PARTITION,
+            rows_per_partition=parse_number(options, "rowsPerPartition", 1) or _ROWS_PER_PARTITION,
         )
-
-
-def _positive(options: Mapping[str, str], name: str) -> int | None:
-    text = options.get(name)
-    if text is None:
-        return None
-    if not text.isdecimal() or not int(text):
-        raise OptionError(f"{name} is a positive number, not {text!r}")
-    return int(text)
 
 
 @dataclass

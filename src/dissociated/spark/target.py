@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from dissociated.base.tracing import TRACEPARENT
 from dissociated.control.commit import Commit
 from dissociated.errors import OptionError
 from dissociated.spark.catalog_config import WAIT, CatalogConfig, required
 
-_OPTIONS = ("catalog", "mergeSchema", "path", "tags", "token_file", "tls_roots", "ttl", "wait")
+_OPTIONS = ("catalog", "mergeSchema", "path", "tags", "token_file", "tls_roots", TRACEPARENT, "ttl", "wait")
 _SPARK_OPTIONS = ("checkpointlocation", "queryname")
 _KNOWN_OPTIONS = {*(name.lower() for name in _OPTIONS), *_SPARK_OPTIONS}
 
@@ -59,6 +60,7 @@ class WriteTarget:
             "token_file": self.catalog.token_file,
             "tls_roots": self.catalog.tls_roots,
             "wait": None if self.catalog.wait == WAIT else self.catalog.wait,
+            TRACEPARENT: self.catalog.traceparent,
             "tags": json.dumps(self.commit.tags) if self.commit.tags else None,
             "ttl": self.commit.ttl,
             "mergeSchema": "true" if self.merge_schema else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -175,6 +176,27 @@ def same_layout(first: pa.DataType, second: pa.DataType) -> bool:
     return first.id == second.id and all(
         same_layout(first.field(i).type, second.field(i).type) for i in range(first.num_fields)
     )
+
+
+def is_alike(
+    first: pa.DataType, second: pa.DataType, fits: Callable[[pa.DataType, pa.DataType], bool] = pa.DataType.equals
+) -> bool:
+    """Return whether two types are the same type of Spark: they may differ in time zones and nullability.
+
+    Args:
+        first: A type.
+        second: A type.
+        fits: Decides about two types that are not nested, and not both timestamps.
+    """
+    if pa.types.is_timestamp(first) and pa.types.is_timestamp(second):
+        return bool(first.unit == second.unit and (first.tz is None) is (second.tz is None))
+    if not pa.types.is_nested(first):
+        return fits(first, second)
+    if first.id != second.id or first.num_fields != second.num_fields:
+        return False
+    fields = [(first.field(number), second.field(number)) for number in range(first.num_fields)]
+    named = pa.types.is_struct(first)
+    return all(is_alike(a.type, b.type, fits) and (not named or a.name == b.name) for a, b in fields)
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,8 @@ from dissociated.store.segment import SegmentWriter
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+    from dissociated.client.client import Client
+
 
 @dataclass(frozen=True)
 class Written(WriterCommitMessage):
@@ -94,32 +96,21 @@ def commit(target: WriteTarget, key: str, schema: pa.Schema, messages: Sequence[
     segments = [StagedSegment(result.segment, result.node) for result in results if result.node and result.segment]
     catalog = target.catalog
 
-    def once() -> None:
+    def once(client: Client) -> None:
         placed = segments or [StagedSegment("", stage_here(catalog.uri, catalog.connect).node)]
-        with catalog.connect() as client:
-            client.commit(replace(target.commit, key=key, schema=schema, segments=placed))
+        client.commit(replace(target.commit, key=key, schema=schema, segments=placed))
 
-    catalog.retry(once)
+    catalog.ask(once)
 
 
 def abort(catalog: CatalogConfig, key: str) -> None:
     """On the driver: remove all segments of the commit with that `key`, also those that tasks still write."""
-
-    def once() -> None:
-        with catalog.connect() as client:
-            client.abort(key)
-
-    catalog.retry(once)
+    catalog.ask(lambda client: client.abort(key))
 
 
 def is_committed(catalog: CatalogConfig, key: str) -> bool:
     """In a task: return whether the commit with that `key` took effect."""
-
-    def once() -> bool:
-        with catalog.connect() as client:
-            return client.committed(key)
-
-    return catalog.retry(once)
+    return catalog.ask(lambda client: client.committed(key))
 
 
 class DatasetWriter(DataSourceArrowWriter):
@@ -152,15 +143,14 @@ class DatasetWriter(DataSourceArrowWriter):
         Otherwise Spark would report a failed write, and a user who repeats it would append the rows twice.
         """
 
-        def once() -> bool:
-            with self.target.catalog.connect() as client:
-                # The commit may still be in progress: the abort waits for it, or prevents it.
-                if isinstance(error, CatalogUnreachable | DeadlineExceeded):
-                    client.abort(self.key)
-                return client.committed(self.key)
+        def once(client: Client) -> bool:
+            # The commit may still be in progress: the abort waits for it, or prevents it.
+            if isinstance(error, CatalogUnreachable | DeadlineExceeded):
+                client.abort(self.key)
+            return client.committed(self.key)
 
         with suppress(DissociatedError):
-            return self.target.catalog.retry(once)
+            return self.target.catalog.ask(once)
         return False
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:

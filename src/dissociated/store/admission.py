@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
 
+from dissociated.base.descriptors import owned
 from dissociated.base.oserrors import store_errors
 from dissociated.errors import StoreError, StoreFull
 from dissociated.memory.region import pages
@@ -52,17 +53,13 @@ class Quota:
     def reserve(self, name: str, size: int, wish: int) -> int:
         """See `Store.reserve`."""
         path = self._places.directory.staged(name)
-        with store_errors(f"reserving room for {path}"):
-            descriptor = open_regular(path, os.O_WRONLY)
-            try:
-                has = os.fstat(descriptor).st_blocks * 512
-                size = pages(size)
-                if wish > size and self._fits(wish - has) and _allocate(descriptor, wish):
-                    return wish
-                self._grow(descriptor, name, size, size - has)
-                return size
-            finally:
-                os.close(descriptor)
+        with store_errors(f"reserving room for {path}"), owned(open_regular(path, os.O_WRONLY)) as descriptor:
+            has = os.fstat(descriptor).st_blocks * 512
+            size = pages(size)
+            if wish > size and self._fits(wish - has) and _allocate(descriptor, wish):
+                return wish
+            self._grow(descriptor, name, size, size - has)
+            return size
 
     def ensure_room(self, name: str, size: int) -> None:
         """See `Store.ensure_room`."""

@@ -27,17 +27,26 @@ from dissociated.store.files import (
     claim_unused,
     is_abandoned,
     is_used,
-    sync_directory,
+    sync,
     write_atomically,
 )
-from dissociated.store.layout import NUMBERS, SEGMENTS, STAGING, TRASH, is_draft, known_id, new_id, write_id
+from dissociated.store.layout import (
+    NUMBERS,
+    SEGMENTS,
+    STAGING,
+    TRASH,
+    check_staged,
+    is_draft,
+    known_id,
+    new_id,
+    write_id,
+)
 from dissociated.store.manifest import DAMAGE, MANIFEST, decode_manifest, encode_manifest, is_count, read_manifest
 from dissociated.store.numbers import Numbers, Removal
 
 _log = logging.getLogger(__name__)
 
 _SERIAL = re.compile(r"[0-9]{14,19}")  # the beginning of a version's id
-_NAME_MAX = 255  # bytes in the name of a file
 
 
 def file_name(index: int) -> str:
@@ -150,9 +159,7 @@ class Directory(ProcessBound):
 
     def staged(self, name: str) -> Path:
         """Return the path of a file in the staging directory. Raises StoreError for a name that leads elsewhere."""
-        is_name = Path(name).name == name and name not in ("", ".", "..") and "\0" not in name
-        if not is_name or len(os.fsencode(name)) > _NAME_MAX:
-            raise StoreError(f"{name[:_NAME_MAX]!r} is not the name of a file in the staging directory")
+        check_staged(name)
         return self.staging / name
 
     def files(self, version: Version) -> list[Path]:
@@ -213,16 +220,12 @@ class Directory(ProcessBound):
         """Turn a draft into a version with one rename. If this raises OSError, the version does not exist."""
         self.describe(version, draft)
         for path in draft.iterdir():
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        sync_directory(draft)
+            sync(path)
+        sync(draft)
         committed = self.segments / version.id
         draft.rename(committed)
         try:
-            sync_directory(self.segments)
+            sync(self.segments)
         except OSError:
             self._refused.append(version)
             self._settle()
@@ -300,7 +303,7 @@ class Directory(ProcessBound):
         with suppress(FileNotFoundError):
             committed.rename(removed)
         try:
-            sync_directory(self.segments)
+            sync(self.segments)
         except OSError:
             self._put_back.add(version.id)
             with suppress(OSError):

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
+from dissociated.base.descriptors import owned
 from dissociated.base.private import open_private_directory
 from dissociated.errors import StoreError
 from dissociated.memory.shared import is_unused, write_parts
@@ -124,17 +125,14 @@ class StagedFile(NewFile):
             store = open_private_directory("..", within=self._directory)
         except (OSError, StoreError):
             return None
-        try:
-            store_id(store, self.path.parent.parent)
-            trash = open_private_directory(TRASH, within=store)
-        except (OSError, StoreError):
-            return None
-        finally:
-            os.close(store)
-        try:
+        with owned(store):
+            try:
+                store_id(store, self.path.parent.parent)
+                trash = open_private_directory(TRASH, within=store)
+            except (OSError, StoreError):
+                return None
+        with owned(trash):
             return self._take_from(trash)
-        finally:
-            os.close(trash)
 
     def _take_from(self, trash: int) -> int | None:
         for name in os.listdir(trash):
@@ -217,15 +215,12 @@ def open_regular(path: str | os.PathLike[str], flags: int, follow: bool = False,
         StoreError: The file is not regular.
         OSError: The file cannot be opened.
     """
-    place = os.open(path, os.O_PATH | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW), dir_fd=within)
-    try:
+    with owned(os.open(path, os.O_PATH | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW), dir_fd=within)) as place:
         mode = os.fstat(place).st_mode
         if not stat.S_ISREG(mode):
             file_kind = "a symbolic link" if stat.S_ISLNK(mode) else "not a regular file"
             raise StoreError(f"{os.fspath(path)!r} is {file_kind}: segments are regular files")
         return os.open(f"/proc/self/fd/{place}", flags | os.O_CLOEXEC)
-    finally:
-        os.close(place)
 
 
 def claim_unused(path: str | os.PathLike[str], within: int | None = None) -> int | None:
@@ -260,11 +255,8 @@ def is_used(path: Path, names: int) -> bool:
 
     Raises OSError and StoreError.
     """
-    descriptor = open_regular(path, os.O_RDONLY)
-    try:
+    with owned(open_regular(path, os.O_RDONLY)) as descriptor:
         return os.fstat(descriptor).st_nlink > names or not is_unused(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def copy_file(source: Path, target: Path) -> None:
@@ -299,13 +291,10 @@ def is_abandoned(path: Path) -> bool:
     return True
 
 
-def sync_directory(directory: Path) -> None:
-    """Sync a directory, so that creations, renames and removals in it survive a loss of power."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+def sync(path: Path) -> None:
+    """Sync a file, or a directory: creations, renames and removals in it then survive a loss of power."""
+    with owned(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as descriptor:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_atomically(path: Path, content: bytes) -> None:

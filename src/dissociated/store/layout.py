@@ -29,6 +29,7 @@ _ID_FORMAT = re.compile(r"[0-9a-f]{16}")
 _VERSION = r"\d+-[0-9a-f]+"
 _DRAFT = re.compile(rf"{_VERSION}\.(new|gone)")
 _REMOVED_SEGMENT = re.compile(rf"{_VERSION}-\d+\.arrows")
+_NAME_MAX = 255  # bytes in the name of a file
 _REMEDY = "choose an empty directory, or one that does not exist"
 
 
@@ -72,6 +73,13 @@ def known_id(directory: int, path: Path) -> str | None:
 def write_id(directory: int, id: str) -> None:
     """Write the id of a store into its open directory. Raises OSError and NotPrivate."""
     write_private_file(_ID, id.encode(), within=directory)
+
+
+def check_staged(name: str) -> None:
+    """Raise StoreError unless this is the name of a file in a staging directory, and leads nowhere else."""
+    is_name = Path(name).name == name and name not in ("", ".", "..") and "\0" not in name
+    if not is_name or len(os.fsencode(name)) > _NAME_MAX:
+        raise StoreError(f"{name[:_NAME_MAX]!r} is not the name of a file in the staging directory")
 
 
 def is_draft(name: str) -> bool:

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from dissociated.base.descriptors import owned
 from dissociated.memory.shared import write_parts
-from dissociated.store.files import sync_directory, write_atomically
+from dissociated.store.files import sync, write_atomically
 
 _log = logging.getLogger(__name__)
 
@@ -110,19 +111,17 @@ class Numbers:
         if not self._whole or self._lines > 2 * len(self._records) + SPARE_LINES:
             self._whole = False
             write_atomically(self._path, b"".join(self._line(*item) for item in self._records.items()))
-            sync_directory(self._path.parent)
+            sync(self._path.parent)
             self._whole, self._lines = True, len(self._records)
             return
         self._whole = False  # until the whole line is written
         new = not self._path.exists()
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        with owned(os.open(self._path, flags, 0o600)) as descriptor:
             write_parts(descriptor, [self._line(name, self._records[name])])
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
         if new:
-            sync_directory(self._path.parent)
+            sync(self._path.parent)
         self._whole = True
         self._lines += 1
 

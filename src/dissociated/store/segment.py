@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +21,9 @@ import pyarrow as pa
 from dissociated.base.buffers import Buffer, metadata_too_long
 from dissociated.base.fork import ProcessBound
 from dissociated.base.oserrors import store_errors
+from dissociated.codec.columns import pick, select_fields
 from dissociated.codec.filter.statistics import MAX_STATISTICS, Statistics, StatisticsCollector, read_statistics
+from dissociated.codec.join import Messages, join
 from dissociated.codec.options import WriteOptions, check_options
 from dissociated.codec.reader import StreamReader, arrow_errors, read_schema
 from dissociated.codec.sink import DescriptorSink, Sink
@@ -31,6 +34,7 @@ from dissociated.errors import FormatError, RemoteProtocolError, SourceError, St
 from dissociated.format.encapsulated import Encapsulated, encapsulate, end_of_stream
 from dissociated.format.index import Index
 from dissociated.format.message import HeaderType, buffer_extents, row_count_at
+from dissociated.format.projection import ProjectedMessage, Projection
 from dissociated.format.tensor import ALIGNMENT
 from dissociated.memory.region import Region
 from dissociated.memory.shared import (
@@ -46,6 +50,9 @@ from dissociated.memory.shared import (
 from dissociated.store.files import NewFile, Reserve, StagedFile, open_regular
 
 _PREFIX_SIZE = 8  # bytes before the flatbuffer of a message
+#: The mean number of bytes for each selected batch from which a user's file is read in part. libarrow decodes a whole
+#: smaller batch in less time than this library selects from it.
+_MIN_READ_IN_PART = 1 << 16
 
 
 class Segment:
@@ -146,14 +153,23 @@ class Segment:
 
     def _read(self, at: int, length: int) -> bytes:
         """Read bytes of the file, which may have been shortened: then reading the mapping would end this process."""
-        try:
+        with store_errors(f"reading {self.name}"):
             content = os.pread(self.descriptor, length, at)
-        except OSError as error:
-            raise StoreError(f"reading {self.name}: {error.strerror}") from error
         if len(content) < length:
-            self.check_unchanged()
-            raise StoreError(f"{self.name} ends at byte {at + len(content)}, within a message")
+            self._fail_at_end(at + len(content))
         return content
+
+    def _read_into(self, memory: memoryview, at: int) -> None:
+        while len(memory):
+            with store_errors(f"reading {self.name}"):
+                count = os.preadv(self.descriptor, [memory], at)  # at most 2 GiB at once
+            if not count:
+                self._fail_at_end(at)
+            memory, at = memory[count:], at + count
+
+    def _fail_at_end(self, at: int) -> NoReturn:
+        self.check_unchanged()
+        raise StoreError(f"{self.name} ends at byte {at}, within a message")
 
     @cached_property
     def rows(self) -> int:
@@ -211,6 +227,11 @@ class Segment:
         return statistics
 
     @property
+    def batch_count(self) -> int:
+        """The number of record batches."""
+        return int(np.count_nonzero(self.index.types == HeaderType.RECORD_BATCH))
+
+    @property
     def batch_rows(self) -> list[int]:
         """The number of rows of each record batch."""
         counts: list[int] = self._row_counts[self.index.types == HeaderType.RECORD_BATCH].tolist()
@@ -221,8 +242,65 @@ class Segment:
 
         Raises SourceError and FormatError if one is damaged, or the file was modified.
         """
+        yield from self._unmodified(self._validated.check(self.schema, self._decoded()))
+
+    def some_batches(self, columns: Sequence[int], numbers: Sequence[int] | None) -> Iterator[BatchAndMetadata]:
+        """Decode the columns at these positions, as `batches` does. Large batches of a user's file are read in part.
+
+        Args:
+            columns: Ascending positions of columns.
+            numbers: Ascending numbers of batches, counted from 0; None for all batches.
+        """
+        count = self.batch_count if numbers is None else len(numbers)
+        if self.is_modifiable and count * _MIN_READ_IN_PART <= self.nbytes:
+            yield from self._unmodified(self._decoded_in_part(columns, numbers))
+            return
+        whole = self.batches() if numbers is None else pick(self.batches(), numbers)
+        for batch, metadata in whole:
+            yield batch.select([*columns]), metadata
+
+    def _decoded_in_part(self, columns: Sequence[int], numbers: Sequence[int] | None) -> Iterator[BatchAndMetadata]:
+        pairs = batches(join(self._messages(columns, numbers), kind=StreamReader))
+        yield from OnceValidator().check(select_fields(self.schema, columns), pairs)
+
+    def _messages(self, columns: Sequence[int], numbers: Sequence[int] | None) -> Messages:
+        """Read the messages of some columns and batches, and no other bodies."""
+        projection = Projection(self.message(0).header, columns)
+        yield projection.header, None
+        header, projected = b"", None
+        for number in self._numbers_of_messages(numbers):
+            message = self.message(number)
+            if message.header != header:  # batches of equal length mostly have equal flatbuffers
+                header, projected = message.header, projection.project(message.header, message.parsed)
+            if projected is not None:
+                yield projected.header, self._projected_body(message.body_at, projected)
+
+    def _numbers_of_messages(self, numbers: Sequence[int] | None) -> list[int]:
+        """Return the numbers of the messages of batches, and of all dictionaries before the last of these batches."""
+        is_batch = self.index.types == HeaderType.RECORD_BATCH
+        batch_messages = np.flatnonzero(is_batch)
+        if numbers is not None:
+            batch_messages = batch_messages[np.array(numbers, np.int64)]
+        chosen = ~is_batch
+        chosen[batch_messages.max(initial=0) :] = False
+        chosen[0] = False  # the schema
+        chosen[batch_messages] = True
+        return np.flatnonzero(chosen).tolist()
+
+    def _projected_body(self, body_at: int, projected: ProjectedMessage) -> pa.Buffer:
+        body = pa.allocate_buffer(projected.parsed.body_length)
+        memory, end = memoryview(body).cast("B"), 0
+        for padding, begin, stop in projected.cuts:
+            memory[end : end + padding] = bytes(padding)
+            end += padding
+            self._read_into(memory[end : end + stop - begin], body_at + begin)
+            end += stop - begin
+        memory[end:] = bytes(projected.padding)
+        return body
+
+    def _unmodified(self, pairs: Iterator[BatchAndMetadata]) -> Iterator[BatchAndMetadata]:
+        """Yield each of `pairs` if the file is unmodified after it was decoded. Raises SourceError otherwise."""
         self.check_unchanged()
-        pairs = self._validated.check(self.schema, self._decoded())
         while True:
             try:
                 pair = next(pairs, None)

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from dissociated.base.buffers import MAX_METADATA
+from dissociated.base.descriptors import locked, owned
 from dissociated.base.fork import ProcessBound
 from dissociated.base.host import boot_id, directory_id
 from dissociated.base.oserrors import store_errors
 from dissociated.base.private import open_private_directory
 from dissociated.errors import CatalogError, StoreError
-from dissociated.store.layout import STAGING, new_id, store_id, write_id
+from dissociated.store.layout import STAGING, check_staged, new_id, store_id, write_id
 from dissociated.store.segment import Segment
 
 _MEMORY = Path("/dev/shm")
@@ -95,19 +96,14 @@ class StagePlace:
         with store_errors(f"the staging directory {path}"):
             if self.boot_id != boot_id():
                 raise StoreError(f"the staging directory {str(path)!r} is on another host")
-            store = open_private_directory(path.parent)
-            try:
+            with owned(open_private_directory(path.parent)) as store:
                 if path.name != STAGING or store_id(store, path.parent) != self.node:
                     raise StoreError(f"{str(path)!r} is not the staging directory of the node {self.node!r}")
                 staging = open_private_directory(STAGING, within=store)
-            finally:
-                os.close(store)
-        try:
+        with owned(staging):
             if self.inode != directory_id(staging):
                 raise StoreError(f"{str(path)!r} is another directory than the node's: it may be in another container")
             yield Path(f"/proc/self/fd/{staging}")
-        finally:
-            os.close(staging)
 
 
 class Stage(ProcessBound):
@@ -139,10 +135,12 @@ class Stage(ProcessBound):
     def _make(self) -> Path:
         base = self._base or (_MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir()))
         home = base / f"dissociated-{os.geteuid()}"
-        with store_errors(f"the staging directory below {home}"):
-            opened = open_private_directory(home, create=True)
+        # Locked, so that no other process removes the new directory as abandoned.
+        with (
+            store_errors(f"the staging directory below {home}"),
+            locked(open_private_directory(home, create=True)) as opened,
+        ):
             try:
-                fcntl.flock(opened, fcntl.LOCK_EX)  # so that no other process removes the new directory as abandoned
                 _remove_abandoned(home, opened)
                 name = f"{os.getpid()}-{secrets.token_hex(4)}"
                 self._lock = open_private_directory(name, within=opened, create=True)
@@ -152,8 +150,6 @@ class Stage(ProcessBound):
             except BaseException:
                 self._unlock()  # the unfinished directory is then abandoned, and removed by the next stage
                 raise
-            finally:
-                os.close(opened)
         self._directory = home / name / STAGING
         return self._directory
 
@@ -182,8 +178,7 @@ class Stage(ProcessBound):
 
     def path(self, name: str) -> Path:
         """Return the path of a file in the directory. Raises StoreError for a name that leads elsewhere."""
-        if Path(name).name != name or name in ("", ".", ".."):
-            raise StoreError(f"{name!r} is not the name of a file in the staging directory")
+        check_staged(name)
         return self.directory / name
 
     def close(self) -> None:

@@ -32,7 +32,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pyarrow as pa
@@ -447,9 +446,7 @@ class Store(ProcessBound):
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

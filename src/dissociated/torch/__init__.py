@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from dissociated.base.display import missing
 from dissociated.base.once import once
 from dissociated.client.dataset import DatasetHandle
 from dissociated.errors import OptionError
@@ -77,12 +77,10 @@ def _check_names(options: Iterable[str]) -> None:
     """Raise OptionError if one of the options is neither ours nor the DataLoader's."""
     from torch.utils.data import DataLoader
 
-    names = {*_SAMPLING, *inspect.signature(DataLoader).parameters} - {"dataset"}
+    names = sorted({*_SAMPLING, *inspect.signature(DataLoader).parameters} - {"dataset"})
     for name in options:
         if name not in names:
-            similar = get_close_matches(name, names, 1)
-            remedy = f": did you mean {similar[0]!r}?" if similar else f"; there are {', '.join(sorted(names))}"
-            raise OptionError(f"there is no option {name!r}{remedy}")
+            raise OptionError(missing("option", name, names))
 
 
 @once

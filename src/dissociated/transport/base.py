@@ -17,7 +17,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from types import TracebackType
 from typing import Any, TypeAlias
 
 from dissociated.base.buffers import Buffer
@@ -240,7 +239,8 @@ class Connection(ProcessBound, ABC):
         """Send zero bytes in place of the memory for which `send` has just raised SourceError. Never raises.
 
         The message is then complete, and its peer can be told a reason. So the peer must not use the message: nothing
-        that it needs for this may have been sent.
+        that it needs for this may have been sent. If more than 64 MiB of the message remain, nothing is sent, and the
+        peer finds that the connection ends within the message.
 
         Args:
             timeout: Seconds for which the peer may take nothing.
@@ -385,9 +385,7 @@ class Connection(ProcessBound, ABC):
     def __enter__(self) -> Connection:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

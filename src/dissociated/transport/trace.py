@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import logging
 import struct
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Self, cast
 
 from dissociated.base.buffers import Buffer
@@ -67,13 +67,17 @@ class _Trace:
     def line(self, event: str) -> None:
         _log.debug("%s: %s", self._prefix, event, extra=self._fields)
 
-    def record_sent(self, lines: Iterable[str]) -> None:
+    @contextmanager
+    def sending(self, lines: Sequence[str]) -> Iterator[None]:
+        """Record that messages are sent in this block, or why they were not."""
+        try:
+            yield
+        except DissociatedError as error:
+            more = f", nor {len(lines) - 1:,} more" if len(lines) > 1 else ""
+            self.line(f"could not send {lines[0] if lines else 'nothing'}{more}: {str(error)!r}")
+            raise
         for line in lines:
             self.line(f"sent {line}")
-
-    def failed(self, lines: Sequence[str], error: DissociatedError) -> None:
-        more = f", nor {len(lines) - 1:,} more" if len(lines) > 1 else ""
-        self.line(f"could not send {lines[0] if lines else 'nothing'}{more}: {str(error)!r}")
 
     def mapped(self, before: Sequence[Region], after: Sequence[Region]) -> None:
         if len(before) < len(after):
@@ -131,9 +135,7 @@ class _TracedConnection:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._connection.close()
 
     @property
@@ -155,20 +157,12 @@ class _TracedConnection:
     def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
         if not isinstance(messages, _Encoded):
             messages = _Encoded(self._connection.prepare(messages), [*self._trace.outgoing(messages)])
-        try:
+        with self._trace.sending(messages.lines):
             self._connection.send(messages.messages, timeout)
-        except DissociatedError as error:
-            self._trace.failed(messages.lines, error)
-            raise
-        self._trace.record_sent(messages.lines)
 
     def send_at_once(self, messages: _Encoded) -> None:
-        try:
+        with self._trace.sending(messages.lines):
             self._connection.send_at_once(messages.messages)
-        except DissociatedError as error:
-            self._trace.failed(messages.lines, error)
-            raise
-        self._trace.record_sent(messages.lines)
 
     def receive(self, timeout: float, allocate: Allocate) -> Incoming | Run | None:
         regions = self._connection.address_space.regions

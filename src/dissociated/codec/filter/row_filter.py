@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pyarrow.acero as acero
 import pyarrow.compute as pc
 
+from dissociated.base.display import missing_column
 from dissociated.codec.columns import select_fields
 from dissociated.codec.filter.conditions import Conditions
 from dissociated.codec.nesting import contains
@@ -21,6 +23,8 @@ from dissociated.errors import ColumnNotFound, DissociatedError, OptionError
 #: A filter of users: an expression, or `[column, operator, value]`, a list of these, or a list of such lists, which may
 #: be parsed already (`Conditions`).
 Filter: TypeAlias = Any
+#: The message of libarrow about a column that a schema lacks.
+_MISSING = re.compile(r"No match for FieldRef\.Name\((.*)\) in ")
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,9 @@ def _try(expression: pc.Expression, schema: pa.Schema, columns: Sequence[int]) -
         why = str(error).partition("\n")[0]
         # libarrow has no class for this error, and pyarrow does not name the columns of an expression.
         if why.startswith("No match for FieldRef"):
+            message = missing_field(error, schema, " to filter by")
+            if message is not None:
+                raise ColumnNotFound(message) from None
             raise ColumnNotFound(
                 f"the filter {expression_text(expression)} has a column that does not exist; there are "
                 f"{', '.join(schema.names)}"
@@ -133,6 +140,12 @@ def _try(expression: pc.Expression, schema: pa.Schema, columns: Sequence[int]) -
         raise OptionError(f"{expression_text(expression)} is not a filter of these columns: {why}") from None
     if type_ != pa.bool_():
         raise OptionError(f"{expression_text(expression)} is not a filter: its type is {type_} instead of bool")
+
+
+def missing_field(error: pa.ArrowException, schema: pa.Schema, purpose: str = "") -> str | None:
+    """Return the message for a column that `schema` lacks and an expression names; None for any other error."""
+    named = _MISSING.match(str(error).partition("\n")[0])
+    return None if named is None or named[1] in schema.names else missing_column(named[1], schema.names, purpose)
 
 
 def _columns(expression: pc.Expression, schema: pa.Schema) -> tuple[int, ...]:

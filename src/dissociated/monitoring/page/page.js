@@ -54,22 +54,22 @@ const TABLES = {
   listeners: [text("listens at", "uri"), number("open", "open"), number("accepted", "accepted"), number("refused", "refused")],
 };
 const EMPTY = {
-  datasets: "no datasets", consumers: "nobody reads now", changes: "nothing has changed since it started", nodes: "none",
-  listeners: "it has no transports",
+  datasets: "no datasets", consumers: "no consumers", changes: "no changes since the server started", nodes: "none",
+  listeners: "no listeners",
 };
-const order = {}; // by table: the field, and 1 or -1
-let shown = null; // the latest status
+const order = {}; // for each table the field, and 1 or -1
+let latest = null; // the latest status
 
 function sorted(name, rows) {
-  const by = order[name];
-  if (!by) return rows;
-  const key = (row) => row[by.field];
+  const sorting = order[name];
+  if (!sorting) return rows;
+  const key = (row) => row[sorting.field];
   return [...rows].sort((a, b) => {
     const [x, y] = [key(a), key(b)];
     if (x === y) return 0;
     if (x === null) return 1; // unknown values come last
     if (y === null) return -1;
-    return (x < y ? -1 : 1) * by.direction;
+    return (x < y ? -1 : 1) * sorting.direction;
   });
 }
 
@@ -82,11 +82,11 @@ function makeHead(name) {
     const button = document.createElement("button");
     button.textContent = column.title;
     button.addEventListener("click", () => {
-      const now = order[name];
-      const first = column.number ? -1 : 1;
-      const again = now && now.field === column.field;
-      order[name] = { field: column.field, direction: again ? -now.direction : first };
-      row.querySelectorAll("th").forEach((one) => one.removeAttribute("aria-sort"));
+      const current = order[name];
+      const initial = column.number ? -1 : 1;
+      const isReversed = current && current.field === column.field;
+      order[name] = { field: column.field, direction: isReversed ? -current.direction : initial };
+      row.querySelectorAll("th").forEach((other) => other.removeAttribute("aria-sort"));
       cell.setAttribute("aria-sort", order[name].direction > 0 ? "ascending" : "descending");
       show();
     });
@@ -127,12 +127,12 @@ function fill(name, rows) {
 
 // Return the bytes sent in each second: [seconds since 1970, bytes per second].
 function rates(samples) {
-  const found = [];
+  const result = [];
   for (let at = 1; at < samples.length; at += 1) {
     const [[before, from], [when, to]] = [samples[at - 1], samples[at]];
-    if (when > before) found.push([when, Math.max(0, to - from) / (when - before)]);
+    if (when > before) result.push([when, Math.max(0, to - from) / (when - before)]);
   }
-  return found;
+  return result;
 }
 
 let points = [];
@@ -154,20 +154,20 @@ function draw(samples, now) {
 }
 
 function point(event) {
-  if (!shown || !points.length) return;
+  if (!latest || !points.length) return;
   const box = element("chart").getBoundingClientRect();
-  const when = shown.now - PERIOD * (1 - (event.clientX - box.left) / box.width);
+  const when = latest.now - PERIOD * (1 - (event.clientX - box.left) / box.width);
   const near = points.reduce((best, one) => (Math.abs(one[0] - when) < Math.abs(best[0] - when) ? one : best));
   write("pointed", `${clock(near[0])}: ${size(near[1])}/s`);
 }
 
 function show() {
-  const status = shown;
+  const status = latest;
   if (!status) return;
   write("where", `${status.host} · ${status.version} · process ${status.pid} · up ${duration(status.seconds)}${status.state === "stopping" ? " · stopping" : ""}`
     + (status.catalog ? ` · ${status.catalog}` : ""));
-  const latest = rates(status.samples.slice(-6)).map(([, rate]) => rate);
-  write("rate", `${size(latest.length ? latest.reduce((a, b) => a + b) / latest.length : 0)}/s`);
+  const recent = rates(status.samples.slice(-6)).map(([, rate]) => rate);
+  write("rate", `${size(recent.length ? recent.reduce((a, b) => a + b) / recent.length : 0)}/s`);
   write("sent", `${size(status.totals.bytes)} in ${plural(status.totals.streams, "stream")}`
     + (status.totals.flight ? `, and ${plural(status.totals.flight, "stream")} over Flight` : ""));
   write("consumers-now", count(status.consumer_count));
@@ -187,14 +187,14 @@ function show() {
   element("limit").classList.toggle("bad", isFull);
   write("limit", (!store ? "this server has no store" : limit === Infinity ? "no limit" : `${isFull ? "full, " : ""}of ${size(limit)}${free}`) + puts);
   draw(status.samples, status.now);
-  const wanted = element("search").value;
-  const some = status.datasets.filter((one) => one.name.includes(wanted));
-  const part = (all, here) => (here < all ? `${count(here)} of ${count(all)}, those most read` : count(all));
+  const query = element("search").value;
+  const matching = status.datasets.filter((dataset) => dataset.name.includes(query));
+  const part = (all, here) => (here < all ? `the ${count(here)} most read of ${count(all)}` : count(all));
   write("dataset-count", part(status.dataset_count, status.datasets.length));
   write("consumer-count", part(status.consumer_count, status.consumers.length));
   const kinds = Object.entries(status.changed).filter(([, often]) => often);
   write("changed", kinds.map(([kind, often]) => `${count(often)} ${kind}`).join(", "));
-  fill("datasets", some);
+  fill("datasets", matching);
   fill("consumers", status.consumers);
   fill("changes", status.changes);
   fill("listeners", status.listeners);
@@ -204,19 +204,19 @@ function show() {
   document.querySelector("main").hidden = false;
 }
 
-let since = null; // when the server last answered
+let lastAnswer = null; // milliseconds since 1970
 async function refresh() {
   try {
     const answer = await fetch(STATUS, { cache: "no-store", signal: AbortSignal.timeout(10000) });
     if (!answer.ok) throw new Error(`${answer.status}`);
-    shown = await answer.json();
-    since = Date.now();
+    latest = await answer.json();
+    lastAnswer = Date.now();
     element("live").className = "";
     write("live", "live");
     show();
   } catch (error) {
     element("live").className = "lost";
-    write("live", since ? `no answer since ${new Date(since).toLocaleTimeString()}` : "no answer");
+    write("live", lastAnswer ? `no answer since ${new Date(lastAnswer).toLocaleTimeString()}` : "no answer");
   }
   setTimeout(refresh, 1000);
 }

@@ -8,100 +8,107 @@ import org.apache.spark.sql.types._
 import org.apache.spark.sql.vectorized.ColumnVector
 import org.apache.spark.unsafe.Platform
 
-/** Values of one type, taken from Spark's rows into the buffers of an Arrow array. */
-abstract class Column extends Native {
+/** A builder of an Arrow array: it appends values from Spark's rows to buffers in native memory. */
+abstract class Column extends NativeOwner {
   private val validity = own(new Memory)
-  private var marked = 0 // bytes of it that are set; all others would say "valid"
+  // The bytes of the validity bitmap that are initialized. Until a null is appended, none need be.
+  private var validityBytes = 0
   private var rows = 0
-  private var nulls = 0
+  private var nullCount = 0
 
-  /** How many values there are. */
+  /** Return the number of values. */
   final def length: Int = rows
 
-  /** The value there becomes the next one here. */
-  final def put(from: SpecializedGetters, ordinal: Int): Unit = if (from.isNullAt(ordinal)) putNull() else {
-    add(from, ordinal)
+  /** Append the value of a field, which may be null. */
+  final def append(from: SpecializedGetters, ordinal: Int): Unit = if (from.isNullAt(ordinal)) appendNull() else {
+    appendValue(from, ordinal)
     rows += 1
   }
 
-  final def putNull(): Unit = {
-    putEmpty()
+  final def appendNull(): Unit = {
+    appendPlaceholder()
     markNull(rows - 1)
   }
 
-  /** A value that says nothing. */
-  final def putEmpty(): Unit = {
-    addEmpty()
+  /** Append a value that no reader uses, because it or the value that holds it is null. */
+  final def appendPlaceholder(): Unit = {
+    appendPlaceholderValue()
     rows += 1
   }
 
-  /** This field of rows. */
-  def take(from: RowBuffer, ordinal: Int): Unit = takeEach(from, ordinal)
+  /** Append a field of all rows of the buffer. */
+  def appendRows(from: RowBuffer, ordinal: Int): Unit = appendEach(from, ordinal)
 
-  final protected def takeEach(from: RowBuffer, ordinal: Int): Unit =
-    Loop.over(from.count)(index => put(from(index), ordinal))
+  final protected def appendEach(from: RowBuffer, ordinal: Int): Unit =
+    Loop.over(from.count)(index => append(from(index), ordinal))
 
-  /** Bytes of the values. */
+  /** Return the size of the values in bytes, without the validity bitmap. */
   def nbytes: Long
 
-  /** There is a value for each of these rows, whatever it is for those that are null. */
-  final protected def added(from: RowBuffer, ordinal: Int): Unit = {
+  /** Count the rows of the buffer, whose values have been appended, and mark its nulls. */
+  final protected def countAppended(from: RowBuffer, ordinal: Int): Unit = {
     if (from.hasNulls(ordinal))
       Loop.over(from.count)(index => if (from.isNullAt(index, ordinal)) markNull(rows + index))
     rows += from.count
   }
 
-  /** There are `count` more values, none of which is null. */
-  final protected def added(count: Int): Unit = rows += count
+  /** Count `count` appended values, none of which is null. */
+  final protected def countAppended(count: Int): Unit = rows += count
 
   private def markNull(row: Int): Unit = {
-    mark(row)
+    extendValidity(row)
     val byte = validity.address + (row >> 3)
     Platform.putByte(null, byte, (Platform.getByte(null, byte) & ~(1 << (row & 7))).toByte)
-    nulls += 1
+    nullCount += 1
   }
 
-  private def mark(row: Int): Unit = if (marked <= (row >> 3)) {
+  /** Extend the validity bitmap to `row`. The new bits say that their values are valid. */
+  private def extendValidity(row: Int): Unit = if (validityBytes <= (row >> 3)) {
     val end = (row >> 3) + 1
-    validity.ensure(end)
-    Platform.setMemory(validity.address + marked, 0xff.toByte, end - marked)
-    marked = end
+    validity.reserve(end)
+    Platform.setMemory(validity.address + validityBytes, 0xff.toByte, end - validityBytes)
+    validityBytes = end
   }
 
-  protected def add(from: SpecializedGetters, ordinal: Int): Unit
-  protected def addEmpty(): Unit
+  /** Append a value that is not null, without counting it. */
+  protected def appendValue(from: SpecializedGetters, ordinal: Int): Unit
+  /** Append any value, without counting it. */
+  protected def appendPlaceholderValue(): Unit
 
-  /** Tells the layout of this array, and of those below it. */
+  /** Add the field nodes and buffers of this array and its children to `layout`, in the order of a record batch. */
   def describe(layout: Layout): Unit = {
-    layout.array(rows, nulls)
-    if (nulls > 0) mark(rows - 1)
-    layout.buffer(validity, if (nulls > 0) (rows + 7) >> 3 else 0)
-    describeParts(layout)
+    layout.addNode(rows, nullCount)
+    if (nullCount > 0) extendValidity(rows - 1)
+    layout.addBuffer(validity, if (nullCount > 0) (rows + 7) >> 3 else 0)
+    describeBuffers(layout)
   }
 
-  /** What follows validity. */
-  protected def describeParts(layout: Layout): Unit
+  /** Add what follows the validity bitmap: the other buffers, and the children. */
+  protected def describeBuffers(layout: Layout): Unit
 
   override def clear(): Unit = {
     super.clear()
     rows = 0
-    nulls = 0
-    marked = 0
+    nullCount = 0
+    validityBytes = 0
   }
 }
 
 object Column {
-  /** Whether there is one for this type. */
-  def supports(wanted: DataType): Boolean = Try(of(wanted)).isSuccess
+  /** Return whether a column can hold values of `dataType`. */
+  def supports(dataType: DataType): Boolean = Try(of(dataType)).isSuccess
 
-  /** Returns the bytes of the values of all `columns`. It allocates nothing, because it is called for each row. */
+  /**
+   * Return the size of the values of all `columns` in bytes. It allocates nothing, because it is called for each row.
+   */
   def nbytes(columns: Array[Column]): Long = {
     var total = 0L
     Loop.over(columns.length)(index => total += columns(index).nbytes)
     total
   }
 
-  def of(wanted: DataType): Column = wanted match { // for others there is none
+  /** Return a new column for values of `dataType`. Throws a MatchError if the type is unsupported. */
+  def of(dataType: DataType): Column = dataType match {
     case NullType => new NullColumn
     case BooleanType => new BooleanColumn
     case FloatType => new FloatColumn
@@ -118,20 +125,20 @@ object Column {
   }
 }
 
-/** Numbers, and what Spark has as numbers: how many bytes each has, there and in Arrow. */
+/** An extractor of the width in bytes of types that Spark and Arrow store as numbers of the same width. */
 object FixedWidth {
-  def unapply(wanted: DataType): Option[Int] = Option(wanted).collect {
+  def unapply(dataType: DataType): Option[Int] = Option(dataType).collect {
     case ByteType | ShortType | IntegerType | LongType | FloatType | DoubleType | DateType | TimestampType |
-        TimestampNTZType | _: DayTimeIntervalType | _: YearMonthIntervalType | _: TimeType => wanted.defaultSize
+        TimestampNTZType | _: DayTimeIntervalType | _: YearMonthIntervalType | _: TimeType => dataType.defaultSize
   }
 }
 
 final class NullColumn extends Column {
   override def nbytes: Long = 0
-  override protected def add(from: SpecializedGetters, ordinal: Int): Unit = ()
-  override protected def addEmpty(): Unit = ()
-  override def describe(layout: Layout): Unit = layout.array(length, length)
-  override protected def describeParts(layout: Layout): Unit = ()
+  override protected def appendValue(from: SpecializedGetters, ordinal: Int): Unit = ()
+  override protected def appendPlaceholderValue(): Unit = ()
+  override def describe(layout: Layout): Unit = layout.addNode(length, length)
+  override protected def describeBuffers(layout: Layout): Unit = ()
 }
 
 final class BooleanColumn extends Column {
@@ -139,34 +146,37 @@ final class BooleanColumn extends Column {
 
   override def nbytes: Long = length >> 3
 
-  override protected def add(from: SpecializedGetters, ordinal: Int): Unit = add(from.getBoolean(ordinal))
-  override protected def addEmpty(): Unit = add(false)
+  override protected def appendValue(from: SpecializedGetters, ordinal: Int): Unit = appendBit(from.getBoolean(ordinal))
+  override protected def appendPlaceholderValue(): Unit = appendBit(false)
 
-  private def add(value: Boolean): Unit = {
-    bits.ensure((length >> 3) + 1)
+  private def appendBit(value: Boolean): Unit = {
+    bits.reserve((length >> 3) + 1)
     val byte = bits.address + (length >> 3)
-    val before = if ((length & 7) == 0) 0 else Platform.getByte(null, byte)
-    Platform.putByte(null, byte, (if (value) before | 1 << (length & 7) else before).toByte)
+    val oldByte = if ((length & 7) == 0) 0 else Platform.getByte(null, byte)
+    Platform.putByte(null, byte, (if (value) oldByte | 1 << (length & 7) else oldByte).toByte)
   }
 
-  override protected def describeParts(layout: Layout): Unit = layout.buffer(bits, (length + 7) >> 3)
+  override protected def describeBuffers(layout: Layout): Unit = layout.addBuffer(bits, (length + 7) >> 3)
 }
 
-/** Values of `width` bytes each, of which Spark has a word: numbers, dates, times, decimals of up to 18 digits. */
+/**
+ * A column of values of `width` bytes that Spark stores in one word: numbers, dates, times, decimals of up to 18
+ * digits.
+ */
 class FixedColumn(val width: Int) extends Column {
   private val values = own(new Memory)
 
   override def nbytes: Long = length.toLong * width
 
-  /** Where the next value goes, and as many after it. */
-  final protected def room(count: Int): Long = {
+  /** Make room for `count` values and return the address of the first. */
+  final protected def reserveValues(count: Int): Long = {
     val from = length.toLong * width
-    values.ensure(from + count.toLong * width)
+    values.reserve(from + count.toLong * width)
     values.address + from
   }
 
-  override def take(from: RowBuffer, ordinal: Int): Unit = {
-    val to = room(from.count)
+  override def appendRows(from: RowBuffer, ordinal: Int): Unit = {
+    val to = reserveValues(from.count)
     @inline def words(store: (Int, Long) => Unit): Unit =
       Loop.over(from.count)(index => store(index, from.word(index, ordinal)))
     width match {
@@ -179,20 +189,20 @@ class FixedColumn(val width: Int) extends Column {
           Platform.putLong(null, to + 16L * index + 8, word >> 63)
         }
     }
-    added(from, ordinal)
+    countAppended(from, ordinal)
   }
 
-  /** Takes `count` values of a vector, from `first` on. */
-  final def take(from: ColumnVector, first: Int, count: Int): Unit =
+  /** Append `count` values of a vector, from the row `first` on. */
+  final def appendRange(from: ColumnVector, first: Int, count: Int): Unit =
     if (!from.hasNull) copyEach(from, first, count)
-    else Loop.over(count)(index => if (from.isNullAt(first + index)) putNull() else copyEach(from, first + index, 1))
+    else Loop.over(count)(index => if (from.isNullAt(first + index)) appendNull() else copyEach(from, first + index, 1))
 
   private def copyEach(from: ColumnVector, first: Int, count: Int): Unit = {
-    copy(from, first, count, room(count))
-    added(count)
+    copy(from, first, count, reserveValues(count))
+    countAppended(count)
   }
 
-  /** Copies values that are not null. */
+  /** Copy `count` values, none of which is null, to the address `to`. */
   protected def copy(from: ColumnVector, first: Int, count: Int, to: Long): Unit = width match {
     case 1 => Loop.over(count)(index => Platform.putByte(null, to + index, from.getByte(first + index)))
     case 2 => Loop.over(count)(index => Platform.putShort(null, to + 2L * index, from.getShort(first + index)))
@@ -200,8 +210,8 @@ class FixedColumn(val width: Int) extends Column {
     case _ => Loop.over(count)(index => Platform.putLong(null, to + 8L * index, from.getLong(first + index)))
   }
 
-  override protected def add(from: SpecializedGetters, ordinal: Int): Unit = {
-    val to = room(1)
+  override protected def appendValue(from: SpecializedGetters, ordinal: Int): Unit = {
+    val to = reserveValues(1)
     width match {
       case 1 => Platform.putByte(null, to, from.getByte(ordinal))
       case 2 => Platform.putShort(null, to, from.getShort(ordinal))
@@ -210,39 +220,39 @@ class FixedColumn(val width: Int) extends Column {
     }
   }
 
-  override protected def addEmpty(): Unit = Platform.setMemory(room(1), 0, width)
-  override protected def describeParts(layout: Layout): Unit = layout.buffer(values, length.toLong * width)
+  override protected def appendPlaceholderValue(): Unit = Platform.setMemory(reserveValues(1), 0, width)
+  override protected def describeBuffers(layout: Layout): Unit = layout.addBuffer(values, length.toLong * width)
 }
 
 final class FloatColumn extends FixedColumn(4) {
-  override protected def add(from: SpecializedGetters, ordinal: Int): Unit =
-    Platform.putFloat(null, room(1), from.getFloat(ordinal))
+  override protected def appendValue(from: SpecializedGetters, ordinal: Int): Unit =
+    Platform.putFloat(null, reserveValues(1), from.getFloat(ordinal))
 
   override protected def copy(from: ColumnVector, first: Int, count: Int, to: Long): Unit =
     Loop.over(count)(index => Platform.putFloat(null, to + 4L * index, from.getFloat(first + index)))
 }
 
 final class DoubleColumn extends FixedColumn(8) {
-  override protected def add(from: SpecializedGetters, ordinal: Int): Unit =
-    Platform.putDouble(null, room(1), from.getDouble(ordinal))
+  override protected def appendValue(from: SpecializedGetters, ordinal: Int): Unit =
+    Platform.putDouble(null, reserveValues(1), from.getDouble(ordinal))
 
   override protected def copy(from: ColumnVector, first: Int, count: Int, to: Long): Unit =
     Loop.over(count)(index => Platform.putDouble(null, to + 8L * index, from.getDouble(first + index)))
 }
 
-/** Decimals of up to 18 digits, which are words in Spark's rows. */
-final class ShortDecimalColumn(wanted: DecimalType) extends FixedColumn(16) {
-  override protected def add(from: SpecializedGetters, ordinal: Int): Unit =
-    store(room(1), from.getDecimal(ordinal, wanted.precision, wanted.scale).toUnscaledLong)
+/** A column of decimals of up to 18 digits, which Spark's rows store in one word. */
+final class ShortDecimalColumn(dataType: DecimalType) extends FixedColumn(16) {
+  override protected def appendValue(from: SpecializedGetters, ordinal: Int): Unit =
+    store(reserveValues(1), from.getDecimal(ordinal, dataType.precision, dataType.scale).toUnscaledLong)
 
-  /** Spark's own vectors have numbers, from which it would make a decimal for each value. */
+  /** Copy the unscaled numbers of Spark's own vectors, since `getDecimal` would create an object for each value. */
   override protected def copy(from: ColumnVector, first: Int, count: Int, to: Long): Unit = from match {
-    case numbers: WritableColumnVector if wanted.precision <= Decimal.MAX_INT_DIGITS =>
+    case numbers: WritableColumnVector if dataType.precision <= Decimal.MAX_INT_DIGITS =>
       Loop.over(count)(index => store(to + 16L * index, numbers.getInt(first + index)))
     case numbers: WritableColumnVector =>
       Loop.over(count)(index => store(to + 16L * index, numbers.getLong(first + index)))
     case _ =>
-      @inline def word(row: Int): Long = from.getDecimal(row, wanted.precision, wanted.scale).toUnscaledLong
+      @inline def word(row: Int): Long = from.getDecimal(row, dataType.precision, dataType.scale).toUnscaledLong
       Loop.over(count)(index => store(to + 16L * index, word(first + index)))
   }
 
@@ -252,128 +262,138 @@ final class ShortDecimalColumn(wanted: DecimalType) extends FixedColumn(16) {
   }
 }
 
-/** Decimals of more digits, of which Spark has the bytes. */
-final class DecimalColumn(wanted: DecimalType) extends FixedColumn(16) {
-  override def take(from: RowBuffer, ordinal: Int): Unit = takeEach(from, ordinal)
+/** A column of decimals of more than 18 digits, which Spark's rows store as byte strings. */
+final class DecimalColumn(dataType: DecimalType) extends FixedColumn(16) {
+  override def appendRows(from: RowBuffer, ordinal: Int): Unit = appendEach(from, ordinal)
 
-  override protected def add(from: SpecializedGetters, ordinal: Int): Unit =
-    store(room(1), from.getDecimal(ordinal, wanted.precision, wanted.scale))
+  override protected def appendValue(from: SpecializedGetters, ordinal: Int): Unit =
+    store(reserveValues(1), from.getDecimal(ordinal, dataType.precision, dataType.scale))
 
   override protected def copy(from: ColumnVector, first: Int, count: Int, to: Long): Unit =
     Loop.over(count) { index =>
-      store(to + 16L * index, from.getDecimal(first + index, wanted.precision, wanted.scale))
+      store(to + 16L * index, from.getDecimal(first + index, dataType.precision, dataType.scale))
     }
 
   private def store(to: Long, value: Decimal): Unit = {
-    val unscaled = value.toJavaBigDecimal.setScale(wanted.scale).unscaledValue
+    val unscaled = value.toJavaBigDecimal.setScale(dataType.scale).unscaledValue
     Platform.putLong(null, to, unscaled.longValue)
     Platform.putLong(null, to + 8, unscaled.shiftRight(64).longValueExact)
   }
 }
 
-/** Where strings or lists begin, and the last of them ends. */
-final class Ends extends Native {
+/** A builder of the offsets buffer of strings or lists. */
+final class OffsetsBuilder extends NativeOwner {
   private val offsets = own(new Memory)
   private var count = 0
-  var last = 0
+  var lastEnd = 0
 
-  /** The next one ends there. */
-  def add(end: Long): Unit = {
-    if (end < last || end > Int.MaxValue) throw Failure(s"a batch cannot hold the $end values of lists of one row")
-    offsets.ensure(4 * (count + 2L))
+  /** Append the end of the next value. Throws if it does not fit in 32 bits. */
+  def append(end: Long): Unit = {
+    if (end < lastEnd || end > Int.MaxValue)
+      throw Failure(s"a column of a batch cannot hold $end bytes or list items: the values of one row are too large")
+    offsets.reserve(4 * (count + 2L))
     count += 1
-    last = end.toInt
-    Platform.putInt(null, offsets.address + 4L * count, last)
+    lastEnd = end.toInt
+    Platform.putInt(null, offsets.address + 4L * count, lastEnd)
   }
 
   def describe(layout: Layout): Unit = {
-    offsets.ensure(4)
-    Platform.putInt(null, offsets.address, 0) // where the first begins
-    layout.buffer(offsets, 4 * (count + 1L))
+    offsets.reserve(4)
+    Platform.putInt(null, offsets.address, 0) // the first offset
+    layout.addBuffer(offsets, 4 * (count + 1L))
   }
 
   override def clear(): Unit = {
     super.clear()
     count = 0
-    last = 0
+    lastEnd = 0
   }
 }
 
-/** Strings or binaries. */
+/** A column of strings or binaries. */
 final class BytesColumn(strings: Boolean) extends Column {
-  private val ends = own(new Ends)
+  private val offsets = own(new OffsetsBuilder)
   private val data = own(new Memory)
 
-  override def nbytes: Long = 4L * length + ends.last
+  override def nbytes: Long = 4L * length + offsets.lastEnd
 
-  override protected def add(from: SpecializedGetters, ordinal: Int): Unit =
+  override protected def appendValue(from: SpecializedGetters, ordinal: Int): Unit =
     if (strings) {
       val value = from.getUTF8String(ordinal)
-      append(value.getBaseObject, value.getBaseOffset, value.numBytes)
+      appendBytes(value.getBaseObject, value.getBaseOffset, value.numBytes)
     } else {
       val value = from.getBinary(ordinal)
-      append(value, Platform.BYTE_ARRAY_OFFSET, value.length)
+      appendBytes(value, Platform.BYTE_ARRAY_OFFSET, value.length)
     }
 
-  private def append(base: AnyRef, from: Long, size: Int): Unit = {
-    Platform.copyMemory(base, from, null, room(size), size)
-    ends.add(ends.last.toLong + size)
+  private def appendBytes(base: AnyRef, from: Long, size: Int): Unit = {
+    Platform.copyMemory(base, from, null, reserveBytes(size), size)
+    offsets.append(offsets.lastEnd.toLong + size)
   }
 
-  /** By whole words: each value is padded in a row, and what that adds here the next value is written over. */
-  override def take(from: RowBuffer, ordinal: Int): Unit = {
+  /**
+   * Append a field of all rows. Values are copied by whole words: Spark's rows pad them, and the next value
+   * overwrites the padding here.
+   */
+  override def appendRows(from: RowBuffer, ordinal: Int): Unit = {
     val nulls = from.hasNulls(ordinal)
     Loop.over(from.count) { index =>
       val word = if (nulls && from.isNullAt(index, ordinal)) 0 else from.word(index, ordinal)
       val size = word.toInt
-      Memory.copy(null, from.at(index) + (word >>> 32), room(size), size)
-      ends.add(ends.last.toLong + size)
+      Memory.copy(null, from.address(index) + (word >>> 32), reserveBytes(size), size)
+      offsets.append(offsets.lastEnd.toLong + size)
     }
-    added(from, ordinal)
+    countAppended(from, ordinal)
   }
 
-  /** Where the next value of so many bytes goes. A word may be read and written wherever one of its bytes may be. */
-  @inline private def room(size: Int): Long = {
-    data.ensure(ends.last + 8L + size)
-    data.address + ends.last
+  /**
+   * Make room for a value of `size` bytes and return its address. The room includes one more word, because values are
+   * copied by whole words.
+   */
+  @inline private def reserveBytes(size: Int): Long = {
+    data.reserve(offsets.lastEnd + 8L + size)
+    data.address + offsets.lastEnd
   }
 
-  override protected def addEmpty(): Unit = ends.add(ends.last)
+  override protected def appendPlaceholderValue(): Unit = offsets.append(offsets.lastEnd)
 
-  override protected def describeParts(layout: Layout): Unit = {
-    ends.describe(layout)
-    layout.buffer(data, ends.last)
+  override protected def describeBuffers(layout: Layout): Unit = {
+    offsets.describe(layout)
+    layout.addBuffer(data, offsets.lastEnd)
   }
 }
 
-/** Lists of one part; and maps, which are lists of structs of a key and a value in Arrow. */
+/**
+ * A column of lists, which have one part, or of maps, which have two: Arrow stores a map as a list of structs of a
+ * key and a value.
+ */
 final class ListColumn(parts: Array[Column]) extends Column {
-  private val ends = own(new Ends)
+  private val offsets = own(new OffsetsBuilder)
   parts.foreach(own(_))
 
   override def nbytes: Long = 4L * length + Column.nbytes(parts)
 
-  override protected def add(from: SpecializedGetters, ordinal: Int): Unit = {
+  override protected def appendValue(from: SpecializedGetters, ordinal: Int): Unit = {
     if (parts.length == 1) {
       val list = from.getArray(ordinal)
-      append(parts.head, list, list.numElements)
+      appendElements(parts.head, list, list.numElements)
     } else {
       val map = from.getMap(ordinal)
-      append(parts.head, map.keyArray, map.numElements)
-      append(parts.last, map.valueArray, map.numElements)
+      appendElements(parts.head, map.keyArray, map.numElements)
+      appendElements(parts.last, map.valueArray, map.numElements)
     }
-    ends.add(parts.head.length)
+    offsets.append(parts.head.length)
   }
 
-  private def append(part: Column, values: SpecializedGetters, count: Int): Unit =
-    Loop.over(count)(index => part.put(values, index))
+  private def appendElements(part: Column, values: SpecializedGetters, count: Int): Unit =
+    Loop.over(count)(index => part.append(values, index))
 
-  override protected def addEmpty(): Unit = ends.add(ends.last)
-  override protected def describeParts(layout: Layout): Unit = {
-    ends.describe(layout)
+  override protected def appendPlaceholderValue(): Unit = offsets.append(offsets.lastEnd)
+  override protected def describeBuffers(layout: Layout): Unit = {
+    offsets.describe(layout)
     if (parts.length > 1) {
-      layout.array(parts.head.length, 0)
-      layout.buffer(new Memory, 0)
+      layout.addNode(parts.head.length, 0)
+      layout.addBuffer(new Memory, 0)
     }
     parts.foreach(_.describe(layout))
   }
@@ -384,13 +404,13 @@ final class StructColumn(fields: Array[Column], nullable: Array[Boolean]) extend
 
   override def nbytes: Long = Column.nbytes(fields)
 
-  override protected def add(from: SpecializedGetters, ordinal: Int): Unit = {
+  override protected def appendValue(from: SpecializedGetters, ordinal: Int): Unit = {
     val struct = from.getStruct(ordinal, fields.length)
-    Loop.over(fields.length)(index => fields(index).put(struct, index))
+    Loop.over(fields.length)(index => fields(index).append(struct, index))
   }
 
-  override protected def addEmpty(): Unit =
-    for (index <- fields.indices) if (nullable(index)) fields(index).putNull() else fields(index).putEmpty()
+  override protected def appendPlaceholderValue(): Unit =
+    for (index <- fields.indices) if (nullable(index)) fields(index).appendNull() else fields(index).appendPlaceholder()
 
-  override protected def describeParts(layout: Layout): Unit = fields.foreach(_.describe(layout))
+  override protected def describeBuffers(layout: Layout): Unit = fields.foreach(_.describe(layout))
 }

@@ -6,13 +6,15 @@ import org.apache.spark.sql.types.{DataType, Decimal, StringType, StructType}
 import org.apache.spark.unsafe.types.UTF8String
 
 /**
- * What a query filters by, as the sidecar takes it: [column, operator, values]. By these the server leaves out batches
- * without such rows, where it knows. Spark filters what comes all the same: so other conditions are omitted.
+ * The conversion of predicates for the sidecar, to [column, operator, values]. Servers use them to skip batches.
+ * Spark evaluates every predicate again, so unsupported ones are omitted.
  */
 object Conditions {
   private val operators = Set("=", ">", ">=", "<", "<=", "IN", "IS_NULL", "IS_NOT_NULL")
-  private val MaxValues = 1 << 16 // of one `in`
+  // The largest number of values of one IN.
+  private val MaxValues = 1 << 16
 
+  /** Return the condition, or None if it is unsupported. */
   def of(predicate: Predicate, schema: StructType): Option[Seq[Any]] = predicate.children.toSeq match {
     case (column: NamedReference) +: values if operators.contains(predicate.name) && values.length <= MaxValues =>
       val isColumn = column.fieldNames.length == 1 &&
@@ -22,19 +24,22 @@ object Conditions {
     case _ => None
   }
 
-  /** Whether values are compared as they are. Statistics know nothing of collations. */
+  /** Return whether values are compared by their bytes. The statistics of batches do not follow other collations. */
   private def isBinary(kind: DataType): Boolean = kind match {
     case text: StringType => text.isUTF8BinaryCollation
     case _ => true
   }
 
-  /** A literal as JSON has it: days, microseconds and nanoseconds are numbers, decimals are text. */
+  /**
+   * Return a literal as a value of JSON, or None if it has none. Days, microseconds and nanoseconds are numbers;
+   * decimals are strings.
+   */
   private def value(expression: Expression): Option[Any] = expression match {
     case literal: Literal[_] => literal.value match {
       case whole @ (null | _: Byte | _: Short | _: Int | _: Long | _: Boolean) => Some(whole)
       case number: Float if !number.isNaN && !number.isInfinite => Some(number.toDouble)
       case number: Double if !number.isNaN && !number.isInfinite => Some(number)
-      case text: UTF8String => Some(text.toString).filter(UTF8String.fromString(_) == text) // else it is no UTF-8
+      case text: UTF8String => Some(text.toString).filter(UTF8String.fromString(_) == text) // invalid UTF-8 differs
       case decimal: Decimal => Some(decimal.toJavaBigDecimal.toPlainString)
       case _ => None
     }

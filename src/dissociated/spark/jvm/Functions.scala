@@ -28,7 +28,7 @@ import org.apache.spark.sql.types.{StringType, StructType}
 import org.apache.spark.sql.vectorized.ColumnarBatch
 import org.apache.spark.unsafe.types.UTF8String
 
-/** Spark finds this in the jar, and asks it for rules when a session starts. */
+/** The rules of this jar, for which Spark asks when a session starts. */
 class Extensions extends SparkSessionExtensionsProvider {
   override def apply(extensions: SparkSessionExtensions): Unit =
     if (Source.fits) {
@@ -37,35 +37,42 @@ class Extensions extends SparkSessionExtensionsProvider {
     }
 }
 
-/** `mapInArrow` by a function of dissociated.spark.map_in_arrow runs in shared memory. */
+/** A rule that runs functions of `dissociated.spark.map_in_arrow` in shared memory, instead of Spark's socket. */
 object FunctionRule extends ColumnarRule {
-  private val name = "dissociated_map_in_arrow" // of the function, in Python
+  // The name that `dissociated.spark.functions` gives to the function.
+  private val functionName = "dissociated_map_in_arrow"
 
   override def preColumnarTransitions: Rule[SparkPlan] = _.transformUp {
-    case map: MapInArrowExec if !map.isBarrier && map.profile.isEmpty && isOurs(map.func) &&
+    case map: MapInArrowExec if !map.isBarrier && map.profile.isEmpty && isDissociated(map.func) &&
         Column.supports(map.child.schema) && Column.supports(map.schema) && !SQLConf.get.arrowUseLargeVarTypes =>
-      MapInMemoryExec(inPythonOfDriver(map.func), map.output, map.child)
+      MapInMemoryExec(withDriversPython(map.func), map.output, map.child)
   }
 
-  /** Spark makes columns of rows for whatever gives columns. The operator takes rows as well. */
+  /** Remove the conversion of rows to columns below the operator, which accepts rows. */
   override def postColumnarTransitions: Rule[SparkPlan] = _.transformUp {
     case map @ MapInMemoryExec(_, _, RowToColumnarExec(rows)) => map.copy(child = rows)
   }
 
-  private def isOurs(function: Expression): Boolean = function match {
-    case udf: PythonUDF => udf.name == name && Source.enabled
+  private def isDissociated(function: Expression): Boolean = function match {
+    case udf: PythonUDF => udf.name == functionName && Source.enabled
     case _ => false
   }
 
-  /** Spark itself takes the `python3` of PATH if nothing names a Python, which may have no dissociated. */
-  private def inPythonOfDriver(function: Expression): Expression = function match {
+  /**
+   * Replace the `python3` of PATH, which Spark chooses if no setting names a Python, by the driver's Python, which
+   * has dissociated.
+   */
+  private def withDriversPython(function: Expression): Expression = function match {
     case udf @ PythonUDF(_, simple: SimplePythonFunction, _, _, _, _, _) =>
       udf.copy(func = simple.copy(pythonExec = Python.ofDriver().executable))
     case _ => function
   }
 }
 
-/** Runs a function of Python for each partition, whose batches lie in memory that this JVM and Python's worker share. */
+/**
+ * An operator that runs a Python function for each partition. Its batches lie in memory that this JVM and the Python
+ * worker share.
+ */
 case class MapInMemoryExec(func: Expression, output: Seq[Attribute], child: SparkPlan) extends UnaryExecNode {
   override def producedAttributes: AttributeSet = AttributeSet(output)
   override def outputPartitioning: Partitioning = child.outputPartitioning
@@ -74,15 +81,16 @@ case class MapInMemoryExec(func: Expression, output: Seq[Attribute], child: Spar
     Map("numOutputRows" -> SQLMetrics.createMetric(sparkContext, "number of output rows"))
 
   override protected def doExecute(): RDD[InternalRow] =
-    throw new UnsupportedOperationException("it gives columns")
+    throw new UnsupportedOperationException("the operator returns columns, not rows")
 
   override protected def doExecuteColumnar(): RDD[ColumnarBatch] = {
-    val limited = conf.contains(SQLConf.ARROW_EXECUTION_MAX_RECORDS_PER_BATCH.key) && conf.arrowMaxRecordsPerBatch > 0
-    val maxRows = if (limited) conf.arrowMaxRecordsPerBatch else BatchBuilder.MaxRows
+    val isLimited = conf.contains(SQLConf.ARROW_EXECUTION_MAX_RECORDS_PER_BATCH.key) && conf.arrowMaxRecordsPerBatch > 0
+    val maxRows = if (isLimited) conf.arrowMaxRecordsPerBatch else BatchBuilder.MaxRows
     session.withActive {
       val input = FunctionInput.of(child)
       val columns = Seq(AttributeReference("dissociated.conversation", StringType, nullable = false)())
-      val python = MapInArrowExec(func, output, ConversationExec(columns, input.getNumPartitions), isBarrier = false, None)
+      val python = MapInArrowExec(func, output, ConversationExec(columns, input.getNumPartitions),
+        isBarrier = false, None)
       new FunctionRDD(input, python.execute(), child.schema, schema, maxRows, longMetric("numOutputRows"))
     }
   }
@@ -90,7 +98,7 @@ case class MapInMemoryExec(func: Expression, output: Seq[Attribute], child: Spar
   override protected def withNewChildInternal(newChild: SparkPlan): MapInMemoryExec = copy(child = newChild)
 }
 
-/** What a function reads: rows, columns, or partitions of a dataset, which Python's worker reads by itself. */
+/** The input of a function: rows, columns, or partitions of a dataset, which the Python worker reads by itself. */
 object FunctionInput {
   def of(plan: SparkPlan): RDD[Any] = (plan match {
     case scan: BatchScanExec if scan.runtimeFilters.isEmpty && scan.scan.isInstanceOf[DatasetScan] =>
@@ -103,11 +111,12 @@ object FunctionInput {
   }).asInstanceOf[RDD[Any]]
 }
 
+/** A partition of a dataset that the Python worker reads. */
 case class DatasetInput(reader: String, partition: String)
 
 case class Item(index: Int, value: Any, hosts: Seq[String]) extends Partition
 
-/** One item for each partition, with the hosts that are best for it. */
+/** An RDD with one item in each partition, and the preferred hosts of the item. */
 class ItemsRDD[T: ClassTag](context: SparkContext, items: Seq[(T, Seq[String])]) extends RDD[T](context, Nil) {
   override protected def getPartitions: Array[Partition] =
     items.zipWithIndex.map { case ((value, hosts), index) => Item(index, value, hosts) }.toArray
@@ -118,23 +127,32 @@ class ItemsRDD[T: ClassTag](context: SparkContext, items: Seq[(T, Seq[String])])
     Iterator.single(split.asInstanceOf[Item].value.asInstanceOf[T])
 }
 
-/** A row for each partition: it tells Python's worker of the conversation that this thread begins. */
+/**
+ * A plan with one row for each partition, which tells the Python worker how to reach the conversation that this
+ * thread begins.
+ */
 case class ConversationExec(output: Seq[Attribute], partitions: Int) extends LeafExecNode {
   override protected def doExecute(): RDD[InternalRow] =
     new ItemsRDD(session.sparkContext, Seq.fill(partitions)((0, Nil))).mapPartitions(_ =>
-      Iterator.single(InternalRow(UTF8String.fromString(Conversation.beginning.get))))
+      Iterator.single(InternalRow(UTF8String.fromString(Conversation.startMessage.get))))
 }
 
-/** What a function of Python makes of the first of two RDDs; by the second, Spark runs it, and gets no rows of it. */
+/**
+ * The batches that a Python function returns for `inputs`. `python` is the RDD in which Spark runs the function; it
+ * returns no rows.
+ */
 class FunctionRDD(inputs: RDD[Any], python: RDD[InternalRow], inputSchema: StructType, resultSchema: StructType,
-    maxRows: Int, count: SQLMetric) extends ZippedPartitionsBaseRDD[ColumnarBatch](inputs.sparkContext, Seq(inputs, python)) {
-  @transient private var last: FunctionBatches = _ // the last in this task, which may have many partitions
+    maxRows: Int, count: SQLMetric)
+    extends ZippedPartitionsBaseRDD[ColumnarBatch](inputs.sparkContext, Seq(inputs, python)) {
+  // A task may have many partitions, one after the other.
+  @transient private var lastBatches: FunctionBatches = _
 
   override def compute(split: Partition, task: TaskContext): Iterator[ColumnarBatch] = {
-    val Seq(first, second) = split.asInstanceOf[ZippedPartitionsPartition].partitions
-    val input = rdds.head.asInstanceOf[RDD[Any]].iterator(first, task)
-    val batches = new FunctionBatches(input, dataset(first), inputSchema, maxRows, task, rdds.last.iterator(second, task))
-    (batches.all ++ { end(batches); Nil }).map { rows =>
+    val Seq(inputPartition, pythonPartition) = split.asInstanceOf[ZippedPartitionsPartition].partitions
+    val input = rdds.head.asInstanceOf[RDD[Any]].iterator(inputPartition, task)
+    val batches = new FunctionBatches(input, dataset(inputPartition), inputSchema, maxRows, task,
+      rdds.last.iterator(pythonPartition, task))
+    (batches.iterator ++ { releasePrevious(batches); Nil }).map { rows =>
       count += rows.count
       rows.batch(resultSchema)
     }
@@ -145,24 +163,25 @@ class FunctionRDD(inputs: RDD[Any], python: RDD[InternalRow], inputSchema: Struc
     case _ => Map.empty
   }
 
-  /** What the last batch of a partition holds stays until the end of the next one. */
-  private def end(batches: FunctionBatches): Unit = synchronized {
-    if (last != null && (last.task eq batches.task) && (last ne batches)) last.close()
-    last = batches
+  /** Close the previous batches of this task, and keep `batches`: Spark may still use the last one. */
+  private def releasePrevious(batches: FunctionBatches): Unit = synchronized {
+    if (lastBatches != null && (lastBatches.task eq batches.task) && (lastBatches ne batches)) lastBatches.close()
+    lastBatches = batches
   }
 }
 
 /**
- * The batches that a function makes of `input`. It runs only while the next batch is asked for; until then, nothing
- * changes in the last one. `python` is run by a thread of its own, and ends when the function does.
+ * The batches that a function returns for `input`. The function runs only while a batch is requested, so that the
+ * last batch does not change before. A thread of its own runs `python`, which ends when the function does.
  */
 final class FunctionBatches(input: Iterator[Any], dataset: Map[String, Any], inputSchema: StructType, maxRows: Int,
     val task: TaskContext, python: => Iterator[Any]) extends Batches {
   private val conversation = new Conversation(dataset + ("max_rows" -> maxRows))
   private val writer = new InputWriter(input, inputSchema, maxRows)
-  private val shared = new SharedBatches(() => ask(), () => ())
+  private val shared = new SharedBatches(() => requestNext(), () => ())
   private val outcome = new CompletableFuture[Unit]
-  @volatile private var consumer: Thread = _ // the thread that asked last
+  // The thread that called `next` last.
+  @volatile private var consumer: Thread = _
 
   private val runner = {
     val results = try conversation.begin(python) catch {
@@ -173,7 +192,8 @@ final class FunctionBatches(input: Iterator[Any], dataset: Map[String, Any], inp
     new Thread(() => {
       TaskContext.setTaskContext(task)
       try {
-        if (results.hasNext) throw Failure("a function has given rows in a way that nobody reads")
+        if (results.hasNext)
+          throw Failure("a Python function returned rows through Spark's socket, and not in shared memory")
         outcome.complete(())
       } catch {
         case error: Throwable =>
@@ -182,7 +202,7 @@ final class FunctionBatches(input: Iterator[Any], dataset: Map[String, Any], inp
       }
     }, s"dissociated-function-${task.taskAttemptId}")
   }
-  // Spark calls the last listener first: the function ends before its worker is closed.
+  // Spark calls the last listener first, so the function ends before Spark closes its worker.
   task.addTaskCompletionListener[Unit](_ => Feeders.whenEnded(task, consumer)(close()))
   runner.setDaemon(true)
   runner.start()
@@ -192,24 +212,26 @@ final class FunctionBatches(input: Iterator[Any], dataset: Map[String, Any], inp
     shared.next()
   }
 
-  private def ask(): JsonNode = {
+  /** Return the next answer of the worker that is not a request for input, which this writes. */
+  private def requestNext(): JsonNode = {
     conversation.send("next" -> true)
     var answer = receive()
     while (answer.has("write")) {
-      conversation.send(writer.write(answer.get("write").asText): _*)
+      conversation.send(writer.writeNext(answer.get("write").asText): _*)
       answer = receive()
     }
-    if (answer.get("ended").asBoolean) finish()
+    if (answer.get("ended").asBoolean) awaitFunction()
     answer
   }
 
+  /** Return an answer of the worker. Throws if it has exited. */
   private def receive(): JsonNode = conversation.receive().getOrElse {
-    finish()
-    throw Failure("the worker of Python has left before its function has ended")
+    awaitFunction()
+    throw Failure("the Python worker exited before its function ended")
   }
 
-  /** Waits for the end of the function, and throws what Spark says of it if it has failed. */
-  private def finish(): Unit = try outcome.get() catch {
+  /** Wait until the function has ended, and throw Spark's exception if it failed. */
+  private def awaitFunction(): Unit = try outcome.get() catch {
     case error: ExecutionException => throw error.getCause
   }
 
@@ -220,17 +242,20 @@ final class FunctionBatches(input: Iterator[Any], dataset: Map[String, Any], inp
   }
 }
 
-/** Writes rows or columns as record batches to files. */
+/** A writer of rows or columns as record batches in files of the Python worker. */
 final class InputWriter(input: Iterator[Any], schema: StructType, maxRows: Int) {
-  private val batches = new BatchesOf(input, schema, maxRows)
+  private val batches = new BatchStream(input, schema, maxRows)
 
-  /** Writes the next batch to this file, and says how large it is, or that there is none. */
-  def write(path: String): Seq[(String, Any)] = {
+  /** Write the next batch to the file, and return the message with its size in bytes, which is 0 if there is none. */
+  def writeNext(path: String): Seq[(String, Any)] = {
     var size = 0L
-    batches.take { (rows, layout) =>
+    batches.writeNext { (rows, layout) =>
       val channel = FileChannel.open(Paths.get(path), StandardOpenOption.WRITE)
-      try size = SegmentFile.write(channel, layout.message(rows, 0))
-      catch { case error: IOException => throw Failure(s"there is no memory for the batches of a function: $error") }
+      try size = SegmentFile.write(channel, layout.encodeMessage(rows, 0))
+      catch {
+        case error: IOException =>
+          throw Failure(s"a batch for a Python function cannot be written to shared memory: $error")
+      }
       finally channel.close()
     }
     Seq("size" -> size)
@@ -240,34 +265,38 @@ final class InputWriter(input: Iterator[Any], schema: StructType, maxRows: Int) 
 }
 
 /**
- * Lines of JSON between this task and the worker of Python that runs its function, over a socket that only this user
- * can connect to. The path of the socket is deleted as soon as the worker has connected.
+ * An exchange of JSON lines between this task and the Python worker that runs its function, over a socket to which
+ * only this user can connect. The path of the socket is deleted as soon as the worker has connected.
  */
 final class Conversation(start: Map[String, Any]) extends AutoCloseable {
   private val directory = Files.createTempDirectory(Conversation.parent, "dissociated")
   private val path = directory.resolve("socket")
   private val server = ServerSocketChannel.open(StandardProtocolFamily.UNIX)
-  private var closed = false
+  private var isClosed = false
   private var channel: SocketChannel = _
   private var reader: BufferedReader = _
 
   try server.bind(UnixDomainSocketAddress.of(path))
-  catch { case error: IOException => close(); throw Failure(s"no socket for a function of Python: $error") }
-
-  /** Calls what makes the row that tells the worker of this. */
-  def begin[T](python: => T): T = {
-    Conversation.beginning.set(Sidecar.json.writeValueAsString(start + ("socket" -> path.toString)))
-    try python finally Conversation.beginning.remove()
+  catch {
+    case error: IOException =>
+      close()
+      throw Failure(s"the socket for a Python function cannot be created: $error")
   }
 
-  /** Nothing is sent if the worker has gone: `receive` says so. */
+  /** Call `python`, which creates the row for the worker in this thread, with the start message set. */
+  def begin[T](python: => T): T = {
+    Conversation.startMessage.set(Sidecar.json.writeValueAsString(start + ("socket" -> path.toString)))
+    try python finally Conversation.startMessage.remove()
+  }
+
+  /** Send a message. If the worker has exited, this does nothing, and the next `receive` returns None. */
   def send(message: (String, Any)*): Unit = try {
     connect()
     val line = ByteBuffer.wrap((Sidecar.json.writeValueAsString(message.toMap) + "\n").getBytes(UTF_8))
     while (line.hasRemaining) channel.write(line)
   } catch { case _: IOException => }
 
-  /** None if the worker has gone, or this is closed. */
+  /** Return the next message, or None if the worker has exited or the conversation is closed. */
   def receive(): Option[JsonNode] =
     try Option(reader).flatMap(lines => Option(lines.readLine())).map(Sidecar.json.readTree)
     catch { case _: IOException => None }
@@ -276,7 +305,7 @@ final class Conversation(start: Map[String, Any]) extends AutoCloseable {
     val accepted = server.accept()
     synchronized {
       channel = accepted
-      if (closed) channel.close()
+      if (isClosed) channel.close()
     }
     deletePath()
     reader = new BufferedReader(new InputStreamReader(Channels.newInputStream(channel), UTF_8))
@@ -290,7 +319,7 @@ final class Conversation(start: Map[String, Any]) extends AutoCloseable {
 
   override def close(): Unit = {
     synchronized {
-      closed = true
+      isClosed = true
       if (channel != null) channel.close()
     }
     deletePath()
@@ -298,11 +327,13 @@ final class Conversation(start: Map[String, Any]) extends AutoCloseable {
 }
 
 object Conversation {
-  private val MaxPath = 60 // characters; a socket's path has up to 107
+  // A socket's path has at most 107 bytes; the names of its directory and file take the rest.
+  private val MaxPath = 60
 
-  /** The message that tells the worker how to reach its task, while its partition begins in this thread. */
-  val beginning = new ThreadLocal[String]
+  /** The message that tells the worker how to reach its task. It is set while the partition starts in this thread. */
+  val startMessage = new ThreadLocal[String]
 
+  /** Return the directory for sockets. */
   private def parent: Path =
     Some(System.getProperty("java.io.tmpdir")).filter(_.length <= MaxPath).map(Paths.get(_)).getOrElse(Paths.get("/tmp"))
 }

@@ -13,11 +13,11 @@ import org.apache.spark.sql.execution.{ColumnarToRowExec, InputAdapter, SparkPla
 import org.apache.spark.sql.execution.datasources.v2.DataSourceV2Relation
 import org.apache.spark.sql.types.StructType
 
-/** Datasets that last as long as plans that read them. */
+/** Datasets that last as long as the plans that read them. */
 object Temporary {
   private val cleaner = Cleaner.create()
 
-  /** Drops a dataset of this catalog when Java has collected all plans with the table that `frame` reads. */
+  /** Drop a dataset of a catalog when Java has collected all plans with the table that `frame` reads. */
   def watch(frame: Frame[_], catalog: String, name: String): Unit = {
     val python = Python.ofDriver()
     frame.queryExecution.analyzed.foreach {
@@ -30,17 +30,17 @@ object Temporary {
     Try(Sidecar.of(python).call("drop_table", "options" -> Map("catalog" -> catalog), "name" -> name))
 }
 
-/** Record batches of one partition, in a file of this size. */
+/** The record batches of one partition, in a file of `size` bytes. */
 case class ExportedPartition(path: String, size: Long)
 
-/** The rows of DataFrames in memfds of the sidecar, from which the driver's Python maps them: see `dissociated.spark.local`. */
+/** The export of DataFrames to memfds of the sidecar, which the driver's Python maps: see `dissociated.spark.local`. */
 object Export {
-  /** Whether all types of `frame` have columns. */
+  /** Return whether `write` supports all types of `frame`. */
   def supports(frame: Frame[_]): Boolean = Column.supports(frame.schema)
 
   /**
-   * Runs the plan of `frame`, whose tasks write their rows. Returns the `ExportedPartition`s in order, as JSON. `close`
-   * frees the memory.
+   * Run the plan of `frame`, whose tasks write their rows to memory. Returns the `ExportedPartition`s in order, as
+   * JSON. The caller maps them and then calls `close`, which frees the memory.
    */
   def write(frame: Frame[_], name: String): String = {
     val (python, schema) = (Python.ofDriver(), frame.schema)
@@ -54,6 +54,7 @@ object Export {
     }
   }
 
+  /** Free the memory of an export, except for mappings of it. */
   def close(name: String): Unit = Sidecar.of(Python.ofDriver()).call("end_export", "name" -> name)
 
   /** Returns the columns of `plan` if its last step converts columns to rows, and otherwise its rows. */
@@ -63,29 +64,32 @@ object Export {
     case _ => plan.execute()
   }).asInstanceOf[RDD[Any]]
 
-  /** In a task: writes its rows or columns, if there are any. */
+  /** Write the rows or columns of a partition, in its task. Returns None if there are none. */
   private def write(
       input: Iterator[Any], schema: StructType, python: Python, name: String): Option[ExportedPartition] =
     if (input.isEmpty) None else {
       val sidecar = Sidecar.of(python)
       val path = sidecar.call("export_file", "name" -> name).asText
       val channel = FileChannel.open(Paths.get(path), StandardOpenOption.WRITE)
-      val batches = new BatchesOf(input, schema)
+      val batches = new BatchStream(input, schema)
       var size = 0L
       try {
-        while (batches.take((count, layout) => size += SegmentFile.write(channel, layout.message(count, size)))) {}
+        while (batches.writeNext((count, layout) =>
+          size += SegmentFile.write(channel, layout.encodeMessage(count, size)))) {}
       } catch {
         case error: Throwable =>
-          Try(channel.truncate(0)) // an interrupt has closed the channel
+          // This fails if an interrupt has closed the channel.
+          Try(channel.truncate(0))
           throw (error match {
-            case failed: IOException => Failure(s"there is no memory for the rows of a partition: $failed")
+            case failed: IOException => Failure(s"the rows of a partition cannot be written to memory: $failed")
             case _ => error
           })
       } finally {
         channel.close()
         batches.free()
       }
-      Option.when(size > 0) { // columns may have no rows
+      // A batch of columns may have no rows.
+      Option.when(size > 0) {
         sidecar.call("seal_export", "name" -> name, "path" -> path)
         ExportedPartition(path, size)
       }

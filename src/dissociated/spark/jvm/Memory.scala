@@ -7,76 +7,88 @@ import scala.collection.mutable
 import org.apache.spark.sql.catalyst.expressions.UnsafeRow
 import org.apache.spark.unsafe.Platform
 
-/** What lies in native memory, in its parts: `clear` begins anew, and `free` gives the memory back. */
-abstract class Native {
-  private val parts = mutable.ArrayBuffer.empty[Native]
+/**
+ * An owner of native memory, made of parts that also own some. The addresses in it are valid until `clear` or `free`.
+ */
+abstract class NativeOwner {
+  private val parts = mutable.ArrayBuffer.empty[NativeOwner]
 
-  final protected def own[T <: Native](part: T): T = {
+  /** Add `part` to the parts that `clear` and `free` reach, and return it. */
+  final protected def own[T <: NativeOwner](part: T): T = {
     parts += part
     part
   }
 
+  /** Discard the content. Most of the memory stays allocated for the next content. */
   def clear(): Unit = parts.foreach(_.clear())
+
+  /** Free the memory. The owner is empty then, and can be used again. */
   def free(): Unit = parts.foreach(_.free())
 }
 
-/** Bytes, which become more. */
-final class Memory extends Native {
+/** A growable buffer of native memory. Growing may move it, so an `address` is valid until the next `reserve`. */
+final class Memory extends NativeOwner {
   private var capacity = 0L
   var address = 0L
-  /** How many parts of it somebody may look at. */
-  var users = 0
+  /** The number of messages in this buffer that are in use. See `BufferPool`. */
+  var references = 0
 
-  /** Room for so many bytes; what is there stays. */
-  @inline def ensure(size: Long): Unit = if (size > capacity) grow(size)
+  /** Grow the buffer to a capacity of at least `size` bytes, and keep its content. Throws if no memory is left. */
+  @inline def reserve(size: Long): Unit = if (size > capacity) grow(size)
 
   private def grow(size: Long): Unit = {
-    if (size > Memory.Max) throw Failure(s"a batch cannot hold the $size bytes that one row adds to a column")
-    allocate(math.min(Memory.Max, math.max(2 * capacity, math.max(size, Memory.Least))))
+    if (size > Memory.MaxCapacity)
+      throw Failure(s"a column of a batch cannot hold $size bytes: the values of one row are too large")
+    allocate(math.min(Memory.MaxCapacity, math.max(2 * capacity, math.max(size, Memory.MinCapacity))))
   }
 
-  /** So many bytes, which are more than now. */
+  /** Set the capacity to `size` bytes, which must exceed the present one, and keep the content. */
   def allocate(size: Long): Unit = {
     address = try Platform.reallocateMemory(address, capacity, size)
-      catch { case _: OutOfMemoryError => throw Failure(s"there is no memory for $size bytes") }
-    Memory.sizes.add(size - capacity)
+      catch { case _: OutOfMemoryError => throw Failure(s"there is no memory for a buffer of $size bytes") }
+    Memory.total.add(size - capacity)
     capacity = size
   }
 
-  /** Whether so many bytes fit, and fill a part of it that is worth keeping it for. */
-  def suits(size: Long): Boolean = size <= capacity && size >= capacity / 4
+  /** Return whether `size` bytes fit, and fill at least a quarter of the capacity. */
+  def isReusableFor(size: Long): Boolean = size <= capacity && size >= capacity / 4
 
-  /** Zeros from `size` on up to `whole`, which it gives back. */
-  def fill(size: Long, whole: Long): Long = {
-    ensure(whole)
-    Platform.setMemory(address + size, 0, whole - size)
-    whole
+  /** Fill the buffer with zeros from `size` to `paddedSize`, and return `paddedSize`. */
+  def padWithZeros(size: Long, paddedSize: Long): Long = {
+    reserve(paddedSize)
+    Platform.setMemory(address + size, 0, paddedSize - size)
+    paddedSize
   }
 
-  /** What one large row has taken is not kept. */
-  override def clear(): Unit = if (capacity > Memory.Kept) free()
+  /** Free the buffer if a large row has made it larger than what is worth keeping. */
+  override def clear(): Unit = if (capacity > Memory.MaxKept) free()
 
   override def free(): Unit = if (address != 0) {
     Platform.freeMemory(address)
-    Memory.sizes.add(-capacity)
+    Memory.total.add(-capacity)
     address = 0
     capacity = 0
   }
 }
 
 object Memory {
-  private val Least = 1L << 16 // untouched, it costs nothing; to become more often does
-  private val Kept = 1L << 26
-  private val Max = Int.MaxValue - 63L // a multiple of 64
-  private val Call = 64 // bytes: to call what copies them takes longer
-  private val sizes = new LongAdder
+  // The system provides pages when they are first written, so unused capacity costs less than growing.
+  private val MinCapacity = 1L << 16
+  private val MaxKept = 1L << 26
+  private val MaxCapacity = Int.MaxValue - 63L // a multiple of 64
+  // The call of `copyMemory` takes longer than a loop over this many bytes.
+  private val MaxWordCopy = 64
+  private val total = new LongAdder
 
-  /** Bytes that all of them have. */
-  def allocated: Long = sizes.sum
+  /** Return the total capacity of all buffers of this JVM, in bytes. */
+  def allocated: Long = total.sum
 
-  /** Copies bytes, by whole words if they are few: up to 7 more are read and written. */
+  /**
+   * Copy `size` bytes to `to`. A short copy moves whole words: it reads and writes up to 7 bytes beyond the end,
+   * which must be within the buffers.
+   */
   @inline def copy(base: AnyRef, from: Long, to: Long, size: Int): Unit =
-    if (size > Call) Platform.copyMemory(base, from, null, to, size)
+    if (size > MaxWordCopy) Platform.copyMemory(base, from, null, to, size)
     else {
       var copied = 0
       while (copied < size) {
@@ -87,7 +99,7 @@ object Memory {
 }
 
 object Loop {
-  /** For each number below `count`. It is compiled into where it stands, as is what it does. */
+  /** Call `body` for each number below `count`. The compiler inlines the loop and the body, so it costs no calls. */
   @inline def over(count: Int)(body: Int => Unit): Unit = {
     var index = 0
     while (index < count) {
@@ -97,52 +109,59 @@ object Loop {
   }
 }
 
-/** Some of Spark's rows: it takes much less time to go through them one column after the other. */
-final class RowBuffer(fields: Int) extends Native {
+/**
+ * A buffer of Spark's rows, from which columns are filled one after the other. That takes much less time than filling
+ * all columns for each row.
+ */
+final class RowBuffer(fields: Int) extends NativeOwner {
   private val data = own(new Memory)
-  private val ends = new Array[Long](RowBuffer.Max + 1)
-  private val bits = UnsafeRow.calculateBitSetWidthInBytes(fields)
-  private val nulls = new Array[Long](bits / 8)
-  private var scanned = 0 // rows whose nulls are in there
+  private val ends = new Array[Long](RowBuffer.MaxRows + 1)
+  private val bitSetBytes = UnsafeRow.calculateBitSetWidthInBytes(fields)
+  private val nullBits = new Array[Long](bitSetBytes / 8)
+  // The number of rows whose null bits are in `nullBits`.
+  private var scannedRows = 0
   private val row = new UnsafeRow(fields)
   var count = 0
   var size = 0L // bytes
 
-  /** False where there is no room for one more. One that is larger than all room comes alone. */
+  /** Copy `row` into the buffer. Returns false if it is full; an empty buffer accepts a row of any size. */
   def add(row: UnsafeRow): Boolean = {
     val length = row.getSizeInBytes
-    val fits = count < RowBuffer.Max && size + length <= RowBuffer.MaxBytes || count == 0
-    if (fits) {
-      if (count == 0) data.ensure(math.max(length, RowBuffer.MaxBytes) + 8L)
+    val hasRoom = count < RowBuffer.MaxRows && size + length <= RowBuffer.MaxBytes || count == 0
+    if (hasRoom) {
+      if (count == 0) data.reserve(math.max(length, RowBuffer.MaxBytes) + 8L)
       Memory.copy(row.getBaseObject, row.getBaseOffset, data.address + size, length)
       size += length
       count += 1
       ends(count) = size
     }
-    fits
+    hasRoom
   }
 
-  /** Where a row lies. */
-  @inline def at(index: Int): Long = data.address + ends(index)
+  /** Return the address of a row. */
+  @inline def address(index: Int): Long = data.address + ends(index)
 
-  /** Whether a field is null in any of them. */
+  /** Return whether a field is null in any of the rows. */
   def hasNulls(ordinal: Int): Boolean = {
-    while (scanned < count) {
-      Loop.over(nulls.length)(index => nulls(index) |= Platform.getLong(null, at(scanned) + 8L * index))
-      scanned += 1
+    while (scannedRows < count) {
+      Loop.over(nullBits.length)(index => nullBits(index) |= Platform.getLong(null, address(scannedRows) + 8L * index))
+      scannedRows += 1
     }
-    (nulls(ordinal >> 6) >> (ordinal & 63) & 1) != 0
+    (nullBits(ordinal >> 6) >> (ordinal & 63) & 1) != 0
   }
 
   @inline def isNullAt(index: Int, ordinal: Int): Boolean =
-    (Platform.getLong(null, at(index) + (ordinal >> 6 << 3)) >> (ordinal & 63) & 1) != 0
+    (Platform.getLong(null, address(index) + (ordinal >> 6 << 3)) >> (ordinal & 63) & 1) != 0
 
-  /** What it has for a field: a value, or where that begins and how long it is; 0 for null. */
-  @inline def word(index: Int, ordinal: Int): Long = Platform.getLong(null, at(index) + bits + 8L * ordinal)
+  /**
+   * Return the 8-byte word of a field: a value, or an offset within the row in the high half and a size in the low
+   * half; 0 if the field is null.
+   */
+  @inline def word(index: Int, ordinal: Int): Long = Platform.getLong(null, address(index) + bitSetBytes + 8L * ordinal)
 
-  /** One of them, until another is asked for. */
+  /** Return a row. It is valid until the next call. */
   def apply(index: Int): UnsafeRow = {
-    row.pointTo(null, at(index), (ends(index + 1) - ends(index)).toInt)
+    row.pointTo(null, address(index), (ends(index + 1) - ends(index)).toInt)
     row
   }
 
@@ -150,12 +169,13 @@ final class RowBuffer(fields: Int) extends Native {
     super.clear()
     count = 0
     size = 0
-    scanned = 0
-    java.util.Arrays.fill(nulls, 0)
+    scannedRows = 0
+    java.util.Arrays.fill(nullBits, 0)
   }
 }
 
 object RowBuffer {
-  private val Max = 256
-  private val MaxBytes = 1 << 17 // so that they stay in the processor's cache
+  private val MaxRows = 256
+  // The rows stay in the processor's cache.
+  private val MaxBytes = 1 << 17
 }

@@ -16,19 +16,19 @@ import org.apache.spark.sql.connector.read.streaming.MicroBatchStream
 import org.apache.spark.sql.types.{LongType, StructField, StructType}
 import org.apache.spark.sql.util.CaseInsensitiveStringMap
 
-/** Takes what Spark tells of a query before it is planned. */
+/** A builder of a scan. It records which columns, filters, limit and counts Spark pushes down. */
 class DatasetScanBuilder(dataset: Dataset, options: CaseInsensitiveStringMap)
     extends ScanBuilder with SupportsPushDownRequiredColumns with SupportsPushDownV2Filters with SupportsPushDownLimit
     with SupportsPushDownAggregates {
   private var columns = dataset.schema
   private var limit = Long.MaxValue
-  private var counts = 0
+  private var countColumns = 0
   private var pushed = Array.empty[Predicate]
 
-  /** Of structs, too, only the fields that are needed. */
+  /** Read only these columns, and only these fields of structs. */
   override def pruneColumns(required: StructType): Unit = columns = required
 
-  /** Batches without such rows may be left out. Spark filters, all the same. */
+  /** Push the predicates that the server may use to skip batches. Spark evaluates all of them again. */
   override def pushPredicates(predicates: Array[Predicate]): Array[Predicate] = {
     pushed = predicates.filter(Conditions.of(_, dataset.schema).isDefined)
     predicates
@@ -36,7 +36,7 @@ class DatasetScanBuilder(dataset: Dataset, options: CaseInsensitiveStringMap)
 
   override def pushedPredicates(): Array[Predicate] = pushed
 
-  /** The first partitions that have so many rows; Spark takes the rows. */
+  /** Plan only as many partitions as `limit` rows need. Spark limits the rows of those. */
   override def pushLimit(limit: Int): Boolean = {
     this.limit = limit
     true
@@ -44,24 +44,27 @@ class DatasetScanBuilder(dataset: Dataset, options: CaseInsensitiveStringMap)
 
   override def isPartiallyPushed(): Boolean = true
 
-  /** Of all rows, how many there are. Spark asks where it has no filter of its own. */
+  /**
+   * Return whether the aggregation counts all rows, whose number the catalog knows. Spark asks only if no filter
+   * remains.
+   */
   override def supportCompletePushDown(aggregation: Aggregation): Boolean =
     aggregation.groupByExpressions.isEmpty && aggregation.aggregateExpressions.nonEmpty &&
       aggregation.aggregateExpressions.forall(_.isInstanceOf[CountStar]) && dataset.description(options).has("rows")
 
   override def pushAggregation(aggregation: Aggregation): Boolean = {
-    val can = supportCompletePushDown(aggregation)
-    if (can) counts = aggregation.aggregateExpressions.length
-    can
+    val canPush = supportCompletePushDown(aggregation)
+    if (canPush) countColumns = aggregation.aggregateExpressions.length
+    canPush
   }
 
   override def build(): Scan =
-    if (counts == 0)
+    if (countColumns == 0)
       new DatasetScan(dataset, options, columns, limit, pushed.toSeq.flatMap(Conditions.of(_, dataset.schema)))
-    else new CountScan(dataset.description(options).get("rows").asLong, counts)
+    else new CountScan(dataset.description(options).get("rows").asLong, countColumns)
 }
 
-/** The number of rows, as often as it was asked for. */
+/** A scan of one row that has the number of rows in each of its columns. */
 class CountScan(rows: Long, counts: Int) extends LocalScan {
   override def readSchema(): StructType =
     StructType(Seq.tabulate(counts)(number => StructField(s"count_$number", LongType, nullable = false)))
@@ -69,26 +72,27 @@ class CountScan(rows: Long, counts: Int) extends LocalScan {
   override def rows(): Array[InternalRow] = Array(InternalRow.fromSeq(Seq.fill(counts)(rows)))
 }
 
-/** Some columns of a dataset. Two that are equal are read once. */
+/** A scan of some columns of a dataset. Spark runs equal scans once. */
 case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, columns: StructType, limit: Long,
     conditions: Seq[Seq[Any]])
     extends Scan with Batch with SupportsReportStatistics with SupportsRuntimeV2Filtering {
   private val python = Python.ofDriver()
-  private var streams = false
-  private var joined = Seq.empty[Seq[Any]]
-  private var planned: Option[JsonNode] = None
+  private var isStreaming = false
+  private var joinConditions = Seq.empty[Seq[Any]]
+  private var cachedPlan: Option[JsonNode] = None
 
   override def readSchema(): StructType = columns
 
-  /** For EXPLAIN. Batches and partitions are left out by pushed filters, and rows by Spark's own filter. */
-  override def description(): String = if (streams) s"dissociated ${options.get("path")}" else {
-    val filters = (conditions ++ joined).map {
+  /** Describe the scan for EXPLAIN. Pushed filters skip batches and partitions; Spark's own filter selects rows. */
+  override def description(): String = if (isStreaming) s"dissociated ${options.get("path")}" else {
+    val filters = (conditions ++ joinConditions).map {
       case Seq(column, "IN", values: Seq[_]) => s"$column IN (${values.mkString(", ")})"
       case Seq(column, operator, values: Seq[_]) => (Seq(column, operator) ++ values).mkString(" ")
     }
     val rows = if (limit == Long.MaxValue) "" else s", limit $limit"
-    // A text of a plan, which Spark also makes for its logs, does not fail where the query will.
-    val plan = Try(s"version ${dataset.description(options).get("version").asText}, partitions ${planInputPartitions().length}")
+    // Spark also describes plans for its logs, so an error of planning must not appear before the query runs.
+    val plan =
+      Try(s"version ${dataset.description(options).get("version").asText}, partitions ${planInputPartitions().length}")
     s"dissociated ${options.get("path")}, ${plan.getOrElse("not planned")}, " +
       s"columns [${columns.fieldNames.mkString(", ")}], pushed filters [${filters.mkString(", ")}]$rows"
   }
@@ -96,46 +100,47 @@ case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, colu
   override def toBatch: Batch = this
 
   override def toMicroBatchStream(checkpoint: String): MicroBatchStream = {
-    streams = true
-    dataset.inPython.newScanBuilder(options).build().toMicroBatchStream(checkpoint)
+    isStreaming = true
+    dataset.pythonTable.newScanBuilder(options).build().toMicroBatchStream(checkpoint)
   }
 
   override def columnarSupportMode(): Scan.ColumnarSupportMode =
-    if (streams) Scan.ColumnarSupportMode.PARTITION_DEFINED else Scan.ColumnarSupportMode.SUPPORTED
+    if (isStreaming) Scan.ColumnarSupportMode.PARTITION_DEFINED else Scan.ColumnarSupportMode.SUPPORTED
 
   override def estimateStatistics(): Statistics = {
     val description = dataset.description(options)
     new Statistics {
       override def numRows(): OptionalLong = number("rows", 1)
       override def sizeInBytes(): OptionalLong =
-        number("nbytes", share)
+        number("nbytes", columnShare)
 
-      private def number(name: String, part: Double) =
-        if (description.has(name)) OptionalLong.of((description.get(name).asLong * part).toLong) else OptionalLong.empty
+      private def number(name: String, fraction: Double) =
+        if (description.has(name)) OptionalLong.of((description.get(name).asLong * fraction).toLong)
+        else OptionalLong.empty
     }
   }
 
-  /** How much of a row the columns are. */
-  private def share = (columns.defaultSize + 8.0) / (dataset.schema.defaultSize + 8.0)
+  /** The estimated share of a row's bytes that is in the columns. */
+  private def columnShare = (columns.defaultSize + 8.0) / (dataset.schema.defaultSize + 8.0)
 
-  /** Without names that differ only in case: Spark fails if it cannot tell these apart. */
+  /** Return the columns by which a join may filter, without names that differ only in case: for those, Spark fails. */
   override def filterAttributes(): Array[NamedReference] =
     columns.fieldNames.groupBy(_.toLowerCase(Locale.ROOT)).values.filter(_.length == 1).flatten
       .map(FieldReference.column).toArray[NamedReference]
 
-  /** By the keys that are there to be joined with, which Spark knows when it has run that part of the query. */
+  /** Filter by the keys of a join, which Spark knows after it has run the other side. */
   override def filter(predicates: Array[Predicate]): Unit = if (limit == Long.MaxValue) {
-    joined = predicates.toSeq.flatMap(Conditions.of(_, dataset.schema))
-    planned = None
+    joinConditions = predicates.toSeq.flatMap(Conditions.of(_, dataset.schema))
+    cachedPlan = None
   }
 
-  private def plan: JsonNode = planned.getOrElse {
-    planned = Some(Sidecar.of(python).call("plan", "options" -> options, "schema" -> dataset.schema.json,
+  private def plan: JsonNode = cachedPlan.getOrElse {
+    cachedPlan = Some(Sidecar.of(python).call("plan", "options" -> options, "schema" -> dataset.schema.json,
       "columns" -> columns.json, "version" -> dataset.description(options).get("version").asLong,
       "lineage" -> dataset.description(options).get("lineage").asText,
-      "conditions" -> (conditions ++ joined), "share" -> share,
+      "conditions" -> (conditions ++ joinConditions), "share" -> columnShare,
       "tasks" -> SparkContext.getOrCreate().defaultParallelism))
-    planned.get
+    cachedPlan.get
   }
 
   override def planInputPartitions(): Array[InputPartition] = {
@@ -148,12 +153,12 @@ case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, colu
 
   override def createReaderFactory(): PartitionReaderFactory = new DatasetReaderFactory(python, reader, columns)
 
-  /** What is read, as the sidecar says it, and any process of Python with dissociated understands it. */
+  /** Return the description of the scan, which the sidecar made and any Python process with dissociated understands. */
   private[dissociated] def reader: String = plan.get("reader").asText
 }
 
-/** The part of a dataset that one task reads: `pickled` is for the sidecar, and `hosts` hold the rows. */
+/** A partition that one task reads. `pickled` describes it to the sidecar, and `hosts` hold its rows. */
 case class DatasetPartition(pickled: String, hosts: Array[String]) extends InputPartition {
   override def preferredLocations(): Array[String] = hosts
-  override def toString: String = s"DatasetPartition(${hosts.mkString(", ")})" // `pickled` may have a ticket
+  override def toString: String = s"DatasetPartition(${hosts.mkString(", ")})" // `pickled` may contain a ticket
 }

@@ -13,110 +13,125 @@ import org.apache.spark.internal.Logging
 import org.apache.spark.util.Utils
 
 /**
- * Batches as their server sends them, in native memory. What arrays consist of, the `layout` says. Those that are
- * compressed the sidecar takes apart, by `decode`.
+ * The batches that a server sends, in native memory, which `close` frees. `layout` describes the arrays of a batch.
+ * `decode` returns the batches of a compressed message, which the sidecar decompresses.
  */
 final class ServerBatches(server: Server, messages: Messages, request: JsonNode, layout: JsonNode,
-    first: Option[(Part, Option[Part])], decode: (Part, Part) => Batches) extends Batches {
+    first: Option[(Slice, Option[Slice])], decode: (Slice, Slice) => Batches) extends Batches {
   private val batches = (Iterator.single(first) ++ Iterator.continually(messages.receive())).takeWhile(_.isDefined)
-    .flatten.flatMap { case (header, body) => rows(header, body.get) }.map(wanted).filter(_.count > 0)
-  private var decoded: Option[Batches] = None // the last that was compressed
-  private var skip = request.get("skip").asLong
-  private var remaining = if (request.has("rows")) request.get("rows").asLong else Long.MaxValue
+    .flatten.flatMap { case (header, body) => readBatch(header, body.get) }.map(selectRows).filter(_.count > 0)
+  // The batches of the last compressed message, whose memory the sidecar holds until they are closed.
+  private var lastDecoded: Option[Batches] = None
+  private var rowsToSkip = request.get("skip").asLong
+  private var remainingRows = if (request.has("rows")) request.get("rows").asLong else Long.MaxValue
 
-  override def next(): Option[Rows] = ServerBatches.checked(server) {
-    val rows = if (remaining > 0) batches.nextOption() else None
-    if (rows.isEmpty && remaining > 0 && request.has("rows"))
-      server.broke(s"$remaining rows are missing at the end of the stream")
-    rows.foreach(remaining -= _.count)
-    if (rows.isEmpty) messages.hangUp()
+  override def next(): Option[Rows] = ServerBatches.rethrowAsServerFailure(server) {
+    val rows = if (remainingRows > 0) batches.nextOption() else None
+    if (rows.isEmpty && remainingRows > 0 && request.has("rows"))
+      server.reject(s"$remainingRows rows are missing at the end of the stream")
+    rows.foreach(remainingRows -= _.count)
+    if (rows.isEmpty) messages.disconnect()
     rows
   }
 
-  private def rows(header: Part, body: Part): Iterator[Rows] = {
-    val batch = ServerBatches.batch(server, header)
-    if (batch.length < 0 || batch.length > Int.MaxValue) server.broke(s"a batch of ${batch.length} rows")
-    // Room for them is made before the first is looked at.
-    if (math.max(batch.nodesLength, batch.buffersLength) > header.size / 16) server.broke("a batch of too many buffers")
-    if (ServerBatches.isCompressed(batch)) decompressed(header, body)
-    else Iterator.single(Rows(new Walk(batch, body).columns, ServerBatches.memory, 0, batch.length.toInt))
+  /** Return the rows of a message. Throws if it is no valid record batch. */
+  private def readBatch(header: Slice, body: Slice): Iterator[Rows] = {
+    val batch = ServerBatches.recordBatch(server, header)
+    if (batch.length < 0 || batch.length > Int.MaxValue) server.reject(s"a batch has the invalid length ${batch.length}")
+    // Arrays of this length are allocated before the first entry is read.
+    if (math.max(batch.nodesLength, batch.buffersLength) > header.size / 16)
+      server.reject("a batch has more arrays or buffers than its metadata can hold")
+    if (ServerBatches.isCompressed(batch)) decompress(header, body)
+    else Iterator.single(Rows(new BatchWalker(batch, body).columns, ServerBatches.nativeMemory, 0, batch.length.toInt))
   }
 
-  private def decompressed(header: Part, body: Part): Iterator[Rows] = {
-    val before = decoded
-    decoded = Some(decode(header, body))
-    before.foreach(_.close())
-    decoded.iterator.flatMap(_.all)
+  /** Return the rows of a compressed message, and close those of the previous one. */
+  private def decompress(header: Slice, body: Slice): Iterator[Rows] = {
+    val previous = lastDecoded
+    lastDecoded = Some(decode(header, body))
+    previous.foreach(_.close())
+    lastDecoded.iterator.flatMap(_.iterator)
   }
 
-  /** Of these rows those that are wanted. */
-  private def wanted(rows: Rows): Rows = {
-    val from = math.min(skip, rows.count)
-    skip -= from
-    rows.copy(from = from.toInt, count = math.min(rows.count - from, remaining).toInt)
+  /** Return the part of `rows` that the request asks for. */
+  private def selectRows(rows: Rows): Rows = {
+    val from = math.min(rowsToSkip, rows.count)
+    rowsToSkip -= from
+    rows.copy(from = from.toInt, count = math.min(rows.count - from, remainingRows).toInt)
   }
 
-  /** Takes the arrays of a batch, which lie one after the other, each before those below it. */
-  private final class Walk(batch: RecordBatch, body: Part) {
+  /** A walk over the nodes and buffers of a batch, in which each array precedes its children. */
+  private final class BatchWalker(batch: RecordBatch, body: Slice) {
     private val nodes = Iterator.range(0, batch.nodesLength).map(batch.nodes)
     private val buffers = Iterator.range(0, batch.buffersLength).map(batch.buffers)
     private val counts = Iterator.range(0, batch.variadicBufferCountsLength).map(batch.variadicBufferCounts)
 
+    /** Return the arrays of the requested columns. Throws if the batch does not fit the schema. */
     def columns: Seq[ArrayData] = {
-      val wanted = try below(layout) catch {
-        case _: NoSuchElementException => server.broke("a batch has less than its schema")
+      val arrays = try children(layout) catch {
+        case _: NoSuchElementException => server.reject("a batch has fewer arrays than its schema")
       }
-      if (nodes.hasNext || buffers.hasNext) server.broke("a batch has more than its schema")
-      wanted
+      if (nodes.hasNext || buffers.hasNext) server.reject("a batch has more arrays than its schema")
+      arrays
     }
 
-    /** A layout is [kind, width, number of buffers, [children], [the numbers of those that are wanted]]. */
-    private def below(layout: JsonNode): Array[ArrayData] = {
+    /**
+     * Return the requested children of a layout, which is [kind, width, number of buffers, [children], [the indices
+     * of the requested children]].
+     */
+    private def children(layout: JsonNode): Array[ArrayData] = {
       val all = layout.get(3).elements.asScala.map(array).toArray
       layout.get(4).elements.asScala.map(number => all(number.asInt)).toArray
     }
 
     private def array(layout: JsonNode): ArrayData = {
       val node = nodes.next()
-      val fixedCount = layout.get(2).asInt // else each batch has its own number of them, beside two
-      val count = if (fixedCount >= 0) fixedCount else 2 + math.max(0, math.min(counts.next(), batch.buffersLength)).toInt
-      val places = Array.fill(count)(place(buffers.next())).flatten
-      ArrayData(node.length, 0, node.nullCount, places, below(layout), layout.get(0).asText, layout.get(1).asInt)
+      // A negative number stands for an array of views: the batch has the number of its buffers after the first two.
+      val fixedCount = layout.get(2).asInt
+      val count =
+        if (fixedCount >= 0) fixedCount else 2 + math.max(0, math.min(counts.next(), batch.buffersLength)).toInt
+      val locations = Array.fill(count)(locate(buffers.next())).flatten
+      ArrayData(node.length, 0, node.nullCount, locations, children(layout), layout.get(0).asText, layout.get(1).asInt)
     }
 
-    /** Its region, where it lies and how long it is. */
-    private def place(buffer: Buffer): Array[Long] = {
+    /** Return the region, address and size of a buffer. Throws if it is not within the body. */
+    private def locate(buffer: Buffer): Array[Long] = {
       if (buffer.offset < 0 || buffer.length < 0 || buffer.offset > body.size - buffer.length)
-        server.broke(s"a buffer of ${buffer.length} bytes at ${buffer.offset} of ${body.size}")
+        server.reject(s"a buffer of ${buffer.length} bytes at ${buffer.offset} of ${body.size} is outside of its body")
       Array(0, body.address + buffer.offset, buffer.length)
     }
   }
 
-  override def close(): Unit = try messages.close() finally decoded.foreach(_.close())
+  override def close(): Unit = try messages.close() finally lastDecoded.foreach(_.close())
 }
 
 object ServerBatches extends Logging {
   private val MaxSchema = 1L << 24 // bytes
-  private val memory: Places = (_, at, _) => at // within its body, where it was looked for
+  // The addresses of buffers are absolute. BatchWalker has checked that they are within the body.
+  private val nativeMemory: RegionAddresses = (_, address, _) => address
 
-  /** None where nothing comes, or what this JVM does not read: the sidecar may know another way, or why. */
+  /**
+   * Open the stream, and return None if it fails or this JVM cannot read it. The caller then reads by way of the
+   * sidecar, which supports more or raises the error.
+   */
   def open(sidecar: Sidecar, reader: String, request: JsonNode): Option[ServerBatches] = {
     val server = new Server(request)
     val messages = new Messages(server)
     val opened = try {
       messages.request()
-      for (bytes <- schema(messages.receive().get._1);
+      for (bytes <- serializedSchema(messages.receive().get._1);
            layout <- Option(sidecar.call("layout", "reader" -> reader, "schema" -> bytes)).filterNot(_.isNull);
-           first = messages.receive() if !first.exists(parts => isCompressed(batch(server, parts._1))))
+           first = messages.receive() if !first.exists(parts => isCompressed(recordBatch(server, parts._1))))
         yield new ServerBatches(server, messages, request, layout, first, (header, body) => withFile(body) { file =>
           SharedBatches.of(sidecar, sidecar.call("decode", "reader" -> reader, "schema" -> bytes,
-            "header" -> Vectors.bytes(header.address, header.size.toInt), "body" -> file, "max_body" -> server.maxBody)
+            "header" -> Vectors.copyBytes(header.address, header.size.toInt), "body" -> file,
+            "max_body" -> server.maxBody)
             .get("stream").asLong)
         })
     } catch {
       case NonFatal(error) =>
-        logInfo(s"a partition is read by way of Python: $error")
-        if (error.isInstanceOf[Unanswered])
+        logInfo(s"a partition is read by way of Python: error=$error")
+        if (error.isInstanceOf[ConnectTimeout])
           Utils.tryLogNonFatalError(sidecar.call("silent", "host" -> server.host, "port" -> server.port))
         None
     }
@@ -124,38 +139,46 @@ object ServerBatches extends Logging {
     opened
   }
 
-  private def schema(header: Part): Option[Array[Byte]] = {
-    val message = Messages.parsed(header)
+  /** Return the message of the schema, or None if it is too large or not of little-endian data. */
+  private def serializedSchema(header: Slice): Option[Array[Byte]] = {
+    val message = Messages.parse(header)
     val schema = message.header(new Schema).asInstanceOf[Schema]
-    val fits = message.headerType == MessageHeader.Schema && schema.endianness == Endianness.Little
-    if (!fits || header.size > MaxSchema) None
-    else Some(Vectors.bytes(header.address, header.size.toInt))
+    val isSupported = message.headerType == MessageHeader.Schema && schema.endianness == Endianness.Little
+    if (!isSupported || header.size > MaxSchema) None
+    else Some(Vectors.copyBytes(header.address, header.size.toInt))
   }
 
-  private def batch(server: Server, header: Part): RecordBatch = {
-    val message = Messages.parsed(header)
+  /** Return the record batch of a message. Throws if it is of another type. */
+  private def recordBatch(server: Server, header: Slice): RecordBatch = {
+    val message = Messages.parse(header)
     val batch = message.header(new RecordBatch).asInstanceOf[RecordBatch]
     if (message.headerType != MessageHeader.RecordBatch || batch == null)
-      server.broke(s"a message of the type ${message.headerType} among the batches")
+      server.reject(s"a message of the type ${message.headerType} is no record batch")
     batch
   }
 
   private def isCompressed(batch: RecordBatch): Boolean = batch.compression != null && batch.length > 0
 
-  /** By way of a file, which is there meanwhile. */
-  private def withFile[T](content: Part)(use: String => T): T = try {
+  /** Call `use` with the path of a temporary file that has this content. */
+  private def withFile[T](content: Slice)(use: String => T): T = try {
     val file = Files.createTempFile("dissociated", null)
     try {
       val channel = FileChannel.open(file, StandardOpenOption.WRITE)
-      try content.buffers.foreach(buffer => while (buffer.hasRemaining) channel.write(buffer)) finally channel.close()
+      try content.byteBuffers.foreach(buffer => while (buffer.hasRemaining) channel.write(buffer))
+      finally channel.close()
       use(file.toString)
     } finally Files.delete(file)
-  } catch { // not the server's: it has sent all of it
-    case error: IOException => throw Failure(s"a batch cannot be decompressed by way of a file in java.io.tmpdir: $error")
+  } catch {
+    // The server is not the cause: it has sent the whole batch.
+    case error: IOException =>
+      throw Failure(s"a batch cannot be decompressed, because no file in java.io.tmpdir can be written: $error")
   }
 
-  /** What is read beyond the end of metadata, and what the socket has to say, as failures of the server. */
-  private def checked[T](server: Server)(read: => T): T = try read catch {
-    case error @ (_: IndexOutOfBoundsException | _: IOException) => throw server.failed(s"cannot be read: $error")
+  /**
+   * Return the result of `read`. An error of the socket, or a read beyond the end of metadata, becomes a failure of
+   * the server.
+   */
+  private def rethrowAsServerFailure[T](server: Server)(read: => T): T = try read catch {
+    case error @ (_: IndexOutOfBoundsException | _: IOException) => throw server.failure(s"cannot be read: $error")
   }
 }

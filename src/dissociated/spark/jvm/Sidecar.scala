@@ -14,46 +14,50 @@ import org.apache.spark.{SparkConf, SparkEnv, SparkRuntimeException}
 import org.apache.spark.api.python.PythonUtils
 
 object Failure {
-  /** An exception of the kind that Spark hands on from tasks, and that is a PySparkException there. */
+  /** Return an exception that Spark passes on from tasks unwrapped, and that PySpark raises as a PySparkException. */
   def apply(message: String): SparkRuntimeException = new DatasetFailure(message)
 }
 
-/** Its message stands in for that of its condition, which has no place for one. Spark wraps what has no condition. */
+/**
+ * A failure of the data source. It needs an error condition, since Spark wraps exceptions without one, but shows its
+ * own message.
+ */
 class DatasetFailure(message: String) extends SparkRuntimeException("DATA_SOURCE_EXTERNAL_ERROR", Map.empty) {
   override def getMessage: String = s"[$getCondition] ${Source.name}: $message"
 }
 
-/** Which Python to ask. The driver says so, and executors take the same, as they do for Spark's own workers. */
+/** The Python that runs the sidecar. Executors use that of the driver, as they do for Spark's own workers. */
 case class Python(executable: String, path: String)
 
 object Python {
+  /** Return the Python of the driver: that of the settings, or in local mode that of the parent process. */
   def ofDriver(): Python = {
     val conf = Option(SparkEnv.get).fold(new SparkConf)(_.conf)
     val executable = conf.getOption("spark.pyspark.python").orElse(sys.env.get("PYSPARK_PYTHON"))
-      .orElse(if (conf.get("spark.master", "").startsWith("local")) ofParent else None).getOrElse("python3")
+      .orElse(if (conf.get("spark.master", "").startsWith("local")) parentInterpreter else None).getOrElse("python3")
     Python(executable, PythonUtils.mergePythonPaths(PythonUtils.sparkPythonPath, sys.env.getOrElse("PYTHONPATH", "")))
   }
 
   /**
-   * The interpreter that has started this JVM, if one has. Its file may be that of all virtual environments; the name by
-   * which it was called tells them apart.
+   * The interpreter that started this JVM, if one did. All virtual environments may share its executable, so the name
+   * by which it was called decides.
    */
-  private lazy val ofParent: Option[String] = Try {
+  private lazy val parentInterpreter: Option[String] = Try {
     val parent = Paths.get("/proc", ProcessHandle.current.parent.get.pid.toString)
     val file = parent.resolve("exe").toRealPath()
-    def texts(name: String) = new String(Files.readAllBytes(parent.resolve(name)), UTF_8).split('\u0000')
-    val called = texts("cmdline").head
-    val directories = if (called.contains('/')) Array("")
-      else texts("environ").collectFirst { case path if path.startsWith("PATH=") => path.drop(5).split(':') }.get
-    directories.map(parent.resolve("cwd").resolve(_).resolve(called)).find { name =>
+    def readStrings(name: String) = new String(Files.readAllBytes(parent.resolve(name)), UTF_8).split('\u0000')
+    val command = readStrings("cmdline").head
+    val directories = if (command.contains('/')) Array("")
+      else readStrings("environ").collectFirst { case path if path.startsWith("PATH=") => path.drop(5).split(':') }.get
+    directories.map(parent.resolve("cwd").resolve(_).resolve(command)).find { name =>
       file.getFileName.toString.startsWith("python") && Files.isExecutable(name) && name.toRealPath() == file
     }.map(name => name.getParent.toRealPath().resolve(name.getFileName).toString)
   }.toOption.flatten
 }
 
 /**
- * The Python process beside this JVM, which knows catalogs, tickets and leases: dissociated.spark.sidecar.
- * Requests and answers are lines of JSON over its pipes. It ends when this JVM does.
+ * The Python process that serves this JVM and knows catalogs, tickets and leases: `dissociated.spark.sidecar`.
+ * Requests and answers are lines of JSON over its pipes. It exits when this JVM does.
  */
 final class Sidecar private (python: Python) {
   private val process = {
@@ -62,37 +66,41 @@ final class Sidecar private (python: Python) {
     builder.redirectError(ProcessBuilder.Redirect.INHERIT)
     try builder.start()
     catch {
-      case error: IOException => throw Failure(s"there is no Python for dissociated: $error")
+      case error: IOException => throw Failure(
+        s"the Python of dissociated cannot be started: $error: name the interpreter in spark.pyspark.python")
     }
   }
   private val output = process.outputWriter(UTF_8)
-  private val waiting = new ConcurrentHashMap[Long, CompletableFuture[JsonNode]]
-  private val numbers = new AtomicLong
+  private val pending = new ConcurrentHashMap[Long, CompletableFuture[JsonNode]]
+  private val lastId = new AtomicLong
   @volatile private var hasEnded = false
 
   private val listener = new Thread(() => listen(), "dissociated-sidecar")
   listener.setDaemon(true)
   listener.start()
 
-  /** What the function `name` of the sidecar answers. Throws what it raises, with its message. Not interrupted. */
+  /**
+   * Return the answer of the sidecar's function `name`. Throws if it raises an error, with its message. An interrupt
+   * does not end the wait.
+   */
   def call(name: String, arguments: (String, Any)*): JsonNode = result(name, arguments, _.join())
 
-  /** The same for what may take long: a task that is killed does not wait. */
+  /** Like `call`, for functions that may take long: an interrupt of the task ends the wait. */
   def await(name: String, arguments: (String, Any)*): JsonNode = result(name, arguments, _.get())
 
   private def result(
-      name: String, arguments: Seq[(String, Any)], wait: CompletableFuture[JsonNode] => JsonNode): JsonNode = {
-    val id = numbers.incrementAndGet()
+      name: String, arguments: Seq[(String, Any)], awaitReply: CompletableFuture[JsonNode] => JsonNode): JsonNode = {
+    val id = lastId.incrementAndGet()
     val answer = new CompletableFuture[JsonNode]
-    waiting.put(id, answer)
+    pending.put(id, answer)
     val line = Sidecar.json.writeValueAsString(Map("id" -> id, "call" -> name, "with" -> arguments.toMap))
     try output.synchronized {
       output.write(line)
       output.newLine()
       output.flush()
     } catch { case _: IOException => hasEnded = true }
-    if (hasEnded) fail()
-    val reply = try wait(answer) finally waiting.remove(id)
+    if (hasEnded) failPending()
+    val reply = try awaitReply(answer) finally pending.remove(id)
     if (reply.has("error")) throw Failure(reply.get("error").asText)
     reply.get("result")
   }
@@ -100,22 +108,24 @@ final class Sidecar private (python: Python) {
   private def listen(): Unit =
     try process.inputReader(UTF_8).lines.forEach { line =>
       val reply = Sidecar.json.readTree(line)
-      Option(waiting.get(reply.get("id").asLong)).foreach(_.complete(reply))
+      Option(pending.get(reply.get("id").asLong)).foreach(_.complete(reply))
     } catch { case _: UncheckedIOException => } finally {
       hasEnded = true
       process.destroyForcibly()
-      fail()
+      failPending()
     }
 
-  private def fail(): Unit = waiting.values.forEach(_.complete(Sidecar.json.createObjectNode().put("error",
-    s"${python.executable} -m dissociated.spark.sidecar has ended: is dissociated installed there? Its stderr says why")))
+  /** Fail all pending calls. */
+  private def failPending(): Unit = pending.values.forEach(_.complete(Sidecar.json.createObjectNode().put("error",
+    s"${python.executable} -m dissociated.spark.sidecar has ended: see its stderr, and install " +
+      "dissociated for that Python if it is missing")))
 }
 
 object Sidecar {
   val json: ObjectMapper = new ObjectMapper().registerModule(DefaultScalaModule)
   private var running: Sidecar = _
 
-  /** The one of this JVM, which is started where there is none. */
+  /** Return the sidecar of this JVM. Start it if it is not running. */
   def of(python: Python): Sidecar = synchronized {
     if (running == null || running.hasEnded) running = new Sidecar(python)
     running

@@ -19,8 +19,8 @@ import org.apache.spark.sql.types.{DataType, StructType}
 import org.apache.spark.sql.util.CaseInsensitiveStringMap
 
 /**
- * The data source `dissociated`. Spark looks for a name here before it does in Python, where a data source of the same
- * name does what this one cannot.
+ * The data source `dissociated`. Spark prefers this class to the Python data source of the same name, which does what
+ * this class cannot.
  */
 class Source extends TableProvider with DataSourceRegister {
   override def shortName(): String = Source.name
@@ -29,7 +29,7 @@ class Source extends TableProvider with DataSourceRegister {
 
   override def inferSchema(explicitOptions: CaseInsensitiveStringMap): StructType = {
     Source.refuseTable(explicitOptions)
-    val options = Source.withCatalog(explicitOptions)
+    val options = Source.withDefaultCatalog(explicitOptions)
     if (Source.enabled) {
       val answer = Sidecar.of(Python.ofDriver()).call("describe", "options" -> options)
       DataType.fromJson(answer.get("schema").asText).asInstanceOf[StructType]
@@ -46,18 +46,21 @@ class Source extends TableProvider with DataSourceRegister {
 object Source extends Logging {
   val name = "dissociated"
 
-  /** Whether this source reads and writes; if not, the one in Python does. */
+  /** Return whether this source is to be used, instead of the one in Python. */
   def enabled: Boolean = fits && SQLConf.get.getConfString("spark.dissociated.jvm", "true").toBoolean
 
-  /** Whether this was compiled for the Spark that runs: its internal interfaces differ between releases. */
+  /** Whether this was compiled for the running release of Spark, whose internal interfaces differ between releases. */
   lazy val fits: Boolean = {
     val compiledFor = new String(getClass.getResourceAsStream("spark-version").readAllBytes(), UTF_8)
     if (compiledFor != SPARK_VERSION) logWarning(s"the jar of dissociated is for Spark $compiledFor, and this is " +
-      s"$SPARK_VERSION: its data source in Python stands in, which is slower. Run `dissociated spark-jar` with this Spark")
+      s"Spark $SPARK_VERSION: the slower data source in Python is used. Run `dissociated spark-jar` with this Spark")
     compiledFor == SPARK_VERSION
   }
 
-  /** Spark's own catalog keeps no name of a dataset, so what it takes for a table of ours could not be read again. */
+  /**
+   * Refuse a table of Spark's own catalog. It does not keep the name of a dataset, so the table could not be read
+   * again.
+   */
   def refuseTable(properties: util.Map[String, String]): Unit =
     if (properties.containsKey("owner") && properties.containsKey("provider"))
       throw Failure("a table of Spark's own catalog cannot be a dataset: set spark.sql.catalog.NAME = " +
@@ -70,8 +73,8 @@ object Source extends Logging {
     if (by.nonEmpty) throw Failure(s"$subject has no partitions by columns: leave them out, and sort the rows that are " +
       "written, so that queries skip batches")
 
-  /** The same options; where they do not name the catalog, the session's setting does. */
-  def withCatalog(options: CaseInsensitiveStringMap): CaseInsensitiveStringMap = {
+  /** Return the options with the session's catalog if they do not name one. */
+  def withDefaultCatalog(options: CaseInsensitiveStringMap): CaseInsensitiveStringMap = {
     val catalog = SQLConf.get.getConfString("spark.dissociated.catalog", "")
     if (catalog.isEmpty || options.containsKey("catalog")) options
     else {
@@ -81,6 +84,7 @@ object Source extends Logging {
     }
   }
 
+  /** Return the data source in Python. */
   def inPython(): PythonDataSourceV2 = {
     val source = new PythonDataSourceV2
     source.setShortName(name)
@@ -88,18 +92,21 @@ object Source extends Logging {
   }
 }
 
-/** A dataset, as Spark sees it: `schema` is what there is to read, or what is to be written. */
+/** A dataset as a table of Spark. `schema` is that of the rows to be read, or to be written. */
 class Dataset(override val schema: StructType, by: Array[Transform], options: util.Map[String, String])
     extends Table with SupportsRead with SupportsWrite {
-  /** For what this JVM does not do itself. */
-  private[dissociated] lazy val inPython =
+  /** The table of the data source in Python, for operations that this JVM does not support. */
+  private[dissociated] lazy val pythonTable =
     Source.inPython().getTable(schema, by, options).asInstanceOf[Table with SupportsRead with SupportsWrite]
 
-  private val described = mutable.Map.empty[CaseInsensitiveStringMap, JsonNode]
+  private val descriptions = mutable.Map.empty[CaseInsensitiveStringMap, JsonNode]
 
-  /** What the sidecar says of it: its version, and how large that is. All queries read the version of the first. */
+  /**
+   * Return the sidecar's description: the version, and its size. It is requested once, so all queries read the same
+   * version.
+   */
   private[dissociated] def description(options: CaseInsensitiveStringMap): JsonNode = synchronized {
-    described.getOrElseUpdate(options, Sidecar.of(Python.ofDriver()).call("describe", "options" -> options))
+    descriptions.getOrElseUpdate(options, Sidecar.of(Python.ofDriver()).call("describe", "options" -> options))
   }
 
   override def name(): String = Source.name
@@ -109,13 +116,14 @@ class Dataset(override val schema: StructType, by: Array[Transform], options: ut
     TableCapability.STREAMING_WRITE, TableCapability.TRUNCATE, TableCapability.OVERWRITE_DYNAMIC)
 
   override def newScanBuilder(explicitOptions: CaseInsensitiveStringMap): ScanBuilder = {
-    val options = Source.withCatalog(explicitOptions)
-    val geometry = schema.existsRecursively(_.typeName.startsWith("geo")) // its values are more than Arrow's columns
-    if (geometry) inPython.newScanBuilder(options) else new DatasetScanBuilder(this, options)
+    val options = Source.withDefaultCatalog(explicitOptions)
+    // Values of these types need more than an Arrow column.
+    val hasGeometry = schema.existsRecursively(_.typeName.startsWith("geo"))
+    if (hasGeometry) pythonTable.newScanBuilder(options) else new DatasetScanBuilder(this, options)
   }
 
   override def newWriteBuilder(info: LogicalWriteInfo): WriteBuilder = {
-    val completed = LogicalWriteInfoImpl(info.queryId, info.schema, Source.withCatalog(info.options))
-    new DatasetWrite(completed, inPython.newWriteBuilder(completed))
+    val completed = LogicalWriteInfoImpl(info.queryId, info.schema, Source.withDefaultCatalog(info.options))
+    new DatasetWrite(completed, pythonTable.newWriteBuilder(completed))
   }
 }

@@ -12,126 +12,137 @@ import org.apache.spark.sql.vectorized.{ColumnarArray, ColumnarMap, ColumnVector
 import org.apache.spark.unsafe.Platform
 import org.apache.spark.unsafe.types.UTF8String
 
-/** Memory that buffers lie in, by numbers; its addresses are good until it is closed. */
-trait Places {
-  /** The address of these bytes. Throws where they are not there. */
-  def address(region: Int, at: Long, length: Long): Long
+/** Regions of memory, by number. Addresses in them are valid until their owner is closed. */
+trait RegionAddresses {
+  /** Return the address of `length` bytes of a region. Throws if the region does not have them. */
+  def address(region: Int, offset: Long, length: Long): Long
 }
 
 /**
- * The description of an Arrow array, which nobody has checked yet: for each buffer region, place in it and size; how it
- * differs from what Spark's type is in Arrow; and how wide its offsets, its indices, or its values are.
+ * The description of an Arrow array, which has not been checked. Each buffer has three numbers in `buffers`: its
+ * region, its offset there, and its size in bytes. `kind` names the difference from the usual layout of Spark's type.
+ * `width` is the size of a value or dictionary index in bytes, or the length of a fixed-size list.
  */
-final case class ArrayData(length: Long, offset: Long, nulls: Long, buffers: Array[Long], children: Array[ArrayData],
-    kind: String, width: Int)
+final case class ArrayData(length: Long, offset: Long, nullCount: Long, buffers: Array[Long],
+    children: Array[ArrayData], kind: String, width: Int)
 
 object ArrayData {
-  /** As the sidecar tells it. */
-  def of(plain: JsonNode): ArrayData = ArrayData(plain.get(0).asLong, plain.get(1).asLong, plain.get(2).asLong,
-    plain.get(3).elements.asScala.map(_.asLong).toArray, plain.get(4).elements.asScala.map(of).toArray,
-    plain.get(5).asText, plain.get(6).asInt)
+  /** Return the description that the sidecar sent. */
+  def fromJson(json: JsonNode): ArrayData = ArrayData(json.get(0).asLong, json.get(1).asLong, json.get(2).asLong,
+    json.get(3).elements.asScala.map(_.asLong).toArray, json.get(4).elements.asScala.map(fromJson).toArray,
+    json.get(5).asText, json.get(6).asInt)
 }
 
 /**
- * Values of an array. Nothing checks bounds later, so whatever is asked for here is checked, once a batch. What is not
- * `reachable`, since something above it is null, is not looked at.
+ * The values of an array from `from` on. Bounds are checked when an address is requested, once for each batch;
+ * nothing checks them later. A value that is not `reachable`, because its parent is null, may be anything.
  */
-final class ArrayPlace(data: ArrayData, places: Places, val column: String, from: Int, val length: Int,
+final class ArraySlice(data: ArrayData, regions: RegionAddresses, val column: String, from: Int, val length: Int,
     reachable: Int => Boolean = _ => true) {
   private val offset = data.offset + from
-  if (from < 0 || length < 0 || from > data.length - length || data.nulls < 0 || offset < from)
-    damaged(s"${data.length} values, of which $length from $from are wanted")
+  if (from < 0 || length < 0 || from > data.length - length || data.nullCount < 0 || offset < from)
+    reject(s"it has ${data.length} values, and $length were requested from $from on")
 
+  /** The layout: empty, or "large", "fixed", "view", "unsigned" or "dictionary". */
   def kind: String = data.kind
   def width: Int = data.width
 
-  /** How many nulls; of a part of an array, how many there may be. */
-  val nulls: Int = math.min(data.nulls, length).toInt
+  /** The number of nulls; of a part of an array, an upper bound. */
+  val nullCount: Int = math.min(data.nullCount, length).toInt
 
-  private lazy val valid = bits(0)
+  private lazy val validity = bitmap(0)
 
-  /** Whether a value is there, and can be got at. */
-  def has(row: Int): Boolean = reachable(row) && (nulls == 0 || valid(row))
+  /** Return whether a value is reachable and not null. */
+  def isValid(row: Int): Boolean = reachable(row) && (nullCount == 0 || validity(row))
 
-  /** Spark is told that there are no nulls, and then takes what lies under them for values. */
-  def refuseNulls(isNull: Int => Boolean): Unit = Loop.over(length)(row => if (isNull(row) && reachable(row)) throw Failure(
-    s"column '$column' has nulls, and its schema says that it has none: name it in .schema('...'), which allows them"))
+  /**
+   * Throw if a reachable value is null. Spark reads a column without checks for nulls if its schema says that it has
+   * none.
+   */
+  def requireNoNulls(isNull: Int => Boolean): Unit =
+    Loop.over(length)(row => if (isNull(row) && reachable(row)) throw Failure(
+      s"column '$column' has nulls, and its schema says that it has none: name it in .schema('...'), which allows " +
+        "them"))
 
-  /** Values of an array below this one. */
-  def child(index: Int, from: Int, length: Int, reachable: Int => Boolean): ArrayPlace =
-    new ArrayPlace(data.children(index), places, column, from, length, reachable)
+  /** Return values of a child array. */
+  def child(index: Int, from: Int, length: Int, reachable: Int => Boolean): ArraySlice =
+    new ArraySlice(data.children(index), regions, column, from, length, reachable)
 
-  /** Of a struct, whose values lie where its own do. */
-  def field(index: Int): ArrayPlace = child(index, from, length, has)
+  /** Return a field of a struct, whose values have the positions of the struct's own. */
+  def field(index: Int): ArraySlice = child(index, from, length, isValid)
 
-  /** The values of a dictionary. */
-  def dictionary: ArrayPlace = child(0, 0, math.min(data.children(0).length, Int.MaxValue).toInt, _ => true)
+  /** Return the values of a dictionary. */
+  def dictionary: ArraySlice = child(0, 0, math.min(data.children(0).length, Int.MaxValue).toInt, _ => true)
 
-  def buffers: Int = data.buffers.length / 3
+  def bufferCount: Int = data.buffers.length / 3
 
-  def damaged(how: String): Nothing = throw Failure(s"column '$column' is damaged: $how")
+  /** Throw an exception that says how the column is damaged. */
+  def reject(reason: String): Nothing = throw Failure(s"column '$column' is damaged: $reason")
 
-  def size(buffer: Int): Long = data.buffers(3 * buffer + 2)
+  def bufferSize(buffer: Int): Long = data.buffers(3 * buffer + 2)
 
-  /** The address of `length` bytes from `from` of a buffer; 0 for none. */
+  /** Return the address of `length` bytes of a buffer, or 0 if `length` is 0. Throws if the buffer is too small. */
   def address(buffer: Int, from: Long, length: Long): Long = {
-    if (from < 0 || length < 0 || from > size(buffer) - length)
-      damaged(s"a buffer of ${size(buffer)} bytes, which needs ${from + length}")
+    if (from < 0 || length < 0 || from > bufferSize(buffer) - length)
+      reject(s"a buffer of ${bufferSize(buffer)} bytes must have ${from + length}")
     if (length == 0) 0
-    else places.address(data.buffers(3 * buffer).toInt, data.buffers(3 * buffer + 1) + from, length)
+    else regions.address(data.buffers(3 * buffer).toInt, data.buffers(3 * buffer + 1) + from, length)
   }
 
-  /** The address of values of `width` bytes each, the first of this array first. */
-  def values(buffer: Int, width: Int): Long = address(buffer, offset * width, length.toLong * width)
+  /** Return the address of the first of the values, which have `width` bytes each. */
+  def valuesAddress(buffer: Int, width: Int): Long = address(buffer, offset * width, length.toLong * width)
 
-  def bits(buffer: Int): Bits =
-    new Bits(address(buffer, offset >> 3, ((offset & 7) + length + 7) >> 3), (offset & 7).toInt)
+  /** Return a buffer of bits, beginning with the first value. */
+  def bitmap(buffer: Int): Bitmap =
+    new Bitmap(address(buffer, offset >> 3, ((offset & 7) + length + 7) >> 3), (offset & 7).toInt)
 
   def offsets: Offsets = new Offsets(this, offset)
 }
 
 /**
- * Where each string or list begins, and the last ends: as numbers say, or, where all have one size, one after the other.
- * They ascend: that is looked at.
+ * The offsets of strings or lists: those of a buffer, or multiples of `width` if all values have one size. Throws
+ * unless they ascend, by less than 2 GiB each.
  */
-final class Offsets(place: ArrayPlace, offset: Long) {
-  private val length = place.length
-  private val width = place.kind match {
+final class Offsets(slice: ArraySlice, offset: Long) {
+  private val length = slice.length
+  private val width = slice.kind match {
     case "fixed" => 0
     case "large" => 8
     case _ => 4
   }
-  private val at = if (length == 0 || width == 0) 0 else place.address(1, offset * width, (length + 1L) * width)
+  private val address = if (length == 0 || width == 0) 0 else slice.address(1, offset * width, (length + 1L) * width)
 
   @inline def apply(row: Int): Long = width match {
-    case 4 => Platform.getInt(null, at + 4L * row)
-    case 8 => Platform.getLong(null, at + 8L * row)
-    case _ => (offset + row) * place.width
+    case 4 => Platform.getInt(null, address + 4L * row)
+    case 8 => Platform.getLong(null, address + 8L * row)
+    case _ => (offset + row) * slice.width
   }
 
   val first: Long = if (length == 0) 0 else apply(0)
-  /** How many bytes or values there are between the first and the last. */
-  val count: Long = if (length == 0) 0 else apply(length) - first
-  private var wrong = first < 0
-  Loop.over(length)(row => wrong |= apply(row + 1) < apply(row) || apply(row + 1) - apply(row) > Int.MaxValue)
-  if (wrong) place.damaged("its offsets do not ascend, or one value has 2 GiB")
+  /** The number of bytes or child values between the first and the last offset. */
+  val valueCount: Long = if (length == 0) 0 else apply(length) - first
+  private var isInvalid = first < 0
+  Loop.over(length)(row => isInvalid |= apply(row + 1) < apply(row) || apply(row + 1) - apply(row) > Int.MaxValue)
+  if (isInvalid) slice.reject("its offsets do not ascend, or one value has 2 GiB")
 
   @inline def size(row: Int): Int = (apply(row + 1) - apply(row)).toInt
 
-  /** Those that a list has which is there. */
-  private lazy val used = {
-    val found = new util.BitSet(count.toInt)
-    Loop.over(length)(row => if (place.has(row)) found.set((apply(row) - first).toInt, (apply(row + 1) - first).toInt))
-    found
+  /** The child values that belong to a valid list. */
+  private lazy val usedValues = {
+    val rows = new util.BitSet(valueCount.toInt)
+    Loop.over(length)(row =>
+      if (slice.isValid(row)) rows.set((apply(row) - first).toInt, (apply(row + 1) - first).toInt))
+    rows
   }
 
-  /** The values between, which Spark counts by Int. */
-  def values: ArrayPlace = if (first + count <= Int.MaxValue) place.child(0, first.toInt, count.toInt, used.get(_))
-    else place.damaged(s"${first + count} values")
+  /** Return the child values between the offsets. Spark counts them with an Int. */
+  def values: ArraySlice =
+    if (first + valueCount <= Int.MaxValue) slice.child(0, first.toInt, valueCount.toInt, usedValues.get(_))
+    else slice.reject(s"its lists have ${first + valueCount} values, and Spark takes at most ${Int.MaxValue}")
 }
 
-/** Bits in memory, from one within the byte at `address` on. */
-final class Bits(address: Long, first: Int) {
+/** Bits in native memory, beginning with the bit `first` of the byte at `address`. */
+final class Bitmap(address: Long, first: Int) {
   def apply(index: Int): Boolean = {
     val bit = index + first
     (Platform.getByte(null, address + (bit >> 3)) >> (bit & 7) & 1) != 0
@@ -139,100 +150,107 @@ final class Bits(address: Long, first: Int) {
 }
 
 object Vectors {
-  /** The array as a column of Spark's. Throws where it is damaged, and where it has nulls that it must not have. */
-  def of(wanted: DataType, nullable: Boolean, place: ArrayPlace): ColumnVector = {
-    val vector = of(wanted, place)
-    if (!nullable && vector.hasNull) place.refuseNulls(vector.isNullAt)
+  /**
+   * Return the array as a column of Spark, valid as long as its regions. Throws if the array is damaged, or has nulls
+   * and must not.
+   */
+  def of(dataType: DataType, nullable: Boolean, slice: ArraySlice): ColumnVector = {
+    val vector = of(dataType, slice)
+    if (!nullable && vector.hasNull) slice.requireNoNulls(vector.isNullAt)
     vector
   }
 
-  private def of(wanted: DataType, place: ArrayPlace): ColumnVector = (place.kind, wanted) match {
-    case (_, user: UserDefinedType[_]) => of(user.sqlType, place)
-    case ("dictionary", _) => new DictionaryVector(wanted, place)
-    case ("unsigned", ShortType | IntegerType | LongType) => new UnsignedVector(wanted, place)
-    case ("view", _: StringType | BinaryType) => new ViewVector(wanted, place)
-    case ("" | "large" | "fixed", _: StringType | BinaryType) => new BytesVector(wanted, place)
+  private def of(dataType: DataType, slice: ArraySlice): ColumnVector = (slice.kind, dataType) match {
+    case (_, user: UserDefinedType[_]) => of(user.sqlType, slice)
+    case ("dictionary", _) => new DictionaryVector(dataType, slice)
+    case ("unsigned", ShortType | IntegerType | LongType) => new UnsignedVector(dataType, slice)
+    case ("view", _: StringType | BinaryType) => new ViewVector(dataType, slice)
+    case ("" | "large" | "fixed", _: StringType | BinaryType) => new BytesVector(dataType, slice)
     case ("" | "large" | "fixed", ArrayType(element, nullable)) =>
-      new ListVector(wanted, place, items => Seq(of(element, nullable, items)))
-    case ("", MapType(key, value, nullable)) => new ListVector(wanted, place, entries => {
-      val pair = StructType(Seq(present("key", key), StructField("value", value, nullable)))
+      new ListVector(dataType, slice, items => Seq(of(element, nullable, items)))
+    case ("", MapType(key, value, nullable)) => new ListVector(dataType, slice, entries => {
+      val pair = StructType(Seq(nonNullField("key", key), StructField("value", value, nullable)))
       val pairs = of(pair, nullable = false, entries)
       Seq(pairs.getChild(0), pairs.getChild(1))
     })
-    case ("", StructType(parts)) => new StructVector(wanted, place, fields(place, parts))
+    case ("", StructType(parts)) => new StructVector(dataType, slice, fieldVectors(slice, parts))
     case ("", VariantType) =>
-      new StructVector(wanted, place, fields(place, Array("value", "metadata").map(present(_, BinaryType))))
-    case ("", NullType) => new NullVector(place)
-    case ("", BooleanType) => new BooleanVector(place)
-    case ("", FixedWidth(width)) => new FixedVector(wanted, place, width)
-    case ("", decimal: DecimalType) => new DecimalVector(decimal, place)
-    case (kind, _) => place.damaged(s"there is no reader for $kind ${wanted.simpleString}")
+      new StructVector(dataType, slice,
+        fieldVectors(slice, Array("value", "metadata").map(nonNullField(_, BinaryType))))
+    case ("", NullType) => new NullVector(slice)
+    case ("", BooleanType) => new BooleanVector(slice)
+    case ("", FixedWidth(width)) => new FixedVector(dataType, slice, width)
+    case ("", decimal: DecimalType) => new DecimalVector(decimal, slice)
+    case (kind, _) => slice.reject(s"the layout '$kind' of ${dataType.simpleString} is unsupported")
   }
 
-  private def present(name: String, kind: DataType) = StructField(name, kind, nullable = false)
+  private def nonNullField(name: String, kind: DataType) = StructField(name, kind, nullable = false)
 
-  private def fields(place: ArrayPlace, wanted: Array[StructField]): Seq[ColumnVector] =
-    wanted.toSeq.zipWithIndex.map { case (field, index) => of(field.dataType, field.nullable, place.field(index)) }
+  private def fieldVectors(slice: ArraySlice, parts: Array[StructField]): Seq[ColumnVector] =
+    parts.toSeq.zipWithIndex.map { case (field, index) => of(field.dataType, field.nullable, slice.field(index)) }
 
-  def bytes(at: Long, length: Int): Array[Byte] = {
+  /** Return a copy of native memory. */
+  def copyBytes(address: Long, length: Int): Array[Byte] = {
     val copy = new Array[Byte](length)
-    Platform.copyMemory(null, at, copy, Platform.BYTE_ARRAY_OFFSET, length)
+    Platform.copyMemory(null, address, copy, Platform.BYTE_ARRAY_OFFSET, length)
     copy
   }
 }
 
-/** What all columns have: nulls. What a column is not asked for, it does not know. */
-abstract class ArrowVector(wanted: DataType, place: ArrayPlace) extends ColumnVector(wanted) {
-  private val nulls = place.nulls
-  private val valid = if (nulls == 0 || wanted == NullType) null else place.bits(0)
+/** A column with a validity bitmap. The getters of other types throw. */
+abstract class ArrowVector(dataType: DataType, slice: ArraySlice) extends ColumnVector(dataType) {
+  private val nullCount = slice.nullCount
+  private val validity = if (nullCount == 0 || dataType == NullType) null else slice.bitmap(0)
 
-  private def not(what: String) = throw new UnsupportedOperationException(s"$what of ${wanted.simpleString}")
+  private def unsupported(kind: String) =
+    throw new UnsupportedOperationException(s"a column of ${dataType.simpleString} has no values of the type $kind")
 
-  override def isNullAt(row: Int): Boolean = valid != null && !valid(row)
-  override def hasNull: Boolean = nulls != 0
-  override def numNulls: Int = nulls
+  override def isNullAt(row: Int): Boolean = validity != null && !validity(row)
+  override def hasNull: Boolean = nullCount != 0
+  override def numNulls: Int = nullCount
   override def close(): Unit = ()
-  override def getBoolean(row: Int): Boolean = not("boolean")
-  override def getByte(row: Int): Byte = not("byte")
-  override def getShort(row: Int): Short = not("short")
-  override def getInt(row: Int): Int = not("int")
-  override def getLong(row: Int): Long = not("long")
-  override def getFloat(row: Int): Float = not("float")
-  override def getDouble(row: Int): Double = not("double")
-  override def getArray(row: Int): ColumnarArray = not("array")
-  override def getMap(row: Int): ColumnarMap = not("map")
-  override def getDecimal(row: Int, precision: Int, scale: Int): Decimal = not("decimal")
-  override def getUTF8String(row: Int): UTF8String = not("string")
-  override def getBinary(row: Int): Array[Byte] = not("binary")
-  override def getChild(ordinal: Int): ColumnVector = not("child")
+  override def getBoolean(row: Int): Boolean = unsupported("boolean")
+  override def getByte(row: Int): Byte = unsupported("byte")
+  override def getShort(row: Int): Short = unsupported("short")
+  override def getInt(row: Int): Int = unsupported("int")
+  override def getLong(row: Int): Long = unsupported("long")
+  override def getFloat(row: Int): Float = unsupported("float")
+  override def getDouble(row: Int): Double = unsupported("double")
+  override def getArray(row: Int): ColumnarArray = unsupported("array")
+  override def getMap(row: Int): ColumnarMap = unsupported("map")
+  override def getDecimal(row: Int, precision: Int, scale: Int): Decimal = unsupported("decimal")
+  override def getUTF8String(row: Int): UTF8String = unsupported("string")
+  override def getBinary(row: Int): Array[Byte] = unsupported("binary")
+  override def getChild(ordinal: Int): ColumnVector = unsupported("child")
 }
 
-final class NullVector(place: ArrayPlace) extends ArrowVector(NullType, place) {
+final class NullVector(slice: ArraySlice) extends ArrowVector(NullType, slice) {
   override def isNullAt(row: Int): Boolean = true
 }
 
-final class BooleanVector(place: ArrayPlace) extends ArrowVector(BooleanType, place) {
-  private val bits = place.bits(1)
+final class BooleanVector(slice: ArraySlice) extends ArrowVector(BooleanType, slice) {
+  private val bits = slice.bitmap(1)
   override def getBoolean(row: Int): Boolean = bits(row)
 }
 
-/** Numbers, and what Spark has as numbers. */
-final class FixedVector(wanted: DataType, place: ArrayPlace, width: Int) extends ArrowVector(wanted, place) {
-  private val at = place.values(1, width)
-  override def getByte(row: Int): Byte = Platform.getByte(null, at + row)
-  override def getShort(row: Int): Short = Platform.getShort(null, at + 2L * row)
-  override def getInt(row: Int): Int = Platform.getInt(null, at + 4L * row)
-  override def getLong(row: Int): Long = Platform.getLong(null, at + 8L * row)
-  override def getFloat(row: Int): Float = Platform.getFloat(null, at + 4L * row)
-  override def getDouble(row: Int): Double = Platform.getDouble(null, at + 8L * row)
+/** A column of numbers, or of other types that Spark stores as numbers. */
+final class FixedVector(dataType: DataType, slice: ArraySlice, width: Int) extends ArrowVector(dataType, slice) {
+  private val address = slice.valuesAddress(1, width)
+  override def getByte(row: Int): Byte = Platform.getByte(null, address + row)
+  override def getShort(row: Int): Short = Platform.getShort(null, address + 2L * row)
+  override def getInt(row: Int): Int = Platform.getInt(null, address + 4L * row)
+  override def getLong(row: Int): Long = Platform.getLong(null, address + 8L * row)
+  override def getFloat(row: Int): Float = Platform.getFloat(null, address + 4L * row)
+  override def getDouble(row: Int): Double = Platform.getDouble(null, address + 8L * row)
 }
 
-final class DecimalVector(wanted: DecimalType, place: ArrayPlace) extends ArrowVector(wanted, place) {
-  private val at = place.values(1, 16)
+/** A column of decimals of 16 bytes. */
+final class DecimalVector(dataType: DecimalType, slice: ArraySlice) extends ArrowVector(dataType, slice) {
+  private val address = slice.valuesAddress(1, 16)
 
   override def getDecimal(row: Int, precision: Int, scale: Int): Decimal = if (isNullAt(row)) null else {
-    val low = Platform.getLong(null, at + 16L * row)
-    val high = Platform.getLong(null, at + 16L * row + 8)
+    val low = Platform.getLong(null, address + 16L * row)
+    val high = Platform.getLong(null, address + 16L * row + 8)
     if (precision <= Decimal.MAX_LONG_DIGITS && high == low >> 63) Decimal.createUnsafe(low, precision, scale)
     else {
       val unscaled = new BigInteger(ByteBuffer.allocate(16).putLong(high).putLong(low).array)
@@ -241,10 +259,12 @@ final class DecimalVector(wanted: DecimalType, place: ArrayPlace) extends ArrowV
   }
 }
 
-/** Strings and binaries, which are handed out where they lie: one after the other, in the last buffer. */
-final class BytesVector(wanted: DataType, place: ArrayPlace) extends ArrowVector(wanted, place) {
-  private val offsets = place.offsets
-  private val data = place.address(place.buffers - 1, offsets.first, offsets.count) - offsets.first
+/**
+ * A column of strings or binaries, which lie in the last buffer one after the other. Strings are read without a copy.
+ */
+final class BytesVector(dataType: DataType, slice: ArraySlice) extends ArrowVector(dataType, slice) {
+  private val offsets = slice.offsets
+  private val data = slice.address(slice.bufferCount - 1, offsets.first, offsets.valueCount) - offsets.first
 
   override def getUTF8String(row: Int): UTF8String = if (isNullAt(row)) null else {
     val from = offsets(row)
@@ -252,76 +272,81 @@ final class BytesVector(wanted: DataType, place: ArrayPlace) extends ArrowVector
   }
 
   override def getBinary(row: Int): Array[Byte] =
-    if (isNullAt(row)) null else Vectors.bytes(data + offsets(row), offsets.size(row))
+    if (isNullAt(row)) null else Vectors.copyBytes(data + offsets(row), offsets.size(row))
 }
 
-/** Strings and binaries of which each says where it lies: within its 16 bytes if it has up to 12. */
-final class ViewVector(wanted: DataType, place: ArrayPlace) extends ArrowVector(wanted, place) {
-  private val views = place.values(1, 16)
-  private val data = Array.tabulate(place.buffers - 2)(index => place.address(index + 2, 0, place.size(index + 2)))
-  Loop.over(place.length)(row => if (!isNullAt(row) && (size(row) < 0 || size(row) > 12)) {
-    val known = buffer(row) >= 0 && buffer(row) < data.length
-    if (size(row) < 0 || !known || from(row) < 0 || from(row) > place.size(buffer(row) + 2) - size(row))
-      place.damaged(s"a view of ${size(row)} bytes at ${from(row)} of buffer ${buffer(row)}")
+/** A column of views: 16 bytes with the size, and either up to 12 bytes of content, or a buffer and an offset in it. */
+final class ViewVector(dataType: DataType, slice: ArraySlice) extends ArrowVector(dataType, slice) {
+  private val views = slice.valuesAddress(1, 16)
+  private val data = Array.tabulate(slice.bufferCount - 2)(index =>
+    slice.address(index + 2, 0, slice.bufferSize(index + 2)))
+  Loop.over(slice.length)(row => if (!isNullAt(row) && (size(row) < 0 || size(row) > 12)) {
+    val isKnown = buffer(row) >= 0 && buffer(row) < data.length
+    if (size(row) < 0 || !isKnown || from(row) < 0 || from(row) > slice.bufferSize(buffer(row) + 2) - size(row))
+      slice.reject(s"a view of ${size(row)} bytes at ${from(row)} of buffer ${buffer(row)} is outside of it")
   })
 
   private def buffer(row: Int): Int = Platform.getInt(null, views + 16L * row + 8)
   private def from(row: Int): Int = Platform.getInt(null, views + 16L * row + 12)
   private def size(row: Int): Int = Platform.getInt(null, views + 16L * row)
-  private def at(row: Int): Long = if (size(row) <= 12) views + 16L * row + 4 else data(buffer(row)) + from(row)
+  private def address(row: Int): Long = if (size(row) <= 12) views + 16L * row + 4 else data(buffer(row)) + from(row)
 
   override def getUTF8String(row: Int): UTF8String =
-    if (isNullAt(row)) null else UTF8String.fromAddress(null, at(row), size(row))
-  override def getBinary(row: Int): Array[Byte] = if (isNullAt(row)) null else Vectors.bytes(at(row), size(row))
+    if (isNullAt(row)) null else UTF8String.fromAddress(null, address(row), size(row))
+  override def getBinary(row: Int): Array[Byte] =
+    if (isNullAt(row)) null else Vectors.copyBytes(address(row), size(row))
 }
 
-/** Numbers without a sign, which have the next wider type in Spark. */
-final class UnsignedVector(wanted: DataType, place: ArrayPlace) extends ArrowVector(wanted, place) {
-  private val at = place.values(1, wanted.defaultSize / 2)
-  override def getShort(row: Int): Short = (Platform.getByte(null, at + row) & 0xff).toShort
-  override def getInt(row: Int): Int = Platform.getShort(null, at + 2L * row) & 0xffff
-  override def getLong(row: Int): Long = Platform.getInt(null, at + 4L * row) & 0xffffffffL
+/** A column of unsigned numbers, for which Spark has the next wider type. */
+final class UnsignedVector(dataType: DataType, slice: ArraySlice) extends ArrowVector(dataType, slice) {
+  private val address = slice.valuesAddress(1, dataType.defaultSize / 2)
+  override def getShort(row: Int): Short = (Platform.getByte(null, address + row) & 0xff).toShort
+  override def getInt(row: Int): Int = Platform.getShort(null, address + 2L * row) & 0xffff
+  override def getLong(row: Int): Long = Platform.getInt(null, address + 4L * row) & 0xffffffffL
 }
 
-/** Values by their number in a dictionary, which may have nulls, too. */
-final class DictionaryVector(wanted: DataType, place: ArrayPlace) extends ArrowVector(wanted, place) {
-  private val width = place.width
-  private val at = place.values(1, width)
-  private val values = Vectors.of(wanted, nullable = true, place.dictionary)
-  private val limit = place.dictionary.length
-  for (row <- 0 until place.length if !super.isNullAt(row) && (key(row) < 0 || key(row) >= limit))
-    place.damaged(s"${key(row)} is not in a dictionary of $limit")
+/** A column of indices into a dictionary, which may have nulls, too. */
+final class DictionaryVector(dataType: DataType, slice: ArraySlice) extends ArrowVector(dataType, slice) {
+  private val width = slice.width
+  private val address = slice.valuesAddress(1, width)
+  private val values = Vectors.of(dataType, nullable = true, slice.dictionary)
+  private val limit = slice.dictionary.length
+  for (row <- 0 until slice.length if !super.isNullAt(row) && (key(row) < 0 || key(row) >= limit))
+    slice.reject(s"the index ${key(row)} is beyond a dictionary of $limit values")
 
-  /** Read without a sign: a number below 0 is too large then, but for 8 bytes, where one that is too large is below 0. */
+  /**
+   * Return an index, read as unsigned: a negative one is then beyond the dictionary. An unsigned one of 8 bytes that
+   * is too large is read as negative.
+   */
   private def key(row: Int): Long = width match {
-    case 1 => Platform.getByte(null, at + row) & 0xff
-    case 2 => Platform.getShort(null, at + 2L * row) & 0xffff
-    case 4 => Platform.getInt(null, at + 4L * row) & 0xffffffffL
-    case _ => Platform.getLong(null, at + 8L * row)
+    case 1 => Platform.getByte(null, address + row) & 0xff
+    case 2 => Platform.getShort(null, address + 2L * row) & 0xffff
+    case 4 => Platform.getInt(null, address + 4L * row) & 0xffffffffL
+    case _ => Platform.getLong(null, address + 8L * row)
   }
-  private def of(row: Int): Int = key(row).toInt
+  private def index(row: Int): Int = key(row).toInt
 
-  // Under a null, a key may be anything, and a list is copied by all of its values.
-  override def isNullAt(row: Int): Boolean = super.isNullAt(row) || values.isNullAt(of(row))
+  // The index of a null may be anything, and Spark copies a list with all of its values, so getters check for nulls.
+  override def isNullAt(row: Int): Boolean = super.isNullAt(row) || values.isNullAt(index(row))
   override def hasNull: Boolean = super.hasNull || values.hasNull
-  override def getBoolean(row: Int): Boolean = if (super.isNullAt(row)) false else values.getBoolean(of(row))
-  override def getByte(row: Int): Byte = if (super.isNullAt(row)) 0 else values.getByte(of(row))
-  override def getShort(row: Int): Short = if (super.isNullAt(row)) 0 else values.getShort(of(row))
-  override def getInt(row: Int): Int = if (super.isNullAt(row)) 0 else values.getInt(of(row))
-  override def getLong(row: Int): Long = if (super.isNullAt(row)) 0 else values.getLong(of(row))
-  override def getFloat(row: Int): Float = if (super.isNullAt(row)) 0 else values.getFloat(of(row))
-  override def getDouble(row: Int): Double = if (super.isNullAt(row)) 0 else values.getDouble(of(row))
+  override def getBoolean(row: Int): Boolean = if (super.isNullAt(row)) false else values.getBoolean(index(row))
+  override def getByte(row: Int): Byte = if (super.isNullAt(row)) 0 else values.getByte(index(row))
+  override def getShort(row: Int): Short = if (super.isNullAt(row)) 0 else values.getShort(index(row))
+  override def getInt(row: Int): Int = if (super.isNullAt(row)) 0 else values.getInt(index(row))
+  override def getLong(row: Int): Long = if (super.isNullAt(row)) 0 else values.getLong(index(row))
+  override def getFloat(row: Int): Float = if (super.isNullAt(row)) 0 else values.getFloat(index(row))
+  override def getDouble(row: Int): Double = if (super.isNullAt(row)) 0 else values.getDouble(index(row))
   override def getDecimal(row: Int, precision: Int, scale: Int): Decimal =
-    if (isNullAt(row)) null else values.getDecimal(of(row), precision, scale)
-  override def getUTF8String(row: Int): UTF8String = if (isNullAt(row)) null else values.getUTF8String(of(row))
-  override def getBinary(row: Int): Array[Byte] = if (isNullAt(row)) null else values.getBinary(of(row))
+    if (isNullAt(row)) null else values.getDecimal(index(row), precision, scale)
+  override def getUTF8String(row: Int): UTF8String = if (isNullAt(row)) null else values.getUTF8String(index(row))
+  override def getBinary(row: Int): Array[Byte] = if (isNullAt(row)) null else values.getBinary(index(row))
 }
 
-/** Lists; and maps, which are lists of structs. */
-final class ListVector(wanted: DataType, place: ArrayPlace, below: ArrayPlace => Seq[ColumnVector])
-    extends ArrowVector(wanted, place) {
-  private val lists = place.offsets
-  private val parts = below(lists.values).toArray
+/** A column of lists, or of maps, which are lists of structs. */
+final class ListVector(dataType: DataType, slice: ArraySlice, children: ArraySlice => Seq[ColumnVector])
+    extends ArrowVector(dataType, slice) {
+  private val lists = slice.offsets
+  private val parts = children(lists.values).toArray
 
   private def from(row: Int): Int = (lists(row) - lists.first).toInt
 
@@ -331,8 +356,8 @@ final class ListVector(wanted: DataType, place: ArrayPlace, below: ArrayPlace =>
     if (isNullAt(row)) null else new ColumnarMap(parts(0), parts(1), from(row), lists.size(row))
 }
 
-final class StructVector(wanted: DataType, place: ArrayPlace, children: Seq[ColumnVector])
-    extends ArrowVector(wanted, place) {
+final class StructVector(dataType: DataType, slice: ArraySlice, children: Seq[ColumnVector])
+    extends ArrowVector(dataType, slice) {
   private val parts = children.toArray
   override def getChild(ordinal: Int): ColumnVector = parts(ordinal)
 }

@@ -20,10 +20,10 @@ import org.apache.spark.sql.types.StructType
 import org.apache.spark.sql.vectorized.ColumnarBatch
 
 /**
- * Takes whether Spark wants to replace what there is, or to add to it. It is written in Python where rows must be made to
- * fit that.
+ * A builder of a write, which appends to a dataset or replaces it. Python writes if the rows must be converted to fit
+ * the dataset.
  */
-class DatasetWrite(info: LogicalWriteInfo, python: => WriteBuilder)
+class DatasetWrite(info: LogicalWriteInfo, pythonBuilder: => WriteBuilder)
     extends WriteBuilder with SupportsTruncate with SupportsDynamicOverwrite with Write {
   private var mode = "append"
 
@@ -32,38 +32,42 @@ class DatasetWrite(info: LogicalWriteInfo, python: => WriteBuilder)
     this
   }
 
-  /** A dataset has no partitions by columns, so rows of all partitions are replaced. */
+  /** Replace the whole dataset, because it has no partitions by columns. */
   override def overwriteDynamicPartitions(): WriteBuilder = truncate()
 
   override def build(): Write = this
 
   override def description(): String = s"dissociated ${info.options.get("path")}"
 
-  private def inPython: Write =
-    (if (mode == "append") python else python.asInstanceOf[SupportsTruncate].truncate()).build()
+  private def pythonWrite: Write =
+    (if (mode == "append") pythonBuilder else pythonBuilder.asInstanceOf[SupportsTruncate].truncate()).build()
 
-  override def toBatch: BatchWrite = plan(None).getOrElse(inPython.toBatch)
+  override def toBatch: BatchWrite = plan(None).getOrElse(pythonWrite.toBatch)
 
   override def toStreaming: StreamingWrite =
-    plan(Some(info.queryId.replace("-", ""))).getOrElse(inPython.toStreaming)
+    plan(Some(info.queryId.replace("-", ""))).getOrElse(pythonWrite.toStreaming)
 
+  /** Return the write by this JVM, or None if Python must write. */
   private def plan(query: Option[String]): Option[SegmentsWrite] = if (!Column.supports(info.schema)) None else {
     val python = Python.ofDriver()
-    val answer = Sidecar.of(python).call("write", "options" -> info.options, "schema" -> info.schema.json, "mode" -> mode,
-      "streaming" -> query.isDefined)
+    val answer = Sidecar.of(python).call("write", "options" -> info.options, "schema" -> info.schema.json,
+      "mode" -> mode, "streaming" -> query.isDefined)
     Option.when(answer.get("fits").asBoolean)(new SegmentsWrite(
       WritePlan(python, answer.get("writer").asText, query.getOrElse(answer.get("key").asText), info.schema)))
   }
 }
 
-/** What the driver and every task know of a write: `writer` says it to the sidecar. Names of segments have its key. */
+/**
+ * The plan of a write, for the driver and all tasks. `writer` describes it to the sidecar, and names of segments
+ * begin with `key`.
+ */
 case class WritePlan(python: Python, writer: String, key: String, columns: StructType)
 
-/** What a task tells the driver of its partition: where its rows are, or that it has none. */
+/** The message of a task to the driver: the segment with the rows of its partition, or null if it has no rows. */
 case class SegmentWritten(partition: Int, node: String, segment: String, rows: Long, nbytes: Long)
     extends WriterCommitMessage
 
-/** A commit; or of a stream one for each micro-batch, whose key is made of the query and the batch. */
+/** A write of one commit, or of one commit for each micro-batch, whose key consists of the query and the batch. */
 class SegmentsWrite(plan: WritePlan) extends BatchWrite with StreamingWrite {
   override def createBatchWriterFactory(info: PhysicalWriteInfo): DataWriterFactory = new SegmentWriterFactory(plan)
 
@@ -72,22 +76,23 @@ class SegmentsWrite(plan: WritePlan) extends BatchWrite with StreamingWrite {
 
   override def useCommitCoordinator(): Boolean = true
 
-  override def commit(messages: Array[WriterCommitMessage]): Unit = end("commit", None, messages)
-  override def abort(messages: Array[WriterCommitMessage]): Unit = end("abort", None, messages)
+  override def commit(messages: Array[WriterCommitMessage]): Unit = finish("commit", None, messages)
+  override def abort(messages: Array[WriterCommitMessage]): Unit = finish("abort", None, messages)
 
   override def commit(epoch: Long, messages: Array[WriterCommitMessage]): Unit =
-    if (messages.nonEmpty) end("commit", Some(s"${plan.key}.$epoch"), messages) // else the batch had no partitions
+    // A micro-batch without partitions has nothing to commit.
+    if (messages.nonEmpty) finish("commit", Some(s"${plan.key}.$epoch"), messages)
 
   override def abort(epoch: Long, messages: Array[WriterCommitMessage]): Unit =
-    end("abort", Some(s"${plan.key}.$epoch"), messages)
+    finish("abort", Some(s"${plan.key}.$epoch"), messages)
 
-  private def end(call: String, key: Option[String], messages: Array[WriterCommitMessage]): Unit =
+  private def finish(call: String, key: Option[String], messages: Array[WriterCommitMessage]): Unit =
     Sidecar.of(plan.python).call(call, "writer" -> plan.writer, "key" -> key,
       "written" -> messages.collect { case segment: SegmentWritten => segment })
 }
 
 class SegmentWriterFactory(plan: WritePlan) extends DataWriterFactory with StreamingDataWriterFactory {
-  // An earlier run of a batch, by a driver that was killed, may have left segments of like-numbered tasks.
+  // If the driver was killed, its run of the same micro-batch may have left segments of tasks with the same numbers.
   private val run = UUID.randomUUID.toString.take(8)
 
   override def createWriter(partition: Int, task: Long): DataWriter[InternalRow] =
@@ -100,36 +105,39 @@ class SegmentWriterFactory(plan: WritePlan) extends DataWriterFactory with Strea
 }
 
 /**
- * In a task: writes its partition into a segment of this name, in the stage of the node of its host, where the sidecar
- * makes it. Nothing is made where there are no rows, or where there was a commit with the `key` before.
+ * A writer of one partition, into a segment that the sidecar creates in the stage of a node on the host of the task.
+ * It creates none if there are no rows, or if `key` has been committed before.
  */
 class SegmentWriter(plan: WritePlan, partition: Int, segment: String, key: Option[String])
     extends DataWriter[InternalRow] {
   private val sidecar = Sidecar.of(plan.python)
   private val batch = new BatchBuilder(plan.columns)
   private var isStaged = false
-  private var file: SegmentFile = _ // null where nothing is to be written
-  private var written = 0L // rows
+  // Null until there is a row, and if nothing is to be written.
+  private var file: SegmentFile = _
+  private var writtenRows = 0L
 
-  override def write(row: InternalRow): Unit = if (file != null || begin()) {
+  override def write(row: InternalRow): Unit = if (file != null || stageFile()) {
     if (!batch.add(row)) {
       flush()
       batch.add(row)
     }
   }
 
-  private def begin(): Boolean = {
+  /** Create the segment at the first call, and return whether rows are to be written. */
+  private def stageFile(): Boolean = {
     if (!isStaged) {
-      isStaged = true // from now on there may be something to discard
-      val place = sidecar.call("stage", "writer" -> plan.writer, "segment" -> segment, "key" -> key)
-      if (!place.isNull) file = new SegmentFile(sidecar, segment, place)
+      // From now on, `abort` must discard the segment.
+      isStaged = true
+      val answer = sidecar.call("stage", "writer" -> plan.writer, "segment" -> segment, "key" -> key)
+      if (!answer.isNull) file = new SegmentFile(sidecar, segment, answer)
     }
     file != null
   }
 
-  private def flush(): Unit = batch.take { (rows, layout) =>
-    file.write(layout.message(rows, file.position))
-    written += rows
+  private def flush(): Unit = batch.flush { (rows, layout) =>
+    file.write(layout.encodeMessage(rows, file.position))
+    writtenRows += rows
   }
 
   override def commit(): WriterCommitMessage =
@@ -138,7 +146,7 @@ class SegmentWriter(plan: WritePlan, partition: Int, segment: String, key: Optio
       flush()
       file.close()
       val nbytes = sidecar.call("finish", "segment" -> segment, "size" -> file.position).asLong
-      SegmentWritten(partition, file.node, segment, written, nbytes)
+      SegmentWritten(partition, file.node, segment, writtenRows, nbytes)
     }
 
   override def abort(): Unit = if (isStaged) {
@@ -152,61 +160,66 @@ class SegmentWriter(plan: WritePlan, partition: Int, segment: String, key: Optio
   }
 }
 
-/** Rows, or columns, that become record batches of some size. */
-final class BatchBuilder(schema: StructType, maxRows: Int = BatchBuilder.MaxRows) extends Native {
+/** A builder of record batches from rows or columns. */
+final class BatchBuilder(schema: StructType, maxRows: Int = BatchBuilder.MaxRows) extends NativeOwner {
   private val columns = schema.fields.map(field => own(Column.of(field.dataType)))
   private val fixed = columns.zipWithIndex.collect { case (column: FixedColumn, ordinal) => (column, ordinal) }
-  private val width = fixed.map(_._1.width.toLong).sum // bytes of a row in these
-  private val (varying, ordinals) = columns.zipWithIndex.filterNot(_._1.isInstanceOf[FixedColumn]).unzip
-  private val waiting = own(new RowBuffer(columns.length))
-  private var rows = 0 // in the columns
-  private var size = 0L // bytes of these
+  // The bytes of a row in the columns of fixed width.
+  private val fixedWidth = fixed.map(_._1.width.toLong).sum
+  private val (variable, variableOrdinals) = columns.zipWithIndex.filterNot(_._1.isInstanceOf[FixedColumn]).unzip
+  private val pending = own(new RowBuffer(columns.length))
+  // The rows and bytes in `columns`, without those in `pending`.
+  private var rows = 0
+  private var size = 0L
   private lazy val project = UnsafeProjection.create(schema)
 
-  /** Adds a row. False, and it is not added, if the batch is full: take the batch first. */
+  /** Add a row. Returns false, without adding it, if the batch is full: call `flush` first. */
   def add(row: InternalRow): Boolean = {
     val unsafe = row match {
       case unsafeRow: UnsafeRow => unsafeRow
       case anyRow => project(anyRow)
     }
-    (rows + waiting.count < maxRows || rows + waiting.count == 0) && (waiting.add(unsafe) || {
-      gather()
-      val fits = rows < BatchBuilder.MaxRows && size + unsafe.getSizeInBytes <= BatchBuilder.MaxBytes
-      if (fits) waiting.add(unsafe)
-      fits
+    (rows + pending.count < maxRows || rows + pending.count == 0) && (pending.add(unsafe) || {
+      appendPending()
+      val hasRoom = rows < BatchBuilder.MaxRows && size + unsafe.getSizeInBytes <= BatchBuilder.MaxBytes
+      if (hasRoom) pending.add(unsafe)
+      hasRoom
     })
   }
 
   /**
-   * Adds the rows of `batch` from `first` on until this batch is full, and returns their number. The size is checked
-   * after each row, because a few rows can have values of several MB. Columns of fixed width then take all rows at once.
+   * Add rows of `batch` from `first` on until this batch is full, and return their number. The size is checked after
+   * each row, because a few rows can have values of several MB. Columns of fixed width then append all rows at once.
    */
   def add(batch: ColumnarBatch, first: Int): Int = {
     var next = first
     while (next < batch.numRows && rows < maxRows && size <= BatchBuilder.MaxBytes) {
       val row = batch.getRow(next)
-      Loop.over(varying.length)(index => varying(index).put(row, ordinals(index)))
+      Loop.over(variable.length)(index => variable(index).append(row, variableOrdinals(index)))
       rows += 1
       next += 1
-      size = rows * width + Column.nbytes(varying)
+      size = rows * fixedWidth + Column.nbytes(variable)
     }
-    fixed.foreach { case (column, ordinal) => column.take(batch.column(ordinal), first, next - first) }
+    fixed.foreach { case (column, ordinal) => column.appendRange(batch.column(ordinal), first, next - first) }
     next - first
   }
 
-  /** The rows that wait go into the columns. */
-  private def gather(): Unit = {
-    rows += waiting.count
-    size += waiting.size
-    Loop.over(columns.length)(index => columns(index).take(waiting, index))
-    waiting.clear()
+  /** Append the pending rows to the columns. */
+  private def appendPending(): Unit = {
+    rows += pending.count
+    size += pending.size
+    Loop.over(columns.length)(index => columns(index).appendRows(pending, index))
+    pending.clear()
   }
 
-  /** Gives what there is to `write` as a record batch, and begins anew. False if there are no rows. */
-  def take(write: (Int, Layout) => Unit): Boolean = {
-    gather()
-    val any = rows > 0
-    if (any) {
+  /**
+   * Pass the rows to `write` as a record batch, and clear the builder. Returns false if there are no rows. The
+   * buffers are valid until `write` returns.
+   */
+  def flush(write: (Int, Layout) => Unit): Boolean = {
+    appendPending()
+    val hasRows = rows > 0
+    if (hasRows) {
       val layout = new Layout
       columns.foreach(_.describe(layout))
       write(rows, layout)
@@ -214,7 +227,7 @@ final class BatchBuilder(schema: StructType, maxRows: Int = BatchBuilder.MaxRows
       rows = 0
       size = 0
     }
-    any
+    hasRows
   }
 }
 
@@ -223,20 +236,22 @@ object BatchBuilder {
   private val MaxBytes = 1L << 23
 }
 
-/** The record batches of rows or columns. */
-final class BatchesOf(input: Iterator[Any], schema: StructType, maxRows: Int = BatchBuilder.MaxRows) {
+/** The record batches of an iterator of rows or columns. The caller calls `free` at the end. */
+final class BatchStream(input: Iterator[Any], schema: StructType, maxRows: Int = BatchBuilder.MaxRows) {
   private val builder = new BatchBuilder(schema, maxRows)
-  private var next: Any = _ // a row or columns, of which not all rows have been added to a batch
-  private var from = 0 // the first row of `next` that has not been added
+  // A row, or columns, of which some rows have not been added to a batch.
+  private var next: Any = _
+  // The first row of `next` that has not been added.
+  private var from = 0
 
-  /** Gives the next batch to `write`. False if there is none. */
-  def take(write: (Int, Layout) => Unit): Boolean = {
-    while ((next != null || input.hasNext) && add()) {}
-    builder.take(write)
+  /** Pass the next batch to `write`. Returns false if there is none. */
+  def writeNext(write: (Int, Layout) => Unit): Boolean = {
+    while ((next != null || input.hasNext) && addNext()) {}
+    builder.flush(write)
   }
 
-  /** False if the batch is full. */
-  private def add(): Boolean = {
+  /** Add rows of the next item. Returns false if the batch is full. */
+  private def addNext(): Boolean = {
     if (next == null) {
       next = input.next()
       from = 0
@@ -246,34 +261,39 @@ final class BatchesOf(input: Iterator[Any], schema: StructType, maxRows: Int = B
       case batch: ColumnarBatch => builder.add(batch, from)
     }
     from += added
-    val whole = next match {
+    val isConsumed = next match {
       case batch: ColumnarBatch => from == batch.numRows
       case _ => from == 1
     }
-    if (whole) next = null
-    whole || added > 0
+    if (isConsumed) next = null
+    isConsumed || added > 0
   }
 
   def free(): Unit = builder.free()
 }
 
-/** Where arrays lie that become a record batch. All is aligned in the file, and filled up with zeros. */
+/**
+ * The field nodes and buffers of a record batch. Each buffer is padded with zeros to 64 bytes, and aligned to them in
+ * the file.
+ */
 final class Layout {
   private val arrays = new java.util.ArrayList[ArrowFieldNode]
   private val buffers = new java.util.ArrayList[ArrowBuf]
 
-  def array(length: Int, nulls: Int): Unit = arrays.add(new ArrowFieldNode(length, nulls))
+  /** Add the field node of an array. */
+  def addNode(length: Int, nulls: Int): Unit = arrays.add(new ArrowFieldNode(length, nulls))
 
-  def buffer(memory: Memory, size: Long): Unit = {
-    val whole = memory.fill(size, Layout.aligned(size))
-    buffers.add(new ArrowBuf(ReferenceManager.NO_OP, null, whole, memory.address).writerIndex(whole))
+  /** Add a buffer. Its memory must not change until the message has been written. */
+  def addBuffer(memory: Memory, size: Long): Unit = {
+    val paddedSize = memory.padWithZeros(size, Layout.align(size))
+    buffers.add(new ArrowBuf(ReferenceManager.NO_OP, null, paddedSize, memory.address).writerIndex(paddedSize))
   }
 
-  /** The message with its body, to be written at `position`. */
-  def message(rows: Int, position: Long): Seq[ByteBuffer] = {
+  /** Return the message and its body as buffers, to be written at `position` of the file. */
+  def encodeMessage(rows: Int, position: Long): Seq[ByteBuffer] = {
     val header = MessageSerializer.serializeMetadata(new ArrowRecordBatch(rows, arrays, buffers))
     val from = position + 8 + header.remaining
-    val padding = (Layout.aligned(from) - from).toInt
+    val padding = (Layout.align(from) - from).toInt
     val prefix = ByteBuffer.allocate(8).order(ByteOrder.LITTLE_ENDIAN).putInt(-1).putInt(header.remaining + padding)
     Seq(prefix.flip(), header, ByteBuffer.allocate(padding)) ++ buffers.asScala.filter(_.capacity > 0).map { buffer =>
       MemoryUtil.directBuffer(buffer.memoryAddress, buffer.capacity.toInt)
@@ -282,34 +302,35 @@ final class Layout {
 }
 
 object Layout {
-  private def aligned(size: Long): Long = (size + 63) & ~63L
+  private def align(size: Long): Long = (size + 63) & ~63L
 }
 
-/** A file that the sidecar has created, with the beginning of a segment. The sidecar also reserves space in it. */
-final class SegmentFile(sidecar: Sidecar, segment: String, place: JsonNode) extends AutoCloseable {
-  private val channel = FileChannel.open(Paths.get(place.get("path").asText), StandardOpenOption.WRITE)
-  private var room = place.get("room").asLong
-  val node: String = place.get("node").asText
-  var position: Long = place.get("position").asLong
+/** A segment file that the sidecar has created and begun, and in which it reserves space. */
+final class SegmentFile(sidecar: Sidecar, segment: String, answer: JsonNode) extends AutoCloseable {
+  private val channel = FileChannel.open(Paths.get(answer.get("path").asText), StandardOpenOption.WRITE)
+  private var reservedSize = answer.get("room").asLong
+  val node: String = answer.get("node").asText
+  var position: Long = answer.get("position").asLong
   channel.position(position)
 
-  def write(parts: Seq[ByteBuffer]): Unit = {
-    val end = position + parts.iterator.map(_.remaining.toLong).sum
-    if (end > room) room = sidecar.call("reserve", "segment" -> segment, "size" -> end).asLong
-    try position += SegmentFile.write(channel, parts)
-    catch { case error: IOException => throw Failure(s"writing $segment: $error") }
+  /** Append `buffers`. Throws if the store has no space for them. */
+  def write(buffers: Seq[ByteBuffer]): Unit = {
+    val end = position + buffers.iterator.map(_.remaining.toLong).sum
+    if (end > reservedSize) reservedSize = sidecar.call("reserve", "segment" -> segment, "size" -> end).asLong
+    try position += SegmentFile.write(channel, buffers)
+    catch { case error: IOException => throw Failure(s"the segment $segment cannot be written: $error") }
   }
 
   override def close(): Unit = channel.close()
 }
 
 object SegmentFile {
-  /** Writes all of these, and returns how many bytes that are. */
-  def write(channel: FileChannel, parts: Seq[ByteBuffer]): Long = {
-    val all = parts.toArray
-    val size = all.iterator.map(_.remaining.toLong).sum
+  /** Write all buffers at the position of `channel`, and return their size in bytes. */
+  def write(channel: FileChannel, content: Seq[ByteBuffer]): Long = {
+    val buffers = content.toArray
+    val size = buffers.iterator.map(_.remaining.toLong).sum
     var written = 0L
-    while (written < size) written += channel.write(all)
+    while (written < size) written += channel.write(buffers)
     size
   }
 }

@@ -58,6 +58,7 @@ _MAX_ARRIVED = 1 << 20  # bytes of messages that arrived while this side sent, a
 _OVERHEAD = 256  # bytes of memory for each kept message, in addition to its own
 _timeval = struct.Struct("ll")
 _ZEROS = memoryview(bytes(1 << 20))
+_MAX_ZEROS = 1 << 26  # bytes that are sent in place of memory that could not be read
 _GONE = {errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN, errno.ENOTCONN, errno.EBADF, errno.ECONNABORTED}
 
 
@@ -169,9 +170,10 @@ class SocketConnection(Connection):
         parts, self._unreadable = self._unreadable, []
         is_complete = not parts
         try:
-            for part in parts:
-                self._write_or_zeros(part, timeout)
-            is_complete = True
+            if sum(map(len, parts)) <= _MAX_ZEROS:
+                for part in parts:
+                    self._write_or_zeros(part, timeout)
+                is_complete = True
         except (OSError, DissociatedError):
             pass
         finally:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import array
 import errno
-import fcntl
 import logging
 import os
 import pwd
@@ -32,11 +31,10 @@ import tempfile
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dissociated.base.descriptors import locked
 from dissociated.base.limited_log import LimitedLog
 from dissociated.base.private import open_private_directory
 from dissociated.errors import AccessDenied, NotPrivate, RemoteProtocolError, TransportError, UnsafeMemory, UriError
@@ -297,7 +295,9 @@ class ShmTransport(Transport):
             )
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            with _locked(Path(path).parent) as directory:
+            directory = Path(path).parent
+            # Locked, so that no other process takes this socket for stale before it listens.
+            with locked(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)):
                 for candidate in [path] if uri.path else map(str, directory.glob("*.sock")):
                     _remove_stale(candidate)
                 os.fchmod(sock.fileno(), 0o600)  # bind creates the path with this mode
@@ -322,17 +322,6 @@ def _connect(sock: socket.socket, path: str, timeout: float) -> None:
             if time.monotonic() >= deadline:
                 raise TimeoutError from None
         time.sleep(_CONNECT_RETRY_DELAY)
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[Path]:
-    """Lock the directory, so that `_remove_stale` elsewhere cannot remove a bound socket that does not listen yet."""
-    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield directory
-    finally:
-        os.close(lock)
 
 
 def runtime_directory() -> Path:

@@ -147,25 +147,6 @@ class FabricMessage(NamedTuple):
     pieces: Sequence[Any]
 
 
-def encode(ffi: Any, max_message: int, max_untagged: int, message: Message) -> FabricMessage:
-    """Encode `message` for libfabric. An untagged message of more than `max_untagged` bytes is tagged LARGE.
-
-    Raises:
-        LocalProtocolError: if the tag is reserved, or the message is longer than `max_message` bytes.
-    """
-    tag, parts = message.tag, [part for part in message.parts if len(part)]
-    size = sum(map(len, parts))
-    if tag is not None and tag & ~(KIND_MASK | 0x100) == CONTROL:
-        raise LocalProtocolError(f"the tag {tag:#x} is one of those that fabric keeps for itself")
-    if size > max_message:
-        raise LocalProtocolError(f"a message of {size} bytes is too long for libfabric")
-    if tag is None and size > max_untagged:
-        tag = LARGE
-    if not parts or (len(parts) > 1 and size <= _JOIN_LIMIT):
-        parts = [b"".join(parts)]
-    return FabricMessage(tag, size, [view_of(ffi, part) for part in parts])
-
-
 class PendingSend:
     """A message that libfabric is sending, or that waits until libfabric accepts it."""
 
@@ -239,8 +220,22 @@ class Outbox:
         return self._waiting[0] if self._waiting else None
 
     def encode(self, message: Message) -> FabricMessage:
-        """Encode `message` for libfabric. Raise LocalProtocolError if its tag is reserved, or it is too long."""
-        return encode(self._ffi, self._endpoint.max_message, self._endpoint.max_untagged, message)
+        """Encode `message` for libfabric. An untagged message that is too long for that is tagged LARGE.
+
+        Raises:
+            LocalProtocolError: if the tag is reserved, or libfabric sends no message of that length.
+        """
+        tag, parts = message.tag, [part for part in message.parts if len(part)]
+        size = sum(map(len, parts))
+        if tag is not None and tag & ~(KIND_MASK | 0x100) == CONTROL:
+            raise LocalProtocolError(f"the tag {tag:#x} is one of those that fabric keeps for itself")
+        if size > self._endpoint.max_message:
+            raise LocalProtocolError(f"a message of {size} bytes is too long for libfabric")
+        if tag is None and size > self._endpoint.max_untagged:
+            tag = LARGE
+        if not parts or (len(parts) > 1 and size <= _JOIN_LIMIT):
+            parts = [b"".join(parts)]
+        return FabricMessage(tag, size, [view_of(self._ffi, part) for part in parts])
 
     def send_message(self, message: FabricMessage, settled: Settled) -> PendingSend:
         """Send `message` after the waiting ones, in at most as many pieces as libfabric accepts."""

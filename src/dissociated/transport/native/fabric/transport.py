@@ -55,6 +55,12 @@ _MAX_ANSWERS = 16  # answers in progress, so that a client that does not receive
 #: Limit of clients that have an endpoint and have not joined yet: each costs 16 MB and a dozen descriptors.
 _MAX_JOINING = 16
 _JOIN_TIME = 1.0  # seconds that such a client has to join, even if others wait
+_UNUSABLE_PROVIDERS = {
+    "shm": "it can only be waited for by spinning, and leaves memory in /dev/shm: use shm: or tcp;ofi_rxm",
+    "net": "it keeps a processor busy while nothing happens: use tcp;ofi_rxm",
+    "udp": "it cuts messages off without an error: use tcp;ofi_rxm",
+    "sockets": "libfabric has given it up: use tcp;ofi_rxm",
+}
 
 
 class FabricTransport(Transport):
@@ -290,17 +296,9 @@ def provider_of(uri: Uri) -> str:
     """Return the provider in `uri`, or the default. Raise UriError for a provider that is known to be unusable."""
     name = uri.parameters.get("provider", PROVIDER)
     version = tuple(map(int, ofi().version.split(".")))
-    wrong = None
+    wrong = _UNUSABLE_PROVIDERS.get("udp" if name.startswith("udp") else name)
     if name == "tcp" and version < (2, 0):
         wrong = f"before libfabric 2.0, and this is {ofi().version}, it means tcp;ofi_rxm: say that"
-    elif name == "shm":
-        wrong = "it can only be waited for by spinning, and leaves memory in /dev/shm: use shm: or tcp;ofi_rxm"
-    elif name == "net":
-        wrong = "it keeps a processor busy while nothing happens: use tcp;ofi_rxm"
-    elif name.startswith("udp"):
-        wrong = "it cuts messages off without an error: use tcp;ofi_rxm"
-    elif name == "sockets":
-        wrong = "libfabric has given it up: use tcp;ofi_rxm"
     elif not name or not all(part.isascii() and part.isidentifier() for part in name.split(";")):
         wrong = "that is no name of a provider"
     if wrong:

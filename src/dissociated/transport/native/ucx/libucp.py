@@ -156,17 +156,13 @@ void *ucp_ep_close_nbx(ucp_ep_h ep, const ucp_request_param_t *param);
 void *ucp_ep_flush_nbx(ucp_ep_h ep, const ucp_request_param_t *param);
 
 ucs_status_t ucp_request_check_status(void *request);
-void ucp_request_cancel(ucp_worker_h worker, void *request);
 void ucp_request_free(void *request);
 
 void *ucp_am_send_nbx(ucp_ep_h ep, unsigned id, const void *header, size_t header_length, const void *buffer,
                       size_t count, const ucp_request_param_t *param);
 void *ucp_am_recv_data_nbx(ucp_worker_h worker, void *data, void *buffer, size_t count,
                            const ucp_request_param_t *param);
-void ucp_am_data_release(ucp_worker_h worker, void *data);
 void *ucp_tag_send_nbx(ucp_ep_h ep, const void *buffer, size_t count, ucp_tag_t tag, const ucp_request_param_t *param);
-void *ucp_tag_send_sync_nbx(
-    ucp_ep_h ep, const void *buffer, size_t count, ucp_tag_t tag, const ucp_request_param_t *param);
 ucp_tag_message_h ucp_tag_probe_nb(
     ucp_worker_h worker, ucp_tag_t tag, ucp_tag_t mask, int remove, ucp_tag_recv_info_t *info);
 void *ucp_tag_msg_recv_nbx(ucp_worker_h worker, void *buffer, size_t count, ucp_tag_message_h message,
@@ -183,7 +179,7 @@ void *ucp_get_nbx(
 """
 
 FEATURE_TAG, FEATURE_RMA, FEATURE_WAKEUP, FEATURE_AM = 1 << 0, 1 << 1, 1 << 4, 1 << 6
-PARAM_FEATURES, PARAM_MT_WORKERS_SHARED, PARAM_NAME = 1 << 0, 1 << 5, 1 << 8
+PARAM_FEATURES, PARAM_MT_WORKERS_SHARED = 1 << 0, 1 << 5
 CONTEXT_ATTR_MEMORY_TYPES, MEMORY_TYPE_CUDA = 1 << 2, 1
 WORKER_PARAM_THREAD_MODE, WORKER_PARAM_FLAGS, WORKER_PARAM_CLIENT_ID = 1 << 0, 1 << 5, 1 << 8
 WORKER_IGNORE_REQUEST_LEAK = 1 << 0
@@ -204,7 +200,7 @@ MEM_ADDRESS, MEM_LENGTH, MEM_PROT = 1 << 0, 1 << 1, 1 << 3
 MEM_LOCAL_READ, MEM_REMOTE_READ = 1 << 0, 1 << 8
 
 OK, INPROGRESS = 0, 1
-INVALID_PARAM, BUSY, CONNECTION_RESET = -5, -15, -25
+BUSY, CONNECTION_RESET = -15, -25
 
 #: Pointers of this value or above are errors.
 _ERRORS = 2**64 - 100

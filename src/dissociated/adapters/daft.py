@@ -1,0 +1,100 @@
+"""Datasets as DataFrames of Daft. Needs `pip install 'dissociated[daft]'`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from dissociated.adapters import imported
+from dissociated.client.partitions import PARTITION_BYTES, Partition, partitions, selected_schema
+
+if TYPE_CHECKING:
+    import daft
+
+    from dissociated.client.dataset import DatasetHandle
+
+
+def read_dissociated(
+    dataset: DatasetHandle,
+    *,
+    columns: Sequence[str] | None = None,
+    filter: Any = None,
+    partition_bytes: int = PARTITION_BYTES,
+) -> daft.DataFrame:
+    """Return a DataFrame of Daft over a version of a dataset. Each task reads its partition by itself.
+
+    Daft pushes the selection of columns down to the server, but not its own filters: give `filter`. Columns of
+    dictionaries and views get the types of their values, because Daft would treat each value as a Python object. Tasks
+    contain the token of the dataset's client.
+
+    Args:
+        dataset: The version.
+        columns: The columns to read, in this order; None for all.
+        filter: See `Client.read`.
+        partition_bytes: The approximate size of a partition of all columns, before the filter.
+
+    Raises:
+        OptionError: Daft is not installed, or the filter is invalid.
+        ColumnNotFound: A column does not exist.
+        WrongKind: The dataset holds tensors.
+
+    Example:
+        ```python
+        from dissociated.adapters.daft import read_dissociated
+
+        flights = read_dissociated(client["flights"], filter=("distance", ">", 1000))
+        means = flights.groupby("dest").agg(flights["distance"].mean()).collect()
+        ```
+    """
+    daft = imported("daft", "daft")
+    planned = partitions(dataset, columns, filter, partition_bytes)
+    selected = _plain(selected_schema(dataset.schema, columns))
+
+    class Source(daft.io.source.DataSource):  # type: ignore[misc, name-defined]
+        name = "dissociated"
+        schema = daft.Schema.from_pyarrow_schema(selected)
+
+        def get_tasks(self, pushdowns: Any) -> Iterator[_Task]:
+            needed = selected.names
+            if pushdowns.columns is not None:
+                # Daft filters the rows of a task by columns that the result need not have.
+                read = {*pushdowns.columns, *pushdowns.filter_required_column_names()}
+                needed = [name for name in needed if name in read]
+            return (_Task(partition, needed, filter, selected) for partition in planned)
+
+    return Source().read()
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A task of Daft, which reads a partition."""
+
+    partition: Partition
+    columns: Sequence[str]
+    filter: Any
+    selected: pa.Schema
+
+    @property
+    def schema(self) -> Any:
+        import daft
+
+        return daft.Schema.from_pyarrow_schema(self.selected)
+
+    def get_micro_partitions(self) -> Iterator[Any]:
+        from daft.recordbatch import MicroPartition
+
+        stored = selected_schema(self.partition.dataset.schema, self.columns)
+        rows = pa.Table.from_batches(self.partition.read(self.columns, self.filter), stored)
+        yield MicroPartition.from_arrow(rows.cast(_plain(stored)))
+
+
+def _plain(schema: pa.Schema) -> pa.Schema:
+    """Return the schema with the types of the values in place of dictionaries and views."""
+    plain = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
+    for index, field in enumerate(schema):
+        type_ = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
+        schema = schema.set(index, field.with_type(plain.get(type_, type_)))
+    return schema
