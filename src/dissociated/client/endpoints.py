@@ -211,7 +211,8 @@ def _explained(name: str, endpoints: Sequence[Endpoint]) -> Iterator[None]:
             raise
         hosts = ", ".join(dict.fromkeys(host for endpoint in endpoints for host in endpoint.hosts))
         raise TransportError(
-            f"{error}. {name!r} is on {hosts}, whose node was last heard {utc(last_seen)}: if it has ended, start it again"
+            f"{error}. {name!r} is on {hosts}, whose node was last heard {utc(last_seen)}: "
+            "if it has ended, start it again"
         ) from None
 
 
