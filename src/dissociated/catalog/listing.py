@@ -124,8 +124,10 @@ class Listing:
                 locations.append(node.flight)
         if locations:
             locations.append(REUSE_CONNECTION)
+        # This node sends no heartbeats to itself.
+        seen = {node.id: time.time() if node.id == own_id else node.seen for node in part.nodes}
         known_nodes = [
-            {"id": node.id, "host": node.host, "boot_id": node.boot_id, "alive": node.alive, "seen": node.seen}
+            {"id": node.id, "host": node.host, "boot_id": node.boot_id, "alive": node.alive, "seen": seen[node.id]}
             for node in part.nodes
         ]
         if local is not None and not local.repeatable:

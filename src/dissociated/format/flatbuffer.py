@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -125,6 +126,20 @@ class Table(NamedTuple):
         return vector + 4, count, width
 
 
+@lru_cache(maxsize=64)
+def _layout(codes: tuple[str | None, ...]) -> tuple[bytes, struct.Struct, list[int]]:
+    """Return the vtable of tables with these fields, their form, and the positions of the fields."""
+    form, end = "<i", 4  # a table begins with the offset of its vtable
+    places = [0] * len(codes)
+    for index, code in enumerate(codes):
+        if code is not None:
+            size = struct.calcsize(code)
+            places[index] = end + -end % size
+            form += f"{-end % size}x{code}"
+            end = places[index] + size
+    return struct.pack(f"<{2 + len(places)}H", 4 + 2 * len(places), end, *places), struct.Struct(form), places
+
+
 #: A field of a table that is an offset. The position that `Builder.table` returns for it is the `reference` of a table,
 #: vector or string.
 REFERENCE = ("I", 0)
@@ -152,22 +167,12 @@ class Builder:
             The positions of the fields. Callers fill in the fields that are offsets ("I") by passing them as
                 `reference`.
         """
-        places = [0] * len(fields)
-        end = 4  # size of the table so far; it begins with the offset of its vtable
-        for index, field in enumerate(fields):
-            if field is not None:
-                size = struct.calcsize(field[0])
-                places[index] = end + -end % size
-                end = places[index] + size
-        vtable = struct.pack(f"<{2 + len(places)}H", 4 + 2 * len(places), end, *places)
+        present = [field for field in fields if field is not None]
+        vtable, form, places = _layout(tuple(field and field[0] for field in fields))
         self._align(8, len(vtable))
         self._data += vtable
         at = self._refer(reference)
-        self._data += bytes(end)
-        struct.pack_into("<i", self._data, at, len(vtable))
-        for place, field in zip(places, fields, strict=True):
-            if field is not None:
-                struct.pack_into(f"<{field[0]}", self._data, at + place, *field[1:])
+        self._data += form.pack(len(vtable), *[value for _, *values in present for value in values])
         return [at + place for place in places]
 
     def vector(self, reference: int, count: int, elements: bytes) -> int:
