@@ -355,7 +355,7 @@ def cluster(tmp_path: Path) -> Iterator[tuple[CatalogService, list[Node]]]:
         stores = [Store(tmp_path / name) for name in "ab"]
         yield (
             catalog,
-            [owned.enter_context(Node(one, catalog=catalog.uri, heartbeat_interval=0.2)) for one in stores],
+            [owned.enter_context(Node(one, catalog=catalog.uri, heartbeat_interval=2.0)) for one in stores],
         )
     clients_end()
     gc.collect()
