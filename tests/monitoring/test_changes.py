@@ -157,7 +157,7 @@ def test_a_catalog_counts_what_it_decides_and_a_node_what_its_store_does(
     catalog = CatalogService("grpc://127.0.0.1:0")
     try:
         store = Store(tmp_path / "store", 14 * MIB, Policy.EVICT)
-        with Node(store, ["shm:"], catalog=catalog.uri, heartbeat_interval=0.1) as node:
+        with Node(store, ["shm:"], catalog=catalog.uri, heartbeat_interval=1.0) as node:
             for name in "abc":
                 put(node, name, LARGE)
             wait_until(lambda: catalog.status().changed.evicted, "the catalog hears that it is gone")
