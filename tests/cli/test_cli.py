@@ -339,6 +339,10 @@ def test_what_a_dataset_says_cannot_move_the_cursor(tmp_path: Path) -> None:
             assert shown.returncode == 0
             assert not {*shown.stdout} & {"\x1b", "\u202e"}
             assert r"\x1b[2J\n\u202e" in shown.stdout
+        failed = call("cat", f"name {nasty}", "--columns", "x", DISSOCIATED_CATALOG=server.catalog_uri)
+        assert failed.returncode == 1
+        assert not {*failed.stderr} & {"\x1b", "\u202e"}
+        assert r"\x1b[2J" in failed.stderr
 
 
 def test_json_lines_say_what_arrow_says(catalog: str) -> None:

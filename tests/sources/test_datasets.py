@@ -20,6 +20,8 @@ from dissociated.datasets.base import Dataset
 from dissociated.datasets.sources import make_dataset
 from dissociated.datasets.static import SegmentsDataset
 from dissociated.errors import SourceError, StoreError
+from dissociated.format.encapsulated import encapsulate, end_of_stream
+from dissociated.format.record_batch import encode_record_batch
 from dissociated.protocol.request import Selection
 from dissociated.store.segment import Segment, SegmentWriter
 from ipc.vectors import BATCH, END, SCHEMA
@@ -271,6 +273,20 @@ def test_some_columns_and_batches_of_a_file_are_read_without_the_others(tmp_path
         assert nbytes < 1.2 * 2 * 8 * rows * (1 if kind == "stream" else 4)  # only the stream has statistics
 
 
+def test_a_small_file_whose_columns_overlap_does_not_fill_the_memory(tmp_path: Path) -> None:
+    """The columns share one buffer. So reading all but one of them apart would take many times the size of the file."""
+    path, columns, rows = tmp_path / "t.arrows", 50, 1 << 20
+    schema = pa.schema([(f"n{number}", pa.int8()) for number in range(columns)])
+    nodes, extents = [(rows, 0)] * columns, [(0, 0), (0, rows)] * columns
+    header = encode_record_batch(rows, nodes, extents, [], rows)
+    with path.open("wb") as file:
+        file.write(schema.serialize())
+        file.write(encapsulate(header) + bytes(rows) + end_of_stream())
+    assert make_dataset("t", path).open_reader().read_all().num_columns == columns
+    with pytest.raises(SourceError, match="overlap: read all columns"):
+        make_dataset("t", path).select(Selection(tuple(schema.names[1:]))).open_reader().read_all()
+
+
 def test_nothing_is_kept_of_a_file_that_is_modified_while_it_is_read(tmp_path: Path) -> None:
     """Modify the metadata of later batches, and restore the file with its time. Clients read the file by address."""
     path, batch = tmp_path / "t.arrows", pa.record_batch({"n": range(7)})
@@ -292,7 +308,7 @@ def test_nothing_is_kept_of_a_file_that_is_modified_while_it_is_read(tmp_path: P
 
 
 def test_batches_that_were_passed_by_reference_are_no_part_of_a_modified_file(tmp_path: Path) -> None:
-    path, numbers = tmp_path / "t.arrows", np.arange(3 << 20)  # 24 MiB
+    path, numbers = tmp_path / "t.arrows", np.arange(1 << 20)  # 8 MiB
     batch = pa.record_batch({"n": numbers})
     with pa.ipc.new_stream(path, batch.schema) as writer:
         writer.write_table(pa.Table.from_batches([batch] * 3))

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from importlib import import_module
 
-from dissociated.base.display import advise_name
+from dissociated.base.display import advise_name, printable
 from dissociated.cli import terminal
 
 #: The module and the summary of each command. The module is loaded for its command only. Its function `add_NAME` adds
@@ -141,7 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except _CommandError as error:
-        print(f"{terminal.red('dissociated:', sys.stderr)} {error}", file=sys.stderr)
+        message = "\n".join(map(printable, str(error).split("\n")))  # may quote names that others have chosen
+        print(f"{terminal.red('dissociated:', sys.stderr)} {message}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -83,10 +83,8 @@ def _run_put(arguments: argparse.Namespace) -> None:
                     advance(batch.num_rows, values_size(batch))
 
         rows = client.put(name, BatchReader(schema, pairs()), mode=mode, tags=commit.tags, ttl=commit.ttl)
-    print(
-        f"{name}: {text.plural(rows, 'row')} in {time.perf_counter() - started:.2f} s, at {catalog}/{name}",
-        file=sys.stderr,
-    )
+    took = f"{text.plural(rows, 'row')} in {time.perf_counter() - started:.2f} s"
+    print(text.printable(f"{name}: {took}, at {catalog}/{name}"), file=sys.stderr)
 
 
 def _check_order(arguments: argparse.Namespace) -> None:

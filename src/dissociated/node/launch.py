@@ -212,7 +212,9 @@ def _start(opened: int, store: Path, arguments: Sequence[str], deadline: float, 
     address = _running(opened, store) if line else None
     if address is None:
         log_lines = read_private_file(NODE_LOG, within=opened).decode(errors="replace").strip().splitlines()
-        why = log_lines[-1] if log_lines and not line else "it has started, and does not answer"
+        why = "it has started, and does not answer"
+        if not line:
+            why = log_lines[-1] if log_lines else "its process ended without a message"
         if time.monotonic() >= deadline:
             why = f"it did not answer in time. Process {process.pid} may still start; its log is {store / NODE_LOG}"
         raise StoreError(f"no node could be started for {str(store)!r}: {why}")

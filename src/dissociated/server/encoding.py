@@ -25,8 +25,8 @@ _FIRST_GROUP_SIZE = 128
 _MAX_CACHED_MESSAGES = 1 << 20
 _UNLIMITED = 1 << 63
 #: Largest body, in bytes, that is copied if it lies in a file that a user may modify: over media of which the kernel
-#: reads larger bodies, if their metadata can follow them, and otherwise.
-_MAX_COPIED, _MAX_COPIED_HERE = 1 << 16, 1 << 30
+#: reads larger bodies, if their metadata can follow them, and otherwise. Each client costs as much memory.
+_MAX_COPIED, _MAX_COPIED_HERE = 1 << 16, 1 << 24
 #: Bytes of bodies of a group that are copied, and one body more.
 _COPIED_BYTES = 1 << 18
 

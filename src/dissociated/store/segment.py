@@ -7,6 +7,7 @@ and any Arrow tool can read the same file. Tensors have their own kind of segmen
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -260,7 +261,7 @@ class Segment:
             yield batch.select([*columns]), metadata
 
     def _decoded_in_part(self, columns: Sequence[int], numbers: Sequence[int] | None) -> Iterator[BatchAndMetadata]:
-        pairs = batches(join(self._messages(columns, numbers), kind=StreamReader))
+        pairs = batches(join(self._messages(columns, numbers), kind=StreamReader, max_body=sys.maxsize))
         yield from OnceValidator().check(select_fields(self.schema, columns), pairs)
 
     def _messages(self, columns: Sequence[int], numbers: Sequence[int] | None) -> Messages:
@@ -272,6 +273,8 @@ class Segment:
             message = self.message(number)
             if message.header != header:  # batches of equal length mostly have equal flatbuffers
                 header, projected = message.header, projection.project(message.header, message.parsed)
+                if projected is not None:
+                    self._check_overlap(projected, message.parsed.body_length)
             if projected is not None:
                 yield projected.header, self._projected_body(message.body_at, projected)
 
@@ -286,6 +289,11 @@ class Segment:
         chosen[0] = False  # the schema
         chosen[batch_messages] = True
         return np.flatnonzero(chosen).tolist()
+
+    def _check_overlap(self, projected: ProjectedMessage, body_length: int) -> None:
+        """Raise FormatError if the columns together are longer than the whole body: they could fill the memory."""
+        if sum(cut.end - cut.begin for cut in projected.cuts) > body_length:
+            raise FormatError(f"the columns of a record batch of {self.name} overlap: read all columns")
 
     def _projected_body(self, body_at: int, projected: ProjectedMessage) -> pa.Buffer:
         body = pa.allocate_buffer(projected.parsed.body_length)
