@@ -210,10 +210,12 @@ def _explained(name: str, endpoints: Sequence[Endpoint]) -> Iterator[None]:
         if type(error) is not TransportError or not last_seen:
             raise
         hosts = ", ".join(dict.fromkeys(host for endpoint in endpoints for host in endpoint.hosts))
-        raise TransportError(
+        explained = TransportError(
             f"{error}. {name!r} is on {hosts}, whose node was last heard {utc(last_seen)}: "
             "if it has ended, start it again"
-        ) from None
+        )
+        explained.reference, explained.peer_reason = error.reference, error.peer_reason
+        raise explained from None
 
 
 def _retry_if_replaced(describe: Describe, open_parts: Callable[[DatasetInfo], T]) -> T:
