@@ -259,8 +259,13 @@ class NativeConnection(Connection, RemoteMemory):
             if self._closed:
                 return
             self._end(lambda: not self._traffic.under_way or self._is_cut, _ABORT_TIMEOUT)
-            if not self._is_cut and self._channel.send_abort(reason) and not later:
+            if self._is_cut or not self._channel.send_abort(reason):
+                return
+            if not later:
                 self._end(lambda: self._is_cut, _ABORT_TIMEOUT)
+            elif self._traffic.under_way:
+                with suppress(DissociatedError):
+                    self._keep_moving()  # Until the caller waits for the peer, no other thread sends the reason.
 
     def _interrupt(self, sending: bool) -> None:
         self._monitor.waker.set()
