@@ -38,6 +38,8 @@ def test_only_wanted_columns_and_rows_move(server: dis.Server, client: dis.Clien
     wanted = table.select(["wide", "n"]).slice(59_990)
     assert few.to_arrow().cast(wanted.schema).equals(wanted)
     wait_until(lambda: 1_000 < server.status().totals.bytes - before < 10_000, "the bodies of ten rows were sent")
+    assert frame.select(daft.lit(1)).count_rows() == table.num_rows
+    wait_until(lambda: 4 <= (server.status().totals.bytes - before) / table.num_rows < 5, "those of third were sent")
 
 
 def test_a_filter_of_daft_may_use_a_column_that_the_result_lacks(client: dis.Client, table: pa.Table) -> None:
@@ -45,6 +47,16 @@ def test_a_filter_of_daft_may_use_a_column_that_the_result_lacks(client: dis.Cli
     last = frame.where(daft.col("n") >= 59_990).select("wide")
     assert last.to_pydict() == table.select(["wide"]).slice(59_990).to_pydict()
     assert frame.where(daft.col("third").is_null()).count_rows() == table["third"].null_count
+
+
+def test_rows_without_a_column_of_the_dataset_are_all_there(client: dis.Client) -> None:
+    client.put("texts", pa.table({"text": ["a"] * 5, "n": range(5), "small": pa.array(range(5), pa.int8())}))
+    frame = read_dissociated(client["texts"], filter=pc.field("n") > 1, partition_bytes=1)
+    ones = frame.select(daft.lit(1).alias("one"))
+    assert ones.to_pydict() == {"one": [1, 1, 1]}
+    assert ones.join(frame.select(daft.lit(1).alias("one"), "n"), on="one").count_rows() == 9
+    assert frame.where(daft.col("n") > 2).select(daft.lit(1)).count_rows() == 2
+    assert frame.count_rows() == 3
 
 
 def test_dictionaries_and_views_become_plain_columns(client: dis.Client) -> None:

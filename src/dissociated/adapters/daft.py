@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -62,7 +63,8 @@ def read_dissociated(
             if pushdowns.columns is not None:
                 # Daft filters the rows of a task by columns that the result need not have.
                 read = {*pushdowns.columns, *pushdowns.filter_required_column_names()}
-                needed = [name for name in needed if name in read]
+                # Without a column, Daft would count no rows.
+                needed = [name for name in needed if name in read] or [min(selected, key=_width).name]
             return (_Task(partition, needed, filter, selected) for partition in planned)
 
     return Source().read()
@@ -89,6 +91,14 @@ class _Task:
         stored = selected_schema(self.partition.dataset.schema, self.columns)
         rows = pa.Table.from_batches(self.partition.read(self.columns, self.filter), stored)
         yield MicroPartition.from_arrow(rows.cast(_plain(stored)))
+
+
+def _width(field: pa.Field) -> float:
+    """Return the bits of a value; infinity if values differ in length."""
+    try:
+        return float(field.type.bit_width)
+    except ValueError:
+        return math.inf
 
 
 def _plain(schema: pa.Schema) -> pa.Schema:
