@@ -59,6 +59,12 @@ def test_rows_without_a_column_of_the_dataset_are_all_there(client: dis.Client) 
     assert frame.count_rows() == 3
 
 
+def test_a_filter_of_daft_may_use_a_field_of_a_struct(client: dis.Client) -> None:
+    client.put("nested", pa.table({"point": [{"x": 1}, None, {"x": 3}], "n": [1, 2, 3]}))
+    frame = read_dissociated(client["nested"])
+    assert frame.where(daft.col("point")["x"] > 1).select("n").to_pydict() == {"n": [3]}
+
+
 def test_dictionaries_and_views_become_plain_columns(client: dis.Client) -> None:
     values = ["a", None, "b", "a"]
     columns = {"d": pa.array(values).dictionary_encode(), "v": pa.array(values, pa.string_view())}

@@ -62,7 +62,10 @@ def read_dissociated(
             needed = selected.names
             if pushdowns.columns is not None:
                 # Daft filters the rows of a task by columns that the result need not have.
-                read = {*pushdowns.columns, *pushdowns.filter_required_column_names()}
+                try:
+                    read = {*pushdowns.columns, *pushdowns.filter_required_column_names()}
+                except ValueError:  # Daft does not know the columns of functions, such as a field of a struct.
+                    read = {*needed}
                 # Without a column, Daft would count no rows.
                 needed = [name for name in needed if name in read] or [min(selected, key=_width).name]
             return (_Task(partition, needed, filter, selected) for partition in planned)
