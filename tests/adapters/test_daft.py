@@ -10,7 +10,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.adapters.daft import read_dissociated
-from support.helpers import wait_until
+from support.helpers import case, wait_until
 
 os.environ["DAFT_ANALYTICS_ENABLED"] = "0"
 daft = pytest.importorskip("daft", reason="Daft is not installed: make bridges")
@@ -73,6 +73,27 @@ def test_dictionaries_and_views_become_plain_columns(client: dis.Client) -> None
     assert counted == {"d": ["a", "b", None], "v": [2, 1, 0]}
 
 
+def test_a_column_that_daft_does_not_hold_is_refused(client: dis.Client) -> None:
+    held = {"n": [1, 2], "points": [[{"x": 1}], None]}
+    views = pa.array(["a view of more than twelve bytes"], pa.string_view())
+    refused = {
+        "coded": pa.DictionaryArray.from_arrays(pa.array([0, None], pa.int8()), views),
+        "empty": pa.array([{}, None], pa.struct([])),
+        "halves": pa.array([[1.5], None], pa.list_(pa.float16())),
+        "id": pa.array([b"0123456789abcdef", None], pa.uuid()),
+        "views": pa.array([["a"], None], pa.list_(pa.string_view())),
+        "words": pa.StructArray.from_arrays([pa.array(["a", None]).dictionary_encode()], ["word"]),
+    }
+    client.put("odd", pa.table({**held, **refused}))
+    for name in refused:
+        with case(name), pytest.raises(dis.errors.OptionError, match=f"as of '{name}'"):
+            read_dissociated(client["odd"], columns=["n", name])
+    assert read_dissociated(client["odd"], columns=["n", "points"]).to_pydict() == held
+    client.put("twins", pa.table([[1], [2]], ["a", "a"]))
+    with pytest.raises(dis.errors.OptionError, match="two columns of one name, such as 'a'"):
+        read_dissociated(client["twins"])
+
+
 def test_an_empty_dataset_has_its_columns(client: dis.Client, table: pa.Table) -> None:
     client.put("none", table.slice(0, 0))
     assert read_dissociated(client["none"]).to_pydict() == {"n": [], "third": [], "wide": []}
@@ -83,3 +104,5 @@ def test_wrong_arguments_are_refused_before_any_task(client: dis.Client) -> None
         read_dissociated(client["rows"], columns=["m"])
     with pytest.raises(dis.errors.ColumnNotFound):
         read_dissociated(client["rows"], filter=("m", ">", 5))
+    with pytest.raises(dis.errors.OptionError, match="no column is selected"):
+        read_dissociated(client["rows"], columns=[])
