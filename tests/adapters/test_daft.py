@@ -10,7 +10,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.adapters.daft import read_dissociated
-from support.helpers import wait_until
+from support.helpers import case, wait_until
 
 os.environ["DAFT_ANALYTICS_ENABLED"] = "0"
 daft = pytest.importorskip("daft", reason="Daft is not installed: make bridges")
@@ -38,6 +38,8 @@ def test_only_wanted_columns_and_rows_move(server: dis.Server, client: dis.Clien
     wanted = table.select(["wide", "n"]).slice(59_990)
     assert few.to_arrow().cast(wanted.schema).equals(wanted)
     wait_until(lambda: 1_000 < server.status().totals.bytes - before < 10_000, "the bodies of ten rows were sent")
+    assert frame.select(daft.lit(1)).count_rows() == table.num_rows
+    wait_until(lambda: 4 <= (server.status().totals.bytes - before) / table.num_rows < 5, "those of third were sent")
 
 
 def test_a_filter_of_daft_may_use_a_column_that_the_result_lacks(client: dis.Client, table: pa.Table) -> None:
@@ -47,12 +49,49 @@ def test_a_filter_of_daft_may_use_a_column_that_the_result_lacks(client: dis.Cli
     assert frame.where(daft.col("third").is_null()).count_rows() == table["third"].null_count
 
 
+def test_rows_without_a_column_of_the_dataset_are_all_there(client: dis.Client) -> None:
+    client.put("texts", pa.table({"text": ["a"] * 5, "n": range(5), "small": pa.array(range(5), pa.int8())}))
+    frame = read_dissociated(client["texts"], filter=pc.field("n") > 1, partition_bytes=1)
+    ones = frame.select(daft.lit(1).alias("one"))
+    assert ones.to_pydict() == {"one": [1, 1, 1]}
+    assert ones.join(frame.select(daft.lit(1).alias("one"), "n"), on="one").count_rows() == 9
+    assert frame.where(daft.col("n") > 2).select(daft.lit(1)).count_rows() == 2
+    assert frame.count_rows() == 3
+
+
+def test_a_filter_of_daft_may_use_a_field_of_a_struct(client: dis.Client) -> None:
+    client.put("nested", pa.table({"point": [{"x": 1}, None, {"x": 3}], "n": [1, 2, 3]}))
+    frame = read_dissociated(client["nested"])
+    assert frame.where(daft.col("point")["x"] > 1).select("n").to_pydict() == {"n": [3]}
+
+
 def test_dictionaries_and_views_become_plain_columns(client: dis.Client) -> None:
     values = ["a", None, "b", "a"]
     columns = {"d": pa.array(values).dictionary_encode(), "v": pa.array(values, pa.string_view())}
     client.put("coded", pa.table(columns))
     counted = read_dissociated(client["coded"]).groupby("d").agg(daft.col("v").count()).sort("d").to_pydict()
     assert counted == {"d": ["a", "b", None], "v": [2, 1, 0]}
+
+
+def test_a_column_that_daft_does_not_hold_is_refused(client: dis.Client) -> None:
+    held = {"n": [1, 2], "points": [[{"x": 1}], None]}
+    views = pa.array(["a view of more than twelve bytes"], pa.string_view())
+    refused = {
+        "coded": pa.DictionaryArray.from_arrays(pa.array([0, None], pa.int8()), views),
+        "empty": pa.array([{}, None], pa.struct([])),
+        "halves": pa.array([[1.5], None], pa.list_(pa.float16())),
+        "id": pa.array([b"0123456789abcdef", None], pa.uuid()),
+        "views": pa.array([["a"], None], pa.list_(pa.string_view())),
+        "words": pa.StructArray.from_arrays([pa.array(["a", None]).dictionary_encode()], ["word"]),
+    }
+    client.put("odd", pa.table({**held, **refused}))
+    for name in refused:
+        with case(name), pytest.raises(dis.errors.OptionError, match=f"as of '{name}'"):
+            read_dissociated(client["odd"], columns=["n", name])
+    assert read_dissociated(client["odd"], columns=["n", "points"]).to_pydict() == held
+    client.put("twins", pa.table([[1], [2]], ["a", "a"]))
+    with pytest.raises(dis.errors.OptionError, match="two columns of one name, such as 'a'"):
+        read_dissociated(client["twins"])
 
 
 def test_an_empty_dataset_has_its_columns(client: dis.Client, table: pa.Table) -> None:
@@ -65,3 +104,5 @@ def test_wrong_arguments_are_refused_before_any_task(client: dis.Client) -> None
         read_dissociated(client["rows"], columns=["m"])
     with pytest.raises(dis.errors.ColumnNotFound):
         read_dissociated(client["rows"], filter=("m", ">", 5))
+    with pytest.raises(dis.errors.OptionError, match="no column is selected"):
+        read_dissociated(client["rows"], columns=[])

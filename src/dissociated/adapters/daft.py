@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import pyarrow as pa
 
 from dissociated.adapters import imported
 from dissociated.client.partitions import PARTITION_BYTES, Partition, partitions, selected_schema
+from dissociated.errors import OptionError
 
 if TYPE_CHECKING:
     import daft
@@ -26,9 +28,14 @@ def read_dissociated(
 ) -> daft.DataFrame:
     """Return a DataFrame of Daft over a version of a dataset. Each task reads its partition by itself.
 
-    Daft pushes the selection of columns down to the server, but not its own filters: give `filter`. Columns of
-    dictionaries and views get the types of their values, because Daft would treat each value as a Python object. Tasks
-    contain the token of the dataset's client.
+    Daft pushes the selection of columns down to the server, but not its own filters: give `filter`. Tasks contain the
+    token of the dataset's client.
+
+    Columns of dictionaries and views get the types of their values, because Daft would treat each value as a Python
+    object. It does so with columns of some further types, such as half floats and unions. Daft cannot hold these types
+    within lists, structs and maps, nor empty structs, nor extension types other than tensors of a fixed shape and its
+    own. Such columns are refused, and so are dictionaries of views or of nested values, and names that several columns
+    share.
 
     Args:
         dataset: The version.
@@ -37,7 +44,7 @@ def read_dissociated(
         partition_bytes: The approximate size of a partition of all columns, before the filter.
 
     Raises:
-        OptionError: Daft is not installed, or the filter is invalid.
+        OptionError: Daft is not installed or cannot hold a column, no column is selected, or the filter is invalid.
         ColumnNotFound: A column does not exist.
         WrongKind: The dataset holds tensors.
 
@@ -52,6 +59,7 @@ def read_dissociated(
     daft = imported("daft", "daft")
     planned = partitions(dataset, columns, filter, partition_bytes)
     selected = _plain(selected_schema(dataset.schema, columns))
+    _check(selected)
 
     class Source(daft.io.source.DataSource):  # type: ignore[misc, name-defined]
         name = "dissociated"
@@ -61,8 +69,12 @@ def read_dissociated(
             needed = selected.names
             if pushdowns.columns is not None:
                 # Daft filters the rows of a task by columns that the result need not have.
-                read = {*pushdowns.columns, *pushdowns.filter_required_column_names()}
-                needed = [name for name in needed if name in read]
+                try:
+                    read = {*pushdowns.columns, *pushdowns.filter_required_column_names()}
+                except ValueError:  # Daft does not know the columns of functions, such as a field of a struct.
+                    read = {*needed}
+                # Without a column, Daft would count no rows.
+                needed = [name for name in needed if name in read] or [min(selected, key=_width).name]
             return (_Task(partition, needed, filter, selected) for partition in planned)
 
     return Source().read()
@@ -91,10 +103,54 @@ class _Task:
         yield MicroPartition.from_arrow(rows.cast(_plain(stored)))
 
 
+def _width(field: pa.Field) -> float:
+    """Return the bits of a value; infinity if values differ in length."""
+    try:
+        return float(field.type.bit_width)
+    except ValueError:
+        return math.inf
+
+
 def _plain(schema: pa.Schema) -> pa.Schema:
     """Return the schema with the types of the values in place of dictionaries and views."""
-    plain = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
     for index, field in enumerate(schema):
-        type_ = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
-        schema = schema.set(index, field.with_type(plain.get(type_, type_)))
+        type_ = field.type
+        if pa.types.is_dictionary(type_):
+            values = type_.value_type
+            type_ = type_ if pa.types.is_nested(values) or _is_view(values) else values  # Arrow casts no others.
+        elif pa.types.is_string_view(type_):
+            type_ = pa.large_string()
+        elif pa.types.is_binary_view(type_):
+            type_ = pa.large_binary()
+        schema = schema.set(index, field.with_type(type_))
     return schema
+
+
+def _is_view(type_: pa.DataType) -> bool:
+    return bool(pa.types.is_string_view(type_) or pa.types.is_binary_view(type_))
+
+
+def _check(schema: pa.Schema) -> None:
+    """Raise an OptionError if Daft cannot hold the columns: its own errors would come from the tasks, or not at all."""
+    if not schema.names:
+        raise OptionError("a DataFrame of Daft has the rows of its columns, and no column is selected: give columns")
+    for field in schema:
+        if schema.names.count(field.name) > 1:
+            raise OptionError(f"Daft has no two columns of one name, such as {field.name!r}: give columns without it")
+        if not _holds(field.type):
+            raise OptionError(f"Daft does not hold {field.type}, as of {field.name!r}: give columns without it")
+
+
+def _holds(type_: pa.DataType, inside: bool = False) -> bool:
+    """Return whether Daft holds such values, which are `inside` of others or a column."""
+    from daft import DataType
+
+    if isinstance(type_, pa.BaseExtensionType):
+        tensor = isinstance(type_, pa.FixedShapeTensorType) or type_.extension_name == "daft.super_extension"
+        return tensor and not inside
+    if pa.types.is_dictionary(type_):  # `_plain` could not convert it.
+        return False
+    if DataType.from_arrow_type(type_).is_python():  # Each value of a column becomes an object of Python.
+        return not inside
+    fields = [type_.field(index) for index in range(type_.num_fields)]
+    return not (pa.types.is_struct(type_) and not fields) and all(_holds(field.type, inside=True) for field in fields)
