@@ -303,6 +303,25 @@ def test_broken_rule(scripted: Scripted, scheme: str) -> None:
                 assert aborts == []
 
 
+@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+def test_compressed_bodies_with_metadata_before_v5(scripted: Scripted, scheme: str) -> None:
+    """Libarrow ignores that they are compressed. It writes them only for those who ask it to."""
+    plain, words = pa.table({"n": range(1000)}), pa.table({"w": pa.array(["a", "b"] * 500).dictionary_encode()})
+    options = pa.ipc.IpcWriteOptions(compression="zstd", metadata_version=pa.ipc.MetadataVersion.V4)
+    for table in (plain, words):
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema, options=options) as writer:
+            writer.write_table(table)
+        schema, *others = pa.ipc.MessageReader.open_stream(sink.getvalue())
+        first = PREAMBLE + metadata(0, schema.metadata.to_pybytes())
+        header, content = others[0].metadata.to_pybytes(), others[0].body.to_pybytes()
+        one = first + metadata(1, header) + body(1, content) + end(2)
+        untagged = b"".join(struct.pack("<BI", 1, number) + header for number in (1, 2))
+        both = run(2, 5 + len(header), len(content), struct.pack("<QQ", 1, 2), untagged, content * 2)
+        for data in (one, first + both + end(3)):
+            refused(scripted(scheme, saying(data)), RemoteProtocolError, "message 1 cannot be read: a body is compr")
+
+
 def test_good_conversation(scripted: Scripted) -> None:
     # The cases above are variations of this test.
     server = scripted("tcp", saying(GOOD))

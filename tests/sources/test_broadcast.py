@@ -13,9 +13,10 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from dissociated.errors import TransportError
 from dissociated.memory import live as live_memory
 from memory.maps import shared_bytes
-from support.helpers import PATIENCE, Serve, clients_end, connections_left, location, open_live
+from support.helpers import PATIENCE, Serve, clients_end, connections_left, location, no_threads, open_live
 
 SCHEMA = pa.schema([("n", pa.int64()), ("s", pa.string())])
 ROWS = 10_000
@@ -93,6 +94,14 @@ def test_all_consumers_get_the_same_stream_over_every_transport(serve: Serve) ->
     assert connections_left(server) == 0
     clients_end()
     assert shared_bytes("live") == 0
+
+
+def test_a_stream_that_could_not_begin_begins_with_the_next_consumer(serve: Serve) -> None:
+    server = serve("tcp://127.0.0.1:0")
+    server.publish("live", lambda: reader(map(batch, range(2))), live=dis.Live(late="refuse"))
+    with no_threads(), pytest.raises(TransportError, match=r"cannot start the thread .*: can't start new thread"):
+        server.dataset("live").open_reader()
+    assert numbers(open_live(server, "tcp")) == [0, 1]
 
 
 def test_a_late_consumer_joins_where_the_stream_is(serve: Serve) -> None:

@@ -335,6 +335,21 @@ def test_bodies_that_travel_by_address_are_sent_together(tmp_path: Path, caplog:
     assert len(re.findall("sent a run of", caplog.text)) <= 3
 
 
+@pytest.mark.parametrize("kind", ["stream", "file"])
+@pytest.mark.parametrize(
+    "column", [pa.array(range(1000)), pa.array(["a", "b"] * 500).dictionary_encode()], ids=["plain", "words"]
+)
+def test_compressed_bodies_with_metadata_before_v5_are_refused(tmp_path: Path, kind: str, column: pa.Array) -> None:
+    """Libarrow writes them for those who ask it to, and then takes the compressed bytes for values."""
+    table, path = pa.table({"n": column}), tmp_path / "old.arrow"
+    options = pa.ipc.IpcWriteOptions(compression="lz4", metadata_version=pa.ipc.MetadataVersion.V4)
+    with (pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file)(path, table.schema, options=options) as writer:
+        writer.write_table(table)
+    for source in (path, path.read_bytes()):
+        with pytest.raises((StoreError, SourceError), match="a body is compressed and its metadata is older than V5"):
+            make_dataset("old", source)
+
+
 def test_streams_in_a_row_are_refused(tmp_path: Path) -> None:
     with pa.BufferOutputStream() as sink:
         for _ in range(2):

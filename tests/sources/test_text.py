@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -115,6 +117,48 @@ def test_text_that_cannot_be_read_is_refused(
     with pytest.raises(SourceError, match=why):
         client.put("wrong", path)
     assert "wrong" not in client
+
+
+ROW = f'{{"a": "{"x" * ((1 << 20) - 10)}"}}\n'  # of 1 MiB
+BLOCK = ROW * 16
+
+
+READ_EACH = """
+import sys
+import dissociated as dis
+from dissociated.errors import SourceError
+server = dis.Server([], catalog=None)
+for path in sys.argv[1:]:
+    try:
+        server.publish("rows", path)
+        print(server.dataset("rows").open_reader().read_all().num_rows, "rows", flush=True)
+        server.drop("rows")
+    except SourceError as error:
+        print(str(error).partition(" where")[0], flush=True)
+"""
+
+
+def test_rows_of_null_are_read_but_where_libarrow_would_crash(tmp_path: Path) -> None:
+    """libarrow parses blocks of 16 MiB, each from the line on that its first byte belongs to."""
+    cases: dict[str, tuple[str, str]] = {
+        "first": ("\n \r\n\t null\n" + ROW, "row 3"),
+        "only": ("\ufeffnull", "row 1"),
+        "second block": (BLOCK + "null\n" + ROW, "row 17"),
+        "third block": (BLOCK * 2 + "\nnull", "row 34"),
+        "across blocks": (ROW * 15 + ROW[:-6] + '"}\nnull\n' + ROW, "row 17"),
+        "before a block": (ROW * 15 + ROW[:-8] + '"}\nnull\n' + ROW, "18 rows"),
+        "after a row": (BLOCK + ROW + "null\n", "18 rows"),
+    }
+    paths = [tmp_path / f"{name}.jsonl" for name in cases]
+    for path, (content, _) in zip(paths, cases.values(), strict=True):
+        path.write_text(content)
+    ended = subprocess.run([sys.executable, "-c", READ_EACH, *paths], stdout=subprocess.PIPE, text=True, timeout=120)
+    expected = [
+        what if what.endswith("rows") else f"{what} of {str(path)!r} is null"
+        for path, (_, what) in zip(paths, cases.values(), strict=True)
+    ]
+    assert ended.stdout.splitlines() == expected
+    assert ended.returncode == 0
 
 
 def test_csv_in_another_encoding_is_binary(client: dis.Client, tmp_path: Path) -> None:

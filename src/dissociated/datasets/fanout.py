@@ -26,7 +26,7 @@ from dissociated.codec.split import SplitMessage
 from dissociated.datasets.consumer import Consumer, Deliver, add_dictionary
 from dissociated.datasets.live import Live
 from dissociated.datasets.live_message import QUEUED_OVERHEAD, SMALL_BODY, LiveMessage
-from dissociated.errors import SourceError
+from dissociated.errors import SourceError, TransportError
 from dissociated.format.message import HeaderType, buffer_extents
 from dissociated.memory.live import LiveMemory
 
@@ -40,7 +40,8 @@ class Fanout:
     """The distribution of one stream to all consumers: see the module. Close it after use.
 
     Error messages call the stream `name`. `begin` is called once, when the required number of consumers has joined:
-    from then on, one thread calls `publish` and, last, `end`. At most `limit` bytes are held in shared memory.
+    from then on, one thread calls `publish` and, last, `end`. If `begin` raises TransportError, it is called again when
+    another consumer joins. At most `limit` bytes are held in shared memory.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Fanout:
 
         Raises:
             SourceError: if the stream has ended, or has begun and refuses late consumers.
+            TransportError: if the stream cannot begin now. The next consumer may be able to begin it.
         """
         with self.changed:
             if self.has_ended:
@@ -100,7 +102,13 @@ class Fanout:
             self._last = None
             if self._begin is not None and len(self._consumers) >= self._live.consumers:
                 begin, self._begin = self._begin, None
-                begin(self)
+                try:
+                    begin(self)
+                except BaseException as error:
+                    self._consumers.remove(consumer)
+                    if isinstance(error, TransportError):
+                        self._begin = begin  # for the next consumer
+                    raise
             self.changed.notify_all()
             return consumer
 

@@ -14,7 +14,7 @@ from dissociated.codec.split import SplitMessage, Splitter, split
 from dissociated.datasets.consumer import Consumer, Encodings
 from dissociated.datasets.fanout import Fanout
 from dissociated.datasets.source_errors import source_errors
-from dissociated.errors import DissociatedError, log_level, log_message
+from dissociated.errors import DissociatedError, TransportError, log_level, log_message
 
 _log = logging.getLogger(__name__)
 
@@ -35,9 +35,17 @@ class Pump:
         self._delivery_time = 0.0  # seconds of processor time for which this thread has last delivered a message
 
     def start(self, fanout: Fanout) -> None:
-        """Start to read, and publish the messages in `fanout`. Call this once."""
+        """Start to read, and publish the messages in `fanout`. Call this until it has succeeded once.
+
+        Raises:
+            TransportError: if the system has no more threads.
+        """
         self._thread = threading.Thread(target=self._run, args=(fanout,), name=f"live {self._name}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._thread = None
+            raise TransportError(f"cannot start the thread to read {self._name!r}: {error}") from None
 
     def discard(self) -> None:
         """Release the source if the thread was not started. It must not be started after that."""

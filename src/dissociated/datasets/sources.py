@@ -228,6 +228,8 @@ def _in_memory(name: str, source: Any, options: WriteOptions | None) -> Dataset:
         check_alone(f"what is in memory for {name!r}", index)
         if not index.is_file:
             return _in_memory_batches(name, pa.ipc.open_stream(buffer), options)
+        for number in range(len(index)):
+            index.message(number)  # raises FormatError for one that libarrow would misread
         source = pa.ipc.open_file(buffer)
     pairs = (source.get_batch_with_custom_metadata(number) for number in range(source.num_record_batches))
     return _in_memory_batches(

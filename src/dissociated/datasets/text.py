@@ -26,6 +26,8 @@ TEXT_FORMATS = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 _BLOCK_SIZE = 16 << 20  # bytes of text; the types of the columns are inferred from the first block
 _EXACT = 1 << 53  # doubles hold every integer below
 _LONG_INTEGER = re.compile(rb"(?<![0-9.])[0-9]{16,}(?![0-9.eE])")
+#: The beginning of a text whose first value is null.
+_NULL_FIRST = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*null")
 #: The kinds of values of JSON, as they are named in errors.
 _KINDS: Mapping[type, str] = {
     dict: "an object",
@@ -85,6 +87,13 @@ def open_text(name: str, source: Any, format: str) -> pa.RecordBatchReader:
     """
     source = source if isinstance(source, str) else _WatchedText(source)
     with source_errors(name), _text_errors(name, source, format):
+        if format == "jsonl" and (row := _null_before_objects(source)) is not None:
+            raise concealed(
+                name,
+                f"row {row} of {source!r} is null where libarrow begins to parse a block of {_BLOCK_SIZE >> 20} MiB, "
+                "which would end this process: leave the row out, or write {} for it",
+                "a row is null",
+            )
         reader = _open_csv(source) if format == "csv" else _open_json(source)
         return pa.RecordBatchReader.from_batches(reader.schema, _checked(name, source, format, reader))
 
@@ -105,6 +114,25 @@ def _open_json(source: Any) -> pa.RecordBatchReader:
     schema = _without_times(pa.struct(pyarrow.json.open_json(source, options).schema))
     parsing = pyarrow.json.ParseOptions(explicit_schema=pa.schema(schema.fields))
     return pyarrow.json.open_json(source, options, parsing)
+
+
+def _null_before_objects(path: str) -> int | None:
+    """Return the number of the first row that is null and the first value of a block. libarrow 26 crashes there."""
+    length, last_line = 0, b""  # the end of a block after its last line is parsed with the next block
+    with pa.input_stream(path) as file:  # which decompresses the same files as libarrow's parser
+        while block := file.read(_BLOCK_SIZE):
+            text = last_line + block
+            if null := _NULL_FIRST.match(text):
+                break
+            length += len(block)
+            end = text.rfind(b"\n") + 1
+            last_line = text[max(end, text.rfind(b"\r", end) + 1) :]
+        else:
+            return None
+    end = length - len(last_line) + null.end()
+    with pa.input_stream(path) as file:
+        lines: int = sum(file.read(min(_BLOCK_SIZE, end - at)).count(b"\n") for at in range(0, end, _BLOCK_SIZE))
+    return lines + 1
 
 
 def _checked(name: str, source: Any, format: str, reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:

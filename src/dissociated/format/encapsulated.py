@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from dissociated.errors import FormatError, RemoteProtocolError
-from dissociated.format.message import Header, parse_header
+from dissociated.format.message import MISREAD, Header, parse_header
 
 CONTINUATION = b"\xff\xff\xff\xff"
 END_OF_STREAM = CONTINUATION + b"\0\0\0\0"
@@ -100,7 +100,7 @@ def message_at(memory: memoryview, at: int, end: int) -> Encapsulated | None:
         The message, or None if the stream ends there.
 
     Raises:
-        FormatError: There is no message, or only a part of one.
+        FormatError: There is no message, or only a part of one, or libarrow would misread its body.
     """
     begin = at
     try:
@@ -118,6 +118,8 @@ def message_at(memory: memoryview, at: int, end: int) -> Encapsulated | None:
         parsed = parse_header(header)
     except (struct.error, RemoteProtocolError):
         raise FormatError(f"not an Arrow IPC stream, or cut off: no message begins at byte {begin}") from None
+    if parsed.misread:
+        raise FormatError(MISREAD)
     if body_at + parsed.body_length > end:
         raise FormatError(f"the Arrow IPC stream is cut off: a body at byte {body_at} extends beyond its end")
     return Encapsulated(header, parsed, body_at)

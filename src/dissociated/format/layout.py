@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from dissociated.errors import FormatError, RemoteProtocolError
 from dissociated.format.flatbuffer import Table, root
-from dissociated.format.message import Header, HeaderType, buffer_extents, no_message
-from dissociated.format.record_batch import V5
+from dissociated.format.message import V5, Header, HeaderType, buffer_extents, no_message
 
 _NULL, _STRUCT, _UNION, _FIXED_SIZE_LIST, _RUN_END_ENCODED = 1, 13, 14, 16, 22
 _VIEWS = (23, 24)

@@ -19,11 +19,20 @@ from dissociated.format.flatbuffer import fields, follow
 from dissociated.format.tensor import sparse_buffers
 
 _u32 = struct.Struct("<I").unpack_from
+_i16 = struct.Struct("<h").unpack_from
 _i64 = struct.Struct("<q")
 _read_i64 = _i64.unpack_from
 
 #: Most buffers that a message may have, far more than libarrow ever writes.
 MAX_BUFFERS = 1 << 24
+
+#: MetadataVersion of Schema.fbs.
+V5 = 4
+#: Why a message is refused that is `misread`.
+MISREAD = (
+    "a body is compressed and its metadata is older than V5, so that libarrow would take compressed bytes for values: "
+    "write it with metadata version V5, or without compression"
+)
 
 _BUFFER_SIZE = 16  # struct Buffer { offset: long; length: long; }
 _NODE_SIZE = 16  # struct FieldNode { length: long; null_count: long; }
@@ -57,6 +66,8 @@ class Header(NamedTuple):
     buffer_count: int
     #: offsets and lengths of the buffers of a sparse tensor, which are not in one table; None for other messages
     sparse_extents: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    #: whether libarrow would take compressed bytes for values: before V5 it ignores `RecordBatch.compression`
+    misread: bool = False
 
     @property
     def is_tensor(self) -> bool:
@@ -140,7 +151,12 @@ def _parse(header: bytes) -> Header:
             raise RemoteProtocolError("the peer sent a dictionary batch without data", rule="metadata-message")
         table = follow(header, table + batch_at)
     at, count = _buffers(header, table, type_)
-    return Header(type_, body_length, body_length_at, at, count)
+    if type_ is HeaderType.TENSOR or not fields(header, table, 4)[3]:
+        return Header(type_, body_length, body_length_at, at, count)
+    root = _u32(header)[0]
+    version_at = fields(header, root, 1)[0]
+    misread = not version_at or _i16(header, root + version_at)[0] < V5
+    return Header(type_, body_length, body_length_at, at, count, misread=misread)
 
 
 def _buffers(header: bytes, table: int, type_: HeaderType) -> tuple[int, int]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dissociated.errors import FormatError
 from dissociated.format.flatbuffer import Table, root
+from dissociated.format.message import V5
 from dissociated.format.projection import with_custom_metadata
-from dissociated.format.record_batch import V5
 
 KEY = b"dissociated.missed"
 #: The most bytes that a note adds to the metadata of a batch.

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dissociated.format.flatbuffer import REFERENCE, Builder
-from dissociated.format.message import HeaderType
-
-#: MetadataVersion of Schema.fbs.
-V5 = 4
+from dissociated.format.message import V5, HeaderType
 
 
 def encode_record_batch(

@@ -9,7 +9,7 @@ from collections.abc import Container, Iterator
 from dissociated.base.buffers import MAX_METADATA, Buffer
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
 from dissociated.format.layout import SchemaLayout, layout_of
-from dissociated.format.message import Header, HeaderType, buffer_extents, parse_header
+from dissociated.format.message import MISREAD, Header, HeaderType, buffer_extents, parse_header
 from dissociated.protocol.delivery import Delivered, Delivery
 from dissociated.protocol.message import Incoming, Run
 from dissociated.protocol.run import recognise
@@ -142,6 +142,8 @@ class Receiver:
         if self._last is None or header != self._last[0]:
             self._last = header, parse_header(header)
         header, parsed = self._last  # batches of one size often have equal flatbuffers
+        if parsed.misread:
+            raise RemoteProtocolError(f"message {sequence} cannot be read: {MISREAD}", rule="metadata-message")
         if self._tensors is None:
             self._tensors = parsed.is_tensor
         if parsed.is_tensor is not self._tensors:

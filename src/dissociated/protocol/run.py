@@ -64,7 +64,7 @@ def recognise(run: Run, sequence: int) -> PackedBatches | SharedBatches | None:
     except RemoteProtocolError:
         return None
     spans = varying_ranges(first, parsed)
-    if kind is None or not spans:
+    if kind is None or not spans or parsed.misread:
         return None
     fixed = np.ones(headers.shape[1], np.bool_)
     for begin, end in spans:
