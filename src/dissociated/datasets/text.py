@@ -127,6 +127,8 @@ def _null_before_objects(path: str) -> int | None:
             length += len(block)
             end = text.rfind(b"\n") + 1
             last_line = text[max(end, text.rfind(b"\r", end) + 1) :]
+            if len(last_line) > 2 * _BLOCK_SIZE:
+                return None  # libarrow refuses a line that is longer than a block
         else:
             return None
     end = length - len(last_line) + null.end()
