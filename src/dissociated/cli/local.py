@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from dissociated.cli import quantities, terminal, text
 from dissociated.cli.serving import add_node
 from dissociated.errors import OptionError, StoreError
 from dissociated.node.launch import NodeAddress, NodeProcess, default_store, ensure, log_file, running
+from dissociated.node.local import STORE_SUFFIX
 
 if TYPE_CHECKING:
     from dissociated.store.store import Store
@@ -97,17 +97,13 @@ def _run_stop(arguments: argparse.Namespace) -> None:
         if not has_ended:
             print(f"process {pid} of the store {store} waits for streams in progress", flush=True)
             has_ended = process.wait(arguments.timeout)
-    if not has_ended:
-        log = log_file(store)
-        raise StoreError(
-            f"process {pid} of the store {store} has not ended within {arguments.timeout:g} seconds"
-            + ("" if log is None else f". Its log is {log}")
-        )
     log = log_file(store)
-    print(
-        f"stopped process {pid}. Its datasets stay in {store}: dissociated clean frees them"
-        + ("" if log is None else f". Its log is {log}")
-    )
+    its_log = "" if log is None else f". Its log is {log}"
+    if not has_ended:
+        raise StoreError(
+            f"process {pid} of the store {store} has not ended within {arguments.timeout:g} seconds{its_log}"
+        )
+    print(f"stopped process {pid}. Its datasets stay in {store}: dissociated clean frees them{its_log}")
 
 
 _CLEAN = """\
@@ -116,7 +112,6 @@ Free the memory of your stores on this host whose nodes are stopped: all their d
 These are the default store and the stores of nodes that Spark has started, or the store that --store names. A store
 keeps its identity and the last version number of each dataset, so that no number is used twice."""
 _MAX_NAMES = 10  # names of datasets that are shown
-_SPARK_STORE = re.compile("-[0-9a-f]{12}")  # the end of the name that `dissociated.node.local` gives a store
 
 
 def add_clean(parser: argparse.ArgumentParser) -> None:
@@ -159,7 +154,7 @@ def _stores() -> Iterator[Path]:
     """Yield the default store and the stores of nodes that Spark has started, if they exist."""
     first = default_store()
     for path in sorted(first.parent.glob(f"{first.name}*")):
-        is_ours = path == first or _SPARK_STORE.fullmatch(path.name.removeprefix(first.name))
+        is_ours = path == first or STORE_SUFFIX.fullmatch(path.name.removeprefix(first.name))
         if is_ours and path.is_dir() and not path.is_symlink():
             yield path
 

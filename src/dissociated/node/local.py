@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import re
 import shlex
 import socket
 from collections.abc import Callable, Sequence
@@ -21,6 +22,9 @@ from dissociated.uri import Uri
 
 #: The environment variable with options of `dissociated node` for a node that is started on this host.
 OPTIONS = "DISSOCIATED_NODE"
+
+#: The end of the name of a store that `stage_here` makes for a catalog. The name begins as that of the default store.
+STORE_SUFFIX = re.compile("-[0-9a-f]{12}")
 
 _CATALOG_PORT = 8815
 _START_TIMEOUT = 30.0  # seconds in which a started node must answer
