@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from dissociated.adapters import imported
 from dissociated.client.partitions import PARTITION_BYTES, Partition, partitions, selected_schema
+from dissociated.codec.nesting import inner_types, is_extension
 from dissociated.errors import OptionError
 
 if TYPE_CHECKING:
@@ -98,9 +99,8 @@ class _Task:
     def get_micro_partitions(self) -> Iterator[Any]:
         from daft.recordbatch import MicroPartition
 
-        stored = selected_schema(self.partition.dataset.schema, self.columns)
-        rows = pa.Table.from_batches(self.partition.read(self.columns, self.filter), stored)
-        yield MicroPartition.from_arrow(rows.cast(_plain(stored)))
+        rows = self.partition.read_table(self.columns, self.filter)
+        yield MicroPartition.from_arrow(rows.cast(_plain(rows.schema)))
 
 
 def _width(field: pa.Field) -> float:
@@ -145,12 +145,12 @@ def _holds(type_: pa.DataType, inside: bool = False) -> bool:
     """Return whether Daft holds such values, which are `inside` of others or a column."""
     from daft import DataType
 
-    if isinstance(type_, pa.BaseExtensionType):
+    if is_extension(type_):
         tensor = isinstance(type_, pa.FixedShapeTensorType) or type_.extension_name == "daft.super_extension"
         return tensor and not inside
     if pa.types.is_dictionary(type_):  # `_plain` could not convert it.
         return False
     if DataType.from_arrow_type(type_).is_python():  # Each value of a column becomes an object of Python.
         return not inside
-    fields = [type_.field(index) for index in range(type_.num_fields)]
-    return not (pa.types.is_struct(type_) and not fields) and all(_holds(field.type, inside=True) for field in fields)
+    inner = inner_types(type_)
+    return bool(inner or not pa.types.is_struct(type_)) and all(_holds(each, inside=True) for each in inner)

@@ -65,8 +65,7 @@ def read_dissociated(
 
 def _read(partition: Partition, columns: Sequence[str], filter: Any) -> pd.DataFrame:
     """In a task: read a partition."""
-    schema = selected_schema(partition.dataset.schema, columns)
-    return _frame(pa.Table.from_batches(partition.read(columns, filter), schema))
+    return _frame(partition.read_table(columns, filter))
 
 
 def _frame(table: pa.Table) -> pd.DataFrame:

@@ -71,7 +71,7 @@ def read_dissociated(
             row_limit = more.get("per_task_row_limit", limits[0] if limits else None)
             return [
                 data.ReadTask(
-                    partial(_blocks, part, schema, columns, filter),
+                    partial(_blocks, part, columns, filter),
                     block.BlockMetadata(
                         num_rows=None if filter is not None else part.rows,
                         size_bytes=part.nbytes,
@@ -91,10 +91,10 @@ def read_dissociated(
     return rows
 
 
-def _blocks(part: Partition, schema: pa.Schema, columns: Sequence[str] | None, filter: Any) -> Iterable[pa.Table]:
+def _blocks(part: Partition, columns: Sequence[str] | None, filter: Any) -> Iterable[pa.Table]:
     """In a task: read a partition as one block."""
     # Ray copies a block into its own store when the task yields it.
-    return [pa.Table.from_batches(part.read(columns, filter), schema)]
+    return [part.read_table(columns, filter)]
 
 
 def write_dissociated(

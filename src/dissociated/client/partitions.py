@@ -97,6 +97,11 @@ class Partition:
             for batch in reader:
                 yield batch.select(positions(batch.schema, columns))
 
+    def read_table(self, columns: Sequence[str] | None = None, filter: Any = None) -> pa.Table:
+        """Return the rows as a table. Arguments and errors are those of `read`."""
+        schema = selected_schema(self.dataset.schema, columns)
+        return pa.Table.from_batches(self.read(columns, filter), schema)
+
     def _request(self, columns: Sequence[str] | None, filter: Any) -> Any:
         def request(defaults: ReadRequest) -> ReadRequest:
             chosen = replace(defaults, columns=columns, filter=filter)
