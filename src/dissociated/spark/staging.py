@@ -47,11 +47,10 @@ class Writes:
         self._segments: dict[str, _StagedSegment] = {}  # that are being written, by name
         self._unwanted: dict[str, None] = {}  # discarded before they existed, the oldest first
         self._lock = threading.Lock()
+        on_driver = write, commit, abort
+        in_tasks = self.stage, self.reserve, self.finish, self.discard
         #: The functions, which the JVM calls by name.
-        self.calls: Sequence[Callable[..., Any]] = (
-            *(write, commit, abort),
-            *(self.stage, self.reserve, self.finish, self.discard),
-        )
+        self.calls: Sequence[Callable[..., Any]] = (*on_driver, *in_tasks)
 
     def stage(self, writer: str, segment: str, key: str | None) -> Any:
         plan = unpickled(writer)
