@@ -16,10 +16,11 @@ import dissociated as dis
 from dissociated.catalog.database import Database
 from dissociated.catalog.local import LocalCatalog
 from dissociated.catalog.service import CatalogService
-from dissociated.errors import AccessDenied, CatalogError
+from dissociated.errors import AccessDenied, CatalogError, StoreError
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
+from support.injection import Fault
 from support.nodes import put, read, table
 
 SELDOM = 600.0  # seconds: the tests trigger each heartbeat themselves
@@ -138,6 +139,22 @@ def test_what_was_evicted_is_told(memory: Path) -> None:
             put(pair.node.uri, name, table(1))
             pair.tell()
         pair.check({"c": 1})
+
+
+def test_a_deletion_that_failed_is_tried_again(memory: Path) -> None:
+    with ExitStack() as running:
+        pair = Pair(memory, running)
+        put(pair.node.uri, "a", table(1))
+        pair.tell()
+        pair.node.close()
+        pair.catalog.catalog.forget(pair.node.store.id)  # the catalog has no row of the part any more
+        Catalog.losing = "message"
+        pair.start_node()
+        Catalog.losing = ""
+        with Fault(str(memory / "store"), operations=("rename",)), pytest.raises(StoreError, match="removing 'a'"):
+            pair.node.service.catalog.reconcile()
+        pair.tell()
+        pair.check({})
 
 
 def test_more_has_changed_than_is_remembered(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

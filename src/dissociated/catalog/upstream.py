@@ -189,10 +189,13 @@ class UpstreamCatalog(Catalog):
         self._compare_clocks(sent_at, reply.get("now"))
         if not reply.get("known", True):
             return False
-        self._digest, self._reported_changes = digest, changes
+        # If the reply cannot be applied, everything is reported again: the upstream repeats the deletion only of parts
+        # that it lists itself.
+        self._digest, self._reported_changes = digest, None
         self._backend.confirm(reply.get("wanted", {}), reply.get("numbers", {}))
         if reply["unwanted"]:
             self.holdings.delete_parts(reply["unwanted"])
+        self._reported_changes = changes
         return True
 
     def _compare_clocks(self, sent_at: float, upstream_time: object) -> None:
