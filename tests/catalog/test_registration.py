@@ -5,7 +5,9 @@ from __future__ import annotations
 import mmap
 import random
 import shutil
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from dissociated.errors import AccessDenied, CatalogError, StoreError
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
+from support.helpers import PATIENCE
 from support.injection import Fault
 from support.nodes import put, read, table
 
@@ -155,6 +158,17 @@ def test_a_deletion_that_failed_is_tried_again(memory: Path) -> None:
             pair.node.service.catalog.reconcile()
         pair.tell()
         pair.check({})
+
+
+def test_a_catalog_that_does_not_answer_does_not_hold_up_the_end_of_a_node(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_ended = threading.Event()
+    monkeypatch.setattr(Catalog, "deregister", lambda *_, **__: has_ended.wait(3 * PATIENCE))
+    with ExitStack() as running, ThreadPoolExecutor(1) as pool:
+        pair = Pair(memory, running)
+        running.callback(has_ended.set)
+        pool.submit(pair.node.close).result(PATIENCE)
 
 
 def test_more_has_changed_than_is_remembered(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from dissociated.monitoring.status import NodeStatus, ServerStatus
 
 _log = logging.getLogger(__name__)
 
+_LEAVE_TIMEOUT = 5.0  # seconds: an upstream that does not answer must not hold up the end of this process
 _TIMEOUT_PER_VERSION = 0.01  # seconds that each reported version adds to the timeout
 
 
@@ -239,7 +240,8 @@ class UpstreamCatalog(Catalog):
 
     def close(self) -> None:
         try:
-            self._upstream.do_action("leave", {"node": self.node.id, "retiring": self.retiring})
+            with Peer(self._upstream.uri, self.security, _LEAVE_TIMEOUT) as peer:
+                peer.do_action("leave", {"node": self.node.id, "retiring": self.retiring})
         except DissociatedError as error:
             _log.info("deregistration failed: node=%s error=%s", self.node.flight, error)
         self._upstream.close()
