@@ -16,6 +16,7 @@ from dissociated.base.host import boot_id
 from dissociated.cli import main
 from dissociated.errors import CatalogError, DatasetNotFound, WrongKind
 from support.certificates import Certificates
+from support.helpers import connections_left
 
 TABLE = pa.table({"n": [1, 2, 3]})
 REUSE = "arrow-flight-reuse-connection://?"
@@ -173,6 +174,14 @@ def test_several_endpoints_are_one_dataset_in_their_order(server: Flights, clien
     server.add("mixed", endpoint(), endpoint(ticket=b"other"))
     with pytest.raises(CatalogError, match="the parts of 'mixed' have not all the same columns"):
         client.read("mixed")
+    with dis.Server(["tcp://127.0.0.1:0"], catalog=None) as ours:
+        ours.publish("n", TABLE)
+        ours.publish("m", pa.table({"m": [1]}))
+        server.add("ours", *(endpoint(*ours.locations(name), ticket=ours.ticket(name)) for name in ("n", "m")))
+        with pytest.raises(CatalogError, match="the parts of 'ours'") as caught:
+            client.read("ours")
+        assert connections_left(ours) == 0, "the error keeps no stream open"
+        del caught
     server.add("over", endpoint(ticket=b"forgotten", expires=GONE))
     with pytest.raises(CatalogError, match="forgotten"):
         client.read("over")

@@ -18,7 +18,7 @@ import dissociated as dis
 from dissociated.catalog.database import Database
 from dissociated.catalog.local import LocalCatalog
 from dissociated.catalog.service import CatalogService
-from dissociated.errors import AccessDenied, CatalogError, StoreError
+from dissociated.errors import AccessDenied, CatalogError, NodeUnreachable, StoreError
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
@@ -142,6 +142,23 @@ def test_what_was_evicted_is_told(memory: Path) -> None:
             put(pair.node.uri, name, table(1))
             pair.tell()
         pair.check({"c": 1})
+
+
+def test_a_handle_that_was_made_while_its_node_was_away_reads_when_it_is_back(memory: Path) -> None:
+    with ExitStack() as running:
+        pair = Pair(memory, running)
+        put(pair.node.uri, "a", table(1, 2))
+        pair.tell()
+        pair.node.close()
+        handle = running.enter_context(running.enter_context(dis.connect(pair.catalog.uri)).dataset("a"))
+        assert handle.map_part(0, keep_files=False) is None
+        with pytest.raises(NodeUnreachable, match="start the node again"):
+            handle.to_table()
+        pair.start_node()
+        pair.tell()
+        assert handle.to_table() == table(1, 2)
+        assert handle.to_table() == table(1, 2)
+        assert handle.mapped_nbytes
 
 
 def test_a_deletion_that_failed_is_tried_again(memory: Path) -> None:
