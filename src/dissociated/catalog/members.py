@@ -39,7 +39,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 PEER_TIMEOUT = 60.0  # seconds in which a peer must answer
-_ANSWER_TIMEOUT = 2.0  # seconds in which a live node answers a check of its id
+_ANSWER_TIMEOUT = 2.0  # seconds that a node has to answer a check of its id
 _REACH_TIMEOUT = 10.0  # seconds in which a node that registers must answer the catalog
 _MAX_PEERS = 64  # nodes to which connections are kept
 _MAX_REFUSALS = 100  # refused nodes that are remembered
@@ -185,7 +185,7 @@ class Members:
         )
 
     def find_duplicate(self, node: NodeRecord) -> NodeRecord | None:
-        """Return another live node that has the same id at a different address, or None.
+        """Return another node that is alive and has the same id at a different address, or None.
 
         Such nodes have copies of one store, but only one of them holds a newly written version.
         """
@@ -197,7 +197,7 @@ class Members:
         return None
 
     def open(self, name: str, part: Part, ticket: bytes) -> pa.RecordBatchReader:
-        """Return the stream of a part, read by Flight from the first live node that has it.
+        """Return the stream of a part, read by Flight from the first node that is alive and has it.
 
         Every batch is validated in full.
 
@@ -308,7 +308,7 @@ class Members:
                 ) from error
 
     def _nearest(self, caller: Mapping[str, Any]) -> NodeRecord:
-        """Return a live node, preferably on the caller's host. Raise CatalogError if there is none."""
+        """Return a node that is alive, preferably on the caller's host. Raise CatalogError if there is none."""
         nodes = [node for node in self._database.nodes() if node.alive and node.flight != self._own.flight]
         for node in nodes:
             if node.boot_id == caller.get("boot_id"):

@@ -154,10 +154,10 @@ class Admission:
         for segment in segments:
             self._activity.kept_memory.watch(segment)
 
-    def admit_live(self, name: str) -> None:
-        """Check that a client may read the live stream `name` over shared memory.
+    def admit_stream(self, name: str) -> None:
+        """Check that a client may read the stream `name` through live memory.
 
-        If `kept_limit` is not set, only the memory of live streams counts, up to `_KEPT_SHARE` times `live_limit`.
+        If `kept_limit` is not set, only live memory counts, up to `_KEPT_SHARE` times `live_limit`.
 
         Raises:
             SourceError: if consumers that were cut off still hold as much memory as the limit allows.
