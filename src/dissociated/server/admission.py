@@ -45,7 +45,7 @@ class Limits:
             raise OptionError(f"max_idle is {self.max_idle!r}; it must be 0 or more")
 
     @property
-    def ahead(self) -> Limits:
+    def for_reading_others_first(self) -> Limits:
         """The limits of a stream whose client reads others first. It may stall for as long as it may hold memory."""
         return replace(self, stall_timeout=max(self.stall_timeout, self.lease_timeout))
 

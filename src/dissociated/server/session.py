@@ -101,8 +101,8 @@ class Session:
         """Serve the stream that the client requested. Return whether the connection may carry another."""
         request = requested.request
         published, granted = self._registry.resolve_ticket(request.ticket, request.part)
-        if request.ahead:
-            self._limits = self._limits.ahead
+        if request.reads_others_first:
+            self._limits = self._limits.for_reading_others_first
         self._stats.dataset = published
         with published.reading():
             published.check_unchanged()
