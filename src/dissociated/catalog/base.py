@@ -255,11 +255,11 @@ class Catalog(ABC):
         Args:
             resolved: The keys of resolved commits. If omitted, the catalog is asked for them.
         """
-        staged = [name for name in self._backend.staged() if "-" in name]
-        keys = sorted({_commit_key_of(name) for name in staged})
+        names = [name for name in self._backend.staged_names() if "-" in name]
+        keys = sorted({_commit_key_of(name) for name in names})
         if keys and resolved is None:
             resolved = self.resolved_commits(keys)
-        self._backend.discard(name for name in staged if _commit_key_of(name) in (resolved or ()))
+        self._backend.discard(name for name in names if _commit_key_of(name) in (resolved or ()))
 
     def _clean_up(self, *steps: Callable[[], object]) -> None:
         """Run the steps that follow a publication, drop or abort.

@@ -135,7 +135,7 @@ def add_node(parser: argparse.ArgumentParser) -> None:
     from dissociated.node.launch import default_store
     from dissociated.node.node import RETAIN
     from dissociated.store.eviction import Policy
-    from dissociated.store.store import FORGOTTEN
+    from dissociated.store.store import STAGING_TIMEOUT
 
     parser.description = _NODE
     parser.add_argument(
@@ -180,8 +180,8 @@ def add_node(parser: argparse.ArgumentParser) -> None:
     quantities.add_duration(
         parser,
         "--forget",
-        f"time after which an uncommitted segment is removed (default: {FORGOTTEN / 3600:g}h)",
-        FORGOTTEN,
+        f"time after which an uncommitted segment is removed (default: {STAGING_TIMEOUT / 3600:g}h)",
+        STAGING_TIMEOUT,
     )
     quantities.add_duration(
         parser, "--drain", "time that streams in progress have after SIGTERM (default: %(default)gs)", 30.0

@@ -67,7 +67,7 @@ class IdleConnections(ProcessBound):
             self._finalizer()
 
     def after_fork_in_child(self) -> None:
-        """Forget the connections, which belong to the parent."""
+        """Discard the connections, which belong to the parent."""
         self._idle.clear()
 
     def _of(self, uri: Uri) -> list[_IdleConnection]:

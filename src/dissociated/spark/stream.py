@@ -62,7 +62,7 @@ class SharedStream:
 
     def _next(self) -> Any:
         del self._held_batches[:-1]
-        self._locator.forget()
+        self._locator.clear()
         descriptions: list[Any] = []
         while not self._closed and len(descriptions) < self._next_count and not self._locator.copied:
             batch = next(self._batches, None)

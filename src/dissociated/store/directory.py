@@ -35,7 +35,7 @@ from dissociated.store.layout import (
     SEGMENTS,
     STAGING,
     TRASH,
-    check_staged,
+    check_staged_name,
     is_draft,
     known_id,
     new_id,
@@ -157,9 +157,9 @@ class Directory(ProcessBound):
         self._owned = False
         os.close(self._lock)
 
-    def staged(self, name: str) -> Path:
+    def staged_path(self, name: str) -> Path:
         """Return the path of a file in the staging directory. Raises StoreError for a name that leads elsewhere."""
-        check_staged(name)
+        check_staged_name(name)
         return self.staging / name
 
     def files(self, version: Version) -> list[Path]:
@@ -340,8 +340,8 @@ class Directory(ProcessBound):
             version = decode_manifest((removed / MANIFEST).read_bytes())
         self._move_to_trash(removed, version, lost=True)
 
-    def sweep(self, forgotten: float) -> None:
-        """Remove unfinished drafts, parts without a writer, and segments that were staged `forgotten` seconds ago.
+    def sweep(self, staging_timeout: float) -> None:
+        """Remove unfinished drafts, parts without a writer, and segments staged for `staging_timeout` seconds.
 
         Directories that the store has not made stay.
         """
@@ -349,7 +349,7 @@ class Directory(ProcessBound):
             self._settle()
         except OSError as error:
             _log.warning("rollback failed, it is tried again: error=%s", str(error))
-        oldest = time.time() - forgotten
+        oldest = time.time() - staging_timeout
         drafts = [path for path in self.staging.iterdir() if is_draft(path.name) and _is_directory(path)]
         for path in drafts:  # first, since a staged file that a draft links to looks committed
             if path.stem in self._put_back:

@@ -183,7 +183,7 @@ class Connection(ProcessBound, ABC):
         )
 
     def end_stream(self) -> None:
-        """Forget the regions that the peer has shared for a stream, so that another may follow. Arrays stay valid."""
+        """Drop the regions that the peer has shared for a stream, so that another may follow. Arrays stay valid."""
         self.address_space = AddressSpace()
 
     def limit_untagged(self, length: int) -> None:
