@@ -38,7 +38,7 @@ def _run_start(arguments: argparse.Namespace) -> None:
     if address is not None:
         print("the node is running already, with the options that it was started with")
     else:
-        address = ensure(arguments.store, listen=(), options=_node_options(arguments))
+        address = ensure(arguments.store, options=_node_options(arguments))
     _print_node(arguments.store, address)
 
 

@@ -208,7 +208,7 @@ def _run_node(arguments: argparse.Namespace) -> None:
     _raise_descriptor_limit()
     stop = StopSignal()
     listen, flight = access.serving_uris(arguments)
-    options = access.serving(arguments, peers=True)
+    guarded = access.peer_security(arguments)
     try:
         store = Store(arguments.store, arguments.limit, Policy(arguments.policy), arguments.spill, arguments.forget)
     except StoreError as error:
@@ -227,9 +227,9 @@ def _run_node(arguments: argparse.Namespace) -> None:
         retain=arguments.retain,
         heartbeat_interval=arguments.beat,
         advertise=arguments.advertise,
+        security=guarded,
         metrics=arguments.metrics,
         http=arguments.http,
-        **options,
     ) as node:
         usage = store.usage()
         print(f"store    {store.directory}, {len(store.versions())} versions, {text.size(usage.total)}")
@@ -335,10 +335,9 @@ def _run_catalog(arguments: argparse.Namespace) -> None:
     """Run a catalog until a signal arrives."""
     from dissociated.catalog.database import Database
     from dissociated.catalog.service import CatalogService
-    from dissociated.control.access import security
 
     stop = StopSignal()
-    guarded = security(**access.serving(arguments, peers=True), peers=True)
+    guarded = access.peer_security(arguments)
     _, flight = access.serving_uris(arguments)
     service = CatalogService(
         arguments.listen or f"{flight}:8815",

@@ -6,7 +6,6 @@ import atexit
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from dissociated.base.exit import act_at_exit
 from dissociated.base.fork import ProcessBound
 from dissociated.base.host import host_name
 from dissociated.codec.options import WriteOptions
+from dissociated.control.access import Security
 from dissociated.control.commit import Commit, check_name
 from dissociated.datasets.base import Dataset, Source
 from dissociated.datasets.broadcast import Broadcast
@@ -72,10 +72,13 @@ class Server(ProcessBound):
 
     @takes_fields(ServerOptions)
     def __init__(self, options: ServerOptions) -> None:
+        self._open(options, options.security())
+
+    def _open(self, options: ServerOptions, security: Security) -> None:
         #: The limits on clients.
         self.limits: Limits = options
         #: The access rules of the server.
-        self.security = options.security()
+        self.security = security
         #: The datasets that are served.
         self.registry = Registry(self.security.tickets, options.choose_rows)
         #: The counters of the server, which the catalog updates, too.
@@ -128,8 +131,12 @@ class Server(ProcessBound):
         self.bind_to_process()
 
     @classmethod
-    def of(cls, options: ServerOptions) -> Server:
+    def of(cls, options: ServerOptions, security: Security | None = None) -> Server:
         """Create a server from an options object. Raises the same errors as `Server`.
+
+        Args:
+            options: the options.
+            security: the access rules, if they are made already. Default: those of the options.
 
         Example:
             ```python
@@ -140,7 +147,9 @@ class Server(ProcessBound):
                 server.publish("flights", table)
             ```
         """
-        return cls(**{field.name: getattr(options, field.name) for field in fields(options)})
+        server = cls.__new__(cls)
+        server._open(options, security or options.security())
+        return server
 
     def after_fork_in_child(self) -> None:
         """Unregister the handler at exit, since the parent process owns the server. See `dissociated.base.fork`."""
@@ -274,7 +283,8 @@ class Server(ProcessBound):
         old = self.registry.publish(new)
         if self._catalog is not None:
             try:
-                self._catalog.record_publication(new, ttl)  # the catalog withdraws the old dataset if nobody needs it
+                # The catalog withdraws the old dataset if nobody needs it.
+                self._catalog.record_publication(new, ttl)
             except DissociatedError:
                 self.registry.withdraw(new)
                 if old is not None:
