@@ -351,12 +351,12 @@ def _run_catalog(arguments: argparse.Namespace) -> None:
         if arguments.metrics is not None:
             from dissociated.monitoring.metrics import PATH, metrics_service
 
-            metrics = owned.enter_context(closing(metrics_service(arguments.metrics, service.status)))
+            metrics = owned.enter_context(closing(metrics_service(arguments.metrics, service.catalog.status)))
             print(f"metrics  {metrics.uri}{PATH}")
         if arguments.http is not None:
             from dissociated.monitoring.dashboard import Dashboard
 
-            page = Dashboard(arguments.http, service.status, service.catalog.holdings.activity, guarded)
+            page = Dashboard(arguments.http, service.catalog.status, service.catalog.holdings.activity, guarded)
             owned.enter_context(closing(page))
             print(f"page     {page.uri}")
         access.print_catalog(service.uri, guarded)
