@@ -126,7 +126,6 @@ outlives its writers and the node: after a restart, the node serves the same dat
 The policy applies when the store reaches its limit: a write fails (refuse), the oldest datasets that are not being read
 are removed (evict), or the oldest datasets move to a directory on disk and are served from there (spill)."""
 _IDLE_CHECK_INTERVAL = 0.5  # seconds between checks whether the node is idle
-_MAX_PRINTED = 10  # streams in progress that are printed
 _IDLE_CHECKS = 3  # idle checks in a row after which an unused node ends
 
 
@@ -279,10 +278,8 @@ def _wait_for_end(node: Node, stop: StopSignal, idle_exit: float | None, empty_e
 
 def _print_waiting(consumers: Sequence[ConsumerStatus], timeout: float) -> None:
     """Print the streams that a stopping node waits for."""
-    names = [f"{consumer.peer} ({consumer.dataset or 'no request yet'})" for consumer in consumers[:_MAX_PRINTED]]
-    if len(consumers) > _MAX_PRINTED:
-        names.append(f"{len(consumers) - _MAX_PRINTED:,} more")
-    print(text.printable(f"stopping: waiting up to {timeout:g} s for {', '.join(names)}"), flush=True)
+    names = [f"{consumer.peer} ({consumer.dataset or 'no request yet'})" for consumer in consumers]
+    print(text.printable(f"stopping: waiting up to {timeout:g} s for {text.first_names(names)}"), flush=True)
 
 
 def stop_with_starter(starter: int, node: Node, before: list[Version], stop: StopSignal) -> None:
