@@ -20,7 +20,7 @@ from dissociated.catalog.base import Catalog
 from dissociated.catalog.database import FOREVER, Database
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.listing import Answers, Listing, earliest_expiry
-from dissociated.catalog.members import Members, describe_clock
+from dissociated.catalog.members import Members, describe_clock_skew
 from dissociated.codec import schemas
 from dissociated.codec.split import BatchAndMetadata
 from dissociated.control.access import Security
@@ -139,7 +139,7 @@ class LocalCatalog(Catalog):
 
     def _problem_of(self, node: NodeRecord) -> str:
         """Return a sentence about the clock of a registered node; empty if all is well, or the node is away."""
-        return describe_clock(self._members.clock(node.id)) if node.alive else ""
+        return describe_clock_skew(self._members.clock(node.id)) if node.alive else ""
 
     def forget(self, node: str) -> None:
         records = [*self._database.nodes(), *(refusal.node for refusal in self._members.refusals())]
@@ -343,10 +343,11 @@ class LocalCatalog(Catalog):
 
     def _parse_announced(self, node: str, body: Mapping[str, Any]) -> list[Version]:
         """Return the versions in a report. The times of prepared versions, which expire, are the catalog's."""
-        ahead = self._members.compare_clock(node, body.get("now"))
+        clock_skew = self._members.compare_clock(node, body.get("now"))
         announced = [Version.parse(plain) for plain in body.get("parts", ())]
         return [
-            replace(version, created=version.created - ahead) if version.prepared else version for version in announced
+            replace(version, created=version.created - clock_skew) if version.prepared else version
+            for version in announced
         ]
 
     def heartbeat(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -446,13 +447,13 @@ class LocalCatalog(Catalog):
         nodes = []
         for node in self._database.nodes():
             if node.id != self.node.id:
-                ahead = self._members.clock(node.id)
-                silence = max(0.0, now - node.seen)
+                clock_skew = self._members.clock(node.id)
+                age = max(0.0, now - node.seen)
                 problem = self._problem_of(node)
-                nodes.append(NodeStatus(node.host, node.flight, node.alive, silence, node.id, ahead, problem=problem))
+                nodes.append(NodeStatus(node.host, node.flight, node.alive, age, node.id, clock_skew, problem=problem))
         for node, reason, at in self._members.refusals():
-            silence = max(0.0, now - at)
-            nodes.append(NodeStatus(node.host, node.flight, False, silence, node.id, registered=False, problem=reason))
+            age = max(0.0, now - at)
+            nodes.append(NodeStatus(node.host, node.flight, False, age, node.id, registered=False, problem=reason))
         return nodes
 
     def status(self) -> ServerStatus:

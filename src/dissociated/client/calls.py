@@ -51,7 +51,7 @@ class CatalogClient:
         CatalogError: The catalog cannot be reached, or refuses a call.
     """
 
-    _silence: ClassVar[float | None] = None  # see `CatalogConnection`
+    _keepalive_timeout: ClassVar[float | None] = None  # see `CatalogConnection`
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class CatalogClient:
     ) -> None:
         users = tuple(trusted_users)
         self._parameters = uri, timeout, token, tls_roots, users, max_metadata, trusted_files, max_parallel
-        self._calls = CatalogConnection(uri, timeout, token, tls_roots, self._silence)
+        self._calls = CatalogConnection(uri, timeout, token, tls_roots, self._keepalive_timeout)
         self._lookup = Lookup(self._calls)
         #: Default request of a read.
         self.defaults = ReadRequest(

@@ -26,12 +26,12 @@ class Registry:
     but a broadcast stream ends.
     """
 
-    def __init__(self, tickets: Signer | Unsigned, chooses_rows: bool = True) -> None:
+    def __init__(self, tickets: Signer | Unsigned, applies_filters: bool = True) -> None:
         self.tickets = tickets
         #: The seconds to add to the clock of this host for the time that decides about tickets. On a node, that is the
         #: time of its catalog, which signs them.
         self.clock_offset = 0.0
-        self._chooses_rows = chooses_rows
+        self._chooses_rows = applies_filters
         self._lock = threading.Lock()
         self._closed = False
         self._by_name: dict[str, Dataset] = {}

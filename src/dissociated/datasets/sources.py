@@ -20,7 +20,7 @@ from dissociated.datasets.file import FileDataset, check_alone, foreign_kind
 from dissociated.datasets.parquet import is_parquet, parquet_directory, parquet_file
 from dissociated.datasets.source_errors import foreign_errors, foreign_reader, source_errors
 from dissociated.datasets.static import SegmentsDataset
-from dissociated.datasets.streamed import LiveDataset
+from dissociated.datasets.streamed import SourceDataset
 from dissociated.datasets.table import TableDataset
 from dissociated.datasets.text import TEXT_FORMATS, text_file
 from dissociated.errors import OptionError, SourceError
@@ -118,7 +118,7 @@ def _make_dataset(name: str, source: Source, options: WriteOptions | None, schem
             return on_device
     if isinstance(source, pa.RecordBatchReader | Iterator):
         reader = open_source(name, source, schema)
-        return LiveDataset(name, lambda: reader, options, one_shot=True)
+        return SourceDataset(name, lambda: reader, options, one_shot=True)
     from dissociated.datasets.tensors import TensorDataset, as_tensors
 
     if (tensors := as_tensors(source)) is not None:
@@ -127,7 +127,7 @@ def _make_dataset(name: str, source: Source, options: WriteOptions | None, schem
         source = _NewEachTime(source)
     rows = getattr(source, "num_rows", None)  # known for a dataset handle of this library, for example
     rows = rows if isinstance(rows, int) else None
-    return LiveDataset(name, lambda: open_source(name, source, schema), options, rows=rows)
+    return SourceDataset(name, lambda: open_source(name, source, schema), options, rows=rows)
 
 
 def open_source(name: str, source: Source, schema: pa.Schema | None = None) -> pa.RecordBatchReader:
@@ -253,7 +253,7 @@ def isolate_columns(whole: Dataset, columns: Sequence[str]) -> Dataset:
         ColumnNotFound: if `whole` lacks one of the columns.
     """
     reader = whole.select(Selection(tuple(columns))).open_reader()
-    return LiveDataset(whole.name, lambda: reader, one_shot=True)
+    return SourceDataset(whole.name, lambda: reader, one_shot=True)
 
 
 def _why_no_file(path: Path) -> str:

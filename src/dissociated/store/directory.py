@@ -146,7 +146,7 @@ class Directory(ProcessBound):
         probe = self.trash / "probe"
         os.close(open_private_file(probe, os.O_WRONLY | os.O_CREAT))
         descriptor = claim_unused(probe)
-        self._leases = descriptor is not None  # without leases, this process cannot tell whether trash is in use
+        self._has_kernel_leases = descriptor is not None  # without them, nothing tells whether trash is in use
         if descriptor is not None:
             os.close(descriptor)
         probe.unlink()
@@ -200,13 +200,13 @@ class Directory(ProcessBound):
         """Return whether some memory of a version would remain in use after its removal.
 
         This is so if a process has a segment open or mapped, or if a segment has a name outside this store. The
-        result is False if the kernel grants no leases and cannot tell.
+        result is False if there are no kernel leases, which would tell.
 
         Args:
             version: The version.
             names: The number of names that each inode has in this store.
         """
-        return self._leases and any(is_used(path, names[path.stat().st_ino]) for path in self.files(version))
+        return self._has_kernel_leases and any(is_used(path, names[path.stat().st_ino]) for path in self.files(version))
 
     def describe(self, version: Version, directory: Path) -> None:
         """Write the manifest of a version into `directory`."""
@@ -319,7 +319,7 @@ class Directory(ProcessBound):
         """
         try:
             for path in removed.glob("*.arrows"):
-                if path.stat().st_nlink > 1 or not self._leases:
+                if path.stat().st_nlink > 1 or not self._has_kernel_leases:
                     path.unlink()
                 else:
                     os.utime(path)

@@ -179,7 +179,7 @@ class Connection(ProcessBound, ABC):
             self.carries_streams
             and self._lifecycle.state is ConnectionState.OPEN
             and not self.held_by_fork
-            and not self.address_space.live
+            and not self.address_space.has_live_memory
         )
 
     def end_stream(self) -> None:

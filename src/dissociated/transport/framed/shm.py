@@ -116,7 +116,7 @@ class ShmConnection(SocketConnection, RemoteMemory):
             os.close(self._descriptors.popleft())
 
     def after_fork_in_child(self) -> None:
-        if self.address_space.live and self._socket.fileno() >= 0:
+        if self.address_space.has_live_memory and self._socket.fileno() >= 0:
             # The child's arrays keep this copy of the connection alive. As long as its socket is open, the server does
             # not reuse the memory.
             weakref.finalize(self, os.close, self._socket.detach()).atexit = False
