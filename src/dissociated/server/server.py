@@ -16,7 +16,7 @@ from dissociated.base.exit import act_at_exit
 from dissociated.base.fork import ProcessBound
 from dissociated.base.host import host_name
 from dissociated.codec.options import WriteOptions
-from dissociated.control.access import Security
+from dissociated.control.access import Grant, Security
 from dissociated.control.commit import Commit, check_name
 from dissociated.datasets.base import Dataset, Source
 from dissociated.datasets.broadcast import Broadcast
@@ -197,7 +197,8 @@ class Server(ProcessBound):
             SourceError: if the source cannot be read.
             StoreError: if a file cannot be read, or there is no room for the copy.
             FormatError: if the source cannot be written with these options.
-            OptionError: if `name`, `options`, `live` or `ttl` is invalid, or `ttl` is set and there is no catalog.
+            OptionError: if `name`, `options`, `live` or `ttl` is invalid, `ttl` is set and there is no catalog,
+                `schema` is given for a source that has its own, or the ticket is too long.
             DissociatedError: if the ticket belongs to another dataset or is reserved, or the server is closed.
 
         Example:
@@ -214,13 +215,14 @@ class Server(ProcessBound):
         dataset = (
             make_dataset(name, source, options, schema)
             if live is None
-            else Broadcast(name, source, live, self.limits.live_limit, options)
+            else Broadcast(name, source, live, self.limits.live_limit, options, schema)
         )
         if ticket is not None:
             if ticket.startswith(REQUEST_MAGIC):
                 raise DissociatedError(
                     f"a ticket may not begin with {REQUEST_MAGIC!r}, which marks structured requests: give another"
                 )
+            self.security.tickets.sign(Grant(ticket), self.registry.now())  # raises if it is too long for requests
             dataset.ticket = ticket
         if wait and self.endpoints.exposes_memory:
             dataset.prepare_sharing(wait=True)
@@ -433,6 +435,8 @@ class Server(ProcessBound):
         return f"<Server of {published}, {', '.join(self._addresses)}>"
 
     def _repr_html_(self) -> str:
+        if self.is_inherited:
+            return html("Server of the parent process", [])
         if self._closed:
             return html("Server, closed", [])
         datasets = [self.registry.find_name(name) for name in self.names()]
