@@ -237,7 +237,7 @@ def test_an_error_that_a_peer_reported_can_be_pickled() -> None:
     copy = pickle.loads(pickle.dumps(caught.value))
     assert isinstance(copy, DatasetNotFound)
     assert isinstance(copy, RemoteError)
-    assert (str(copy), copy.code) == (str(caught.value), "dataset_not_found")
+    assert (str(copy), copy.code, copy.number) == (str(caught.value), "dataset_not_found", 27)
 
 
 class Alien(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type hints
