@@ -139,7 +139,7 @@ class LocalCatalog(Catalog):
 
     def _problem_of(self, node: NodeRecord) -> str:
         """Return a sentence about the clock of a registered node; empty if all is well, or the node is away."""
-        return describe_clock_skew(self._members.clock(node.id)) if node.alive else ""
+        return describe_clock_skew(self._members.clock_skew(node.id)) if node.alive else ""
 
     def forget(self, node: str) -> None:
         records = [*self._database.nodes(), *(refusal.node for refusal in self._members.refusals())]
@@ -343,7 +343,7 @@ class LocalCatalog(Catalog):
 
     def _parse_announced(self, node: str, body: Mapping[str, Any]) -> list[Version]:
         """Return the versions in a report. The times of prepared versions, which expire, are the catalog's."""
-        clock_skew = self._members.compare_clock(node, body.get("now"))
+        clock_skew = self._members.record_time(node, body.get("now"))
         announced = [Version.parse(plain) for plain in body.get("parts", ())]
         return [
             replace(version, created=version.created - clock_skew) if version.prepared else version
@@ -447,7 +447,7 @@ class LocalCatalog(Catalog):
         nodes = []
         for node in self._database.nodes():
             if node.id != self.node.id:
-                clock_skew = self._members.clock(node.id)
+                clock_skew = self._members.clock_skew(node.id)
                 age = max(0.0, now - node.seen)
                 problem = self._problem_of(node)
                 nodes.append(NodeStatus(node.host, node.flight, node.alive, age, node.id, clock_skew, problem=problem))
