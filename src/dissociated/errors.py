@@ -185,6 +185,8 @@ class RemoteError(DissociatedError):
     """
 
     code = "remote"
+    #: The number of the error in docs/framing.md, as the peer has sent it; None if it has sent none.
+    number: int | None = None
 
 
 class ServerFull(DissociatedError):
@@ -451,7 +453,7 @@ def _reported_class(base: type[DissociatedError], kind: type[DissociatedError]) 
 
     # Pickle finds a class by its name, and this class has the name of `kind`.
     def reduce(error: DissociatedError) -> tuple[Any, ...]:
-        return reported_error, (base, str(error), error.code, error.reference)
+        return reported_error, (base, str(error), error.code), vars(error)
 
     return type(kind.__name__, (kind, base), {"__doc__": kind.__doc__, "__module__": __name__, "__reduce__": reduce})
 

@@ -218,7 +218,7 @@ class Catalog(ABC):
         """Make segments on this node ready to be published by another catalog."""
         commit = Commit.parse({**body, "append": False})  # The catalog itself appends this part to the earlier parts.
         prepared = self._backend.prepare(commit, whole=False)
-        self.holdings.serve(prepared)
+        self._registry.serve(prepared.id, prepared.dataset)
         return {
             "part": self.holdings.describe_part(prepared).to_json(),
             "schema": schemas.to_base64(prepared.dataset.schema),
@@ -304,7 +304,7 @@ class Catalog(ABC):
         for version in self._backend.store.versions():
             try:
                 prepared = self._backend.load_version(version)
-                self.holdings.serve(prepared)
+                self._registry.serve(prepared.id, prepared.dataset)
                 self._restore(version, prepared)
             except DissociatedError as error:
                 _log.error(

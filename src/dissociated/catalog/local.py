@@ -257,7 +257,7 @@ class LocalCatalog(Catalog):
             tags, ttl = current.merged_options(commit.tags, commit.ttl)
             commit = replace(commit, tags=tags, ttl=ttl)
         prepared = self._backend.prepare(commit, dataset)
-        self.holdings.serve(prepared, named=True)
+        self._registry.serve(prepared.id, prepared.dataset, named=True)
         try:
             stored = self._backend.store.version(prepared.id)
             created = None if stored is None else stored.created  # A restart takes the time from the store as well.

@@ -16,6 +16,7 @@ import pyarrow.flight as flight
 from dissociated.base.display import duration, utc
 from dissociated.catalog.database import Database
 from dissociated.client.calls import CatalogClient
+from dissociated.client.flight_connection import read_flight
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.codec.validation import Validator
@@ -78,6 +79,10 @@ class Peer(CatalogClient):
     def __init__(self, uri: str, security: Security, timeout: float = PEER_TIMEOUT) -> None:
         unlimited = sys.maxsize  # The final reader applies its own limit to relayed data.
         super().__init__(uri, timeout, security.peer, security.roots, max_metadata=unlimited)
+
+    def get(self, ticket: bytes) -> pa.RecordBatchReader:
+        """Read the dataset of `ticket` as it is, by one call of DoGet, for a reader of this process."""
+        return read_flight(self._calls, ticket, self.defaults)
 
     def forward_action(self, action: str, body: bytes) -> bytes:
         """Return the answer to an action whose body is not JSON."""
@@ -236,12 +241,12 @@ class Members:
         peer = self._peers.get(uri)
         if peer is not None:
             with suppress(CatalogUnreachable, AccessDenied):  # the latter if certificates were exchanged
-                return peer.do_get(ticket)
+                return peer.get(ticket)
         peer = self._peers[uri] = Peer(uri, self._security)
         while len(self._peers) > _MAX_PEERS:
             with suppress(KeyError, RuntimeError):  # another thread may do the same
                 del self._peers[next(iter(self._peers))]
-        return peer.do_get(ticket)
+        return peer.get(ticket)
 
     def prepare(self, node: NodeRecord, body: Mapping[str, Any]) -> dict[str, Any]:
         """Have a node make segments ready to be published. Return its answer: see `Catalog.prepare`."""

@@ -85,7 +85,7 @@ class UpstreamCatalog(Catalog):
         return self._upstream.forward_action("RenewFlightEndpoint", request)
 
     def _open_remote(self, identifier: bytes, ticket: bytes) -> pa.RecordBatchReader:
-        return self._upstream.do_get(ticket)
+        return self._upstream.get(ticket)
 
     # Publishing
 

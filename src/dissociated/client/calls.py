@@ -11,19 +11,17 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
 
-import pyarrow as pa
 import pyarrow.flight as flight
 
 from dissociated.base.buffers import MAX_METADATA
 from dissociated.base.display import html
 from dissociated.base.host import boot_id
 from dissociated.client.endpoints import EndpointReader
-from dissociated.client.flight_connection import CatalogConnection, open_flight, read_flight
+from dissociated.client.flight_connection import CatalogConnection, open_flight
 from dissociated.client.idle import IdleConnections
 from dissociated.client.lookup import Lookup, caller_identity
 from dissociated.client.request import MAX_PARALLEL, TIMEOUT, ReadRequest
 from dissociated.client.sql_database import SqlDatabase
-from dissociated.codec.options import ReadOptions, check_options
 from dissociated.control.commit import Commit, StagedSegment
 from dissociated.control.dataset_info import DatasetInfo, DatasetList
 from dissociated.control.flight_streams import parse_answer
@@ -226,27 +224,6 @@ class CatalogClient:
             ```
         """
         self.do_action("forget", {"node": node})
-
-    def do_get(self, ticket: bytes, options: ReadOptions | None = None) -> pa.RecordBatchReader:
-        """Read the dataset of `ticket` over Flight's DoGet. It is slower than any transport, and always available.
-
-        Args:
-            ticket: The ticket.
-            options: Options of decoding. Options that libarrow applies, and the limit of depth, have an effect.
-
-        Raises:
-            OptionError: `options` has a memory_pool, which Flight does not support.
-            RemoteProtocolError: Metadata exceeds the client's `max_metadata`.
-            CatalogError, AccessDenied, DatasetNotFound, FormatError: The server refuses, or its answer is invalid.
-
-        Example:
-            ```python
-            info = client.describe("flights")
-            first = client.do_get(info.endpoints[0].ticket).read_all()
-            ```
-        """
-        request = replace(self.defaults, options=check_options(options, ReadOptions))
-        return read_flight(self._calls, ticket, request)
 
     def stage(self) -> StagePlace:
         """Return the place for a writer's segments, on this host if there is a node."""

@@ -397,7 +397,8 @@ class Fanout:
         with self.changed:
             for consumer in self._consumers:
                 consumer.addresses.clear()  # so that no memory is released when they leave
-            self.drop()
+            self._end(f"the server of the live stream {self.name!r} is closing")
+            self._release_unused()
 
 
 def _stream_error(reason: str, reference: str | None) -> SourceError:
