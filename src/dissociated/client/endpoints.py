@@ -21,13 +21,14 @@ from dissociated.client.parts import OpenFlight, open_part, open_part_on_device,
 from dissociated.client.plan import Capabilities, PartPlan, ReadPlan, Route, plan, plan_part
 from dissociated.client.readahead import ReadaheadReader
 from dissociated.client.request import ReadRequest
+from dissociated.client.routes import device_routes, reachable_routes
 from dissociated.client.stream import TensorReader
 from dissociated.codec.columns import filter_batches
 from dissociated.codec.device import DeviceReader, chain_on_device, to_device
 from dissociated.codec.split import batches
 from dissociated.codec.tensor import Tensor
 from dissociated.control.dataset_info import DatasetInfo
-from dissociated.control.locations import Endpoint, device_routes, flight_uris, locations, reachable_routes
+from dissociated.control.locations import Endpoint, flight_uris, locations
 from dissociated.errors import CatalogError, DatasetNotFound, RemoteError, TransportError, WrongKind
 from dissociated.memory.device.base import Device
 from dissociated.uri import Uri
@@ -168,7 +169,7 @@ class EndpointReader:
         """Return a reader of all rows of these readers, up to the limit of the plan."""
         schema = planned.schema if planned.schema is not None else readers[0].schema
         if any((part.schema.names, part.schema.types) != (schema.names, schema.types) for part in readers):
-            raise CatalogError(f"the parts of {info.name!r} have not all the same columns")
+            raise CatalogError(f"the parts of {info.name!r} do not all have the same columns")
         if len(readers) == 1:
             (chained,) = readers
         else:

@@ -108,7 +108,7 @@ class Route:
     @property
     def is_mapped(self) -> bool:
         """Return whether bodies are mapped into this process."""
-        return any(uri.scheme == "shm" for uri in self.uris)
+        return any(transport(uri.scheme).shares_memory for uri in self.uris)
 
 
 @dataclass(frozen=True, kw_only=True)
