@@ -171,7 +171,7 @@ def test_several_endpoints_are_one_dataset_in_their_order(server: Flights, clien
     server.add("none")
     assert client.read("none").read_all() == TABLE[:0]
     server.add("mixed", endpoint(), endpoint(ticket=b"other"))
-    with pytest.raises(CatalogError, match="the parts of 'mixed' have not all the same columns"):
+    with pytest.raises(CatalogError, match="the parts of 'mixed' do not all have the same columns"):
         client.read("mixed")
     server.add("over", endpoint(ticket=b"forgotten", expires=GONE))
     with pytest.raises(CatalogError, match="forgotten"):

@@ -146,7 +146,7 @@ class Members:
         return skew
 
     def refuse(self, node: NodeRecord, reason: str) -> None:
-        """Remember that the registration of a node was refused, for `refusals`."""
+        """Record that the registration of a node was refused. `refusals` then lists it."""
         _log.warning("a node was refused: host=%s flight=%s reason=%s", node.host, node.flight, reason)
         key = node.id, node.host  # The port may differ each time that a service manager starts the node.
         self._refusals.pop(key, None)

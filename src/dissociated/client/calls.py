@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, Self, TypeVar
 
 import pyarrow.flight as flight
@@ -82,7 +82,7 @@ class CatalogClient:
         if trusted_files:
             self._trust["shm"]["files"] = "allow"
 
-    @property
+    @cached_property
     def endpoints(self) -> EndpointReader:
         """Return the reader that opens the endpoints of this catalog's datasets."""
         return EndpointReader(partial(open_flight, self._calls), self._trust)
@@ -173,7 +173,7 @@ class CatalogClient:
         """
         records = self._ask("current", {"names": [*names]}, "current", dict)
         if not all(has_fields(record, CURRENT_FIELDS) for record in records.values()):
-            raise CatalogError(f"the server at {self.uri} answers to 'current' with something else")
+            raise CatalogError(f"the server at {self.uri} returned an unexpected answer to 'current'")
         return records
 
     def versions(self, name: str) -> Sequence[dict[str, Any]]:
@@ -361,7 +361,7 @@ class CatalogClient:
         try:
             return ServerStatus.parse(self.do_action("status", {}))
         except FormatError as error:
-            raise CatalogError(f"the catalog at {self.uri} answered with what cannot be read: {error}") from None
+            raise CatalogError(f"the catalog at {self.uri} sent an unreadable status: {error}") from None
 
     def close(self) -> None:
         """Close the connection to the catalog, idle connections to servers, and the database of `Client.sql`.
@@ -403,7 +403,7 @@ class CatalogClient:
             has_fields(record, fields) and record.keys() >= fields.keys() and is_moment(record[moment])
             for record in records
         ):
-            raise CatalogError(f"the server at {self.uri} answers to {action!r} with something else")
+            raise CatalogError(f"the server at {self.uri} returned an unexpected answer to {action!r}")
         return records
 
     def _ask(self, action: str, body: Mapping[str, Any], key: str, kind: type[T]) -> T:
