@@ -172,7 +172,7 @@ def test_several_endpoints_are_one_dataset_in_their_order(server: Flights, clien
     server.add("none")
     assert client.read("none").read_all() == TABLE[:0]
     server.add("mixed", endpoint(), endpoint(ticket=b"other"))
-    with pytest.raises(CatalogError, match="the parts of 'mixed' have not all the same columns"):
+    with pytest.raises(CatalogError, match="the parts of 'mixed' do not all have the same columns"):
         client.read("mixed")
     with dis.Server(["tcp://127.0.0.1:0"], catalog=None) as ours:
         for name in ("n", "m"):  # more than a connection holds

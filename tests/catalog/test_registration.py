@@ -107,7 +107,7 @@ def test_a_catalog_knows_what_a_node_has_whatever_was_lost_or_killed(memory: Pat
                 name = chance.choice("abcdef")
                 if name in expected and chance.random() < 0.4:
                     with suppress(CatalogError):  # the following heartbeat is lost
-                        chance.choice([pair.catalog, pair.node.service]).drop(name)
+                        chance.choice([pair.catalog, pair.node.service]).catalog.drop(name)
                     del expected[name]
                 else:
                     put(pair.node.uri, name, table(number))
@@ -194,7 +194,7 @@ def test_more_has_changed_than_is_remembered(memory: Path, monkeypatch: pytest.M
         pair = Pair(memory, running)
         for number in range(8):
             put(pair.node.uri, f"d{number}", table(number))
-        pair.catalog.drop("d0")
+        pair.catalog.catalog.drop("d0")
         pair.tell()
         pair.check({f"d{number}": number for number in range(1, 8)})
 

@@ -20,7 +20,7 @@ import pyarrow.flight as flight
 from dissociated.catalog.backend import Prepared
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.holdings import Holdings
-from dissociated.catalog.members import CLOCK_TOLERANCE, PEER_TIMEOUT, Peer, describe_clock
+from dissociated.catalog.members import CLOCK_TOLERANCE, PEER_TIMEOUT, Peer, describe_clock_skew
 from dissociated.control.access import Security
 from dissociated.control.commit import Commit
 from dissociated.control.descriptors import parse_get
@@ -86,7 +86,7 @@ class UpstreamCatalog(Catalog):
         return self._upstream.forward_action("RenewFlightEndpoint", request)
 
     def _open_remote(self, identifier: bytes, ticket: bytes) -> pa.RecordBatchReader:
-        return self._upstream.do_get(ticket)
+        return self._upstream.get(ticket)
 
     # Publishing
 
@@ -212,7 +212,7 @@ class UpstreamCatalog(Catalog):
         offset = upstream_time - min(max(upstream_time, sent_at), time.time())
         changed = abs(offset - self._registry.clock_offset) > CLOCK_TOLERANCE
         self._registry.clock_offset = offset
-        if changed and (sentence := describe_clock(-offset)):
+        if changed and (sentence := describe_clock_skew(-offset)):
             _log.warning(
                 "clock differs from the upstream catalog, whose time counts: upstream=%s difference=%r",
                 self._upstream.uri,

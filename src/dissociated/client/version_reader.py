@@ -14,7 +14,6 @@ import pyarrow as pa
 from dissociated.base.exit import StreamThread
 from dissociated.base.fork import ProcessBound
 from dissociated.client.calls import CatalogClient
-from dissociated.client.idle import MAX_AGE
 from dissociated.client.request import ReadRequest
 from dissociated.codec.device import DeviceReader
 from dissociated.codec.inplace import MappedReader
@@ -24,9 +23,11 @@ from dissociated.errors import AccessDenied, CatalogError, RemoteError, Transpor
 if TYPE_CHECKING:
     from dissociated.client.mapped import MappedVersion
 
-#: Number of times that a version is mapped and turns out not to lie in shared memory in the form that can be kept: its
-#: bodies are compressed, or it was still being copied there.
+#: Number of attempts to map a version whose memory cannot be kept: its bodies are compressed, or it was still being
+#: copied into shared memory.
 _MAX_ATTEMPTS = 3
+#: Seconds after which the locations in a description are looked up again before a read.
+_MAX_DESCRIPTION_AGE = 8.0
 
 
 class VersionReader(ProcessBound):
@@ -98,14 +99,16 @@ class VersionReader(ProcessBound):
         """Open a reader at the last known locations, while the catalog is asked whether the version still exists.
 
         Both together take one round trip. The answer of the catalog is needed, because the publisher may have chosen
-        one ticket for two versions. As if the catalog were asked first, a version that is replaced between its answer
-        and the request is not noticed.
+        one ticket for two versions. A version that is replaced after the catalog's answer goes unnoticed, just as when
+        the catalog is asked first.
 
         Returns:
             The reader; None if the locations have to be looked up first, or the stream may be one that can be read only
             once, which would be lost if the catalog does not answer.
         """
-        if self.info.rows is None or self._latest is None or time.monotonic() - self._latest[1] > MAX_AGE:
+        if self.info.rows is None or self._latest is None:
+            return None
+        if time.monotonic() - self._latest[1] > _MAX_DESCRIPTION_AGE:
             return None
         info = self._latest[0]
         try:

@@ -20,7 +20,7 @@ from dissociated.datasets.file import FileDataset, check_alone, foreign_kind
 from dissociated.datasets.parquet import is_parquet, parquet_directory, parquet_file
 from dissociated.datasets.source_errors import foreign_errors, foreign_reader, source_errors
 from dissociated.datasets.static import SegmentsDataset
-from dissociated.datasets.streamed import LiveDataset
+from dissociated.datasets.streamed import SourceDataset
 from dissociated.datasets.table import TableDataset
 from dissociated.datasets.text import TEXT_FORMATS, text_file
 from dissociated.errors import OptionError, SourceError
@@ -124,7 +124,7 @@ def _make_dataset(name: str, source: Source, options: WriteOptions | None, schem
             return on_device
     if isinstance(source, pa.RecordBatchReader | Iterator):
         reader = open_source(name, source, schema)
-        return LiveDataset(name, lambda: reader, options, one_shot=True)
+        return SourceDataset(name, lambda: reader, options, one_shot=True)
     from dissociated.datasets.tensors import TensorDataset, as_tensors
 
     if (tensors := as_tensors(source)) is not None:
@@ -133,7 +133,7 @@ def _make_dataset(name: str, source: Source, options: WriteOptions | None, schem
         source = _NewEachTime(source)
     rows = getattr(source, "num_rows", None)  # known for a dataset handle of this library, for example
     rows = rows if isinstance(rows, int) else None
-    return LiveDataset(name, lambda: open_source(name, source, schema), options, rows=rows)
+    return SourceDataset(name, lambda: open_source(name, source, schema), options, rows=rows)
 
 
 def open_source(name: str, source: Source, schema: pa.Schema | None = None) -> pa.RecordBatchReader:
@@ -189,8 +189,7 @@ def _open_reader(source: Source, schema: pa.Schema | None = None) -> pa.RecordBa
     raise SourceError.for_peer(
         f"cannot publish a {type(source).__name__} as a stream: give a Table (see pyarrow.table), record batches, "
         "a RecordBatchReader, an object with __arrow_c_stream__, a pyarrow dataset, or a callable that returns one of "
-        "these. The path of an Arrow IPC, Parquet, CSV or JSON lines file, Arrow IPC in memory, and tensors are "
-        "published without live= and without a callable"
+        "these; a file, Arrow IPC in memory, or a tensor is published without live= and without a callable"
     )
 
 
@@ -266,7 +265,7 @@ def isolate_columns(whole: Dataset, columns: Sequence[str]) -> Dataset:
         ColumnNotFound: if `whole` lacks one of the columns.
     """
     reader = whole.select(Selection(tuple(columns))).open_reader()
-    return LiveDataset(whole.name, lambda: reader, one_shot=True)
+    return SourceDataset(whole.name, lambda: reader, one_shot=True)
 
 
 def _why_no_file(path: Path) -> str:
