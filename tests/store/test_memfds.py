@@ -159,12 +159,17 @@ def test_the_same_memory_counts_once(memory: Path) -> None:
 
 def test_memory_is_discarded_while_others_use_the_store(memory: Path) -> None:
     interval = sys.getswitchinterval()
+
+    def discard_each(names: list[str]) -> None:
+        for name in names:
+            store.discard([name])
+
     with Store(memory / "store") as store, leaving_nothing(), ThreadPoolExecutor(1) as pool:
         sys.setswitchinterval(1e-5)  # seconds
         try:
             for _ in range(3):
                 names = [handed(store, table(number)) for number in range(200)]
-                discarding = pool.submit(lambda names=names: [store.discard([name]) for name in names])
+                discarding = pool.submit(discard_each, names)
                 while not discarding.done():
                     store.usage()
                 discarding.result()
