@@ -129,7 +129,7 @@ def test_a_replaced_version_is_there_for_as_long_as_was_promised(database: Datab
     clock.now += 20
     with pytest.raises(DatasetNotFound, match=f"no version {old} of the dataset 'd'"):
         database.find("d", old)
-    with pytest.raises(DatasetNotFound, match="look it up again"):
+    with pytest.raises(DatasetNotFound, match="look the dataset up again"):
         database.find_by_ticket(b"ticket 1")
     assert database.unreferenced_parts("a") == ["1"]
 

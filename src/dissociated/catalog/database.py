@@ -15,6 +15,7 @@ from typing import Any
 
 from dissociated.catalog.tables import Tables
 from dissociated.catalog.versions import Versions
+from dissociated.control.access import UNKNOWN_TICKET
 from dissociated.control.commit import Commit
 from dissociated.control.version import NodeRecord, Part, Version
 from dissociated.errors import CatalogError, DatasetNotFound
@@ -439,9 +440,7 @@ class Database:
                 ticket,
             )
             if not rows:
-                raise DatasetNotFound(
-                    "no dataset has this ticket: it may have been replaced or dropped; look it up again"
-                )
+                raise DatasetNotFound(UNKNOWN_TICKET)
             versions.extend_promise(rows[0], retain)
             version = versions.record(rows[0])
             return version, next(part for part in version.parts if part.ticket == ticket)

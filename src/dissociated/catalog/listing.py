@@ -136,7 +136,7 @@ class Listing:
         sole = self._registry.lookup_part(part.id) if len(part.nodes) == 1 else None
         # If a server encrypts data, small datasets do not travel in clear text beside that.
         is_secure = not any(node.flight.startswith("grpc:") and _encrypts(node) for node in part.nodes)
-        ticket = self._registry.tickets.sign(Grant(part.ticket, columns), time.time())
+        ticket = self._registry.tickets.sign(Grant(part.ticket, columns), self._registry.now())
         expirations = [end for end in (expires, ticket.expires) if end is not None]
         return flight.FlightEndpoint(
             ticket.data,

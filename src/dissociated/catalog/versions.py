@@ -30,7 +30,7 @@ _TTL_DIGITS = 6  # A time of this century has a resolution of 0.24 microseconds.
 
 
 class Origin(IntEnum):
-    """The way by which a catalog learned of a version. A found version never replaces a version with a lower origin."""
+    """The way by which a catalog learned of a version. See `Versions.learn` for the precedence."""
 
     COMMITTED = 0  # This catalog published it.
     FOUND = 1  # It was in the store of a node, with a number from an earlier catalog.
@@ -170,7 +170,10 @@ class Versions:
         if hidden:
             _log.warning(
                 "a version in a store is not shown, since later ones are known: dataset=%r version=%d node=%s part=%s",
-                *(version.name, version.number, version.part.node, version.id),
+                version.name,
+                version.number,
+                version.part.node,
+                version.id,
             )
             return
         number = version.number or self.next_number(version.name, append=False)
@@ -209,7 +212,13 @@ class Versions:
             "INSERT INTO versions (name, number, schema, rows, nbytes, tags, created, expires, began, origin)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
-                *(name, version.number, version.schema, rows, nbytes, json.dumps(dict(tags)), created),
+                name,
+                version.number,
+                version.schema,
+                rows,
+                nbytes,
+                json.dumps(dict(tags)),
+                created,
                 None if ttl is None else created + ttl,
                 (previous or version).lineage_id,
                 origin,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from dissociated.base.display import advise_name
-from dissociated.control.access import Grant, Signer, Ticket, Unsigned
+from dissociated.control.access import UNKNOWN_TICKET, Grant, Signer, Ticket, Unsigned
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.filtered import select
 from dissociated.datasets.sources import isolate_columns
@@ -150,9 +150,7 @@ class Registry:
         identifier, columns = self.tickets.check(ticket, self.now())
         dataset = self.lookup(identifier) if part is None else self.lookup_part(part)
         if dataset is None or dataset.ticket != identifier:
-            raise DatasetNotFound(
-                "no dataset has this ticket, which may have been replaced or dropped: look the dataset up again"
-            )
+            raise DatasetNotFound(UNKNOWN_TICKET)
         return dataset, dataset if columns is None else isolate_columns(dataset, columns)
 
     def select(self, whole: Dataset, selection: Selection | None) -> Dataset:

@@ -106,7 +106,8 @@ class Session:
         self._stats.dataset = published
         with published.reading():
             published.check_unchanged()
-            # Opened only inside `reading`, since a dataset that has a reader is not evicted.
+            # A dataset that has a reader is not evicted, so it is counted before it is opened. Only a ticket for some
+            # columns has opened it already.
             dataset = self._select(granted.open(), request.selection)
             if self._stats.span is not None:
                 self._stats.span.set(rows=dataset.rows)

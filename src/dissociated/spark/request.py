@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,9 +35,22 @@ from dissociated.spark.filters import parse_filters
 
 _ANSWER_TIMEOUT = 5.0  # seconds in which a node answers a look at it
 _OPTIONS = (
-    *("path", "catalog", "token_file", "tls_roots", "wait"),
-    *("columns", "filters", "version", "transport", "partitions", "nanoseconds", TRACEPARENT),
-    *("startingOffsets", "maxRowsPerTrigger", "maxBytesPerTrigger", "rowsPerPartition"),
+    "path",
+    "catalog",
+    "token_file",
+    "tls_roots",
+    "wait",
+    "columns",
+    "filters",
+    "version",
+    "transport",
+    "partitions",
+    "nanoseconds",
+    TRACEPARENT,
+    "startingOffsets",
+    "maxRowsPerTrigger",
+    "maxBytesPerTrigger",
+    "rowsPerPartition",
 )
 
 
@@ -206,10 +220,7 @@ def parse_number(options: Any, key: str, least: int) -> int | None:
     text = options.get(key)
     if text is None:
         return None
-    try:
-        number = int(text)
-    except ValueError:
-        number = least - 1
-    if number < least:
-        raise OptionError(f"the option {key} is a number from {least} on, not {text!r}")
-    return number
+    with suppress(ValueError):
+        if (number := int(text)) >= least:
+            return number
+    raise OptionError(f"the option {key} is a number from {least} on, not {text!r}")
