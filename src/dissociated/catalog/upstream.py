@@ -31,6 +31,7 @@ from dissociated.monitoring.status import NodeStatus, ServerStatus
 
 _log = logging.getLogger(__name__)
 
+_LEAVE_TIMEOUT = 5.0  # seconds: an upstream that does not answer must not hold up the end of this process
 _TIMEOUT_PER_VERSION = 0.01  # seconds that each reported version adds to the timeout
 
 
@@ -189,10 +190,13 @@ class UpstreamCatalog(Catalog):
         self._compare_clocks(sent_at, reply.get("now"))
         if not reply.get("known", True):
             return False
-        self._digest, self._reported_changes = digest, changes
+        # If the reply cannot be applied, everything is reported again: the upstream repeats the deletion only of parts
+        # that it lists itself.
+        self._digest, self._reported_changes = digest, None
         self._backend.confirm(reply.get("wanted", {}), reply.get("numbers", {}))
         if reply["unwanted"]:
             self.holdings.delete_parts(reply["unwanted"])
+        self._reported_changes = changes
         return True
 
     def _compare_clocks(self, sent_at: float, upstream_time: object) -> None:
@@ -236,7 +240,8 @@ class UpstreamCatalog(Catalog):
 
     def close(self) -> None:
         try:
-            self._upstream.do_action("leave", {"node": self.node.id, "retiring": self.retiring})
+            with Peer(self._upstream.uri, self.security, _LEAVE_TIMEOUT) as peer:
+                peer.do_action("leave", {"node": self.node.id, "retiring": self.retiring})
         except DissociatedError as error:
             _log.info("deregistration failed: node=%s error=%s", self.node.flight, error)
         self._upstream.close()

@@ -169,6 +169,8 @@ class EndpointReader:
         """Return a reader of all rows of these readers, up to the limit of the plan."""
         schema = planned.schema if planned.schema is not None else readers[0].schema
         if any((part.schema.names, part.schema.types) != (schema.names, schema.types) for part in readers):
+            for part in readers:
+                part.close()
             raise CatalogError(f"the parts of {info.name!r} do not all have the same columns")
         if len(readers) == 1:
             (chained,) = readers

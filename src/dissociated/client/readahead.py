@@ -30,9 +30,9 @@ class ReadaheadReader(BatchReader):
     """
 
     def __init__(self, schema: pa.Schema, parts: Sequence[Pairs], max_parallel: int) -> None:
-        others = min(max_parallel, len(parts)) - 1
-        self._parts = [_Part(pairs, MAX_BYTES // max(others, 1)) for pairs in parts]
-        super().__init__(schema, _in_order(self._parts, others))
+        other_parts = min(max_parallel, len(parts)) - 1
+        self._parts = [_Part(pairs, MAX_BYTES // max(other_parts, 1)) for pairs in parts]
+        super().__init__(schema, _in_order(self._parts, other_parts))
 
     def read_all(self) -> pa.Table:
         """Return all remaining batches as one table."""
@@ -86,10 +86,10 @@ class _Part(ProcessBound):
             self._pairs.close()
 
 
-def _in_order(parts: list[_Part], others: int) -> Iterator[BatchAndMetadata]:
+def _in_order(parts: list[_Part], other_parts: int) -> Iterator[BatchAndMetadata]:
     try:
         for number, part in enumerate(parts):
-            following = parts[number + 1 : number + 1 + others]
+            following = parts[number + 1 : number + 1 + other_parts]
             for pair in part.batches():
                 yield pair
                 while following:

@@ -87,8 +87,10 @@ class VersionReader(ProcessBound):
         catalog nor a server. Its columns are in the order in which they are named.
         """
         mapped = self.map(request)
-        if mapped is not None:
-            return mapped.select(request)
+        return self._request(request) if mapped is None else mapped.select(request)
+
+    def _request(self, request: ReadRequest) -> pa.RecordBatchReader:
+        """Open a reader over what servers send for `request`."""
         request = self._at(request)
         reader = self._read_again(request)
         return self.client.endpoints.read(self.describe, request) if reader is None else reader
@@ -124,7 +126,7 @@ class VersionReader(ProcessBound):
     def read_table(self, request: ReadRequest) -> pa.Table:
         """Read the columns and rows of `request` as a table. See `read`."""
         mapped = self.map(request)
-        return self.read(request).read_all() if mapped is None else mapped.table(request)
+        return self._request(request).read_all() if mapped is None else mapped.table(request)
 
     def read_on_device(self, request: ReadRequest) -> DeviceReader:
         """Open a reader over the columns and rows of `request`, whose batches lie on its device."""
@@ -148,9 +150,18 @@ class VersionReader(ProcessBound):
         return endpoints.open(current, current.endpoints[number], request)
 
     def is_mapped(self, number: int) -> bool:
-        """Return whether one endpoint would be read over shared memory."""
+        """Return whether one endpoint would be read over shared memory, by the last description of the version.
+
+        It would not if no route led there then. The read asks the catalog again.
+        """
+        info = self.info if self._latest is None else self._latest[0]
+        if number >= len(info.endpoints):  # the version lies in other parts now, which `read_part` reports
+            return False
         request = self._at(self.client.defaults)
-        return self.client.endpoints.routes(self.info, self.info.endpoints[number], request)[0].is_mapped
+        try:
+            return self.client.endpoints.routes(info, info.endpoints[number], request)[0].is_mapped
+        except CatalogError:
+            return False
 
     def _at(self, request: ReadRequest) -> ReadRequest:
         return replace(request, transport=self.transport)

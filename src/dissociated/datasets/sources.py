@@ -189,8 +189,7 @@ def _open_reader(source: Source, schema: pa.Schema | None = None) -> pa.RecordBa
     raise SourceError.for_peer(
         f"cannot publish a {type(source).__name__} as a stream: give a Table (see pyarrow.table), record batches, "
         "a RecordBatchReader, an object with __arrow_c_stream__, a pyarrow dataset, or a callable that returns one of "
-        "these. The path of an Arrow IPC, Parquet, CSV or JSON lines file, Arrow IPC in memory, and tensors are "
-        "published without live= and without a callable"
+        "these; a file, Arrow IPC in memory, or a tensor is published without live= and without a callable"
     )
 
 
