@@ -78,7 +78,17 @@ def test_a_host_that_has_a_node_waits_for_it_and_starts_no_second_one(
     monkeypatch.setenv("DISSOCIATED_NODE", f"--store {memory / 'second'}")
     catalog = start("catalog", "--db", tmp_path / "db", "--listen", "grpc://127.0.0.1:0")
     flight = f"grpc://127.0.0.1:{free_port()}"
-    arguments = ("node", "--store", memory / "service", "--catalog", catalog.uri, "--flight", flight, "--beat", "1")
+    arguments = (
+        "node",
+        "--store",
+        memory / "service",
+        "--catalog",
+        catalog.uri,
+        "--flight",
+        flight,
+        "--heartbeat",
+        "1",
+    )
     node = start(*arguments)
     node.kill()
     with dis.connect(catalog.uri) as client:

@@ -304,7 +304,7 @@ def test_a_catalog_that_is_killed_is_waited_for_by_tasks_the_abort_and_the_commi
 ) -> None:
     arguments = ("catalog", "--db", memory / "db", "--listen", f"grpc://127.0.0.1:{free_port()}")
     catalog = start(*arguments)
-    start("node", "--store", on_host("one"), "--catalog", catalog.uri, "--beat", "0.5")
+    start("node", "--store", on_host("one"), "--catalog", catalog.uri, "--heartbeat", "0.5")
     writer, failed = writing(catalog.uri), writing(catalog.uri)
     message = run(writer, 1, 2)
     for doing in (

@@ -271,7 +271,7 @@ def test_what_was_handed_over_to_a_node_goes_when_it_is_dropped(memory: Path, st
 
 def test_a_node_of_a_catalog_takes_memory_too(memory: Path, tmp_path: Path, start: Start) -> None:
     catalog = start("catalog", "--db", tmp_path / "db", "--listen", "grpc://127.0.0.1:0")
-    arguments = ("node", "--store", memory / "a", "--catalog", catalog.uri, "--beat", "0.5")
+    arguments = ("node", "--store", memory / "a", "--catalog", catalog.uri, "--heartbeat", "0.5")
     node = start(*arguments)
     kill(spawn(PRODUCER, catalog.uri, "commit"))
     put(catalog.uri, "e", table(7))  # makes the node send another report

@@ -317,12 +317,12 @@ class LocalCatalog(Catalog):
             raise
         self._members.admit(node.id)
         announced = self._parse_announced(node.id, body)
-        until = time.time() + float(body["lives"])
+        alive_until = time.time() + float(body["lives"])
         removed = {
             str(name): Removal(int(version), bool(lost), int(highest))
             for name, (version, lost, highest) in body.get("numbers", {}).items()
         }
-        self._database.register(node, announced, str(body["digest"]), until, int(body["serial"]), removed)
+        self._database.register(node, announced, str(body["digest"]), alive_until, int(body["serial"]), removed)
         return self._node_reply(node.id, announced)
 
     def _check_admission(self, node: NodeRecord, body: Mapping[str, Any]) -> None:
