@@ -68,16 +68,16 @@ def encode_groups(
     So a body that the connection reads in the file is sent before its metadata, with which the next group begins.
 
     Args:
-        dataset: keeps the encoded groups for later connections of the same kind.
-        messages: the messages to encode.
-        first: the sequence number of the first message.
-        connection: the connection that the messages are encoded for.
-        streams: the streams that travel over this connection.
-        segment_number: the number of the segment that the bodies lie in, among the segments that are sent; bodies then
+        dataset: Keeps the encoded groups for later connections of the same kind.
+        messages: The messages to encode.
+        first: The sequence number of the first message.
+        connection: The connection that the messages are encoded for.
+        streams: The streams that travel over this connection.
+        segment_number: The number of the segment that the bodies lie in, among the segments that are sent; bodies then
             travel by address. None if all bodies travel inline.
-        is_growing: whether the segment is still being written. Groups are then small, so that each can be sent as soon
+        is_growing: Whether the segment is still being written. Groups are then small, so that each can be sent as soon
             as its bodies are written, and are not kept.
-        inline_limit: bodies of up to this many bytes travel inline even if they lie in a segment.
+        inline_limit: Bodies of up to this many bytes travel inline even if they lie in a segment.
 
     Yields:
         The encoded groups, in order.

@@ -49,8 +49,8 @@ class _LiveMemorySending(Sending):
         """Encode all of `items` to be sent in one call, with alike neighbours combined into runs.
 
         Args:
-            items: the messages to send.
-            body: called for each message outside a run; it returns the body to send, or None for no body.
+            items: The messages to send.
+            body: Called for each message outside a run; it returns the body to send, or None for no body.
 
         Returns:
             The messages, as `Connection.prepare` returns them.
@@ -363,9 +363,9 @@ class BroadcastSending(_LiveMemorySending):
         """Send all of `items` in one call.
 
         Args:
-            consumer: the consumer.
-            items: the messages to send.
-            encodings: see `Consumer`. The messages are then sent without waiting.
+            consumer: The consumer.
+            items: The messages to send.
+            encodings: See `Consumer`. The messages are then sent without waiting.
 
         Returns:
             The number of messages and the total bytes of their bodies.

@@ -69,8 +69,8 @@ class Session:
             Whether the connection may carry another stream.
 
         Raises:
-            ConnectionClosed: if the client disconnects early.
-            DissociatedError: if another error ends the session. The client was told the reason.
+            ConnectionClosed: The client disconnects early.
+            DissociatedError: Another error ends the session. The client was told the reason.
         """
         try:
             request = self._receive_request()
@@ -184,8 +184,8 @@ class Session:
         """Wait until the client has received everything, if closing the connection would discard the rest.
 
         Raises:
-            ConnectionClosed: if the client disconnects before.
-            RemoteProtocolError: if the client sends something else instead of closing the connection.
+            ConnectionClosed: The client disconnects before.
+            RemoteProtocolError: The client sends something else instead of closing the connection.
         """
         if self._connection.discards_unread:
             with suppress(DeadlineExceeded):  # a client that stays may have received everything
