@@ -93,7 +93,7 @@ class Failure(NamedTuple):
     """An error that can be raised several times.
 
     It does not hold the exception itself. The traceback of an exception keeps the objects of its frames alive until
-    the garbage collector runs, or for ever if the reference cycle passes through C++.
+    the garbage collector runs, or forever if the reference cycle passes through C++.
     """
 
     kind: type[DissociatedError]

@@ -79,7 +79,7 @@ def batches():
         yield BATCH
     print("reached", flush=True)
     while end == "wait":
-        time.sleep(0.1)  # not for ever: a signal that came just before it would not end it
+        time.sleep(0.1)  # not forever: a signal that came just before it would not end it
     if end == "exit":
         sys.exit(1)
     if end == "raise":

@@ -125,7 +125,7 @@ def test_a_server_leaves_signals_to_the_program(number: int) -> None:
         "with dissociated.Server(['shm:']) as server:\n"
         "    print(server.catalog_uri, flush=True)\n"
         "    while True:\n"
-        "        time.sleep(0.1)\n"  # not for ever: a signal that came just before the sleep would not end it
+        "        time.sleep(0.1)\n"  # not forever: a signal that came just before the sleep would not end it
     )
     with Fork("-c", script, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -85,16 +85,16 @@ LIES: dict[str, tuple[list[Word], bool, type[DissociatedError], str]] = {
     ),
     "a kind that is none": ([word(99)], False, RemoteProtocolError, "invalid control message"),
     "what only clients say": ([word(Kind.JOIN)], False, RemoteProtocolError, "invalid control message"),
-    "a place for bodies, for ever": ([word(Kind.BODIES_JOIN)], True, RemoteProtocolError, "invalid control message"),
+    "a place for bodies, forever": ([word(Kind.BODIES_JOIN)], True, RemoteProtocolError, "invalid control message"),
     "more consumed than sent": (
         [word(Kind.CREDIT, b"\xff" * 8)],
         False,
         RemoteProtocolError,
         "received more bytes than were sent",
     ),
-    "heartbeats, for ever": ([word(Kind.CREDIT, bytes(8))], True, DeadlineExceeded, "no answer"),
-    "metadata, for ever": ([(None, lambda name: b"\1" * 100)], True, DeadlineExceeded, "no answer"),
-    "bodies, for ever": ([(1, lambda name: bytes(100))], True, DeadlineExceeded, "no answer"),
+    "heartbeats, forever": ([word(Kind.CREDIT, bytes(8))], True, DeadlineExceeded, "no answer"),
+    "metadata, forever": ([(None, lambda name: b"\1" * 100)], True, DeadlineExceeded, "no answer"),
+    "bodies, forever": ([(1, lambda name: bytes(100))], True, DeadlineExceeded, "no answer"),
 }
 
 

@@ -94,7 +94,7 @@ def test_what_expires_is_told_and_a_node_that_starts_again_finds_no_news(
         assert told == [
             ("committed", "kept", 1, "it is new"),
             ("committed", "short", 1, "it is new"),
-            ("expired", "short", 1, "its time to live is over"),
+            ("expired", "short", 1, "its time to live has ended"),
         ]
         assert kept(node) == ChangeCounts(committed=2, expired=1)
     told.clear()

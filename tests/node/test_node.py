@@ -198,7 +198,7 @@ def _tried(uri: str, name: str, data: pa.Table) -> bool:
     try:
         put(uri, name, data)
     except CatalogError as error:
-        if "what is left is being read" not in str(error):
+        if "the rest is being read" not in str(error):
             raise
         return False
     with dis.connect(uri) as client:

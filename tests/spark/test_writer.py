@@ -360,7 +360,7 @@ def test_a_guarded_catalog_has_guarded_nodes_which_tasks_start(
     place = on_host("one")
     guarded = CatalogConfig(catalog.uri, str(token), certified.roots)
     writer = DatasetWriter(WriteTarget(guarded, Commit("x")), SCHEMA)
-    with pytest.raises(StoreError, match=r"no node could be started for .* is not to be trusted"):
+    with pytest.raises(StoreError, match=r"no node could be started for .* is not trusted"):
         run(writer, 1)
     where = ["--listen", "shm:", "--listen", "tls://127.0.0.1:0", "--flight", "grpc+tls://127.0.0.1:0"]
     monkeypatch.setenv("DISSOCIATED_NODE", shlex.join(["--store", str(place), *where, *protection]))

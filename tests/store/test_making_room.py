@@ -324,7 +324,7 @@ def _is_put(client: dis.Client, name: str) -> bool:
     try:
         client.put(name, LARGE)
     except CatalogError as error:
-        if "what is left is being read" not in str(error):
+        if "the rest is being read" not in str(error):
             raise
         return False
     return True

@@ -379,7 +379,7 @@ def test_another_user_hands_nothing_over(memory: Path, start: Start) -> None:
     assert "PermissionError" in heard().stderr
     for closed in (path, *list(path.parents)[:3]):  # even if every user can reach the socket
         closed.chmod(0o777)
-    assert heard().stdout == '{"error": "this node takes nothing from user 65534"}\n'
+    assert heard().stdout == '{"error": "this node accepts no memory from user 65534"}\n'
 
 
 @pytest.mark.needs("root")

@@ -561,7 +561,7 @@ def test_evict_removes_the_oldest_that_nobody_reads(memory: Path) -> None:
             store.commit(commit_of(name, [write_large(store, name, 5)], key=name))
         assert gone == ["b"]
         store.eviction.in_use = lambda version: True
-        with pytest.raises(StoreError, match="what is left is being read"):
+        with pytest.raises(StoreError, match="the rest is being read"):
             write_large(store, "d", 10)
         assert [version.name for version in store.versions()] == ["a", "c"]
         assert store.usage().total <= 14 * MIB

@@ -25,7 +25,7 @@ from dissociated.store.numbers import Removal
 #: The number of seconds after which a prepared part is released if its commit never came.
 PREPARE_TIMEOUT = 600.0
 FOREVER = 1e18
-_MAX_NAMES = 10  # of unreadable datasets that are told
+_MAX_NAMES = 10  # of unreadable datasets that are listed
 
 
 class Database:
@@ -56,7 +56,7 @@ class Database:
 
     @property
     def changes(self) -> int:
-        """A number that grows with every change. A result is up to date as long as this is as it was before."""
+        """A number that grows with every change. A result is valid for as long as the number is the same."""
         return self._tables.changes
 
     def close(self) -> None:
@@ -377,7 +377,7 @@ class Database:
         with self._transaction() as versions:
             if not self._tables.all("SELECT 1 FROM versions WHERE name = ? AND replaced IS NULL", name):
                 raise DatasetNotFound(f"no dataset {name!r} is published here")
-            versions.remove("dropped", "it was asked for", "name = ?", name)
+            versions.remove("dropped", "by request", "name = ?", name)
 
     def datasets(self, prefix: str = "", tags: Mapping[str, str] | None = None) -> list[Version]:
         """Return the datasets whose names begin with `prefix` and that have all of `tags`, sorted by name."""

@@ -57,7 +57,7 @@ class Versions:
             "replaced IS NOT NULL AND promised <= ?",
         ):
             if self._tables.all(f"SELECT 1 FROM versions WHERE {condition} LIMIT 1", now):
-                self.remove("expired", "its time to live is over", condition, now)
+                self.remove("expired", "its time to live has ended", condition, now)
 
     def remove(self, kind: str, why: str, condition: str, *values: Any) -> None:
         """Remove the versions that meet an SQL condition.
@@ -70,7 +70,9 @@ class Versions:
         """
         # The plus makes SQLite use an index, in place of scanning all versions in the order of their ids.
         for row in self._tables.all(f"SELECT * FROM versions WHERE {condition} ORDER BY +id", *values):
-            outcome = (kind, why) if row["replaced"] is None else ("retired", "it was replaced, and kept no longer")
+            outcome = (
+                (kind, why) if row["replaced"] is None else ("retired", "it had been replaced, and was no longer kept")
+            )
             self._change(row, *outcome)
             if outcome[0] == "evicted":
                 self.mark_lost(row["name"])
@@ -243,7 +245,7 @@ class Versions:
             sql = "SELECT id FROM parts WHERE ticket = ? AND id != ?"
             for row in self._tables.all(sql, part.ticket, part.id):
                 condition = "id IN (SELECT version FROM version_parts WHERE part = ?)"
-                self.remove("retired", "what replaced it has the same ticket", condition, row["id"])
+                self.remove("retired", "its replacement has the same ticket", condition, row["id"])
 
     def _copy_parts(self, previous: int, version: int) -> int:
         """Give `version` the parts of the version that it appends to. Return the number of its next part."""

@@ -93,7 +93,7 @@ class Pump:
         if not waking:
             return
         if leisure < self._delivery_time:
-            self._delivery_time *= _DECAY  # so that a single slow delivery does not decide for ever
+            self._delivery_time *= _DECAY  # so that a single slow delivery does not decide forever
             for consumer in waking:
                 consumer.wake()
             return

@@ -52,7 +52,7 @@ def open_listener(uri: Uri, certificate: tuple[str, str] | None, allow_rma: bool
 
     Raises:
         UriError: The URI is invalid.
-        TransportError: The address cannot be listened at.
+        TransportError: The server cannot listen at the address.
     """
     if uri.scheme == "tls" and certificate is not None:
         uri = uri.with_parameters(**{"cert": certificate[0], "key": certificate[1], **uri.parameters})

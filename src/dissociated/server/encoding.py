@@ -24,10 +24,10 @@ _FIRST_GROUP_SIZE = 128
 #: takes as long as reading it. Keeping it encoded takes a third of the memory that the message itself takes.
 _MAX_CACHED_MESSAGES = 1 << 20
 _UNLIMITED = 1 << 63
-#: Largest body, in bytes, that is copied if it lies in a file that a user may modify: over media of which the kernel
-#: reads larger bodies, if their metadata can follow them, and otherwise. Each client costs as much memory.
+#: Largest body, in bytes, that is copied if it lies in a file that a user may modify. Each client costs as much memory.
+#: The lower limit applies if the kernel reads larger bodies from the file itself, and their metadata can follow them.
 _MAX_COPIED, _MAX_COPIED_HERE = 1 << 16, 1 << 24
-#: Bytes of bodies of a group that are copied, and one body more.
+#: Bytes of copied bodies after which a group ends.
 _COPIED_BYTES = 1 << 18
 
 
@@ -87,7 +87,7 @@ def encode_groups(
     copies = dataset.is_modifiable and max_inline > 0 and bool(streams & Streams.BODIES)
     max_whole = _UNLIMITED  # bytes of the largest body whose metadata is sent before it
     if copies:
-        has_metadata = streams is Streams.BOTH  # otherwise there is none to hold back
+        has_metadata = streams is Streams.BOTH  # which can be held back until the body was sent
         max_copied = _MAX_COPIED if connection.reads_in_kernel and has_metadata else _MAX_COPIED_HERE
         if connection.copies and has_metadata:
             max_whole = max_copied

@@ -62,7 +62,7 @@ class Sending(ABC):
         self._streams = client.streams
         self._by_address = not client.packed and bool(client.streams & Streams.BODIES)
         self._ledger = Ledger()
-        self._half_closed = False  # whether the client has ended its side, after which it can free nothing any more
+        self._half_closed = False  # whether the client has ended its side, and so can free nothing
         client.stats.leases = self._ledger
 
     @abstractmethod

@@ -57,7 +57,7 @@ class Server(ProcessBound):
 
     Raises:
         UriError: An address is invalid.
-        TransportError: An address cannot be listened at.
+        TransportError: The server cannot listen at an address.
         OptionError: An option is invalid.
 
     Example:
@@ -322,7 +322,7 @@ class Server(ProcessBound):
             if self._service is not None:
                 self._service.catalog.drop(name)
             else:
-                self._record_change("dropped", old, "it was asked for")
+                self._record_change("dropped", old, "by request")
             self.registry.withdraw(old)
 
     def dataset(self, name: str) -> Dataset:

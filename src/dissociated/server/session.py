@@ -184,7 +184,7 @@ class Session:
         """Wait until the client has received everything, if closing the connection would discard the rest.
 
         Raises:
-            ConnectionClosed: The client disconnects before.
+            ConnectionClosed: The client disconnects first.
             RemoteProtocolError: The client sends something else instead of closing the connection.
         """
         if self._connection.discards_unread:

@@ -92,7 +92,7 @@ class FabricTransport(Transport):
 
 
 def _probe(host: str, port: int, timeout: float, where: str) -> tuple[str, str]:
-    """Connect to the server once by TCP, because libfabric would try to connect to a closed port for ever.
+    """Connect to the server once by TCP, because libfabric would try to connect to a closed port forever.
 
     Returns:
         The IP addresses of this host and of the server.
