@@ -99,7 +99,7 @@ def test_a_certificate_for_another_host_ends_it(tmp_path: Path) -> None:
     with (
         dis.Server([], catalog=TLS, **made.options) as server,
         dis.connect(server.catalog_uri, tls_roots=made.roots, timeout=10) as client,
-        pytest.raises(AccessDenied, match="or not for that host"),
+        pytest.raises(AccessDenied, match="or is for another host"),
     ):
         client.list()
 

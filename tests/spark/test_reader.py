@@ -387,7 +387,7 @@ def test_wrong_options_are_told(spark: SparkSession, options: dict[str, str], me
     [
         ({"columns": ""}, "option columns is a list of names"),
         ({"columns": "a,,b"}, "option columns is a list of names"),
-        ({"columns": '["a"'}, "is none"),
+        ({"columns": '["a"'}, "is not valid JSON"),
         ({"columns": "[1]"}, "option columns is a list of names"),
         ({"partitions": "0"}, "option partitions is a number from 1 on, not '0'"),
         ({"version": "latest"}, "option version is a number from 0 on, not 'latest'"),

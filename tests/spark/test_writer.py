@@ -190,7 +190,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch, memory: Path) -> Iterator[Callable[
     def be(host: str) -> Path:
         stores.append(memory / host)
         monkeypatch.setenv("DISSOCIATED_HOST", host)
-        monkeypatch.setenv("DISSOCIATED_NODE", f"--store {memory / host} --beat 0.5")
+        monkeypatch.setenv("DISSOCIATED_NODE", f"--store {memory / host} --heartbeat 0.5")
         return memory / host
 
     yield be
@@ -326,7 +326,7 @@ def test_segments_of_a_driver_that_died_are_forgotten(
     outer: str, run: Run, on_host: OnHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = on_host("one")
-    monkeypatch.setenv("DISSOCIATED_NODE", f"--store {store} --beat 0.1 --forget 0.5")
+    monkeypatch.setenv("DISSOCIATED_NODE", f"--store {store} --heartbeat 0.1 --forget 0.5")
     writer = writing(outer)
     message = run(writer, 1)
     wait_until(lambda: staged(store / "staging") == [], "it is forgotten")

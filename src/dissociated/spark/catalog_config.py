@@ -151,5 +151,5 @@ def required_name(options: Mapping[str, str], method: str) -> str:
         return str(name)
     raise CatalogError(
         f"the name of the dataset is missing: give it in {method}, or in SQL by CREATE TEMPORARY VIEW with OPTIONS "
-        "(path 'NAME'). A table of Spark's own catalog cannot name a dataset"
+        "(path 'NAME'), since a table of Spark's own catalog cannot name a dataset"
     )
