@@ -293,7 +293,7 @@ def test_a_part_prepared_for_an_aborted_commit_is_released_at_once(database: Dat
     assert database.unreferenced_parts("a", [prepared]) == ["1"]
 
 
-def test_what_was_committed_is_in_the_file(tmp_path: Path) -> None:
+def test_a_commit_is_in_the_file(tmp_path: Path) -> None:
     path = str(tmp_path / "catalog.db")
     with leaving_nothing():
         database = Database(path)

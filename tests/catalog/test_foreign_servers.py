@@ -101,7 +101,7 @@ TOLD = [
 ]
 
 
-def test_what_others_tell_is_not_taken_for_ours(
+def test_metadata_of_other_servers_is_not_taken_for_ours(
     server: Flights, client: dis.Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number, told in enumerate(TOLD):

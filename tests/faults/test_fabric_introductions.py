@@ -118,7 +118,7 @@ def test_an_answer_that_is_given_again_and_again_is_no_sign_of_work() -> None:
         connection.receive(TIMEOUT, lambda tag, length: bytearray(length))
 
 
-def test_who_only_says_hello_has_few_places_and_keeps_nobody_out(serve: Serve) -> None:
+def test_clients_that_only_say_hello_keep_no_other_client_out(serve: Serve) -> None:
     """Limit clients that say HELLO and never join. Each place costs 16 MB, and 40 are requested."""
     good = serve("fabric:", handshake_timeout=5.0)
     uri = Uri.parse(good.server.locations("good")[0])

@@ -132,7 +132,7 @@ def _older(store: Path, seconds: float) -> bool:
 
 
 @pytest.mark.parametrize("policy", [Policy.EVICT, Policy.SPILL])
-def test_what_goes_to_make_room(tmp_path: Path, told: list[tuple[Any, ...]], policy: Policy) -> None:
+def test_evictions_and_spills_are_recorded(tmp_path: Path, told: list[tuple[Any, ...]], policy: Policy) -> None:
     spill = tmp_path / "disk" if policy is Policy.SPILL else None
     kind = "evicted" if policy is Policy.EVICT else "spilled"
     store = Store(tmp_path / "store", 14 * MIB, policy, spill)

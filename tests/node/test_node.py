@@ -279,7 +279,7 @@ def test_sigterm_lets_readers_end_within_the_deadline(memory: Path, start: Start
 # Starting a node
 
 
-def test_whoever_needs_a_node_starts_one_and_all_get_the_same(memory: Path) -> None:
+def test_processes_that_need_a_node_start_one_and_share_it(memory: Path) -> None:
     store = memory / "store"
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda _: ensure(store, idle_exit=600, options=[f"--limit={64 * MIB}"]), range(3)))

@@ -98,7 +98,7 @@ def test_a_memfd_that_could_change_is_refused(memory: Path, seals: int) -> None:
         assert store.usage().total == 0
 
 
-def test_what_is_no_memfd_is_refused(memory: Path, tmp_path: Path) -> None:
+def test_a_descriptor_that_is_no_memfd_is_refused(memory: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     with leaving_nothing(), Store(memory / "store") as store:
         read, write = os.pipe()
@@ -299,7 +299,7 @@ def test_handing_over_what_a_node_refuses_says_why(memory: Path, start: Start) -
         assert read(node.uri, "d") == [1, 2]
 
 
-def test_whoever_says_nothing_or_nonsense_at_the_socket_harms_nobody(memory: Path, start: Start) -> None:
+def test_silence_or_nonsense_at_the_socket_harms_no_other_client(memory: Path, start: Start) -> None:
     node = start("node", "--store", memory / "store")
     with dis.connect(node.uri) as client:
         path = client.stage().handover

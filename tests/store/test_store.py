@@ -78,7 +78,7 @@ def files(directory: Path) -> list[str]:
 # Committed versions
 
 
-def test_what_is_committed_is_there_when_the_store_is_opened_again(memory: Path) -> None:
+def test_commits_survive_the_reopening_of_a_store(memory: Path) -> None:
     with leaving_nothing():
         with Store(memory) as store:
             names = [write(store, "a", 1, 2), write(store, "b", 3)]
@@ -242,7 +242,7 @@ def test_an_entry_that_is_damaged_or_foreign_is_set_aside_and_the_rest_is_served
         assert (store.versions(), store.set_aside) == ([good, other], ())
 
 
-def test_what_is_no_version_is_set_aside_with_the_reason(memory: Path) -> None:
+def test_an_invalid_version_is_set_aside_with_the_reason(memory: Path) -> None:
     with Store(memory) as store:
         good = put(store, "good", 1)
     written = memory / "segments" / good.id
