@@ -4,7 +4,7 @@
     ├── UriError                 a URI that cannot be used, also a ValueError
     ├── ProtocolError
     │   ├── LocalProtocolError   this side asked for something the protocol forbids: a bug in the caller
-    │   └── RemoteProtocolError  the peer broke the protocol; the connection is of no more use
+    │   └── RemoteProtocolError  the peer broke the protocol; the connection cannot be used any more
     ├── TransportError           the medium failed: refused, reset, unreachable, in use
     │   ├── ConnectionClosed     the peer is gone, or this side closed the connection
     │   └── UnsafeMemory         another user's server shares a file, which could be cut short under this process
