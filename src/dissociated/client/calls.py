@@ -83,11 +83,8 @@ class CatalogClient:
         }
         if trusted_files:
             self._trust["shm"]["files"] = "allow"
-
-    @property
-    def endpoints(self) -> EndpointReader:
-        """Return the reader that opens the endpoints of this catalog's datasets."""
-        return EndpointReader(partial(open_flight, self._calls), self._trust)
+        #: The reader that opens the endpoints of this catalog's datasets.
+        self.endpoints = EndpointReader(partial(open_flight, self._calls), self._trust)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._parameters
