@@ -68,7 +68,7 @@ class Ledger:
             if count > 1:
                 counts[address] = count - 1
             elif count:
-                del counts[address]
+                counts.pop(address)  # `del` of a Counter is a function of Python
                 released.append(address)
             elif address:
                 raise RemoteProtocolError(
