@@ -39,7 +39,7 @@ PARTS = {
     "scaling": "opening, by how many batches, columns, bytes, datasets, consumers and versions there are.",
     "many": "commits, by how many datasets a node has already.",
     "migrating": "processor time for each gigabyte: the ways that docs/migrating.md replaces, and ours.",
-    "spark": "publishing from Spark and reading into it, beside mapInArrow, toArrow, toPandas, Parquet and Flight.",
+    "spark": "publishing from Spark and reading into it, beside mapInArrow, toArrow, createDataFrame and Parquet.",
     "training": "an epoch of shuffled batches, beside Parquet, arrays in memory and other loaders.",
     "ucx": "ucx with both error modes, tcp, Flight and ucx_perftest.",
 }
@@ -50,13 +50,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Side-by-side measurements.")
     parser.add_argument("part", nargs="?", choices=PARTS, help=" ".join(f"{k}: {v}" for k, v in PARTS.items()))
     parser.add_argument("--gigabytes", type=float, help="how much data (default: 1; training: 0.25)")
-    parser.add_argument("--rounds", type=int, default=7, help="how often (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, help="how often (default: 7; spark: 3)")
     parser.add_argument(
         "--limit", type=int, default=256, help="live: megabytes of shared memory (default: %(default)s)"
     )
     parser.add_argument("--tcp", action="store_true", help="live: with a consumer over tcp too")
     parser.add_argument("--scale", type=float, default=0.1, help="spark, handles: of TPC-H (default: %(default)s)")
-    parser.add_argument("--of", choices=handles.PARTS, action="append", help="handles: which (default: all)")
+    of = {"handles": handles.PARTS, "spark": tuple(spark.PARTS)}
+    told = "; ".join(f"{part}: {', '.join(names)}" for part, names in of.items())
+    parser.add_argument(
+        "--of", action="append", default=[], help=f"which (default: all; spark: those with goals). {told}"
+    )
     parser.add_argument("--processor", action="store_true", help="handles: processor time of queries, not wall time")
     parser.add_argument("--datasets", type=int, default=10_000, help="many: how many (default: %(default)s)")
     parser.add_argument("--kind", choices=many.KINDS, action="append", help="many: of which node (default: all)")
@@ -68,6 +72,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.gigabytes is None:
         arguments.gigabytes = 0.25 if arguments.part == "training" else 1.0
+    if arguments.rounds is None:
+        arguments.rounds = 3 if arguments.part == "spark" else 7
+    if unknown := {*arguments.of}.difference(of.get(arguments.part or "handles", ())):
+        parser.error(f"--of: {', '.join(unknown)}: unknown; {told}")
     for part in [arguments.part] if arguments.part else ["transfer", "handles"]:
         _run(part, arguments)
 
@@ -90,7 +98,7 @@ def _run(part: str, arguments: argparse.Namespace) -> None:
         clock = time.process_time if arguments.processor else time.perf_counter
         handles.run(arguments.scale, arguments.rounds, arguments.of or handles.PARTS, clock)
     elif part == "spark":
-        spark.run(arguments.scale, arguments.rounds)
+        spark.run(arguments.scale, arguments.rounds, arguments.of)
     else:
         parts = {"transfer": transfer, "ipc": ipc, "fabric": fabric, "hosts": hosts, "migrating": migrating}
         parts |= {"training": training, "ucx": ucx}

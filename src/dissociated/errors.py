@@ -4,7 +4,7 @@
     ├── UriError                 a URI that cannot be used, also a ValueError
     ├── ProtocolError
     │   ├── LocalProtocolError   this side asked for something the protocol forbids: a bug in the caller
-    │   └── RemoteProtocolError  the peer broke the protocol; the connection is of no more use
+    │   └── RemoteProtocolError  the peer broke the protocol; the connection cannot be used any more
     ├── TransportError           the medium failed: refused, reset, unreachable, in use
     │   ├── ConnectionClosed     the peer is gone, or this side closed the connection
     │   └── UnsafeMemory         another user's server shares a file, which could be cut short under this process
@@ -185,6 +185,8 @@ class RemoteError(DissociatedError):
     """
 
     code = "remote"
+    #: The number of the error in docs/framing.md, as the peer has sent it; None if it has sent none.
+    number: int | None = None
 
 
 class ServerFull(DissociatedError):
@@ -451,7 +453,7 @@ def _reported_class(base: type[DissociatedError], kind: type[DissociatedError]) 
 
     # Pickle finds a class by its name, and this class has the name of `kind`.
     def reduce(error: DissociatedError) -> tuple[Any, ...]:
-        return reported_error, (base, str(error), error.code, error.reference)
+        return reported_error, (base, str(error), error.code), vars(error)
 
     return type(kind.__name__, (kind, base), {"__doc__": kind.__doc__, "__module__": __name__, "__reduce__": reduce})
 

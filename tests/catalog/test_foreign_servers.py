@@ -16,6 +16,7 @@ from dissociated.base.host import boot_id
 from dissociated.cli import main
 from dissociated.errors import CatalogError, DatasetNotFound, WrongKind
 from support.certificates import Certificates
+from support.helpers import connections_left
 
 TABLE = pa.table({"n": [1, 2, 3]})
 REUSE = "arrow-flight-reuse-connection://?"
@@ -171,8 +172,17 @@ def test_several_endpoints_are_one_dataset_in_their_order(server: Flights, clien
     server.add("none")
     assert client.read("none").read_all() == TABLE[:0]
     server.add("mixed", endpoint(), endpoint(ticket=b"other"))
-    with pytest.raises(CatalogError, match="the parts of 'mixed' have not all the same columns"):
+    with pytest.raises(CatalogError, match="the parts of 'mixed' do not all have the same columns"):
         client.read("mixed")
+    with dis.Server(["tcp://127.0.0.1:0"], catalog=None) as ours:
+        for name in ("n", "m"):  # more than a connection holds
+            batch = pa.record_batch({name: range(1 << 16)})
+            ours.publish(name, lambda batch=batch: iter([batch] * 100))
+        server.add("ours", *(endpoint(*ours.locations(name), ticket=ours.ticket(name)) for name in ("n", "m")))
+        with pytest.raises(CatalogError, match="the parts of 'ours'") as caught:
+            client.read("ours")
+        assert connections_left(ours) == 0, "the error keeps no stream open"
+        del caught
     server.add("over", endpoint(ticket=b"forgotten", expires=GONE))
     with pytest.raises(CatalogError, match="forgotten"):
         client.read("over")

@@ -16,7 +16,7 @@ import pytest
 import dissociated as dis
 from dissociated.errors import AccessDenied, CatalogError, OptionError, UriError
 from support.certificates import Certificates, certificates
-from support.helpers import commit_of, location
+from support.helpers import commit_of, location, open_over_flight
 
 TABLE = pa.table({"n": [1, 2, 3]})
 TLS = "grpc+tls://127.0.0.1:0"
@@ -65,7 +65,7 @@ def test_without_the_right_token_nothing_is_answered(
         with pytest.raises(AccessDenied, match=sentence):
             CALLS[call](client)
         with pytest.raises(AccessDenied, match=sentence):
-            client.do_get(server.ticket("data"))  # a valid ticket alone is not enough
+            open_over_flight(client, server.ticket("data"))  # a valid ticket alone is not enough
     assert server.names() == ["data"]
 
 

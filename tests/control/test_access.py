@@ -169,6 +169,20 @@ def test_tickets_for_columns_that_cannot_be(server: dis.Server, serve: Serve) ->
         plain.ticket("data", columns=["n"])
 
 
+def test_a_ticket_that_no_request_can_carry_is_refused(server: dis.Server, serve: Serve) -> None:
+    for one in (server, serve("tcp:")):
+        for size in (65_537, 70_000):
+            with pytest.raises(OptionError, match=r"is too long, since a request has at most 65,536"):
+                one.publish("long", TABLE, ticket=b"x" * size)
+        assert "long" not in one.names()
+        one.publish("long", TABLE, ticket=b"x" * 65_000)
+        assert dis.open_stream(location(one, "long", "tcp"), one.ticket("long")).read_all() == TABLE
+    wide = pa.table({f"column {number}": [1] for number in range(6_000)})
+    server.publish("wide", wide)
+    with pytest.raises(OptionError, match="grant fewer columns"):
+        server.ticket("wide", columns=wide.column_names)
+
+
 def test_a_stream_that_has_begun_outlives_its_ticket(server: dis.Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.publish("data", pa.Table.from_batches(TABLE.to_batches() * 100).to_reader())
     reader = dis.open_stream(location(server, "data", "tcp"), server.ticket("data"))

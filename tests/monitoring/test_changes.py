@@ -160,12 +160,12 @@ def test_a_catalog_counts_what_it_decides_and_a_node_what_its_store_does(
         with Node(store, ["shm:"], catalog=catalog.uri, heartbeat_interval=1.0) as node:
             for name in "abc":
                 put(node, name, LARGE)
-            wait_until(lambda: catalog.status().changed.evicted, "the catalog hears that it is gone")
-            assert catalog.status().changed == ChangeCounts(committed=3, evicted=1)
+            wait_until(lambda: catalog.catalog.status().changed.evicted, "the catalog hears that it is gone")
+            assert catalog.catalog.status().changed == ChangeCounts(committed=3, evicted=1)
             assert node.server.status().changed == ChangeCounts(evicted=1)
             with dis.connect(catalog.uri) as client:
                 client.drop("b")
-            assert catalog.status().changed == ChangeCounts(committed=3, evicted=1, dropped=1)
+            assert catalog.catalog.status().changed == ChangeCounts(committed=3, evicted=1, dropped=1)
     finally:
         catalog.close()
     assert [one[:3] for one in told if one[0] == "evicted"] == [("evicted", "a", None), ("evicted", "a", 1)]

@@ -262,5 +262,5 @@ def test_a_catalog_that_answers_with_nonsense() -> None:
         activity = server.activity
         now = activity.status(None, [], {})
         activity.status = lambda *_: replace(now, totals=None)  # type: ignore[method-assign,arg-type]  # nonsense
-        with pytest.raises(CatalogError, match="answered with what cannot be read"):
+        with pytest.raises(CatalogError, match="sent an unreadable status"):
             client.status()

@@ -282,7 +282,7 @@ def test_sigterm_lets_readers_end_within_the_deadline(memory: Path, start: Start
 def test_whoever_needs_a_node_starts_one_and_all_get_the_same(memory: Path) -> None:
     store = memory / "store"
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda _: ensure(store, idle_exit=600, limit=64 * MIB), range(3)))
+        found = list(pool.map(lambda _: ensure(store, idle_exit=600, options=[f"--limit={64 * MIB}"]), range(3)))
     address = found[0]
     try:
         assert found == [address] * 3

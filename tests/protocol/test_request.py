@@ -136,7 +136,7 @@ def test_other_members_stand_beside_a_selection() -> None:
     asked = HEAD + b'{"columns": ["n"], "streams": "metadata", "keep": true}'
     assert Request.parse(asked) == Request(b"t", Selection(("n",)), Streams.METADATA, keep=True)
     assert Request.parse(HEAD + b'{"streams": "bodies", "keep": false}') == Request(b"t", streams=Streams.BODIES)
-    assert Request.parse(HEAD + b'{"ahead": true, "part": "p"}') == Request(b"t", ahead=True, part="p")
+    assert Request.parse(HEAD + b'{"ahead": true, "part": "p"}') == Request(b"t", reads_others_first=True, part="p")
     assert with_members(b"t", keep=True) == HEAD + b'{"keep": true}'
     assert with_members(HEAD + b'{"columns": ["n"]}', keep=True) == HEAD + b'{"columns": ["n"], "keep": true}'
     assert with_members(bytes(MAX_IDENTIFIER), keep=True) == bytes(MAX_IDENTIFIER)

@@ -91,7 +91,7 @@ def test_a_driver_that_is_killed_leaves_nothing_and_its_query_goes_on(
     def written() -> bool:
         """Return whether both batch writes have had a whole segment and a half-written one.
 
-        The whole segment of the node with a short `forgotten` may be deleted by now.
+        The whole segment of the node with a short `staging_timeout` may be deleted by now.
         """
         seen.update((job, rest[:6]) for job, _, rest in (name.partition("-") for name in staged(forgetful)))
         return sorted(partition for _, partition in seen) == ["000000", "000000", "000001", "000001"]

@@ -99,7 +99,7 @@ def test_a_server_that_did_not_accept_the_jvm_in_time_is_not_asked_directly(tmp_
         plan = planned(sidecar, node)
         (partition,) = plan["partitions"]
         server = sidecar.open(plan["reader"], partition["partition"], direct=True)["server"]
-        sidecar.silent(server["host"], server["port"])
+        sidecar.unresponsive(server["host"], server["port"])
         stream = sidecar.open(plan["reader"], partition["partition"], direct=True)["stream"]
         assert [batch["rows"] for batch in sidecar.next(stream)["batches"]] == [EACH]
         sidecar.close(stream)

@@ -201,8 +201,8 @@ def test_memfds_are_appended_where_they_lie_and_copied_where_they_meet_files(mem
 
 def test_what_is_handed_over_and_never_committed_is_forgotten_in_the_end(memory: Path) -> None:
     with leaving_nothing():
-        for forgotten, left in (60.0, 4096), (-1.0, 0):
-            with Store(memory / "store", forgotten=forgotten) as store:
+        for staging_timeout, left in (60.0, 4096), (-1.0, 0):
+            with Store(memory / "store", staging_timeout=staging_timeout) as store:
                 handed(store, table(1))
                 store.sweep()
                 assert store.usage().total == left

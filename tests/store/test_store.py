@@ -465,7 +465,7 @@ def test_segments_that_nobody_commits_are_forgotten_in_the_end(memory: Path) -> 
         write(store, "a", 1)
         store.sweep()
         assert os.listdir(store.staging) == ["a"]
-    with Store(memory, forgotten=-1) as store:
+    with Store(memory, staging_timeout=-1) as store:
         assert os.listdir(store.staging) == []
 
 

@@ -69,8 +69,8 @@ def missing(noun: str, name: str, names: Sequence[str], purpose: str = "") -> st
     return f"there is no {noun} {name!r}{purpose}{hint}; there are {first_names(names, _MAX_NAMES)}"
 
 
-def first_names(names: Sequence[str], most: int) -> str:
-    """Return the names as text: all, or the first and how many others there are."""
+def first_names(names: Sequence[str], most: int = 10) -> str:
+    """Return the names as text: all, or the first `most` and how many others there are."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f", and {plural(more, 'other')}" if more > 0 else "")
 

@@ -218,7 +218,7 @@ class Catalog(ABC):
         """Make segments on this node ready to be published by another catalog."""
         commit = Commit.parse({**body, "append": False})  # The catalog itself appends this part to the earlier parts.
         prepared = self._backend.prepare(commit, whole=False)
-        self.holdings.serve(prepared)
+        self._registry.serve(prepared.id, prepared.dataset)
         return {
             "part": self.holdings.describe_part(prepared).to_json(),
             "schema": schemas.to_base64(prepared.dataset.schema),
@@ -255,11 +255,11 @@ class Catalog(ABC):
         Args:
             resolved: The keys of resolved commits. If omitted, the catalog is asked for them.
         """
-        staged = [name for name in self._backend.staged() if "-" in name]
-        keys = sorted({_commit_key_of(name) for name in staged})
+        names = [name for name in self._backend.staged_names() if "-" in name]
+        keys = sorted({_commit_key_of(name) for name in names})
         if keys and resolved is None:
             resolved = self.resolved_commits(keys)
-        self._backend.discard(name for name in staged if _commit_key_of(name) in (resolved or ()))
+        self._backend.discard(name for name in names if _commit_key_of(name) in (resolved or ()))
 
     def _clean_up(self, *steps: Callable[[], object]) -> None:
         """Run the steps that follow a publication, drop or abort.
@@ -304,7 +304,7 @@ class Catalog(ABC):
         for version in self._backend.store.versions():
             try:
                 prepared = self._backend.load_version(version)
-                self.holdings.serve(prepared)
+                self._registry.serve(prepared.id, prepared.dataset)
                 self._restore(version, prepared)
             except DissociatedError as error:
                 _log.error(

@@ -213,7 +213,7 @@ class Database:
             return bool(self._tables.all(sql, node))
 
     def unreadable(self) -> tuple[int, tuple[str, ...]]:
-        """Return the number of parts of current versions that no live node holds, and names of their datasets."""
+        """Return the number of parts of current versions whose nodes are all away, and names of their datasets."""
         with self._transaction() as versions:
             rows = self._tables.all(
                 "SELECT versions.name AS name FROM versions JOIN version_parts ON version = versions.id"

@@ -20,7 +20,7 @@ from dissociated.catalog.base import Catalog
 from dissociated.catalog.database import FOREVER, Database
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.listing import Answers, Listing, earliest_expiry
-from dissociated.catalog.members import Members, describe_clock
+from dissociated.catalog.members import Members, describe_clock_skew
 from dissociated.codec import schemas
 from dissociated.codec.split import BatchAndMetadata
 from dissociated.control.access import Security
@@ -139,7 +139,7 @@ class LocalCatalog(Catalog):
 
     def _problem_of(self, node: NodeRecord) -> str:
         """Return a sentence about the clock of a registered node; empty if all is well, or the node is away."""
-        return describe_clock(self._members.clock(node.id)) if node.alive else ""
+        return describe_clock_skew(self._members.clock_skew(node.id)) if node.alive else ""
 
     def forget(self, node: str) -> None:
         records = [*self._database.nodes(), *(refusal.node for refusal in self._members.refusals())]
@@ -195,7 +195,7 @@ class LocalCatalog(Catalog):
                 try:
                     self.holdings.delete_parts(stored)
                 except BaseException:
-                    self._forget_deleted(stored)
+                    self._record_deletions(stored)
                     raise
             self._database.drop(name)
         self._clean_up(self._delete_unreferenced)
@@ -257,7 +257,7 @@ class LocalCatalog(Catalog):
             tags, ttl = current.merged_options(commit.tags, commit.ttl)
             commit = replace(commit, tags=tags, ttl=ttl)
         prepared = self._backend.prepare(commit, dataset)
-        self.holdings.serve(prepared, named=True)
+        self._registry.serve(prepared.id, prepared.dataset, named=True)
         try:
             stored = self._backend.store.version(prepared.id)
             created = None if stored is None else stored.created  # A restart takes the time from the store as well.
@@ -343,10 +343,11 @@ class LocalCatalog(Catalog):
 
     def _parse_announced(self, node: str, body: Mapping[str, Any]) -> list[Version]:
         """Return the versions in a report. The times of prepared versions, which expire, are the catalog's."""
-        ahead = self._members.compare_clock(node, body.get("now"))
+        clock_skew = self._members.record_time(node, body.get("now"))
         announced = [Version.parse(plain) for plain in body.get("parts", ())]
         return [
-            replace(version, created=version.created - ahead) if version.prepared else version for version in announced
+            replace(version, created=version.created - clock_skew) if version.prepared else version
+            for version in announced
         ]
 
     def heartbeat(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -427,9 +428,9 @@ class LocalCatalog(Catalog):
             try:
                 self.holdings.delete_parts(unreferenced)
             finally:
-                self._forget_deleted(unreferenced)
+                self._record_deletions(unreferenced)
 
-    def _forget_deleted(self, parts: Sequence[str]) -> None:
+    def _record_deletions(self, parts: Sequence[str]) -> None:
         """Delete from the database those parts that are no longer in the store."""
         self._database.delete_parts([part for part in parts if self._backend.store.version(part) is None])
 
@@ -446,13 +447,13 @@ class LocalCatalog(Catalog):
         nodes = []
         for node in self._database.nodes():
             if node.id != self.node.id:
-                ahead = self._members.clock(node.id)
-                silence = max(0.0, now - node.seen)
+                clock_skew = self._members.clock_skew(node.id)
+                age = max(0.0, now - node.seen)
                 problem = self._problem_of(node)
-                nodes.append(NodeStatus(node.host, node.flight, node.alive, silence, node.id, ahead, problem=problem))
+                nodes.append(NodeStatus(node.host, node.flight, node.alive, age, node.id, clock_skew, problem=problem))
         for node, reason, at in self._members.refusals():
-            silence = max(0.0, now - at)
-            nodes.append(NodeStatus(node.host, node.flight, False, silence, node.id, registered=False, problem=reason))
+            age = max(0.0, now - at)
+            nodes.append(NodeStatus(node.host, node.flight, False, age, node.id, registered=False, problem=reason))
         return nodes
 
     def status(self) -> ServerStatus:

@@ -64,9 +64,7 @@ from dissociated.catalog.upstream import UpstreamCatalog
 from dissociated.control.access import Security
 from dissociated.control.catalog_uri import UNIX_SCHEME, check_socket, describe_reach, is_unix, socket_path, unix_uri
 from dissociated.control.version import NodeRecord
-from dissociated.datasets.base import Dataset
 from dissociated.errors import DissociatedError, TransportError, UriError
-from dissociated.monitoring.status import ServerStatus
 from dissociated.transport.framed.shm import runtime_directory
 from dissociated.uri import ANY_INTERFACE, Uri
 
@@ -158,21 +156,6 @@ class CatalogService(ProcessBound):
     def after_fork_in_child(self) -> None:
         """Leave the gRPC server untouched. See `dissociated.base.fork`."""
         leak(self._flight)
-
-    def record_publication(self, dataset: Dataset, ttl: float | None = None) -> None:
-        """Record a dataset that this process serves. See `Catalog.record_publication`."""
-        self.check_process()
-        self.catalog.record_publication(dataset, ttl)
-
-    def drop(self, name: str) -> None:
-        """Make a dataset unavailable. Raise DatasetNotFound if it does not exist."""
-        self.check_process()
-        self.catalog.drop(name)
-
-    def status(self) -> ServerStatus:
-        """Return the datasets served here. A catalog without a stage returns the datasets of its nodes."""
-        self.check_process()
-        return self.catalog.status()
 
     def _tick(self) -> None:
         ticks = 0

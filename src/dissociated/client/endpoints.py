@@ -16,18 +16,19 @@ import pyarrow as pa
 from dissociated.base import tracing
 from dissociated.base.display import utc
 from dissociated.base.exit import StreamThread
-from dissociated.client.connection import is_silent
+from dissociated.client.connection import is_unresponsive
 from dissociated.client.parts import OpenFlight, open_part, open_part_on_device, open_part_tensors
 from dissociated.client.plan import Capabilities, PartPlan, ReadPlan, Route, plan, plan_part
-from dissociated.client.readahead import AheadReader
+from dissociated.client.readahead import ReadaheadReader
 from dissociated.client.request import ReadRequest
+from dissociated.client.routes import device_routes, reachable_routes
 from dissociated.client.stream import TensorReader
 from dissociated.codec.columns import filter_batches
 from dissociated.codec.device import DeviceReader, chain_on_device, to_device
 from dissociated.codec.split import batches
 from dissociated.codec.tensor import Tensor
 from dissociated.control.dataset_info import DatasetInfo
-from dissociated.control.locations import Endpoint, device_routes, flight_uris, locations, reachable_routes
+from dissociated.control.locations import Endpoint, flight_uris, locations
 from dissociated.errors import CatalogError, DatasetNotFound, RemoteError, TransportError, WrongKind
 from dissociated.memory.device.base import Device
 from dissociated.uri import Uri
@@ -91,7 +92,7 @@ class EndpointReader:
             planned = plan(traced, info, lambda endpoint: self.routes(info, endpoint, traced, device))
             return _open_all(planned, lambda part: open_part_on_device(part, device, self._open_flight))
 
-        if not request.chooses_rows and request.rows is None:
+        if not request.selects_rows and request.rows is None:
             with _traced(request) as traced:
                 readers = _retry_if_replaced(describe, open_parts)
             if readers:
@@ -131,7 +132,9 @@ class EndpointReader:
         uris = [] if device is None else [[uri] for uri in device_routes(endpoint, scheme, device.identity)]
         if scheme != "grpc":
             uris += reachable_routes(info.name, endpoint, scheme, request.allow_rma)
-        trusted = [Route.of([self._with_trust(uri) for uri in route], any(map(is_silent, route))) for route in uris]
+        trusted = [
+            Route.of([self._with_trust(uri) for uri in route], any(map(is_unresponsive, route))) for route in uris
+        ]
         if any(not route.on_device for route in trusted):
             return trusted
         return [*trusted, self._by_flight(endpoint)]
@@ -166,13 +169,15 @@ class EndpointReader:
         """Return a reader of all rows of these readers, up to the limit of the plan."""
         schema = planned.schema if planned.schema is not None else readers[0].schema
         if any((part.schema.names, part.schema.types) != (schema.names, schema.types) for part in readers):
-            raise CatalogError(f"the parts of {info.name!r} have not all the same columns")
+            for part in readers:
+                part.close()
+            raise CatalogError(f"the parts of {info.name!r} do not all have the same columns")
         if len(readers) == 1:
             (chained,) = readers
         else:
             # With a limit, the parts that follow may not be needed.
             max_parallel = _max_parallel(planned) if planned.limit is None else 1
-            chained = AheadReader(schema, [*map(batches, readers)], max_parallel)
+            chained = ReadaheadReader(schema, [*map(batches, readers)], max_parallel)
         return chained if planned.limit is None else filter_batches(chained, None, range(len(schema)), planned.limit)
 
     def _with_trust(self, uri: Uri) -> Uri:

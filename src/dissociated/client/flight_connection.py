@@ -51,11 +51,11 @@ _RECONNECT = {"grpc.initial_reconnect_backoff_ms": 100, "grpc.max_reconnect_back
 #: Seconds after which a server that sends nothing during a call is asked whether it still answers. gRPC's servers
 #: disconnect clients that ask more often than every five minutes.
 _ASK_AFTER = 330.0
-_SILENCE = 20.0  # seconds, which is gRPC's default
+_KEEPALIVE_TIMEOUT = 20.0  # seconds, which is gRPC's default
 _MAX_MILLISECONDS = (1 << 31) - 1
 #: Bytes that a thread receives ahead of the reader of a Flight stream, so that the two take turns seldom if batches are
 #: small.
-_MAX_AHEAD = 1 << 20
+_READAHEAD = 1 << 20
 _CHUNK_SIZE = 1 << 10  # bytes of a message without its rows
 
 #: The text that gRPC puts before the reason why a server cannot be reached.
@@ -73,8 +73,8 @@ class CatalogConnection(ProcessBound):
         timeout: Seconds in which the catalog answers a call.
         token: Bearer token that is sent with each call.
         tls_roots: PEM file with the certificates to trust.
-        silence: Seconds for which the catalog's host may accept nothing before the connection counts as lost; by
-            default as long as a call may take, but no less than gRPC's 20 s.
+        keepalive_timeout: Seconds for which the catalog's host may accept nothing before the connection counts as lost;
+            by default as long as a call may take, but no less than gRPC's 20 s.
 
     Raises:
         UriError: `uri` is not the URI of a catalog.
@@ -87,7 +87,7 @@ class CatalogConnection(ProcessBound):
         timeout: float,
         token: str | None,
         tls_roots: str | os.PathLike[str] | None,
-        silence: float | None = None,
+        keepalive_timeout: float | None = None,
     ) -> None:
         if "://" not in uri or not Uri.parse(uri).scheme.startswith("grpc"):
             raise UriError(f"{uri!r} is not the URI of a catalog: give grpc://HOST:PORT")
@@ -96,7 +96,9 @@ class CatalogConnection(ProcessBound):
         roots = None if tls_roots is None else os.fspath(tls_roots)
         self._token, self._tls_roots = token, roots
         self._parameters = _client_options(None if token is None else check_token(token), roots)
-        self._parameters["generic_options"] += _lost_after(max(_SILENCE, timeout) if silence is None else silence)
+        if keepalive_timeout is None:
+            keepalive_timeout = max(_KEEPALIVE_TIMEOUT, timeout)
+        self._parameters["generic_options"] += _lost_after(keepalive_timeout)
         self._connection: Any = None
         self._closed = False
         #: The trace that calls belong to if their thread has no current span.
@@ -191,21 +193,24 @@ class CatalogConnection(ProcessBound):
         return self._connection
 
 
-def _lost_after(silence: float) -> list[tuple[str, int]]:
+def _lost_after(keepalive_timeout: float) -> list[tuple[str, int]]:
     """Return the options by which gRPC gives up a connection when the server's host acknowledges nothing.
 
-    gRPC passes the time of silence to the kernel as well, as TCP_USER_TIMEOUT. The kernel by itself repeats a packet
+    gRPC passes `keepalive_timeout` to the kernel as well, as TCP_USER_TIMEOUT. The kernel by itself repeats a packet
     ever more seldom, so a call would wait for up to its deadline after a broken link has been repaired. A process that
     is stopped or busy does not count as lost before `_ASK_AFTER`, because its kernel acknowledges, as long as the
     kernel has room for the data that this side sends. gRPC then waits a minute for its answer. But if the kernel has no
-    more room, a process that reads nothing for the time of silence counts as lost. So an upload needs a long time.
+    more room, a process that reads nothing for `keepalive_timeout` counts as lost. So an upload needs a long time.
     """
-    milliseconds = int(min(silence * 1000, _MAX_MILLISECONDS))
+    milliseconds = int(min(keepalive_timeout * 1000, _MAX_MILLISECONDS))
     return [
         ("grpc.keepalive_time_ms", int(_ASK_AFTER * 1000)),
         ("grpc.keepalive_timeout_ms", milliseconds),
         ("grpc.http2.max_pings_without_data", 0),  # a client sends nothing during a long stream
-        ("grpc.min_reconnect_backoff_ms", min(milliseconds, int(_SILENCE * 1000))),  # the deadline for connecting
+        (
+            "grpc.min_reconnect_backoff_ms",
+            min(milliseconds, int(_KEEPALIVE_TIMEOUT * 1000)),
+        ),  # the deadline for connecting
     ]
 
 
@@ -348,7 +353,7 @@ class _Download:
     """The thread that receives a Flight stream."""
 
     def __init__(self, calls: CatalogConnection, request: ReadRequest) -> None:
-        self.inbox: Mailbox[Any] = Mailbox(_MAX_AHEAD)
+        self.inbox: Mailbox[Any] = Mailbox(_READAHEAD)
         self._calls = calls
         self._request = request
         self._reader: Any = None

@@ -138,7 +138,7 @@ class Lookup:
             return DatasetInfo.parse(info, check_field_names(schema), name)
         except (pa.ArrowException, ValueError, OSError) as error:
             raise CatalogError(
-                f"the server at {self._calls.uri} tells of columns of {name!r} that cannot be read: {error}"
+                f"the server at {self._calls.uri} sent an unreadable schema for {name!r}: {error}"
             ) from None
 
     def _get_schema(self, descriptor: Any, name: str) -> pa.Schema:

@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeVar
 
 import pyarrow as pa
 
-from dissociated.client.connection import is_silent, request_stream
+from dissociated.client.connection import is_unresponsive, request_stream
 from dissociated.client.plan import PartPlan, Step
 from dissociated.client.request import ReadRequest
 from dissociated.client.stream import ClientStream, TensorReader
@@ -52,7 +52,7 @@ def open_part(part: PartPlan, open_flight: OpenFlight | None = None) -> pa.Recor
         part: The plan.
         open_flight: Opens the part over Flight if a route leads there.
     """
-    part = part.tried_last(is_silent)  # another part of the plan may have found that a server is silent
+    part = part.tried_last(is_unresponsive)  # found out by another part of the plan
     return _first(part, partial(_open, part, open_flight))
 
 
@@ -62,7 +62,7 @@ def open_part_on_device(part: PartPlan, device: Device, open_flight: OpenFlight 
     Raises:
         DeviceError: The part cannot be opened in place, and there is no other route.
     """
-    part = part.tried_last(is_silent)
+    part = part.tried_last(is_unresponsive)
     refused: TransportError | DeviceError = DeviceError(
         "only whole columns and batches can be read where they lie on a device: take another location"
     )
@@ -87,7 +87,7 @@ def open_part_on_device(part: PartPlan, device: Device, open_flight: OpenFlight 
 
 def open_part_tensors(part: PartPlan) -> TensorReader:
     """Open the tensors of a part by the first route that works."""
-    part = part.tried_last(is_silent)
+    part = part.tried_last(is_unresponsive)
 
     def open_tensors(step: Step) -> TensorReader:
         return request_stream(step.route.uris, part.identifier(step), part.request, step.connect_timeout).tensors()

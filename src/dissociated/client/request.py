@@ -52,7 +52,7 @@ class ReadRequest:
         spaces: A list to which the address space of each connection is added. Bodies may lie in these spaces.
         idle: Keeps connections for the next requests. None: each stream has a connection of its own.
         max_parallel: Largest number of parts of a dataset that are opened at once.
-        ahead: Whether other parts of the dataset are read first.
+        reads_others_first: Whether other parts of the dataset are read first.
         traceparent: Trace context that servers get, if they trace.
 
     Raises:
@@ -77,7 +77,7 @@ class ReadRequest:
     keep_files: bool = False
     spaces: list[AddressSpace] | None = None
     max_parallel: int = MAX_PARALLEL
-    ahead: bool = False
+    reads_others_first: bool = False
     idle: IdleConnections | None = field(default=None, compare=False)
     traceparent: str | None = None
 
@@ -102,15 +102,16 @@ class ReadRequest:
         check_decompress(self.decompress, self.device)
 
     @property
-    def chooses_rows(self) -> bool:
+    def selects_rows(self) -> bool:
         """Return whether a filter or a limit selects rows."""
         return self.filter is not None or self.limit is not None
 
     @property
     def embed(self) -> int:
-        """Return the size in bytes up to which all rows of a dataset may come with its description; 0 if they may not.
+        """Return the size in bytes up to which all rows of a dataset may come with its description.
 
-        They may not if the caller chooses a transport, or where the rows are placed, or accepts smaller messages only.
+        It is 0 if the caller chose a transport, a device or a memory pool, or limits messages to less than
+        MAX_EMBEDDED.
         """
         is_free = self.transport is None and self.device is None and self.options.memory_pool is None
         return MAX_EMBEDDED if is_free and min(self.max_body, self.max_metadata) >= MAX_EMBEDDED else 0

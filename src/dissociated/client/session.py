@@ -115,7 +115,7 @@ class ClientSession(ProcessBound):
         try:
             for connection in self._connections[:-1]:
                 connection.close(self._reason)
-            if stopped and self.bodies.address_space.live and len(self._connections) == 1:
+            if stopped and self.bodies.address_space.has_live_memory and len(self._connections) == 1:
                 self._discard(self._connections[0])
         finally:  # also after Ctrl-C, because this ends the thread that frees leases
             self._leases.finish(stopped, self._reason)

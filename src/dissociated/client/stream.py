@@ -144,8 +144,8 @@ class ClientStream:
                 self._examined.clear()  # the reader has the leases of these batches
                 self._examined.append(schema)
                 tail = Tail(partial(self._compare, in_place, options), self._is_waiting, self._session.stop, self.close)
-                return in_place.reader(self._bodies.lease, options, tail)
-        return in_place.reader(self._bodies.lease, options)
+                return in_place.reader(self._bodies.leases.lease, options, tail)
+        return in_place.reader(self._bodies.leases.lease, options)
 
     def _accepts(self, in_place: InPlace, item: Delivered) -> bool:
         """Return whether the next messages lie in place. The server learns of a rule that it broke."""
@@ -166,7 +166,7 @@ class ClientStream:
             self.close()  # the examined messages are read by nobody, so their addresses must not be waited for
             raise
         self._examined.clear()
-        return in_place.place(self._bodies.lease, at)
+        return in_place.place(self._bodies.leases.lease, at)
 
     def _is_waiting(self) -> bool:
         return self._session.idle_time > _PATIENCE

@@ -1,7 +1,7 @@
 """The base class of datasets. A dataset is a stream of IPC messages that a server sends to clients under a name.
 
-A static dataset keeps its messages, so they are numbered and encoded once. A live dataset opens its source for each
-client.
+A static dataset keeps its messages, so they are numbered and encoded once. A streamed dataset opens its source for each
+client, and a broadcast reads its source once for all clients.
 """
 
 from __future__ import annotations

@@ -148,12 +148,12 @@ class Fanout:
         """Give `consumer` nothing more. Memory that it was sent stays leased."""
         with self.changed:
             consumer.stopped = True
-            self._forget(consumer)
+            self._discard_waiting(consumer)
 
     def detach(self, consumer: Consumer) -> None:
         """Cut `consumer` off. Memory that it was sent stays until it is freed, but no longer counts for the limit."""
         with self.changed:
-            self._forget(consumer)
+            self._discard_waiting(consumer)
             if not consumer.cut_off:
                 consumer.cut_off = True
                 self._memory.exempt(consumer.addresses)
@@ -174,7 +174,7 @@ class Fanout:
             if consumer in self._consumers:
                 self._consumers.remove(consumer)
             consumer.deliver = None  # it may refer to an owner of the consumer
-            self._forget(consumer)
+            self._discard_waiting(consumer)
             self._last_receivers = []
             self._free(consumer, set(consumer.addresses))
             if not self._consumers:
@@ -192,7 +192,7 @@ class Fanout:
         self._memory.free(addresses, consumer.cut_off)
         self.changed.notify_all()
 
-    def _forget(self, consumer: Consumer) -> None:
+    def _discard_waiting(self, consumer: Consumer) -> None:
         """Discard the messages that `consumer` has not taken yet. Call it with `changed` held."""
         self._last = None
         self._free(consumer, consumer.discard_waiting())
@@ -408,7 +408,8 @@ class Fanout:
         with self.changed:
             for consumer in self._consumers:
                 consumer.addresses.clear()  # so that no memory is released when they leave
-            self.drop()
+            self._end(f"the server of the live stream {self.name!r} is closing")
+            self._release_unused()
 
 
 def _stream_error(reason: str, reference: str | None) -> SourceError:

@@ -88,8 +88,8 @@ class FilteredStream(StreamedDataset):
     def open_reader(self) -> pa.RecordBatchReader:
         reader = self._source.open_reader()
         mask_of = None if self._rows is None else self._rows.mask
-        at_hand = isinstance(self._source, StaticDataset)
-        return filter_batches(reader, mask_of, self._columns, self._limit, _KEEPALIVE_INTERVAL, at_hand)
+        never_blocks = isinstance(self._source, StaticDataset)
+        return filter_batches(reader, mask_of, self._columns, self._limit, _KEEPALIVE_INTERVAL, never_blocks)
 
     def _select(self, indices: tuple[int, ...]) -> Dataset:
         raise SourceError(f"the columns of filtered rows of {self.name!r} are already selected")

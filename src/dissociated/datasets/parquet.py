@@ -19,7 +19,7 @@ from dissociated.codec.schemas import schema_difference
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.file import PARQUET_MAGIC, FileState, file_state
 from dissociated.datasets.source_errors import source_errors
-from dissociated.datasets.streamed import LiveDataset
+from dissociated.datasets.streamed import SourceDataset
 from dissociated.errors import SourceError
 
 #: Limits of a batch: its rows, and roughly the bytes of its largest column.
@@ -43,7 +43,7 @@ def parquet_file(name: str, path: Path, options: WriteOptions | None) -> Dataset
     try:
         reading = _Reading(path)
         rows = reading.rows
-        return LiveDataset(
+        return SourceDataset(
             name,
             lambda: _Reading(path, rows).reader(),
             options,
@@ -147,7 +147,7 @@ def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Da
 
     with source_errors(name):
         _, rows, min_size = inspect()
-    return LiveDataset(name, open_reader, options, rows=rows, min_size=min_size)
+    return SourceDataset(name, open_reader, options, rows=rows, min_size=min_size)
 
 
 def _parquet_files(directory: Path) -> Iterator[Path]:

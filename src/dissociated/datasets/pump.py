@@ -19,7 +19,7 @@ from dissociated.errors import DissociatedError, TransportError, log_level, log_
 _log = logging.getLogger(__name__)
 
 #: Factor by which the time of the last delivery shrinks with each message that was not delivered by the pump.
-_FORGETTING = 0.9
+_DECAY = 0.9
 
 
 class Pump:
@@ -93,7 +93,7 @@ class Pump:
         if not waking:
             return
         if leisure < self._delivery_time:
-            self._delivery_time *= _FORGETTING  # so that a single slow delivery does not decide for ever
+            self._delivery_time *= _DECAY  # so that a single slow delivery does not decide for ever
             for consumer in waking:
                 consumer.wake()
             return

@@ -26,12 +26,12 @@ class Registry:
     but a broadcast stream ends.
     """
 
-    def __init__(self, tickets: Signer | Unsigned, chooses_rows: bool = True) -> None:
+    def __init__(self, tickets: Signer | Unsigned, applies_filters: bool = True) -> None:
         self.tickets = tickets
         #: The seconds to add to the clock of this host for the time that decides about tickets. On a node, that is the
         #: time of its catalog, which signs them.
         self.clock_offset = 0.0
-        self._chooses_rows = chooses_rows
+        self._applies_filters = applies_filters
         self._lock = threading.Lock()
         self._closed = False
         self._by_name: dict[str, Dataset] = {}
@@ -161,7 +161,7 @@ class Registry:
         Raises:
             FilterRefused: if the selection has rows and this process does not choose rows for clients.
         """
-        if selection is not None and selection.rows is not None and not self._chooses_rows:
+        if selection is not None and selection.rows is not None and not self._applies_filters:
             raise FilterRefused("this server does not apply filters: choose_rows=False")
         return select(whole, selection)
 

@@ -18,7 +18,7 @@ from dissociated.codec.options import WriteOptions
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.file import FileState, file_state
 from dissociated.datasets.source_errors import concealed, source_errors
-from dissociated.datasets.streamed import LiveDataset
+from dissociated.datasets.streamed import SourceDataset
 from dissociated.errors import SourceError
 
 #: The format of a text by the ending of its file, since the content does not show it.
@@ -52,7 +52,7 @@ def text_file(name: str, path: Path, options: WriteOptions | None = None, format
         state = file_state(path.stat())
         if not path.stat().st_size:
             raise SourceError(f"cannot publish {str(path)!r}: the file is empty")
-        return LiveDataset(name, lambda: _open_unchanged(name, path, format, state), options)
+        return SourceDataset(name, lambda: _open_unchanged(name, path, format, state), options)
 
 
 def _open_unchanged(name: str, path: Path, format: str, state: FileState) -> pa.RecordBatchReader:

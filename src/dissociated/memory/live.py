@@ -1,4 +1,4 @@
-"""Regions for endless streams: sparse memfds in which bodies come and go.
+"""Live memory: regions for endless streams, which are sparse memfds in which bodies come and go.
 
 A body is written once. When its last address is freed, its pages are kept for a later body, since new pages cost more
 than writing them: the kernel clears them, maps them and takes them back. Of the pages that nobody holds, a region keeps

@@ -1,4 +1,4 @@
-"""Sending of live streams to one client, from a source opened for this client or read once for several clients."""
+"""Sending through live memory to one client, from a source that is read for this client or once for all clients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MIN_UNREAD_WAIT, _MAX_UNREAD_WAIT = 0.001, 0.016  # seconds between looks at wh
 _ROOM_TIMEOUT = 1.0  # seconds that a client has to free memory before bodies are sent inline
 
 
-class _LiveSending(Sending):
+class _LiveMemorySending(Sending):
     """The sending of messages that are made one after another. Memory that the client frees is used for later ones."""
 
     def __init__(self, client: ClientRequest, name: str) -> None:
@@ -43,7 +43,7 @@ class _LiveSending(Sending):
 
     def _admit(self) -> None:
         if self._mapped:
-            self._admission.admit_live(self._name)
+            self._admission.admit_stream(self._name)
 
     def _encode_together(self, items: Sequence[LiveMessage], body: Callable[[LiveMessage], Body | None]) -> Any:
         """Encode all of `items` to be sent in one call, with alike neighbours combined into runs.
@@ -94,7 +94,7 @@ class _LiveSending(Sending):
         self._hold([address for address, length in extents if length], len(extents))
 
 
-class StreamedSending(_LiveSending):
+class StreamedSending(_LiveMemorySending):
     """The sending of messages that are made for one client alone, through live memory of that client."""
 
     def __init__(self, client: ClientRequest, dataset: StreamedDataset) -> None:
@@ -130,7 +130,7 @@ class StreamedSending(_LiveSending):
                 self._take_frees()
 
     @property
-    def holds_live(self) -> bool:
+    def holds_live_memory(self) -> bool:
         return bool(len(self._ledger))
 
     @property
@@ -212,7 +212,7 @@ class _Encoding(NamedTuple):
     unsent: Collection[int]
 
 
-class BroadcastSending(_LiveSending):
+class BroadcastSending(_LiveMemorySending):
     """The sending of a broadcast: messages that several clients share, and memory that they lease together.
 
     While the connection's thread waits, the pump's thread may send: see `Consumer`. The two take turns by a lock.
@@ -328,7 +328,7 @@ class BroadcastSending(_LiveSending):
         return self._consumer is not None
 
     @property
-    def holds_live(self) -> bool:
+    def holds_live_memory(self) -> bool:
         return self._consumer is not None and bool(len(self._ledger))
 
     @property

@@ -85,7 +85,7 @@ class Sending(ABC):
             if incoming is None:
                 if self._connection.shares_memory and not self._half_closed and self._connection.arrived():
                     raise ConnectionClosed(f"the client disconnected while it held {len(self._ledger)} addresses")
-                if self._connection.shares_memory and not self.holds_live:  # for live memory, the caller waits
+                if self._connection.shares_memory and not self.holds_live_memory:  # for live memory, the caller waits
                     self._wait_disconnected(timeout)
                 return
             self._receive_free(incoming)
@@ -96,7 +96,7 @@ class Sending(ABC):
         return False
 
     @property
-    def holds_live(self) -> bool:
+    def holds_live_memory(self) -> bool:
         """Whether the client holds memory that is reused once it was freed."""
         return False
 
@@ -276,7 +276,7 @@ class DeviceSending(Sending):
             self._take_frees()
 
     @property
-    def holds_live(self) -> bool:
+    def holds_live_memory(self) -> bool:
         # The client may have opened the handle even if it leases no address. Only its disconnection shows that the
         # handle is closed.
         return True

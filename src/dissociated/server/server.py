@@ -6,7 +6,6 @@ import atexit
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from dissociated.base.exit import act_at_exit
 from dissociated.base.fork import ProcessBound
 from dissociated.base.host import host_name
 from dissociated.codec.options import WriteOptions
+from dissociated.control.access import Grant, Security
 from dissociated.control.commit import Commit, check_name
 from dissociated.datasets.base import Dataset, Source
 from dissociated.datasets.broadcast import Broadcast
@@ -72,10 +72,13 @@ class Server(ProcessBound):
 
     @takes_fields(ServerOptions)
     def __init__(self, options: ServerOptions) -> None:
+        self._open(options, options.security())
+
+    def _open(self, options: ServerOptions, security: Security) -> None:
         #: The limits on clients.
         self.limits: Limits = options
         #: The access rules of the server.
-        self.security = options.security()
+        self.security = security
         #: The datasets that are served.
         self.registry = Registry(self.security.tickets, options.choose_rows)
         #: The counters of the server, which the catalog updates, too.
@@ -86,7 +89,7 @@ class Server(ProcessBound):
         self._connections = Connections(self._listeners, self.registry, self.limits, self.activity)
         #: The URIs at which datasets can be requested.
         self.endpoints = Endpoints(self._listeners, options.advertise or host_name(), options.choose_rows)
-        self._catalog: CatalogService | None = None
+        self._service: CatalogService | None = None
         self._metrics: HttpService | None = None
         self._dashboard: Dashboard | None = None
         self._lock = threading.Lock()  # of `_closed`
@@ -102,7 +105,7 @@ class Server(ProcessBound):
                 from dissociated.catalog.backend import StageBackend
                 from dissociated.catalog.service import CatalogService
 
-                self._catalog = CatalogService(
+                self._service = CatalogService(
                     options.catalog,
                     self.holdings(StageBackend()),
                     retain=options.retain,
@@ -128,8 +131,12 @@ class Server(ProcessBound):
         self.bind_to_process()
 
     @classmethod
-    def of(cls, options: ServerOptions) -> Server:
+    def of(cls, options: ServerOptions, security: Security | None = None) -> Server:
         """Create a server from an options object. Raises the same errors as `Server`.
+
+        Args:
+            options: the options.
+            security: the access rules, if they are made already. Default: those of the options.
 
         Example:
             ```python
@@ -140,7 +147,9 @@ class Server(ProcessBound):
                 server.publish("flights", table)
             ```
         """
-        return cls(**{field.name: getattr(options, field.name) for field in fields(options)})
+        server = cls.__new__(cls)
+        server._open(options, security or options.security())
+        return server
 
     def after_fork_in_child(self) -> None:
         """Unregister the handler at exit, since the parent process owns the server. See `dissociated.base.fork`."""
@@ -188,7 +197,8 @@ class Server(ProcessBound):
             SourceError: if the source cannot be read.
             StoreError: if a file cannot be read, or there is no room for the copy.
             FormatError: if the source cannot be written with these options.
-            OptionError: if `name`, `options`, `live` or `ttl` is invalid, or `ttl` is set and there is no catalog.
+            OptionError: if `name`, `options`, `live` or `ttl` is invalid, `ttl` is set and there is no catalog,
+                `schema` is given for a source that has its own, or the ticket is too long.
             DissociatedError: if the ticket belongs to another dataset or is reserved, or the server is closed.
 
         Example:
@@ -200,18 +210,19 @@ class Server(ProcessBound):
         """
         self.check_process()
         Commit(name, ttl=ttl)  # raises for an invalid name or time to live
-        if ttl is not None and self._catalog is None:
+        if ttl is not None and self._service is None:
             raise OptionError("ttl needs a catalog, which this server does not have: create the server with one")
         dataset = (
             make_dataset(name, source, options, schema)
             if live is None
-            else Broadcast(name, source, live, self.limits.live_limit, options)
+            else Broadcast(name, source, live, self.limits.live_limit, options, schema)
         )
         if ticket is not None:
             if ticket.startswith(REQUEST_MAGIC):
                 raise DissociatedError(
                     f"a ticket may not begin with {REQUEST_MAGIC!r}, which marks structured requests: give another"
                 )
+            self.security.tickets.sign(Grant(ticket), self.registry.now())  # raises if it is too long for requests
             dataset.ticket = ticket
         if wait and self.endpoints.exposes_memory:
             dataset.prepare_sharing(wait=True)
@@ -272,9 +283,10 @@ class Server(ProcessBound):
             if self._closed:
                 raise DissociatedError("the server is closed")
         old = self.registry.publish(new)
-        if self._catalog is not None:
+        if self._service is not None:
             try:
-                self._catalog.record_publication(new, ttl)  # the catalog withdraws the old dataset if nobody needs it
+                # The catalog withdraws the old dataset if nobody needs it.
+                self._service.catalog.record_publication(new, ttl)
             except DissociatedError:
                 self.registry.withdraw(new)
                 if old is not None:
@@ -307,8 +319,8 @@ class Server(ProcessBound):
         self.check_process()
         with self._changing:
             old = self.dataset(name)
-            if self._catalog is not None:
-                self._catalog.drop(name)
+            if self._service is not None:
+                self._service.catalog.drop(name)
             else:
                 self._record_change("dropped", old, "it was asked for")
             self.registry.withdraw(old)
@@ -328,9 +340,9 @@ class Server(ProcessBound):
     @property
     def catalog_uri(self) -> str:
         """The Arrow Flight URI of the catalog, `grpc://HOST:PORT`. Raises DissociatedError if there is no catalog."""
-        if self._catalog is None:
+        if self._service is None:
             raise DissociatedError("this server was made without a catalog")
-        return self._catalog.uri
+        return self._service.uri
 
     @property
     def metrics_uri(self) -> str:
@@ -391,9 +403,9 @@ class Server(ProcessBound):
         backend.max_metadata = self.limits.max_metadata
         return Holdings(self.registry, backend, self.endpoints, self.activity)
 
-    def use_catalog(self, catalog: CatalogService) -> None:
-        """Record publications in `catalog` from now on. The server owns the catalog and closes it."""
-        self._catalog = catalog
+    def use_catalog(self, service: CatalogService) -> None:
+        """Record publications in the catalog of `service` from now on. The server owns the service and closes it."""
+        self._service = service
 
     # Status
 
@@ -409,8 +421,8 @@ class Server(ProcessBound):
         After `close`, the status lists the clients that still hold memory.
         """
         self.check_process()
-        if self._catalog is not None and not self._closed:
-            return self._catalog.status()
+        if self._service is not None and not self._closed:
+            return self._service.catalog.status()
         return self.activity.status(None, self.endpoints.listener_uris(), self.registry.datasets())
 
     def __repr__(self) -> str:
@@ -423,6 +435,8 @@ class Server(ProcessBound):
         return f"<Server of {published}, {', '.join(self._addresses)}>"
 
     def _repr_html_(self) -> str:
+        if self.is_inherited:
+            return html("Server of the parent process", [])
         if self._closed:
             return html("Server, closed", [])
         datasets = [self.registry.find_name(name) for name in self.names()]
@@ -437,7 +451,7 @@ class Server(ProcessBound):
     @property
     def _addresses(self) -> list[str]:
         """The addresses of the catalog and of the listeners, in words."""
-        catalog = [] if self._catalog is None else [f"catalog at {self.catalog_uri}"]
+        catalog = [] if self._service is None else [f"catalog at {self.catalog_uri}"]
         return [*catalog, *(f"listening at {uri.partition('?')[0]}" for uri in self.endpoints.listener_uris())]
 
     # Closing
@@ -481,8 +495,8 @@ class Server(ProcessBound):
         for service in (self._metrics, self._dashboard):
             if service is not None:
                 service.close()
-        if self._catalog is not None:
-            self._catalog.close()
+        if self._service is not None:
+            self._service.close()
         self._connections.stop_listening()
         datasets = self.registry.close()
         end = time.monotonic() + _JOIN_TIMEOUT

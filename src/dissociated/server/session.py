@@ -101,8 +101,8 @@ class Session:
         """Serve the stream that the client requested. Return whether the connection may carry another."""
         request = requested.request
         published, granted = self._registry.resolve_ticket(request.ticket, request.part)
-        if request.ahead:
-            self._limits = self._limits.ahead
+        if request.reads_others_first:
+            self._limits = self._limits.for_reading_others_first
         self._stats.dataset = published
         with published.reading():
             published.check_unchanged()
@@ -115,7 +115,7 @@ class Session:
             if self._sender.state is State.ENDING:
                 self._sender.drained()
                 self._wait_received()
-            is_done = self._sender.state is State.DONE and not self._sending.holds_live
+            is_done = self._sender.state is State.DONE and not self._sending.holds_live_memory
             is_kept = request.keep and requested.streams is Streams.BOTH and not wants_device(requested.tag)
             return is_done and is_kept and self._connection.is_reusable
 
@@ -161,7 +161,7 @@ class Session:
         self._stats.count_kept = lambda: sending.kept_bytes
         self._stats.count_missed = lambda: sending.missed
         self._stats.outlives_server = lambda: (
-            self._connection.shares_memory and not self._connection.backlog and not sending.holds_live
+            self._connection.shares_memory and not self._connection.backlog and not sending.holds_live_memory
         )
         try:
             sending.send()
@@ -198,7 +198,7 @@ class Session:
     def _close_with(self, reason: str) -> None:
         """End the stream with `reason`, and wait for frees of live memory until the client holds none or is gone."""
         sending = self._sending
-        if sending is None or not sending.holds_live:
+        if sending is None or not sending.holds_live_memory:
             self._connection.close(reason)
             return
         _log.info("client cut off, holds memory: peer=%s reason=%r", self._connection.peer, reason_text(reason))
@@ -214,7 +214,7 @@ class Session:
         if sending is not None:
             # Memory that is not live is never reused. So it does not matter whether a client that holds none is gone.
             disconnected = True
-            if sending.holds_live:
+            if sending.holds_live_memory:
                 self._connection.close(linger=math.inf)
                 disconnected = self._connection.close()
             self._stats.detach()  # the functions of `_send_stream` in it would keep the session alive

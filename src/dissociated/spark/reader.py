@@ -359,7 +359,7 @@ def _request_for_jvm(part: PartPlan) -> dict[str, Any] | None:
             would send more rows.
     """
     step, request = part.steps[0], part.request
-    if [uri.scheme for uri in step.route.uris] != ["tcp"] or step.route.is_silent:
+    if [uri.scheme for uri in step.route.uris] != ["tcp"] or step.route.is_unresponsive:
         return None
     remaining = step.residual
     if not replace(remaining, rows=None).keeps_batches or (

@@ -52,7 +52,7 @@ class Quota:
 
     def reserve(self, name: str, size: int, wish: int) -> int:
         """See `Store.reserve`."""
-        path = self._places.directory.staged(name)
+        path = self._places.directory.staged_path(name)
         with store_errors(f"reserving room for {path}"), owned(open_regular(path, os.O_WRONLY)) as descriptor:
             has = os.fstat(descriptor).st_blocks * 512
             size = pages(size)
@@ -71,13 +71,13 @@ class Quota:
                 raise self._no_space(repr(name), size)
 
     def settle(self, names: Iterable[str]) -> None:
-        """Forget the evictions that made room for these segments, which are now committed or discarded."""
+        """Discard the record of evictions that made room for these segments, which are now committed or discarded."""
         for name in names:
             self._evicted.pop(_commit_key(name), None)
 
     def copy(self, source: Path, target: Path) -> None:
         """Reserve room for a segment and copy it to `target`. Raises the errors of `Store.reserve`."""
-        part = self._places.directory.staged(f"{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
+        part = self._places.directory.staged_path(f"{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
         try:
             part.touch(0o600)
             self.reserve(part.name, source.stat().st_size, 0)

@@ -179,11 +179,11 @@ class Connection(ProcessBound, ABC):
             self.carries_streams
             and self._lifecycle.state is ConnectionState.OPEN
             and not self.held_by_fork
-            and not self.address_space.live
+            and not self.address_space.has_live_memory
         )
 
     def end_stream(self) -> None:
-        """Forget the regions that the peer has shared for a stream, so that another may follow. Arrays stay valid."""
+        """Drop the regions that the peer has shared for a stream, so that another may follow. Arrays stay valid."""
         self.address_space = AddressSpace()
 
     def limit_untagged(self, length: int) -> None:

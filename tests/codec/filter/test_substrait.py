@@ -366,8 +366,12 @@ def test_many_batches_at_hand_are_filtered_like_each_alone() -> None:
         with case(condition):
             mask_of = RowFilter.bind(condition, schema).mask
             alone, together = (
-                [*batches_of(filter_batches(BatchReader(schema, iter(pairs)), mask_of, [0, 3, 1], at_hand=at_hand))]
-                for at_hand in (False, True)
+                [
+                    *batches_of(
+                        filter_batches(BatchReader(schema, iter(pairs)), mask_of, [0, 3, 1], never_blocks=never_blocks)
+                    )
+                ]
+                for never_blocks in (False, True)
             )
             assert alone == together
 
@@ -386,7 +390,7 @@ def test_batches_at_hand_are_not_copied_without_limit() -> None:
         ):
             rows = RowFilter.bind(condition, batch.schema)
             reader = BatchReader(batch.schema, iter([(batch, None)] * count))
-            assert [*filter_batches(reader, rows.mask, [0], at_hand=True)] == []
+            assert [*filter_batches(reader, rows.mask, [0], never_blocks=True)] == []
     finally:
         pa.set_memory_pool(usual)
     assert 0 < COUNTING_POOL.max_memory() < 12 << 20

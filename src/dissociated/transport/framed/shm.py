@@ -36,6 +36,7 @@ from typing import Any
 
 from dissociated.base.descriptors import locked
 from dissociated.base.limited_log import LimitedLog
+from dissociated.base.oserrors import socket_error
 from dissociated.base.private import open_private_directory
 from dissociated.errors import AccessDenied, NotPrivate, RemoteProtocolError, TransportError, UnsafeMemory, UriError
 from dissociated.memory.private import keep_open
@@ -43,7 +44,7 @@ from dissociated.memory.region import Region
 from dissociated.memory.shared import Backing, is_sealed, map_received
 from dissociated.protocol.close_reason import close_reason
 from dissociated.transport.base import Connection, Listener, RemoteMemory, Transport
-from dissociated.transport.framed.connection import SocketConnection, SocketListener, abort_frame, socket_error
+from dissociated.transport.framed.connection import SocketConnection, SocketListener, abort_frame
 from dissociated.transport.framed.framing import PREAMBLE, FrameKind, encode_frame
 from dissociated.transport.states import Call
 from dissociated.uri import Uri
@@ -116,7 +117,7 @@ class ShmConnection(SocketConnection, RemoteMemory):
             os.close(self._descriptors.popleft())
 
     def after_fork_in_child(self) -> None:
-        if self.address_space.live and self._socket.fileno() >= 0:
+        if self.address_space.has_live_memory and self._socket.fileno() >= 0:
             # The child's arrays keep this copy of the connection alive. As long as its socket is open, the server does
             # not reuse the memory.
             weakref.finalize(self, os.close, self._socket.detach()).atexit = False

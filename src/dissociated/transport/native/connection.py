@@ -36,7 +36,7 @@ _YIELD_TIME = 0.001  # seconds for which the background thread then lets other t
 _LOCK_TIMEOUT = 0.05  # seconds for which a heartbeat waits for the thread that uses the connection
 #: Bytes that are received ahead, plus one message: about as many as a TCP connection has in flight. A larger value
 #: exceeds the processor's caches: 32 MB cost clients a fifth of their time.
-_AHEAD = 1 << 22
+_READAHEAD = 1 << 22
 
 
 class EncodedMessages(list[Any]):
@@ -188,7 +188,7 @@ class NativeConnection(Connection, RemoteMemory):
             def ready() -> bool:
                 nonlocal on_its_way
                 if not traffic.arrivals:
-                    on_its_way = self._channel.receive(allocate, _AHEAD)
+                    on_its_way = self._channel.receive(allocate, _READAHEAD)
                 if traffic.arrivals or traffic.failure or self._stops_receiving:
                     return True
                 return traffic.peer_ended and not (

@@ -16,8 +16,8 @@ from typing import TypeAlias
 
 from dissociated.base.interrupts import interrupts_held
 from dissociated.base.once import once
+from dissociated.base.oserrors import socket_error
 from dissociated.errors import DissociatedError, TransportError
-from dissociated.transport.framed.connection import socket_error
 
 _log = logging.getLogger(__name__)
 

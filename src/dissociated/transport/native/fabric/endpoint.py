@@ -267,7 +267,7 @@ class FabricEndpoint:
                 code = self._endpoint.tagged.recvmsg(self._endpoint, self._tagged, c.PEEK | c.CLAIM)
                 if code < 0:
                     self._peeking = None
-                    self._operations.forget(operation)
+                    self._operations.remove(operation)
                     if code not in (-c.ENOMSG, -c.EAGAIN):
                         self.ofi.check(code, "looking for messages")
             for _ in range(_ANSWERED):
@@ -334,7 +334,7 @@ class FabricEndpoint:
 
     def _check_begun(self, operation: Operation, code: int, action: str) -> bool:
         if code < 0:
-            self._operations.forget(operation)
+            self._operations.remove(operation)
             if code != -c.EAGAIN:
                 self.ofi.check(code, action)
         return code == 0

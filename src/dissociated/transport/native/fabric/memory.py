@@ -153,7 +153,7 @@ class Operations:
         self._by_context[self._key(context)] = operation
         return operation
 
-    def forget(self, operation: Operation) -> None:
+    def remove(self, operation: Operation) -> None:
         """Remove an operation that libfabric did not accept, or that has ended."""
         del self._by_context[self._key(operation.context)]
         self._unregister(operation)
@@ -167,7 +167,7 @@ class Operations:
         # After an error, libfabric may still write to the buffer, so it is kept until the endpoint is closed.
         whole = filling is None or (not error and filling.take(self._key(entry.buf), entry.len, entry.flags))
         if whole:
-            self.forget(operation)
+            self.remove(operation)
         return operation, whole
 
     def unregister_all(self) -> None:

@@ -17,11 +17,11 @@ from contextlib import ExitStack
 from typing import Any
 
 from dissociated.base.limited_log import LimitedLog
+from dissociated.base.oserrors import socket_error
 from dissociated.errors import TransportError, UriError
 from dissociated.memory.region import Region
 from dissociated.memory.remote import Span, parse_spans
 from dissociated.transport.base import Connection, Listener, Transport
-from dissociated.transport.framed.connection import socket_error
 from dissociated.transport.framed.tcp import check_host_name
 from dissociated.transport.native.addresses import host_and_port
 from dissociated.transport.native.connection import NativeConnection

@@ -387,15 +387,19 @@ class UcxChannel(Channel):
         if endpoint.handle is None or not self.traffic.connected:
             endpoint.destroy()  # at once, because UCX 1.22 would continue to connect or to disconnect, and crash
             return
-        is_closed = False
-        try:  # memory that UCX or the peer still reads needs an owner, even after an exception in a callback
-            try:
-                if not endpoint.err_mode_none:
-                    self._let_arrive()
-            finally:
-                if not (self.traffic.peer_gone and endpoint.err_mode_none):
-                    endpoint.begin_close(sending.request for sending in self.traffic.under_way)
-            end = time.monotonic() + _ENDPOINT_CLOSE_TIMEOUT
+        try:
+            if not endpoint.err_mode_none:
+                self._let_arrive()
+        finally:  # memory that UCX or the peer still reads needs an owner, even after an exception in a callback
+            self._close_endpoint()
+
+    def _close_endpoint(self) -> None:
+        """Close the endpoint, wait for a moment until that is complete, and give its memory back."""
+        endpoint, is_closed = self._endpoint, False
+        end = time.monotonic() + _ENDPOINT_CLOSE_TIMEOUT
+        try:
+            if not (self.traffic.peer_gone and endpoint.err_mode_none):
+                endpoint.begin_close(sending.request for sending in self.traffic.under_way)
             while not (is_closed := endpoint.advance_closing() and not self._devices()) and time.monotonic() < end:
                 self.sleep(_ENDPOINT_CLOSE_TIMEOUT / 20)
         finally:
