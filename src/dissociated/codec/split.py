@@ -189,8 +189,8 @@ class LargeBatch:
             The message, whose body is a part of `memory`, and the position of its body in `memory`.
 
         Raises:
-            SourceError: if another thread has changed the batch, so that it does not fit into `memory`.
-            FormatError: if libarrow cannot write the batch.
+            SourceError: Another thread has changed the batch, so that it does not fit into `memory`.
+            FormatError: libarrow cannot write the batch.
         """
         return self._splitter.encode_large(self._batch, memory)
 

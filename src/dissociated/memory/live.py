@@ -137,7 +137,7 @@ class LiveRegion:
         """Return `length` writable bytes at the offset that `reserve` has just returned. `lease` must follow.
 
         Raises:
-            StoreError: if there is no memory for new pages.
+            StoreError: There is no memory for new pages.
         """
         mapping, view = self._writable_mapping
         size = pages(length)
