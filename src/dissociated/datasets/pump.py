@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from dissociated.codec.options import WriteOptions
-from dissociated.codec.split import SplitMessage, Splitter, split
+from dissociated.codec.split import SplitMessage, Splitter, split_small
 from dissociated.datasets.consumer import Consumer, Encodings
 from dissociated.datasets.fanout import Fanout
 from dissociated.datasets.source_errors import source_errors
@@ -62,7 +62,7 @@ class Pump:
         reason = reference = None
         try:
             with source_errors(self._name):
-                messages = split(reader, self._options)
+                messages = split_small(reader, self._options)
                 del reader
                 next(messages)  # the schema, which consumers received when they joined
                 requested = time.monotonic()
