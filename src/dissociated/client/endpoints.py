@@ -18,7 +18,7 @@ from dissociated.base.display import utc
 from dissociated.base.exit import StreamThread
 from dissociated.client.connection import is_unresponsive
 from dissociated.client.parts import OpenFlight, open_part, open_part_on_device, open_part_tensors
-from dissociated.client.plan import Capabilities, PartPlan, ReadPlan, Route, plan, plan_part
+from dissociated.client.plan import Capabilities, EmbeddedRows, PartPlan, ReadPlan, Route, plan, plan_part
 from dissociated.client.readahead import ReadaheadReader
 from dissociated.client.request import ReadRequest
 from dissociated.client.routes import device_routes, reachable_routes
@@ -46,6 +46,7 @@ C = TypeVar("C", bound=_Closeable)
 Describe: TypeAlias = Callable[[], DatasetInfo]
 
 _CLIENT_PARAMETERS = ("roots", "allow", "files")  # parameters of locations that only the connecting side may set
+_MAX_PLANS = 16  # plans that are kept
 _MAX_RETRIES = 10  # number of times that a dataset may be replaced between its look-up and its request
 
 
@@ -60,12 +61,24 @@ class EndpointReader:
     def __init__(self, open_flight: OpenFlight, trust: Mapping[str, Mapping[str, str]]) -> None:
         self._open_flight = open_flight
         self._trust = trust
+        #: The last plans for datasets whose rows came with their descriptions, the latest first.
+        self._plans: deque[tuple[DatasetInfo, ReadRequest, PartPlan]] = deque(maxlen=_MAX_PLANS)
 
     def read(self, describe: Describe, request: ReadRequest) -> pa.RecordBatchReader:
-        """Read the rows of all endpoints, in order, that `request` selects. `describe` looks the dataset up."""
+        """Read the rows of all endpoints, in order, that `request` selects. `describe` looks the dataset up.
+
+        If the rows come with the description, and `describe` returns the same object again, the plan is not made again.
+        """
 
         def open_parts(info: DatasetInfo) -> pa.RecordBatchReader:
+            # Expressions cannot be compared, and the caller can change a list of columns.
+            is_kept = traced.columns is None and not traced.selects_rows
+            for known_info, known_request, part in [*self._plans] if is_kept else ():
+                if known_info is info and known_request == traced:
+                    return self._open(part)
             planned = plan(traced, info, lambda endpoint: self._all_routes(info, endpoint, traced))
+            if is_kept and len(planned.parts) == 1 and planned.parts[0].is_embedded:
+                self._plans.appendleft((info, traced, planned.parts[0]))
             return self._chain(info, planned, _open_all(planned, self._open_counted))
 
         with _traced(request) as traced:
@@ -145,7 +158,7 @@ class EndpointReader:
         The description is the only route if it has the rows.
         """
         if endpoint.embedded is not None and request.embed:
-            return [Route((), Capabilities(), endpoint.embedded)]
+            return [Route((), Capabilities(), EmbeddedRows.check(endpoint.embedded))]
         routes = self.routes(info, endpoint, request)
         excluded = request.transport is not None or not request.decompress or request.options.memory_pool is not None
         if excluded or not routes[-1].uris or not flight_uris(endpoint):
@@ -288,7 +301,7 @@ class _Openings(Generic[C]):
                 try:
                     result = call()
                 except Exception as error:
-                    self._waiting.clear()  # nobody needs the others any more
+                    self._waiting.clear()  # no thread needs the other results
                     future.set_exception(error)
                 except BaseException:
                     future.set_exception(TransportError("the opening was interrupted"))

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import pyarrow as pa
 
@@ -18,7 +18,9 @@ from dissociated.codec.columns import filter_batches, select_fields, slice_batch
 from dissociated.codec.inplace import MappedReader
 from dissociated.control.dataset_info import DatasetInfo
 from dissociated.control.locations import Endpoint
-from dissociated.errors import CatalogError, RemoteProtocolError
+from dissociated.errors import CatalogError, FormatError, RemoteProtocolError
+from dissociated.format.encapsulated import walk
+from dissociated.format.message import is_compressed
 from dissociated.protocol.request import (
     FILTER_PARAMETER,
     REQUEST_PARAMETER,
@@ -68,6 +70,25 @@ class Capabilities:
 
 
 @dataclass(frozen=True)
+class EmbeddedRows:
+    """All rows of a part, which came with its description: an IPC `stream`, and the flatbuffer of its `schema`."""
+
+    schema: bytes
+    stream: bytes = field(repr=False)
+
+    @classmethod
+    def check(cls, stream: bytes) -> Self:
+        """Return the rows in `stream`. Raise RemoteProtocolError if it has no schema, is cut off, or is compressed."""
+        try:
+            headers = [message.header for message in walk(memoryview(stream))]
+        except FormatError as error:
+            raise RemoteProtocolError(f"the catalog sent unreadable rows: {error}") from None
+        if not headers or any(map(is_compressed, headers)):
+            raise RemoteProtocolError("the catalog sent rows with no schema, or compressed")
+        return cls(headers[0], stream)
+
+
+@dataclass(frozen=True)
 class Route:
     """A way to a part: `uris` has one URI, or a URI for metadata and a URI for bodies. It is empty for Flight.
 
@@ -77,7 +98,7 @@ class Route:
 
     uris: tuple[Uri, ...]
     server: Capabilities
-    embedded: bytes | None = None
+    embedded: EmbeddedRows | None = None
     is_unresponsive: bool = False
 
     @classmethod
@@ -216,6 +237,11 @@ class PartPlan:
     in_place: tuple[Step, ...] = ()
     in_place_last: tuple[Step, ...] = ()
     bound_filter: BoundFilter | None = None
+
+    @property
+    def is_embedded(self) -> bool:
+        """Return whether the description of the part has its rows, so that there is a single step."""
+        return bool(self.steps) and self.steps[0].route.embedded is not None
 
     def identifier(self, step: Step) -> bytes:
         """Return the identifier of a step, with the members that select nothing, if the server supports them."""

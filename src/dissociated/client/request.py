@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
 from dissociated.base.buffers import MAX_BODY, MAX_METADATA
 from dissociated.client.idle import IdleConnections
-from dissociated.codec.options import ReadOptions
+from dissociated.codec.options import ReadOptions, check_options
 from dissociated.control.locations import MAX_EMBEDDED
 from dissociated.errors import OptionError
 from dissociated.memory.device.base import Device
@@ -23,6 +23,7 @@ from dissociated.transport.base import check_timeout
 TIMEOUT = 60.0
 #: Parts of a dataset that are opened at once.
 MAX_PARALLEL = 16
+_DEFAULT_OPTIONS = check_options(None, ReadOptions)
 
 
 class Filtering(Enum):
@@ -67,7 +68,7 @@ class ReadRequest:
     filter: Any = None
     filtering: Filtering = Filtering.EXACT
     limit: int | None = None
-    options: ReadOptions = field(default_factory=ReadOptions)
+    options: ReadOptions = _DEFAULT_OPTIONS
     timeout: float = TIMEOUT
     max_body: int = MAX_BODY
     max_metadata: int = MAX_METADATA
@@ -100,6 +101,11 @@ class ReadRequest:
         if type(self.max_parallel) is not int or self.max_parallel < 1:
             raise OptionError(f"max_parallel is a number of parts, 1 or more, not {self.max_parallel!r}")
         check_decompress(self.decompress, self.device)
+
+    def updated(self, **values: Any) -> Self:
+        """Return this request with these values: the same object if it has all of them already."""
+        changes = {name: value for name, value in values.items() if value is not getattr(self, name)}
+        return replace(self, **changes) if changes else self
 
     @property
     def selects_rows(self) -> bool:
