@@ -27,7 +27,7 @@ from pyspark.sql.types import StructType
 
 from dissociated.client.client import Client
 from dissociated.control.dataset_info import DatasetInfo
-from dissociated.errors import CatalogError, DatasetNotFound, OptionError, PySparkNotFound, StoreError
+from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError, OptionError, PySparkNotFound, StoreError
 from dissociated.spark.columns import ColumnConverter
 from dissociated.spark.fitting import Fitting
 from dissociated.spark.reader import portions
@@ -214,8 +214,8 @@ class DatasetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _hold(self, rows: range) -> None:
         try:
             self._held_readers[rows.stop] = self._connected().read(self.name, transport="shm", rows=rows)
-        except CatalogError:
-            pass  # the data is not in shared memory of this host
+        except DissociatedError:
+            pass  # the data is not in shared memory of this host, or its server does not answer
 
     def commit(self, end: dict[str, Any]) -> None:
         for last in [last for last in self._held_readers if last <= end["rows"]]:
