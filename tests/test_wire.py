@@ -61,7 +61,7 @@ def read(sock: socket.socket, size: int) -> bytes:
     return data
 
 
-def test_what_a_server_says(serve: Serve, stream: Path) -> None:
+def test_the_capabilities_that_a_server_announces(serve: Serve, stream: Path) -> None:
     server = serve("tcp://127.0.0.1:0")
     server.publish("data", stream, ticket=b"abc")
     (uri,) = server.locations("data")
@@ -75,7 +75,7 @@ def test_what_a_server_says(serve: Serve, stream: Path) -> None:
         assert read(sock, len(expected) + 1) == expected  # and not a byte more
 
 
-def test_what_a_server_says_that_shares_memory(serve: Serve, stream: Path) -> None:
+def test_the_capabilities_of_a_server_that_shares_memory(serve: Serve, stream: Path) -> None:
     server = serve("shm:")
     server.publish("data", stream, ticket=b"abc")
     (uri,) = server.locations("data")

@@ -318,7 +318,7 @@ class ShmTransport(Transport):
 
 
 def _connect(sock: socket.socket, path: str, timeout: float) -> None:
-    """Connect, and retry while a busy server's queue is full: the kernel would wait for ever or not at all."""
+    """Connect, and retry while a busy server's queue is full: the kernel would wait forever or not at all."""
     deadline = time.monotonic() + timeout
     sock.setblocking(False)
     while True:
