@@ -93,7 +93,7 @@ class Failure(NamedTuple):
     """An error that can be raised several times.
 
     It does not hold the exception itself. The traceback of an exception keeps the objects of its frames alive until
-    the garbage collector runs, or for ever if the reference cycle passes through C++.
+    the garbage collector runs, or forever if the reference cycle passes through C++.
     """
 
     kind: type[DissociatedError]
@@ -126,7 +126,7 @@ class ProtocolError(DissociatedError):
     """A violation of the Dissociated IPC Protocol.
 
     Attributes:
-        rule: the name of the broken rule in docs/framing.md; None if no rule of that page is broken.
+        rule: The name of the broken rule in docs/framing.md; None if no rule of that page is broken.
     """
 
     code = "protocol"
@@ -213,8 +213,8 @@ class SourceError(DissociatedError):
         The text of all other errors that a source raises is concealed: see `dissociated.datasets.source_errors`.
 
         Args:
-            message: the message of the error.
-            peer_reason: the text for the peer, if it differs from `message`.
+            message: The message of the error.
+            peer_reason: The text for the peer, if it differs from `message`.
         """
         error = cls(message)
         error.peer_reason = message if peer_reason is None else peer_reason
@@ -432,10 +432,10 @@ def reported_error(
     """Return the exception for an error that a peer reports.
 
     Args:
-        base: the class for the way in which the error arrived: RemoteError or CatalogError.
-        message: the text from the peer.
-        code: the error code from the peer. If it is unknown, or is about the peer's own side, it is ignored.
-        reference: the identifier of the error in the peer's log.
+        base: The class for the way in which the error arrived: RemoteError or CatalogError.
+        message: The text from the peer.
+        code: The error code from the peer. If it is unknown, or is about the peer's own side, it is ignored.
+        reference: The identifier of the error in the peer's log.
 
     Returns:
         An instance of `base`, which is also an instance of the class with this `code`.

@@ -56,7 +56,7 @@ def test_the_right_token_reads(server: dis.Server, certified: Certificates, tran
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
-    ("token", "sentence"), [(None, "asks for a token"), ("wrong", "does not accept this token: it may have been")]
+    ("token", "sentence"), [(None, "requires a token"), ("wrong", "does not accept this token: it may have been")]
 )
 def test_without_the_right_token_nothing_is_answered(
     server: dis.Server, certified: Certificates, token: str | None, sentence: str, call: str
@@ -90,7 +90,7 @@ def test_a_certificate_that_is_not_trusted_ends_it(server: dis.Server, tmp_path:
     for roots in (None, other.roots):
         with dis.connect(server.catalog_uri, token="sesame", tls_roots=roots, timeout=10) as client:
             for call in CALLS.values():
-                with pytest.raises(AccessDenied, match=r"certificate of the catalog at .* is not to be trusted"):
+                with pytest.raises(AccessDenied, match=r"certificate of the catalog at .* is not trusted"):
                     call(client)
 
 
@@ -99,7 +99,7 @@ def test_a_certificate_for_another_host_ends_it(tmp_path: Path) -> None:
     with (
         dis.Server([], catalog=TLS, **made.options) as server,
         dis.connect(server.catalog_uri, tls_roots=made.roots, timeout=10) as client,
-        pytest.raises(AccessDenied, match="or not for that host"),
+        pytest.raises(AccessDenied, match="or is for another host"),
     ):
         client.list()
 

@@ -227,7 +227,7 @@ def test_an_answer_of_the_catalog_is_checked(small: dis.Client) -> None:
         read(numbers, columns=["text"])
 
 
-def test_where_no_transport_leads_flight_does() -> None:
+def test_flight_is_used_if_no_transport_reaches_the_server() -> None:
     with dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
         server.publish("data", TABLE)
         handle = client["data"]

@@ -53,9 +53,9 @@ class Pair:
     """A node and its catalog, each of which can be restarted.
 
     Args:
-        directory: the directory of their files.
-        running: what closes them.
-        limit: the limit of the node's store, which evicts; None for no limit.
+        directory: The directory of their files.
+        running: What closes them.
+        limit: The limit of the node's store, which evicts; None for no limit.
     """
 
     def __init__(self, directory: Path, running: ExitStack, limit: int | None = None) -> None:

@@ -48,7 +48,7 @@ def test_a_ticket_is_good_for_at_most_its_lifetime_and_at_least_most_of_it() -> 
         assert 70 < expires - now <= 80
 
 
-def test_who_asks_twice_gets_the_same_ticket_for_a_while() -> None:
+def test_two_requests_soon_after_another_get_the_same_ticket() -> None:
     signer = Signer(SECRET, 80.0)
     assert signer.sign(Grant(b"datum"), 1000.0) == signer.sign(Grant(b"datum"), 1009.9)
     assert signer.sign(Grant(b"datum"), 1000.0) != signer.sign(Grant(b"datum"), 1010.0)
@@ -77,7 +77,7 @@ def test_an_altered_ticket_is_refused(data: st.DataObject, granted: Grant) -> No
 
 
 @pytest.mark.parametrize("foreign", [b"", bytes(16), bytes(42), secrets.token_bytes(60)], ids=len)
-def test_what_is_no_signed_ticket_is_refused(foreign: bytes) -> None:
+def test_an_invalid_signed_ticket_is_refused(foreign: bytes) -> None:
     with pytest.raises(AccessDenied, match="not made by this server"):
         Signer(SECRET, 80.0).check(foreign, 0.0)
 
@@ -214,7 +214,7 @@ def test_tokens_and_whose_they_are() -> None:
     assert "sesame" not in repr(vars(Tokens(["sesame"])))
 
 
-def test_who_may_read_a_token_or_a_secret_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_token_file_that_others_can_read_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "tokens"
     path.write_text("0123456789abcdef")
     for mode, told in ((0o600, 0), (0o640, 1), (0o604, 1)):

@@ -310,7 +310,9 @@ def test_selections_and_filters(device: Device, server: dis.Server, client: dis.
     assert two == NUMBERS.slice(7_000, 14_000)
 
 
-def test_who_cannot_use_it_gets_host_bodies(emulated: EmulatedDevice, server: dis.Server, client: dis.Client) -> None:
+def test_a_client_that_cannot_use_the_device_gets_bodies_on_the_host(
+    emulated: EmulatedDevice, server: dis.Server, client: dis.Client
+) -> None:
     server.publish("numbers", on_device(open_device("test:0"), [*pieces()]))
     assert to_host(client.read_on_device("numbers", emulated)) == NUMBERS, "it lies on another device than is wanted"
     (uri,) = [one for one in client.describe("numbers").endpoints[0].locations if "device=" in one]

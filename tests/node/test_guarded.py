@@ -147,12 +147,12 @@ def test_without_a_token_nothing_is_put_dropped_or_renewed(
     client.put("d", TABLE.to_reader())
     for uri in (catalog.uri, node.uri):
         with dis.connect(uri, tls_roots=certified.roots) as stranger:
-            with pytest.raises(AccessDenied, match="asks for a token"):
+            with pytest.raises(AccessDenied, match="requires a token"):
                 stranger.put("d", TABLE.slice(1).to_reader())
             for action in ("drop", "commit", "reserve", "discard", "versions", "nodes", "status", "stage"):
-                with pytest.raises(AccessDenied, match="asks for a token"):
+                with pytest.raises(AccessDenied, match="requires a token"):
                     stranger.do_action(action, {"name": "d"})
-            with pytest.raises(AccessDenied, match="asks for a token"):
+            with pytest.raises(AccessDenied, match="requires a token"):
                 stranger.do_action("RenewFlightEndpoint", {})
     assert client.read("d").read_all() == TABLE
 
@@ -179,7 +179,7 @@ def test_a_secret_alone_keeps_strangers_from_registering(tmp_path: Path) -> None
     [
         ({"authorize": None}, "requires tokens, and the node does not"),
         ({"ticket_lifetime": None}, "do not make the same tickets"),
-        ({"secret": None}, "asks for a token"),
+        ({"secret": None}, "requires a token"),
         ({"secret": SECRET[::-1]}, "does not accept this token"),
         ({"tls_roots": None}, "certificate"),
     ],

@@ -1,4 +1,4 @@
-"""Version numbers: each keeps its meaning for ever, while nodes and catalogs are killed, restarted, lost and moved."""
+"""Version numbers: each keeps its meaning forever, while nodes and catalogs are killed, restarted, lost and moved."""
 
 from __future__ import annotations
 

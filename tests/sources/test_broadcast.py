@@ -230,7 +230,7 @@ def test_each_consumer_chooses_its_columns(serve: Serve, scheme: str) -> None:
         open_live(server, scheme, columns=["x"])
 
 
-def test_what_one_has_freed_another_still_reads(serve: Serve) -> None:
+def test_memory_that_one_client_freed_stays_readable_for_another(serve: Serve) -> None:
     server = serve("shm:")
     server.publish("live", reader(map(batch, range(3))), live=dis.Live(consumers=2))
     one, other = open_live(server, "shm"), open_live(server, "shm")
@@ -390,7 +390,7 @@ def test_options_that_make_no_sense(arguments: dict[str, Any]) -> None:
         dis.Live(**arguments)
 
 
-def test_what_is_no_stream_cannot_be_published_live(serve: Serve) -> None:
+def test_a_source_that_is_no_stream_cannot_be_published_live(serve: Serve) -> None:
     server = serve("shm:")
     for source in ("a path", b"bytes", pa.Tensor.from_numpy(np.arange(3))):
         with pytest.raises(dis.errors.SourceError, match=r"as a stream.* is published without live= and without"):

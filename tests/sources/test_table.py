@@ -229,7 +229,7 @@ def test_a_copy_ahead_that_fails_is_made_when_it_is_asked_for(serve: Serve, capl
 
 
 @pytest.mark.usefixtures("on_demand")
-def test_who_has_pages_of_a_copy_pinned_keeps_nobody_from_reading(serve: Serve) -> None:
+def test_pinned_pages_of_a_copy_keep_no_client_from_reading(serve: Serve) -> None:
     """Such memory cannot be sealed."""
     server = serve("shm:")
     server.publish("t", TABLE)

@@ -83,8 +83,8 @@ def test_a_driver_that_is_killed_leaves_nothing_and_its_query_goes_on(
     check, gate = tmp_path / "check", tmp_path / "gate"
     os.mkfifo(gate)
     catalog = start("catalog", "--db", tmp_path / "db", "--listen", f"grpc://127.0.0.1:{free_port()}")
-    start("node", "--store", store, "--catalog", catalog.uri, "--beat", "1")
-    other = start("node", "--store", forgetful, "--forget", "2", "--beat", "0.1")
+    start("node", "--store", store, "--catalog", catalog.uri, "--heartbeat", "1")
+    other = start("node", "--store", forgetful, "--forget", "2", "--heartbeat", "0.1")
     put(catalog.uri, "in", range(50_000))
     seen: set[tuple[str, str]] = set()
 

@@ -157,7 +157,7 @@ def test_what_the_pieces_of_a_batch_share_is_copied_once(node: Node, monkeypatch
     sidecar.close(stream)
 
 
-def test_who_closes_a_stream_does_not_wait_for_what_comes_next() -> None:
+def test_closing_a_stream_does_not_wait_for_its_next_message() -> None:
     more = threading.Event()
 
     def batches() -> Iterator[pa.RecordBatch]:

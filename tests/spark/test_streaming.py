@@ -171,7 +171,7 @@ def test_a_catalog_killed_before_the_commit_and_started_again(
         yield from batches
         gate.read_text()  # blocks until the gate is opened for writing
 
-    start("node", "--store", store, "--catalog", outer.uri, "--beat", "1")
+    start("node", "--store", store, "--catalog", outer.uri, "--heartbeat", "1")
     put(outer.uri, "in", range(50_000))
     df = stream(spark, outer.uri, "in").mapInArrow(gated, "id long")
     query = started(df, outer.uri, "out", tmp_path / "check")

@@ -134,7 +134,7 @@ def test_a_store_that_others_could_have_made_is_not_used(memory: Path) -> None:
         Store(store)
 
 
-def test_whoever_starts_a_node_truncates_nothing_through_a_link(memory: Path) -> None:
+def test_starting_a_node_truncates_nothing_through_a_link(memory: Path) -> None:
     store, letter = memory / "store", memory / "letter"
     with Store(store):
         pass

@@ -89,7 +89,7 @@ if __name__ == "__main__":
         TorchTrainer(in_worker, scaling_config=ScalingConfig(num_workers=2)).fit()
         sys.exit()
     client = dis.connect(uri)
-    batches = loader(client["data"], **OPTIONS)  # before the launcher has initialised torch.distributed
+    batches = loader(client["data"], **OPTIONS)  # before the launcher has initialized torch.distributed
     if way == "torchrun":
         rows(batches)
     elif way == "workers":

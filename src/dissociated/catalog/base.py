@@ -54,7 +54,7 @@ class Catalog(ABC):
         self.node = node
         self.holdings = holdings
         self.security = security
-        #: The time at which a writer last asked for the stage, as of time.monotonic.
+        #: The time at which a writer last requested the stage, by time.monotonic.
         self.stage_asked_at = -math.inf
         #: Whether this process holds nothing and will not come back when it ends.
         self.retiring = False

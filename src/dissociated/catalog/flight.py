@@ -307,7 +307,7 @@ def _actions(catalog: Catalog) -> dict[str, tuple[Callable[[_Body], Any], str]]:
 
 
 def _only(body: _Body, key: str) -> str:
-    """Return the text of the only key in `body`. Errors are those of `_value`."""
+    """Return the value of the only key in `body`, as text. Errors are those of `_value`."""
     return str(_value(body, key))
 
 

@@ -134,9 +134,9 @@ class Listing:
             expires = None  # A second request may return nothing, or another stream.
         # Only this process publishes with chosen tickets. The ids of copies on other nodes differ.
         sole = self._registry.lookup_part(part.id) if len(part.nodes) == 1 else None
-        # If a server encrypts data, small datasets do not travel in clear text beside that.
+        # If a server encrypts data, its small datasets must not travel in clear text with their descriptions.
         is_secure = not any(node.flight.startswith("grpc:") and _encrypts(node) for node in part.nodes)
-        ticket = self._registry.tickets.sign(Grant(part.ticket, columns), time.time())
+        ticket = self._registry.tickets.sign(Grant(part.ticket, columns), self._registry.now())
         expirations = [end for end in (expires, ticket.expires) if end is not None]
         return flight.FlightEndpoint(
             ticket.data,
@@ -158,9 +158,9 @@ class _Answer(NamedTuple):
 
 
 class Answers:
-    """The last FlightInfos of versions in stores. One is given again for a second if nothing has changed.
+    """The last FlightInfos of versions in stores. Each is returned again for a second if nothing has changed.
 
-    Many processes often ask for one dataset at a time, and some ask again and again.
+    Many processes often request one dataset at a time, and some request it repeatedly.
 
     Args:
         retain: Lifetime of the tickets in the answers, in seconds; 0 if none is promised. An answer is repeated for a
@@ -168,7 +168,7 @@ class Answers:
     """
 
     def __init__(self, retain: float) -> None:
-        #: Seconds for which an answer is repeated. Tickets must live for so much longer.
+        #: Seconds for which an answer is repeated. Tickets must be valid for that much longer.
         self.max_age = min(_MAX_AGE, retain / 100) if retain else _MAX_AGE
         self._answers: OrderedDict[bytes, _Answer] = OrderedDict()
         self._lock = threading.Lock()

@@ -77,7 +77,9 @@ class LocalCatalog(Catalog):
             return answer.info
         command = parse_get(descriptor)
         expires = self._ticket_expiry()
-        record = self._find(command, self.retain and self.retain + self._answers.max_age)
+        # The answer may be repeated for `max_age`, and its tickets must then still be valid for `retain`.
+        retain = self.retain + self._answers.max_age if self.retain else 0.0
+        record = self._find(command, retain)
         name_only = descriptor.descriptor_type == flight.DescriptorType.CMD and len(command) == 1
         reference = self._listing.reference_info(record, descriptor) if name_only else None
         if reference is not None:
@@ -160,7 +162,7 @@ class LocalCatalog(Catalog):
                 "this catalog guarantees no lifetime of tickets, so none can be renewed: look the dataset up again"
             )
         ticket = Request.parse(endpoint.ticket.ticket).ticket
-        identifier, columns = self._registry.tickets.check(ticket, time.time())
+        identifier, columns = self._registry.tickets.check(ticket, self._registry.now())
         record, part = self._database.find_by_ticket(identifier, self.retain)
         renewed = self._listing.endpoint(part, {}, earliest_expiry(self._ticket_expiry(), record.expires), columns)
         return bytes(renewed.serialize())
@@ -315,12 +317,12 @@ class LocalCatalog(Catalog):
             raise
         self._members.admit(node.id)
         announced = self._parse_announced(node.id, body)
-        until = time.time() + float(body["lives"])
+        alive_until = time.time() + float(body["lives"])
         removed = {
             str(name): Removal(int(version), bool(lost), int(highest))
             for name, (version, lost, highest) in body.get("numbers", {}).items()
         }
-        self._database.register(node, announced, str(body["digest"]), until, int(body["serial"]), removed)
+        self._database.register(node, announced, str(body["digest"]), alive_until, int(body["serial"]), removed)
         return self._node_reply(node.id, announced)
 
     def _check_admission(self, node: NodeRecord, body: Mapping[str, Any]) -> None:

@@ -89,12 +89,6 @@ class Peer(CatalogClient):
         (result,) = self.call_flight(lambda client: [*client.do_action(flight.Action(action, body))])
         return bytes(result.body.to_pybytes())
 
-    def __enter__(self) -> Peer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 class _Recipient(Peer):
     """A client for an upload to a node. A node that is paused, and so takes nothing, does not soon count as lost."""

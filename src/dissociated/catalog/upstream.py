@@ -31,6 +31,9 @@ from dissociated.monitoring.status import NodeStatus, ServerStatus
 
 _log = logging.getLogger(__name__)
 
+#: The default number of seconds between two heartbeats.
+HEARTBEAT_INTERVAL = 5.0
+_MAX_MISSED = 3  # heartbeats that a node may miss before its upstream considers it away
 _LEAVE_TIMEOUT = 5.0  # seconds: an upstream that does not answer must not hold up the end of this process
 _TIMEOUT_PER_VERSION = 0.01  # seconds that each reported version adds to the timeout
 
@@ -48,7 +51,7 @@ class UpstreamCatalog(Catalog):
         self, node: NodeRecord, holdings: Holdings, security: Security, upstream: str, heartbeat_interval: float
     ) -> None:
         super().__init__(node, holdings, security)
-        self.reconcile_interval = heartbeat_interval
+        self.reconcile_interval = heartbeat_interval  # reconciling sends the heartbeat
         self._upstream = Peer(upstream, security)
         self._report_lock = threading.Lock()  # keeps reports in the order of the changes
         self._digest = ""
@@ -179,13 +182,15 @@ class UpstreamCatalog(Catalog):
     def _report(self, upstream: Peer, action: str, changes: int, **body: Any) -> bool:
         """Send a report, and apply the reply: confirm published versions and delete unreferenced ones.
 
+        The fields of reports and replies are described in `dissociated.catalog.service`.
+
         Returns:
             False if the upstream does not know the report that this one is based on.
         """
         digest = f"{self._incarnation}:{changes}"
         sent_at = time.time()
         reply = upstream.do_action(
-            action, {**body, "digest": digest, "lives": 3 * self.reconcile_interval, "now": sent_at}
+            action, {**body, "digest": digest, "lives": _MAX_MISSED * self.reconcile_interval, "now": sent_at}
         )
         self._compare_clocks(sent_at, reply.get("now"))
         if not reply.get("known", True):

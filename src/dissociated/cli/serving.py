@@ -131,6 +131,7 @@ _IDLE_CHECKS = 3  # idle checks in a row after which an unused node ends
 
 def add_node(parser: argparse.ArgumentParser) -> None:
     """Add the description, the options and the function of `node` to its parser."""
+    from dissociated.catalog.upstream import HEARTBEAT_INTERVAL
     from dissociated.node.launch import default_store
     from dissociated.node.node import RETAIN
     from dissociated.store.eviction import Policy
@@ -190,7 +191,7 @@ def add_node(parser: argparse.ArgumentParser) -> None:
         parser, "--empty-exit", "end after this time with an empty store, without readers and writers"
     )
     access.add_serving_arguments(parser, peers=True)
-    quantities.add_duration(parser, "--beat", argparse.SUPPRESS, 5.0)
+    quantities.add_duration(parser, "--heartbeat", argparse.SUPPRESS, HEARTBEAT_INTERVAL)
     parser.add_argument("--ready-fd", type=int, metavar="N", help=argparse.SUPPRESS)
     parser.add_argument("--starter-fd", type=int, metavar="N", help=argparse.SUPPRESS)
     parser.set_defaults(run=_run_node)
@@ -224,7 +225,7 @@ def _run_node(arguments: argparse.Namespace) -> None:
         flight=arguments.flight or (f"{flight}:0" if arguments.tls_cert else None),
         catalog=arguments.catalog,
         retain=arguments.retain,
-        heartbeat_interval=arguments.beat,
+        heartbeat_interval=arguments.heartbeat,
         advertise=arguments.advertise,
         security=guarded,
         metrics=arguments.metrics,

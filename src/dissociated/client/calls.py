@@ -373,6 +373,12 @@ class CatalogClient:
             self.defaults.idle.close()
         self._calls.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def call_flight(self, call: Callable[[flight.FlightClient], T]) -> T:
         """Return the result of `call`, which gets the Flight client.
 

@@ -428,9 +428,3 @@ class Client(CatalogClient):
             if span is not None:
                 span.set(rows=rows)
             return rows
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -122,7 +122,7 @@ def _open_session(
 ) -> ClientSession:
     """Request the stream on these connections, which are closed if that fails.
 
-    If `idle` is given, it gets the connection when the stream is over.
+    If `idle` is given, it gets the connection when the stream has ended.
     """
     timeout = request.timeout
     takes_missed = announces(uris[0], MISSED_PARAMETER)
@@ -180,4 +180,4 @@ def _server(uri: Uri) -> tuple[str, str, int | None, str]:
 
 
 def _refuse_body(tag: int | None, length: int) -> Buffer:
-    raise RemoteProtocolError(f"the server sent {length} bytes before it was asked for anything", rule="request-first")
+    raise RemoteProtocolError(f"the server sent {length} bytes before it got a request", rule="request-first")

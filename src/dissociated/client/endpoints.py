@@ -301,7 +301,7 @@ class _Openings(Generic[C]):
                 try:
                     result = call()
                 except Exception as error:
-                    self._waiting.clear()  # nobody needs the others any more
+                    self._waiting.clear()  # no thread needs the other results
                     future.set_exception(error)
                 except BaseException:
                     future.set_exception(TransportError("the opening was interrupted"))

@@ -141,8 +141,8 @@ class CatalogConnection(ProcessBound):
                 raise CatalogUnreachable(self._passed_on(error)) from None
             if _is_untrusted(error):
                 raise AccessDenied(
-                    f"the certificate of the catalog at {self.uri} is not to be trusted, or not for that host "
-                    "(tls_roots says which certificates are)"
+                    f"the certificate of the catalog at {self.uri} is not trusted, or is for another host "
+                    "(tls_roots names the certificates to trust)"
                 ) from None
             last = "" if self._answered is None else f" It last answered at {utc(self._answered)}."
             raise CatalogUnreachable(
@@ -156,7 +156,7 @@ class CatalogConnection(ProcessBound):
             raise DeadlineExceeded(f"the catalog at {self.uri} did not answer for {self.timeout:g} s") from None
         except (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError) as error:
             if "middleware" not in self._parameters and isinstance(error, flight.FlightUnauthenticatedError):
-                raise AccessDenied(f"the catalog at {self.uri} asks for a token: connect(uri, token=...)") from None
+                raise AccessDenied(f"the catalog at {self.uri} requires a token: connect(uri, token=...)") from None
             raise AccessDenied(_server_message(error)) from None
         except pa.ArrowKeyError as error:
             raise DatasetNotFound(_server_message(error)) from None
@@ -164,11 +164,11 @@ class CatalogConnection(ProcessBound):
             reason = _server_message(error)
             message = f"the catalog at {self.uri} refused: {reason}"
             reported = reported_error(CatalogError, message, *parse_details(getattr(error, "extra_info", None)))
-            reported.peer_reason = reason  # A node that passes it on to its own client is no part of the story.
+            reported.peer_reason = reason  # for the client of a node that relays the call
             raise reported from None
 
     def _passed_on(self, error: Exception) -> str:
-        return f"the catalog at {self.uri} has no answer: {_server_message(error)}"
+        return f"the catalog at {self.uri} gave no answer: {_server_message(error)}"
 
     def close(self) -> None:
         """Close the connection. Streams that are open stay open."""
@@ -318,7 +318,7 @@ def _check_metadata(size: int, request: ReadRequest) -> None:
 class _FlightStream(ProcessBound):
     """A Flight stream: its schema, and then its batches.
 
-    A thread receives them, because the calls of pyarrow wait for a silent server for ever. Nobody waits for this
+    A thread receives them, because the calls of pyarrow wait for a silent server forever. Nobody waits for this
     stream longer than the timeout of the request.
     """
 
@@ -378,7 +378,8 @@ class _Download:
         size: int = 0 if chunk.data is None else chunk.data.get_total_buffer_size()
         if size > self._request.max_body:
             raise RemoteProtocolError(
-                f"a record batch has {size} bytes in its buffers; at most {self._request.max_body} are taken (max_body)"
+                f"a record batch has {size} bytes in its buffers; at most {self._request.max_body} are accepted "
+                "(max_body)"
             )
         return size
 

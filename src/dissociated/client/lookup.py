@@ -97,13 +97,13 @@ class Lookup:
         else:
             if info.version:
                 return info
-            refused = DatasetNotFound(f"the server at {self._calls.uri} knows no dataset {name!r}")
+            refused = DatasetNotFound(f"the server at {self._calls.uri} has no dataset {name!r}")
             if version is not None:  # the answer may be for any version
-                raise CatalogError(f"the server at {self._calls.uri} knows no versions: leave out {version=}")
+                raise CatalogError(f"the server at {self._calls.uri} has no versions: leave out {version=}")
         if version is None:
             return self._describe_plainly(name, refused)
         if not self._is_ours():  # the server may quote the JSON command as an unknown name
-            raise type(refused)(f"the server at {self._calls.uri} knows no version {version} of {name!r}")
+            raise type(refused)(f"the server at {self._calls.uri} has no version {version} of {name!r}")
         raise refused
 
     def _describe_plainly(self, name: str, refused: CatalogError) -> DatasetInfo:
@@ -126,7 +126,7 @@ class Lookup:
                     return info
                 raise refused  # a server of this library: the plain descriptor stands for another dataset there
         if unknown is not None and not self._is_ours():
-            raise DatasetNotFound(f"the server at {self._calls.uri} knows no dataset {name!r} ({unknown})")
+            raise DatasetNotFound(f"the server at {self._calls.uri} has no dataset {name!r} ({unknown})")
         raise unknown or refused
 
     def _get_flight_info(self, descriptor: Any, name: str, reuse: bool = False) -> DatasetInfo:

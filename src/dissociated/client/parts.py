@@ -119,7 +119,7 @@ def _first(part: PartPlan, open_step: Callable[[Step], T]) -> T:
         except (CatalogError, DeadlineExceeded) as error:
             if not step.route.is_flight:
                 raise
-            if waiting:  # servers that did not answer lately are left
+            if waiting:  # only unresponsive servers remain
                 failure = failure or Failure.of(error)
             elif failure is None or isinstance(error, DeadlineExceeded):
                 raise
@@ -151,7 +151,7 @@ def _open_in_place(part: PartPlan, device: Device, step: Step) -> DeviceReader:
     stream, fields = _request(part, step)
     with _closed_on_error(stream):
         if fields is not None:
-            raise DeviceError("the server has not left out the columns that are not wanted")
+            raise DeviceError("the server sent columns that were not requested")
         return stream.map_on_device(device, parse_spans(step.route.uris[-1]))
 
 

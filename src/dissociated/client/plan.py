@@ -82,7 +82,7 @@ class EmbeddedRows:
         try:
             headers = [message.header for message in walk(memoryview(stream))]
         except FormatError as error:
-            raise RemoteProtocolError(f"the catalog sent rows that cannot be read: {error}") from None
+            raise RemoteProtocolError(f"the catalog sent unreadable rows: {error}") from None
         if not headers or any(map(is_compressed, headers)):
             raise RemoteProtocolError("the catalog sent rows with no schema, or compressed")
         return cls(headers[0], stream)

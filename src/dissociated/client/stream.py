@@ -29,7 +29,8 @@ from dissociated.protocol.delivery import Delivered, Delivery
 
 #: Most messages, or runs of messages, that are examined before a dataset in shared memory is opened.
 _MAX_EXAMINED = 1 << 16
-#: Seconds after which the server of a stream in shared memory is not made to wait for the reader of the first batches.
+#: Seconds after which the rest of a stream in shared memory is compared, even if its first batches were not read yet:
+#: the server waits for that.
 _PATIENCE = 30.0
 
 
@@ -163,7 +164,7 @@ class ClientStream:
                 if len(self._examined) > _MAX_EXAMINED or not self._accepts(in_place, item):
                     return self._join(options)
         except BaseException:
-            self.close()  # the examined messages are read by nobody, so their addresses must not be waited for
+            self.close()  # nobody reads the examined messages, so their addresses never come back
             raise
         self._examined.clear()
         return in_place.place(self._bodies.leases.lease, at)

@@ -14,7 +14,7 @@ from dissociated.codec.nesting import contains
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.errors import RemoteProtocolError
 
-#: Rows, batches and bytes whose mask is computed at once, if they are at hand.
+#: Rows, batches and bytes whose mask is computed at once, if the reader never blocks.
 _GROUP_ROWS = 1 << 16
 _GROUP_BATCHES = 1 << 10
 _GROUP_BYTES = 8 << 20

@@ -258,7 +258,7 @@ def _unwritable(error: pa.ArrowException) -> FormatError:
     advice = ""
     if "Dictionary replacement" in str(error):
         advice = (
-            " Where dictionaries only grow, emit_dictionary_deltas helps; where the whole table is at hand, "
+            " If dictionaries only grow, emit_dictionary_deltas helps; if the whole table is in memory, "
             "unify_dictionaries and write_table."
         )
     return FormatError(f"cannot write this as Arrow IPC: {error}{advice}")

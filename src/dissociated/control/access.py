@@ -50,6 +50,8 @@ _EXPIRY_STEPS = 8  # possible times of expiry in a lifetime
 
 _FOREIGN = "this ticket was not made by this server, or was altered: look the dataset up again"
 _EXPIRED = "this ticket has expired: look the dataset up again"
+#: The message of DatasetNotFound for a ticket of no dataset.
+UNKNOWN_TICKET = "no dataset has this ticket, which may have been replaced or dropped: look the dataset up again"
 
 
 class Ticket(NamedTuple):

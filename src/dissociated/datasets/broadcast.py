@@ -108,8 +108,10 @@ class _BroadcastColumns(BroadcastDataset):
         if item.body is None:
             return item._replace(header=self._projection.header)
         chosen = self._projection.project(item.header, item.parsed)
-        if chosen is None or chosen.header is item.header:
-            return chosen and item
+        if chosen is None:
+            return None
+        if chosen.header is item.header:
+            return item
         if item.repeats is not None:
             first, *more = [b"".join(chosen.body((body,))) for body in item.bodies]
             return LiveMessage(chosen.header, chosen.parsed, (first,), repeats=more)

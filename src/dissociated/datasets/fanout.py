@@ -79,13 +79,13 @@ class Fanout:
         """Add a consumer. The stream begins when the required number of consumers has joined. Call `leave` after use.
 
         Args:
-            wake: see `Consumer`. It is also called at the end of the stream.
-            on_cut_off: see `Consumer`. Default: `wake`.
-            deliver: see `Consumer`. Default: `wake` is called.
+            wake: See `Consumer`. It is also called at the end of the stream.
+            on_cut_off: See `Consumer`. Default: `wake`.
+            deliver: See `Consumer`. Default: `wake` is called.
 
         Raises:
-            SourceError: if the stream has ended, or has begun and refuses late consumers.
-            TransportError: if the stream cannot begin now. The next consumer may be able to begin it.
+            SourceError: The stream has ended, or has begun and refuses late consumers.
+            TransportError: The stream cannot begin now. The next consumer may be able to begin it.
         """
         with self.changed:
             if self.has_ended:
@@ -116,16 +116,16 @@ class Fanout:
         """Take the next messages of `consumer`.
 
         Args:
-            consumer: the consumer.
-            count: the largest number of messages; an item of alike messages is not split.
-            nbytes: the largest number of bytes of bodies, unless it is a single item.
-            maps: whether the consumer maps bodies in shared memory, so that their bytes do not count.
+            consumer: The consumer.
+            count: The largest number of messages; an item of alike messages is not split.
+            nbytes: The largest number of bytes of bodies, unless it is a single item.
+            maps: Whether the consumer maps bodies in shared memory, so that their bytes do not count.
 
         Returns:
             The messages, in order; empty if none are waiting now.
 
         Raises:
-            SourceError: if the stream has ended with an error.
+            SourceError: The stream has ended with an error.
         """
         with self.changed:
             messages = consumer.take(count, nbytes, maps)
@@ -163,8 +163,8 @@ class Fanout:
         """Remove `consumer`, whose connection has ended, and release everything that it holds.
 
         Args:
-            consumer: the consumer.
-            disconnected: whether the client is known to be gone, so that its memory can be released. Otherwise the
+            consumer: The consumer.
+            disconnected: Whether the client is known to be gone, so that its memory can be released. Otherwise the
                 memory that it may still map is not reused.
         """
         with self.changed:

@@ -103,7 +103,7 @@ def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Da
     Subdirectories called NAME=VALUE add a column NAME each (Hive partitioning).
 
     Raises:
-        SourceError: if there are no Parquet files, there are other files, or the schemas of the files differ.
+        SourceError: There are no Parquet files, there are other files, or the schemas of the files differ.
     """
     import pyarrow.dataset
 
@@ -154,7 +154,7 @@ def _parquet_files(directory: Path) -> Iterator[Path]:
     """Yield the Parquet files in `directory` and in its subdirectories NAME=VALUE.
 
     Raises:
-        SourceError: if another file or subdirectory is found.
+        SourceError: Another file or subdirectory is found.
     """
     for entry in sorted(directory.iterdir()):
         if entry.name.startswith((".", "_")):  # not data, by a convention of Spark and pyarrow
@@ -180,7 +180,7 @@ def _unchanged(
     """Yield `batches`, each only after the file is found unchanged.
 
     Raises:
-        SourceError: if the file was modified or deleted since it was opened.
+        SourceError: The file was modified or deleted since it was opened.
     """
     while True:
         failed: Exception | None = None

@@ -38,7 +38,7 @@ class Pump:
         """Start to read, and publish the messages in `fanout`. Call this until it has succeeded once.
 
         Raises:
-            TransportError: if the system has no more threads.
+            TransportError: The system has no more threads.
         """
         self._thread = threading.Thread(target=self._run, args=(fanout,), name=f"live {self._name}", daemon=True)
         try:
@@ -93,7 +93,7 @@ class Pump:
         if not waking:
             return
         if leisure < self._delivery_time:
-            self._delivery_time *= _DECAY  # so that a single slow delivery does not decide for ever
+            self._delivery_time *= _DECAY  # so that a single slow delivery does not decide forever
             for consumer in waking:
                 consumer.wake()
             return

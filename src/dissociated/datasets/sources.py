@@ -53,16 +53,16 @@ def make_dataset(
       `open_tensors`.
 
     Args:
-        name: the name of the dataset.
-        source: the source.
-        options: how batches are written.
-        schema: the schema of an iterator or list, which may then be empty.
+        name: The name of the dataset.
+        source: The source.
+        options: How batches are written.
+        schema: The schema of an iterator or list, which may then be empty.
 
     Raises:
-        SourceError: if the source is of another kind, or cannot be read.
-        StoreError: if a path holds no valid Arrow IPC.
-        FormatError: if the schema is nested deeper than `options` allow.
-        OptionError: if `options` is invalid, or `schema` is given for a source that has its own.
+        SourceError: The source is of another kind, or cannot be read.
+        StoreError: A path holds no valid Arrow IPC.
+        FormatError: The schema is nested deeper than `options` allow.
+        OptionError: `options` is invalid, or `schema` is given for a source that has its own.
     """
     if options is not None:
         check_options(options, WriteOptions)
@@ -262,7 +262,7 @@ def isolate_columns(whole: Dataset, columns: Sequence[str]) -> Dataset:
     `Dataset.select` is no protection: clients of its result can map memory that holds the other columns, too.
 
     Raises:
-        ColumnNotFound: if `whole` lacks one of the columns.
+        ColumnNotFound: `whole` lacks one of the columns.
     """
     reader = whole.select(Selection(tuple(columns))).open_reader()
     return SourceDataset(whole.name, lambda: reader, one_shot=True)

@@ -18,6 +18,7 @@ from dissociated.base.private import open_private_directory, write_private_file
 from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
 from dissociated.catalog.store_backend import StoreBackend
+from dissociated.catalog.upstream import HEARTBEAT_INTERVAL
 from dissociated.control.access import Security
 from dissociated.control.catalog_uri import UNIX_SCHEME, is_unix, is_usable, unix_uri
 from dissociated.monitoring.status import ConsumerStatus
@@ -63,6 +64,7 @@ class Node(ProcessBound):
             other's certificates.
         metrics: See `ServerOptions`.
         http: See `ServerOptions`.
+        lease_timeout: See `ServerOptions`.
         max_metadata: See `ServerOptions`.
 
     Raises:
@@ -82,11 +84,12 @@ class Node(ProcessBound):
         catalog: str | None = None,
         database: str = ":memory:",
         retain: float = RETAIN,
-        heartbeat_interval: float = 5.0,
+        heartbeat_interval: float = HEARTBEAT_INTERVAL,
         advertise: str | None = None,
         security: Security | None = None,
         metrics: str | None = None,
         http: str | None = None,
+        lease_timeout: float = ServerOptions.lease_timeout,
         max_metadata: int = MAX_METADATA,
     ) -> None:
         self.store = store
@@ -98,6 +101,7 @@ class Node(ProcessBound):
                 advertise=advertise,
                 metrics=metrics,
                 http=http,
+                lease_timeout=lease_timeout,
                 max_metadata=max_metadata,
             )
             self.server = undo.enter_context(Server.of(options, security))

@@ -49,8 +49,8 @@ class _LiveMemorySending(Sending):
         """Encode all of `items` to be sent in one call, with alike neighbours combined into runs.
 
         Args:
-            items: the messages to send.
-            body: called for each message outside a run; it returns the body to send, or None for no body.
+            items: The messages to send.
+            body: Called for each message outside a run; it returns the body to send, or None for no body.
 
         Returns:
             The messages, as `Connection.prepare` returns them.
@@ -74,7 +74,7 @@ class _LiveMemorySending(Sending):
             self._connection.send(encoded, self._limits.stall_timeout)
 
     def _encode_message(self, header: bytes, body: Body | None) -> list[Message]:
-        """Encode the next message. Its metadata is checked here, as a live stream is not known when it is published."""
+        """Encode the next message. Its metadata is checked here, since the messages of a stream are unknown before."""
         self._check(header)
         return self._sender.send(header, body)
 
@@ -252,7 +252,7 @@ class BroadcastSending(_LiveMemorySending):
                 return
             self._take_frees()
             if live.policy != "block" and not consumer.cut_off and self._connection.unread:
-                # Messages that are sent can be dropped no more, and would be old when the client comes to them.
+                # Sent messages can no longer be dropped, and would be old by the time the client reads them.
                 self._connection.wait(unread_wait)
                 unread_wait = min(2 * unread_wait, _MAX_UNREAD_WAIT)
                 continue
@@ -275,7 +275,7 @@ class BroadcastSending(_LiveMemorySending):
 
     def _take(self, consumer: Consumer) -> list[LiveMessage]:
         """Take the messages to send next."""
-        # Bodies that are sent by address do not count, unless they should wait where they can be dropped.
+        # Bodies that are sent by address do not count, unless the policy may still drop waiting messages.
         by_address = self._mapped and not self._half_closed and not self._limits.inline_limit
         maps = by_address and self._dataset.live.policy == "block"
         return self._fanout.take(consumer, MAX_SEND_MESSAGES, MAX_SEND_BYTES, maps)
@@ -319,7 +319,7 @@ class BroadcastSending(_LiveMemorySending):
             try:
                 raise error
             finally:
-                del error  # or it would refer to itself through this frame, and keep what was being sent
+                del error  # else the error, through this frame, would keep itself and the messages alive
         if self._connection.sends_at_once and self._connection.backlog:
             self._connection.send((), self._limits.stall_timeout)
 
@@ -363,9 +363,9 @@ class BroadcastSending(_LiveMemorySending):
         """Send all of `items` in one call.
 
         Args:
-            consumer: the consumer.
-            items: the messages to send.
-            encodings: see `Consumer`. The messages are then sent without waiting.
+            consumer: The consumer.
+            items: The messages to send.
+            encodings: See `Consumer`. The messages are then sent without waiting.
 
         Returns:
             The number of messages and the total bytes of their bodies.

@@ -56,9 +56,9 @@ class Server(ProcessBound):
     options as one object. Use the server as a context manager, or `close` it.
 
     Raises:
-        UriError: if an address is invalid.
-        TransportError: if an address cannot be listened at.
-        OptionError: if an option is invalid.
+        UriError: An address is invalid.
+        TransportError: The server cannot listen at an address.
+        OptionError: An option is invalid.
 
     Example:
         ```python
@@ -135,8 +135,8 @@ class Server(ProcessBound):
         """Create a server from an options object. Raises the same errors as `Server`.
 
         Args:
-            options: the options.
-            security: the access rules, if they are made already. Default: those of the options.
+            options: The options.
+            security: The access rules, if they are made already. Default: those of the options.
 
         Example:
             ```python
@@ -178,28 +178,28 @@ class Server(ProcessBound):
         memory. The dataset can be read in the meantime.
 
         Args:
-            name: the name of the dataset.
-            source: a Table, a reader, record batches, a path, a callable, tensors, and more: see
+            name: The name of the dataset.
+            source: A Table, a reader, record batches, a path, a callable, tensors, and more: see
                 `dissociated.datasets.sources.make_dataset`.
-            schema: the schema of an iterator or a list of record batches, which may then be empty.
-            options: how batches are written: compression, alignment, dictionary deltas. An IPC file is served as it
+            schema: The schema of an iterator or a list of record batches, which may then be empty.
+            options: How batches are written: compression, alignment, dictionary deltas. An IPC file is served as it
                 is, and takes no options.
-            ticket: the bytes by which clients request the dataset. With signed tickets, the identifier that they are
+            ticket: The bytes by which clients request the dataset. With signed tickets, the identifier that they are
                 signed for. Default: random bytes. Two servers that publish the same source with the same ticket can
                 share the work: a client reads metadata from one and bodies from the other.
-            live: read the source once for all clients together, each with its own position in the stream. `Live` says
+            live: Read the source once for all clients together, each with its own position in the stream. `Live` says
                 which clients may join, and when a client that stalls is cut off. Default: each client has a reading of
                 its own.
-            wait: publish a Table only after its copy in shared memory was made, and raise errors of copying here.
-            ttl: seconds after which the catalog of this server drops the dataset, at most 1e10.
+            wait: Publish a Table only after its copy in shared memory was made, and raise errors of copying here.
+            ttl: Seconds after which the catalog of this server drops the dataset, at most 1e10.
 
         Raises:
-            SourceError: if the source cannot be read.
-            StoreError: if a file cannot be read, or there is no room for the copy.
-            FormatError: if the source cannot be written with these options.
-            OptionError: if `name`, `options`, `live` or `ttl` is invalid, `ttl` is set and there is no catalog,
+            SourceError: The source cannot be read.
+            StoreError: A file cannot be read, or there is no room for the copy.
+            FormatError: The source cannot be written with these options.
+            OptionError: `name`, `options`, `live` or `ttl` is invalid, `ttl` is set and there is no catalog,
                 `schema` is given for a source that has its own, or the ticket is too long.
-            DissociatedError: if the ticket belongs to another dataset or is reserved, or the server is closed.
+            DissociatedError: The ticket belongs to another dataset or is reserved, or the server is closed.
 
         Example:
             ```python
@@ -238,16 +238,16 @@ class Server(ProcessBound):
         exception, the batches are discarded.
 
         Args:
-            name: the name of the dataset.
-            schema: the schema of the batches.
-            options: how batches are written.
+            name: The name of the dataset.
+            schema: The schema of the batches.
+            options: How batches are written.
 
         Returns:
             The writer, which the caller closes. Closing it raises DissociatedError if the server is closed.
 
         Raises:
-            FormatError: if the schema cannot be written with these options.
-            StoreError: if there is no space left.
+            FormatError: The schema cannot be written with these options.
+            StoreError: There is no space left.
 
         Example:
             ```python
@@ -267,11 +267,11 @@ class Server(ProcessBound):
         """Publish segments under `name`, all at once.
 
         Args:
-            name: the name of the dataset.
-            segments: the segments, in order.
+            name: The name of the dataset.
+            segments: The segments, in order.
 
         Raises:
-            SourceError: if schemas differ, or there are too many segments.
+            SourceError: Schemas differ, or there are too many segments.
         """
         self.check_process()
         with self._changing:
@@ -308,7 +308,7 @@ class Server(ProcessBound):
         Consumers of a live stream receive the batches that have been read already, and then a RemoteError.
 
         Raises:
-            DatasetNotFound: if no dataset has this name.
+            DatasetNotFound: No dataset has this name.
 
         Example:
             ```python
@@ -322,7 +322,7 @@ class Server(ProcessBound):
             if self._service is not None:
                 self._service.catalog.drop(name)
             else:
-                self._record_change("dropped", old, "it was asked for")
+                self._record_change("dropped", old, "by request")
             self.registry.withdraw(old)
 
     def dataset(self, name: str) -> Dataset:
@@ -362,13 +362,13 @@ class Server(ProcessBound):
         """Return a ticket for the dataset `name`, by which a client requests it.
 
         Args:
-            name: the name of the dataset.
-            columns: the only columns that the ticket gives access to. Needs signed tickets. Default: all columns.
+            name: The name of the dataset.
+            columns: The only columns that the ticket gives access to. Needs signed tickets. Default: all columns.
 
         Raises:
-            DatasetNotFound: if no dataset has this name.
-            ColumnNotFound: if the dataset lacks one of the columns.
-            OptionError: if `columns` is set and tickets are not signed.
+            DatasetNotFound: No dataset has this name.
+            ColumnNotFound: The dataset lacks one of the columns.
+            OptionError: `columns` is set and tickets are not signed.
 
         Example:
             ```python
@@ -381,12 +381,12 @@ class Server(ProcessBound):
         """Return the URIs at which the dataset `name` can be requested, one for each listener.
 
         Args:
-            name: the name of the dataset.
+            name: The name of the dataset.
             streams: "both", or "metadata" or "bodies" for a client that requests the two over separate connections.
             bodies: "any", or "packed" for a client that accepts no addresses.
 
         Raises:
-            DatasetNotFound: if no dataset has this name.
+            DatasetNotFound: No dataset has this name.
 
         Example:
             ```python
@@ -465,8 +465,8 @@ class Server(ProcessBound):
         after this process has ended.
 
         Args:
-            timeout: seconds, in all.
-            on_waiting: called with the connections that are waited for, first at once and then whenever they have
+            timeout: Seconds, in all.
+            on_waiting: Called with the connections that are waited for, first at once and then whenever they have
                 changed, but at most every five seconds.
 
         Returns:

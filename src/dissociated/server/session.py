@@ -69,8 +69,8 @@ class Session:
             Whether the connection may carry another stream.
 
         Raises:
-            ConnectionClosed: if the client disconnects early.
-            DissociatedError: if another error ends the session. The client was told the reason.
+            ConnectionClosed: The client disconnects early.
+            DissociatedError: Another error ends the session. The client was told the reason.
         """
         try:
             request = self._receive_request()
@@ -106,7 +106,8 @@ class Session:
         self._stats.dataset = published
         with published.reading():
             published.check_unchanged()
-            # Opened only inside `reading`, since a dataset that has a reader is not evicted.
+            # A dataset that has a reader is not evicted, so it is counted before it is opened. Only a ticket for some
+            # columns has opened it already.
             dataset = self._select(granted.open(), request.selection)
             if self._stats.span is not None:
                 self._stats.span.set(rows=dataset.rows)
@@ -183,8 +184,8 @@ class Session:
         """Wait until the client has received everything, if closing the connection would discard the rest.
 
         Raises:
-            ConnectionClosed: if the client disconnects before.
-            RemoteProtocolError: if the client sends something else instead of closing the connection.
+            ConnectionClosed: The client disconnects first.
+            RemoteProtocolError: The client sends something else instead of closing the connection.
         """
         if self._connection.discards_unread:
             with suppress(DeadlineExceeded):  # a client that stays may have received everything

@@ -176,7 +176,7 @@ class Sidecar:
 
     def export_file(self, name: str) -> str:
         with self._lock, store_errors("shared memory for the rows of a partition"):
-            files = self._exports[name]  # KeyError: a task that runs on after the end
+            files = self._exports[name]  # KeyError: a task that continues after its export has ended
             memfd = JvmMemfd(writable=True)
             files[memfd.path] = memfd
         return memfd.path

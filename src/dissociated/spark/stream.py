@@ -57,7 +57,7 @@ class SharedStream:
             with self._lock:
                 return self._next()
         finally:
-            if self._closed:  # by another thread, which has left the rest to this one
+            if self._closed:  # another thread called `close`, which leaves the release to this one
                 self.close()
 
     def _next(self) -> Any:

@@ -24,8 +24,7 @@ _MAX_PURPOSES = 1 << 10  # commits whose evictions are remembered
 _MAX_TOLD = 20  # names of evicted datasets in an error
 _LIMIT_TOLERANCE = 1 << 20  # bytes that a file system may allocate in addition to the requested ones
 _ALL_USED = (
-    "what is left is being read, or mapped by some process, or not committed yet: wait for that, or give it a higher "
-    "limit"
+    "the rest is being read, is mapped by a process, or is not committed yet: wait for that, or give it a higher limit"
 )
 _WHEN_FULL = {
     Policy.REFUSE: "drop datasets that are not needed, or give it a higher limit, or the policy evict or spill",

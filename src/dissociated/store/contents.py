@@ -11,7 +11,7 @@ from dissociated.control.version import Version
 
 P = TypeVar("P")
 
-#: Changed versions that are remembered. A caller that asks too seldom has to read all versions.
+#: Largest number of recorded changes. A caller that asks too seldom has to read all versions.
 MAX_CHANGES = 10_000
 
 

@@ -113,7 +113,7 @@ class Places:
         _, place = self.find(version)
         for candidate in self.contents.with_name(version.name):  # these may share its segments
             self.cache.pop(candidate.id)
-        with store_errors(f"asking who uses {version.name!r} in {self.directory.path}"):
+        with store_errors(f"checking whether {version.name!r} is used in {self.directory.path}"):
             return place.is_used(version, self.blocks[place].names)
 
     def put(self, version: Version, place: Place) -> None:

@@ -201,7 +201,7 @@ def _prefetch(batches: Iterator[Mapping[str, Column]], device: Device, count: in
     Copies begin in pinned memory of the device's ring, and do not stop this thread. Booleans become bytes.
 
     Raises:
-        WrongKind: if a column is not an array of numbers.
+        WrongKind: A column is not an array of numbers.
     """
     first = next(batches, None)
     if first is None:

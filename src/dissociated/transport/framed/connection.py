@@ -205,7 +205,9 @@ class SocketConnection(Connection):
     def wait(self, timeout: float) -> None:
         if self._wake_descriptor is None:
             self._wake_descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        if not self._woken.is_set() and not self._arrived and not self._reader.buffered:  # wake may have come before
+        if (
+            not self._woken.is_set() and not self._arrived and not self._reader.buffered
+        ):  # `wake` may have been called before
             poll = select.poll()
             poll.register(self._socket, 0 if self._end_received else select.POLLIN)
             poll.register(self._wake_descriptor, select.POLLIN)

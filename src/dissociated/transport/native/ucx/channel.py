@@ -120,16 +120,16 @@ class UcxChannel(Channel):
         """Take ownership of `worker`, which is destroyed if this raises.
 
         Args:
-            worker: the worker of the channel.
-            description: the UCX parameters of the endpoint.
-            peer: the name of the peer, for messages.
-            err_mode_none: whether UCX's error mode is "none", in which the two processes share memory.
-            accepted: whether this is the server's side.
-            takes_runs: whether the client takes runs.
-            knows_abort: whether the peer understands the active message with the reason of an abort.
+            worker: The worker of the channel.
+            description: The UCX parameters of the endpoint.
+            peer: The name of the peer, for messages.
+            err_mode_none: Whether UCX's error mode is "none", in which the two processes share memory.
+            accepted: Whether this is the server's side.
+            takes_runs: Whether the client takes runs.
+            knows_abort: Whether the peer understands the active message with the reason of an abort.
 
         Raises:
-            TransportError: if no descriptor can be opened.
+            TransportError: No descriptor can be opened.
         """
         try:
             super().__init__(Traffic(peer, accepted, takes_runs))
@@ -409,7 +409,7 @@ class UcxChannel(Channel):
         """Destroy the endpoint, or pass it to the thread that does so once its memory is not in use any more.
 
         Args:
-            is_closed: whether the close is known to be complete.
+            is_closed: Whether the close is known to be complete.
         """
         endpoint, traffic, devices = self._endpoint, self.traffic, self._devices()
         if is_closed or not (endpoint.is_busy or self._is_shared() or devices):
