@@ -176,8 +176,7 @@ def test_several_endpoints_are_one_dataset_in_their_order(server: Flights, clien
         client.read("mixed")
     with dis.Server(["tcp://127.0.0.1:0"], catalog=None) as ours:
         for name in ("n", "m"):  # more than a connection holds
-            batch = pa.record_batch({name: range(1 << 16)})
-            ours.publish(name, lambda batch=batch: iter([batch] * 100))
+            ours.publish(name, [pa.record_batch({name: range(1 << 16)})] * 100)
         server.add("ours", *(endpoint(*ours.locations(name), ticket=ours.ticket(name)) for name in ("n", "m")))
         with pytest.raises(CatalogError, match="the parts of 'ours'") as caught:
             client.read("ours")

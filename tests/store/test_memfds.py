@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -153,6 +154,28 @@ def test_the_same_memory_counts_once(memory: Path) -> None:
         del held
         store.remove(*store.versions())
         store.sweep()
+        assert store.usage().total == 0
+
+
+def test_memory_is_discarded_while_others_use_the_store(memory: Path) -> None:
+    interval = sys.getswitchinterval()
+
+    def discard_each(names: list[str]) -> None:
+        for name in names:
+            store.discard([name])
+
+    with Store(memory / "store") as store, leaving_nothing(), ThreadPoolExecutor(1) as pool:
+        sys.setswitchinterval(1e-5)  # seconds
+        try:
+            for _ in range(3):
+                names = [handed(store, table(number)) for number in range(200)]
+                discarding = pool.submit(discard_each, names)
+                while not discarding.done():
+                    store.usage()
+                discarding.result()
+                store.sweep()
+        finally:
+            sys.setswitchinterval(interval)
         assert store.usage().total == 0
 
 

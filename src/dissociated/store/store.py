@@ -265,7 +265,7 @@ class Store(ProcessBound):
             StoreError: The memfd is not sealed, holds no Arrow IPC stream or file, or there is no room.
         """
         description = "the memory that was handed over"
-        with self._lock, store_errors(description):
+        with self._locked, store_errors(description):
             memfd = self._memfds.open(descriptor)
             if memfd is None:
                 raise StoreError(
@@ -393,7 +393,7 @@ class Store(ProcessBound):
 
     def discard(self, names: Iterable[str]) -> None:
         """Remove segments from the staging directory. Missing ones are ignored. Raises StoreError."""
-        with store_errors(f"removing segments from {self.staging}"):
+        with self._locked, store_errors(f"removing segments from {self.staging}"):
             self._unstage([*names])
 
     def _unstage(self, names: Sequence[str]) -> None:

@@ -56,6 +56,7 @@ _credentials = struct.Struct("3i")  # struct ucred { pid, uid, gid }
 _DESCRIPTOR = array.array("i").itemsize
 _MAX_DESCRIPTORS = 253  # most descriptors that the kernel sends at once
 _PATH_MAX = 107  # struct sockaddr_un
+_MAX_ADDRESS = (1 << 64) - 1
 _SHARE_TIMEOUT = 60.0  # seconds
 _CONNECT_RETRY_DELAY = 0.005  # seconds, before the next try to connect
 
@@ -183,6 +184,10 @@ class ShmConnection(SocketConnection, RemoteMemory):
         base, size, backing = _region.unpack(payload)
         descriptor = self._descriptors.popleft()
         try:
+            if not 0 < base <= _MAX_ADDRESS + 1 - size:
+                raise RemoteProtocolError(
+                    f"the peer shared a region of {size} bytes at the invalid address {base:#x}", rule="region-base"
+                )
             if backing == Backing.FILE and not self._maps_files and not is_sealed(descriptor):
                 raise UnsafeMemory(
                     f"the {self.peer} runs as another user and shares a file, which that user could truncate while "
