@@ -18,6 +18,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from dissociated.catalog.database import Database
 from dissociated.errors import FormatError, OptionError
 from dissociated.uri import Uri
 from support.helpers import (
@@ -329,6 +330,28 @@ def test_a_writer_has_options(serve: Serve, fields: dict[str, Any]) -> None:
 def shared(name: str) -> list[int]:
     """Return the descriptors of memfds of this name."""
     return [number for number, target in descriptors().items() if target == f"/memfd:dissociated:{name} (deleted)"]
+
+
+@pytest.mark.parametrize(("is_made", "rows"), [(False, [0]), (True, [1])])
+def test_a_publication_that_ctrl_c_interrupts_is_made_or_not_made(
+    monkeypatch: pytest.MonkeyPatch, is_made: bool, rows: list[int]
+) -> None:
+    """The catalog lists what the server serves under the name, whether Ctrl-C comes before or after the transaction."""
+    publish = Database.publish
+
+    def interrupted(*arguments: Any) -> int:
+        if is_made:
+            publish(*arguments)
+        raise KeyboardInterrupt
+
+    with dis.Server(["tcp:"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("data", pa.table({"n": [0]}))
+        monkeypatch.setattr(Database, "publish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            server.publish("data", pa.table({"n": [1]}))
+        assert server.names() == [info.name for info in client.list()] == ["data"]
+        for table in (read(server), client.read("data", transport="tcp").read_all()):
+            assert table["n"].to_pylist() == rows
 
 
 @pytest.mark.parametrize("live", [None, dis.Live()], ids=["table", "live"])

@@ -146,8 +146,10 @@ class Catalog(ABC):
     # Publishing
 
     @abstractmethod
-    def record_publication(self, dataset: Dataset, ttl: float | None = None) -> None:
-        """Record a dataset that this process has published and already serves.
+    def publish_dataset(self, dataset: Dataset, ttl: float | None = None) -> None:
+        """Serve a dataset of this process under its name, and list it.
+
+        If that fails, the dataset that had the name is still served and listed.
 
         Args:
             dataset: The dataset.
@@ -155,6 +157,7 @@ class Catalog(ABC):
 
         Raises:
             CatalogError: This process is a node, and only its upstream catalog may publish.
+            DissociatedError: Another dataset has the same ticket, or the server is closed.
         """
 
     @abstractmethod

@@ -175,17 +175,22 @@ class LocalCatalog(Catalog):
 
     # Publishing
 
-    def record_publication(self, dataset: Dataset, ttl: float | None = None) -> None:
+    def publish_dataset(self, dataset: Dataset, ttl: float | None = None) -> None:
         part = Part(secrets.token_hex(8), self.node.id, dataset.ticket, dataset.rows, dataset.nbytes)
-        self._registry.assign_part(part.id, dataset)
-        try:
-            with self._publishing:
-                self._database.publish(
-                    Commit(dataset.name, key=part.id, ttl=ttl), schemas.serialize(dataset.schema), [part]
-                )
-        except BaseException:
-            self._registry.withdraw_parts([part.id])
-            raise
+        commit = Commit(dataset.name, key=part.id, ttl=ttl)
+        with self._publishing:
+            old = self._registry.find_name(dataset.name)
+            try:
+                self._registry.publish(dataset)  # first, so that every ticket in the catalog works
+                self._registry.assign_part(part.id, dataset)
+                self._database.publish(commit, schemas.serialize(dataset.schema), [part])
+            except BaseException:
+                if self._database.version_of(part.id) is None:  # Ctrl-C may come after the transaction.
+                    self._registry.withdraw_parts([part.id])
+                    self._registry.withdraw(dataset)
+                    if old is not None:
+                        self._registry.publish(old)
+                raise
         self._clean_up(self._delete_unreferenced)
 
     def drop(self, name: str) -> None:

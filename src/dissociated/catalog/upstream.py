@@ -93,7 +93,7 @@ class UpstreamCatalog(Catalog):
 
     # Publishing
 
-    def record_publication(self, dataset: Dataset, ttl: float | None = None) -> None:
+    def publish_dataset(self, dataset: Dataset, ttl: float | None = None) -> None:
         raise CatalogError(
             f"this node belongs to the catalog at {self._upstream.uri}, and cannot publish {dataset.name!r} by itself: "
             "put the dataset through that catalog"

@@ -43,7 +43,7 @@ class Registry:
         return time.time() + self.clock_offset
 
     def publish(self, new: Dataset) -> Dataset | None:
-        """Serve `new` under its name.
+        """Serve `new` under its name. It may be a dataset that another one has replaced and that is to have it again.
 
         Returns:
             The dataset that had this name, or None. It is still served by its own ticket until it is withdrawn.
@@ -54,7 +54,8 @@ class Registry:
         with self._lock:
             self._check_open()
             old = self._by_name.get(new.name)
-            if self._by_identifier.get(new.ticket, old) is not old:
+            holder = self._by_identifier.get(new.ticket)
+            if holder is not None and holder is not old and holder is not new:
                 raise DissociatedError(f"the ticket for {new.name!r} is already the ticket of another dataset")
             self._by_name[new.name] = self._by_identifier[new.ticket] = new
             return old

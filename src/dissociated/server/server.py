@@ -282,17 +282,11 @@ class Server(ProcessBound):
         with self._lock:
             if self._closed:
                 raise DissociatedError("the server is closed")
-        old = self.registry.publish(new)
         if self._service is not None:
-            try:
-                # The catalog withdraws the old dataset if nobody needs it.
-                self._service.catalog.record_publication(new, ttl)
-            except DissociatedError:
-                self.registry.withdraw(new)
-                if old is not None:
-                    self.registry.publish(old)
-                raise
+            # The catalog withdraws the old dataset if nobody needs it.
+            self._service.catalog.publish_dataset(new, ttl)
         else:
+            old = self.registry.publish(new)
             self._record_change("committed", new, "it is new" if old is None else "it replaces another")
             if old is not None:
                 self.registry.withdraw(old)
