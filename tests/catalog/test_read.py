@@ -209,7 +209,7 @@ def test_an_answer_of_the_catalog_is_checked(small: dis.Client) -> None:
         return small.read_endpoint(info, replace(info.endpoints[0], embedded=embedded), columns=columns)
 
     for junk in (b"junk", bytes(8), stream(SMALL.to_batches()[0], "lz4")):
-        with case(junk), pytest.raises(RemoteProtocolError, match="the catalog sent rows"):
+        with case(junk), pytest.raises(RemoteProtocolError, match=r"the catalog sent (unreadable )?rows"):
             read(junk)
     ipc = stream(pa.record_batch({"text": ["abc"]}))
     place = ipc.rindex(struct.pack("<qq", 8, 3), 0, ipc.rindex(b"abc"))  # of the letters in the body

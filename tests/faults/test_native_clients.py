@@ -60,7 +60,7 @@ LIES: dict[str, tuple[Callable[[Good, Tags], Sequence[Message]], str]] = {
     "an untagged message": (lambda good, tags: [Message(None, (b"\1\0\0\0\0",))], "untagged message"),
     "an empty ticket": (lambda good, tags: [Message(tags.want, (b"",))], "no dataset has this ticket"),
     "an unknown ticket": (lambda good, tags: [Message(tags.want, (b"no such ticket",))], "no dataset has this ticket"),
-    "a large request": (lambda good, tags: [Message(tags.want, (bytes(1 << 17),))], "at most 65536 are taken"),
+    "a large request": (lambda good, tags: [Message(tags.want, (bytes(1 << 17),))], "at most 65536 are accepted"),
     "a free before its request": (lambda good, tags: [Message(tags.free, (bytes(8),))], "is not allowed|is idle"),
     "a second request": (lambda good, tags: [wanted(good, tags)] * 2, "a second stream"),
     "a free of what it was not sent": (

@@ -309,7 +309,7 @@ def test_a_version_that_a_process_has_mapped_is_not_evicted(memory: Path, tmp_pa
     with node() as second, dis.connect(second.uri) as client:
         for hold in (read_before, read_by_hand, linked):
             with case(hold.__name__), hold():
-                with pytest.raises(CatalogError, match="or mapped by some process"):
+                with pytest.raises(CatalogError, match="is mapped by a process"):
                     client.put("c", LARGE)
                 assert [info.name for info in client.list()] == ["a", "b"]
                 assert second.store.usage().spilled == 0

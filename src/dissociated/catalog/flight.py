@@ -326,7 +326,7 @@ def _names(body: _Body) -> list[str]:
     """Return the different `names` in `body`. Raise ValueError if there are more than a client asks for."""
     names = [*dict.fromkeys(map(str, _value(body, "names")))]
     if len(names) > MAX_CURRENT:
-        raise ValueError(f"{len(names)} names; at most {MAX_CURRENT} are taken")
+        raise ValueError(f"{len(names)} names; at most {MAX_CURRENT} are accepted")
     return names
 
 

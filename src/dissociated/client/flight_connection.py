@@ -311,7 +311,7 @@ def read_flight(calls: CatalogConnection, ticket: bytes, request: ReadRequest) -
 def _check_metadata(size: int, request: ReadRequest) -> None:
     if size > request.max_metadata:
         raise RemoteProtocolError(
-            f"a message has {size} bytes of metadata; at most {request.max_metadata} are taken (max_metadata)"
+            f"a message has {size} bytes of metadata; at most {request.max_metadata} are accepted (max_metadata)"
         )
 
 

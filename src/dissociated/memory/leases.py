@@ -29,14 +29,14 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._held: set[int] = set()
+        self._addresses: set[int] = set()
         self._repeats: Counter[int] = Counter()  # number of further sends of addresses that were sent again
         self._sends = 0  # number of sends that the client has not freed
         self._empty = 0  # number of buffers without bytes that the client may free, too
 
     def __len__(self) -> int:
         """Return the number of addresses that are held."""
-        return len(self._held)
+        return len(self._addresses)
 
     @property
     def max_freed(self) -> int:
@@ -47,17 +47,17 @@ class Ledger:
         """Count one more send of each of `addresses`, and of `empty` buffers without bytes, which may be freed, too."""
         self._sends += len(addresses)
         self._empty += empty
-        before = len(self._held)
-        if self._held.isdisjoint(addresses):
-            self._held.update(addresses)
-            if len(self._held) == before + len(addresses):
+        before = len(self._addresses)
+        if self._addresses.isdisjoint(addresses):
+            self._addresses.update(addresses)
+            if len(self._addresses) == before + len(addresses):
                 return
-            self._held.difference_update(addresses)  # some of them are equal
+            self._addresses.difference_update(addresses)  # some of them are equal
         for address in addresses:
-            if address in self._held:
+            if address in self._addresses:
                 self._repeats[address] += 1
             else:
-                self._held.add(address)
+                self._addresses.add(address)
 
     def release(self, addresses: Sequence[int]) -> list[int]:
         """Record that the client freed `addresses`.
@@ -73,8 +73,8 @@ class Ledger:
         """
         if not self._repeats:  # the common case, in which sets do the work
             freed = {*addresses}
-            if len(freed) == len(addresses) and freed <= self._held:
-                self._held -= freed
+            if len(freed) == len(addresses) and freed <= self._addresses:
+                self._addresses -= freed
                 self._sends -= len(addresses)
                 return [*addresses]
         released = []
@@ -84,8 +84,8 @@ class Ledger:
                 self._repeats[address] -= 1
                 if not self._repeats[address]:
                     del self._repeats[address]
-            elif address in self._held:
-                self._held.remove(address)
+            elif address in self._addresses:
+                self._addresses.remove(address)
                 released.append(address)
             elif address:
                 raise RemoteProtocolError(
@@ -99,8 +99,8 @@ class Ledger:
 
     def release_all(self) -> list[int]:
         """Release and return all addresses, after the client has disconnected."""
-        released = [*self._held]
-        self._held.clear()
+        released = [*self._addresses]
+        self._addresses.clear()
         self._repeats.clear()
         self._sends = self._empty = 0
         return released

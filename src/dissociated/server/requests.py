@@ -71,7 +71,7 @@ def receive(connection: Connection, timeout: float, max_freed: int = 0) -> Incom
     def allocate(tag: int | None, length: int) -> Buffer:
         if length > limit:
             raise RemoteProtocolError(
-                f"the client sent a message of {length} bytes; at most {limit} are taken", rule="frame-length"
+                f"the client sent a message of {length} bytes; at most {limit} are accepted", rule="frame-length"
             )
         return bytearray(length)
 

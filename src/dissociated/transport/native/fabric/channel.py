@@ -329,7 +329,7 @@ class FabricChannel(Channel):
                 else:
                     raise RemoteProtocolError(
                         f"the peer sent an untagged message of {message.length} bytes; "
-                        f"at most {traffic.max_untagged} are taken"
+                        f"at most {traffic.max_untagged} are accepted"
                     )
             except BaseException:
                 self._endpoint.discard()

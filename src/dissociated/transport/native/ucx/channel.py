@@ -248,7 +248,7 @@ class UcxChannel(Channel):
         if length > traffic.max_untagged:
             traffic.fail(
                 RemoteProtocolError(
-                    f"the peer sent an untagged message of {length} bytes; at most {traffic.max_untagged} are taken"
+                    f"the peer sent an untagged message of {length} bytes; at most {traffic.max_untagged} are accepted"
                 )
             )
             return c.OK
