@@ -187,9 +187,10 @@ def _open_reader(source: Source, schema: pa.Schema | None = None) -> pa.RecordBa
     if hasattr(source, "to_reader"):
         return source.to_reader()
     raise SourceError.for_peer(
-        f"cannot publish a {type(source).__name__} as a stream: give a Table (see pyarrow.table), record batches, "
-        "a RecordBatchReader, an object with __arrow_c_stream__, a pyarrow dataset, or a callable that returns one of "
-        "these; a file, Arrow IPC in memory, or a tensor is published without live= and without a callable"
+        f"cannot publish a {type(source).__name__}: give a Table (see pyarrow.table), record batches, "
+        "a RecordBatchReader, an object with __arrow_c_stream__, a pyarrow dataset, a callable that returns one of "
+        "these, or, without live= and without a callable, the path of an Arrow IPC, Parquet, CSV or JSON lines file, "
+        "or one or more tensors"
     )
 
 
