@@ -234,7 +234,8 @@ static int add_region(dis_stream *s, const uint8_t *payload, uint64_t length) {
         result = 0;
     }
     for (size_t i = 0; !result && i < s->region_count; i++)
-        if (base < s->regions[i].base + s->regions[i].size && s->regions[i].base < base + size)
+        // The end of a region may be 2**64, so no ends are compared.
+        if (base - s->regions[i].base < s->regions[i].size || s->regions[i].base - base < size)
             result = fail(s, "region-overlap: at %llu", (unsigned long long)base);
     if (!result && size) {
         void *memory = mmap(NULL, size, PROT_READ, MAP_SHARED | MAP_NORESERVE, descriptor, 0);

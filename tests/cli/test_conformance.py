@@ -155,12 +155,12 @@ def test_the_player_names_the_rule_that_a_client_breaks(rule: str) -> None:
     assert f"FAIL breaks {rule}: " in line
 
 
-@pytest.mark.parametrize("scheme", ["tcp", "shm"])
-def test_our_server_passes_every_check(scheme: str) -> None:
-    with dis.Server(["tcp:", "shm:"], catalog=None) as server:
+@pytest.mark.parametrize(("scheme", "lifetime"), [("tcp", None), ("shm", None), ("tcp", 600)])
+def test_our_server_passes_every_check(scheme: str, lifetime: float | None) -> None:
+    with dis.Server(["tcp:", "shm:"], catalog=None, ticket_lifetime=lifetime) as server:
         server.publish("data", pa.table({"n": range(10_000), "s": ["x"] * 10_000}), ticket=b"\x01ticket")
         uri = location(server, "data", scheme)
-        lines = run("conformance", "check", uri, "--ticket", "0x" + b"\x01ticket".hex()).splitlines()
+        lines = run("conformance", "check", uri, "--ticket", "0x" + server.ticket("data").hex()).splitlines()
     assert [line for line in lines if not line.startswith("ok    ")] == []
     assert len(lines) == (13 if scheme == "shm" else 9)
     assert any(re.search(r"leased [1-9]", line) for line in lines) is (scheme == "shm")

@@ -19,7 +19,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.catalog.database import Database
-from dissociated.errors import FormatError, OptionError
+from dissociated.errors import CatalogError, FormatError, OptionError
 from dissociated.uri import Uri
 from support.helpers import (
     PATIENCE,
@@ -352,6 +352,45 @@ def test_a_publication_that_ctrl_c_interrupts_is_made_or_not_made(
         assert server.names() == [info.name for info in client.list()] == ["data"]
         for table in (read(server), client.read("data", transport="tcp").read_all()):
             assert table["n"].to_pylist() == rows
+
+
+def test_a_dataset_that_expires_while_its_replacement_fails_does_not_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with dis.Server(["tcp:"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("data", TABLE, ttl=0.3)
+        location, ticket = server.locations("data")[0], server.ticket("data")
+
+        def has_gone() -> bool:
+            with suppress(dis.DatasetNotFound), dis.open_stream(location, ticket):
+                return False
+            return True
+
+        def failing(*arguments: Any) -> int:
+            wait_until(has_gone, "its time is over")
+            raise CatalogError("the disk is full")
+
+        monkeypatch.setattr(Database, "publish", failing)
+        with pytest.raises(CatalogError, match="the disk is full"):
+            server.publish("data", TABLE)
+        assert server.names() == client.list() == []
+
+
+def test_a_dataset_keeps_its_name_while_a_put_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    with dis.Server(["tcp:", "shm:"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("data", TABLE)
+
+        def failing(*arguments: Any) -> int:
+            raise CatalogError("the disk is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Database, "publish", failing)
+            with pytest.raises(CatalogError, match="the disk is full"):
+                client.put("data", TABLE.slice(1))
+        assert server.names() == ["data"]
+        assert client.read("data").read_all() == read(server) == TABLE
+        server.drop("data")
+        assert server.names() == client.list() == []
 
 
 @pytest.mark.parametrize("live", [None, dis.Live()], ids=["table", "live"])

@@ -28,6 +28,7 @@ _SAME_HOST = ("shm", "inproc")
 _MAX_ANSWERS = 64  # FlightInfos that are kept, each with up to MAX_EMBEDDED bytes of rows
 _MAX_AGE = 1.0  # seconds for which an answer is repeated
 _MAX_DESCRIPTOR = 1024  # bytes of a request whose answer is kept
+_SEEN_STEP = 5.0  # seconds; an answer does not say more precisely when this process was last heard
 _MAX_PARTS = 16  # of a version whose description is kept
 
 _deserialize = lru_cache(256)(deserialize)
@@ -122,10 +123,11 @@ class Listing:
             locations += [uri for uri in uris if near or uri.partition(":")[0] not in _SAME_HOST]
             if boot_id_of_caller is not None and node.id != own_id:
                 locations.append(node.flight)
-        if locations:
+        if nodes:
             locations.append(REUSE_CONNECTION)
-        # This node sends no heartbeats to itself.
-        last_seen = {node.id: time.time() if node.id == own_id else node.seen for node in part.nodes}
+        # This node sends no heartbeats to itself. A client uses its last answer again if the new one is equal.
+        now = time.time()
+        last_seen = {node.id: now - now % _SEEN_STEP if node.id == own_id else node.seen for node in part.nodes}
         known_nodes = [
             {"id": node.id, "host": node.host, "boot_id": node.boot_id, "alive": node.alive, "seen": last_seen[node.id]}
             for node in part.nodes

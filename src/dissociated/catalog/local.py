@@ -28,7 +28,7 @@ from dissociated.control.commit import Commit
 from dissociated.control.descriptors import first_field, parse_criteria, parse_get
 from dissociated.control.version import NodeRecord, Part, Version
 from dissociated.datasets.base import Dataset
-from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound
+from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, DissociatedError
 from dissociated.monitoring.status import DatasetStatus, NodeStatus, ServerStatus
 from dissociated.protocol.request import Request
 from dissociated.store.numbers import Removal
@@ -185,13 +185,18 @@ class LocalCatalog(Catalog):
                 self._registry.assign_part(part.id, dataset)
                 self._database.publish(commit, schemas.serialize(dataset.schema), [part])
             except BaseException:
-                if self._database.version_of(part.id) is None:  # Ctrl-C may come after the transaction.
+                if not self._is_published(part.id):  # Ctrl-C may come after the transaction.
                     self._registry.withdraw_parts([part.id])
                     self._registry.withdraw(dataset)
-                    if old is not None:
-                        self._registry.publish(old)
+                    self._registry.restore(old)
                 raise
         self._clean_up(self._delete_unreferenced)
+
+    def _is_published(self, part: str) -> bool:
+        """Return whether a version has the part. A database that does not answer has not published it either."""
+        with suppress(DissociatedError):
+            return self._database.version_of(part) is not None
+        return False
 
     def drop(self, name: str) -> None:
         with self._advising(name), self._publishing:
@@ -264,6 +269,7 @@ class LocalCatalog(Catalog):
             tags, ttl = current.merged_options(commit.tags, commit.ttl)
             commit = replace(commit, tags=tags, ttl=ttl)
         prepared = self._backend.prepare(commit, dataset)
+        old = self._registry.find_name(commit.name)
         self._registry.serve(prepared.id, prepared.dataset, named=True)
         try:
             stored = self._backend.store.version(prepared.id)
@@ -274,6 +280,7 @@ class LocalCatalog(Catalog):
             # Remove the version from the store if it was not published, since a restart would publish it.
             if self._database.version_of(prepared.id) is None:
                 self._registry.withdraw_parts([prepared.id])
+                self._registry.restore(old)
                 self._backend.refuse(prepared.id)
             raise
 

@@ -12,11 +12,13 @@ from hashlib import blake2b
 import pyarrow as pa
 
 from dissociated.base.buffers import MAX_BODY, MAX_METADATA
+from dissociated.base.display import plural
 from dissociated.cli import quantities
 from dissociated.cli.variants import allocate_bounded, serve_variants
 from dissociated.client.uri_stream import open_stream, open_tensors
 from dissociated.errors import (
     NUMBERED_ERRORS,
+    AccessDenied,
     ConnectionClosed,
     DatasetNotFound,
     DissociatedError,
@@ -224,20 +226,22 @@ class _Checks:
             return f"{self._read(connection).count} messages"
 
     def _unknown_ticket(self) -> str:
-        return self._not_found(b"no such ticket \xff", "ticket")
+        # A server whose tickets are signed refuses it without looking it up.
+        return self._ask_unknown(b"no such ticket \xff", "an unknown ticket", DatasetNotFound, AccessDenied)
 
     def _unknown_part(self) -> str:
-        return self._not_found(with_members(self._ticket, part="no such part"), "part")
+        identifier = with_members(self._ticket, part="no such part")
+        return self._ask_unknown(identifier, "an unknown part", DatasetNotFound)
 
-    def _not_found(self, identifier: bytes, kind: str) -> str:
+    def _ask_unknown(self, identifier: bytes, reason: str, *expected: type[DissociatedError]) -> str:
         with self._connect() as connection:
             self._request(connection, self._tag, identifier)
-            return self._abort(connection, DatasetNotFound, f"an unknown {kind}")
+            return self._abort(connection, reason, *expected)
 
     def _refused(self, tag: int | None, content: bytes) -> str:
         with self._connect() as connection:
             connection.send([Message(tag, (content,))], self._timeout)
-            return self._abort(connection, RemoteProtocolError, "a broken rule")
+            return self._abort(connection, "a broken rule", RemoteProtocolError)
 
     def _bad_free(self, content_for: Callable[[Sequence[int]], bytes]) -> str:
         """Send a `free_data` that breaks a rule: `content_for` returns its content for the leased addresses."""
@@ -246,22 +250,22 @@ class _Checks:
             if not leased:
                 return "not checked: the stream has no addresses"
             connection.send([Message(self._uri.free_data, (content_for(leased),))], self._timeout)
-            return self._abort(connection, RemoteProtocolError, "a broken rule")
+            return self._abort(connection, "a broken rule", RemoteProtocolError)
 
-    def _abort(self, connection: Connection, expected: type[DissociatedError], reason: str) -> str:
-        """Wait for the server's ABORT with the code of `expected`."""
-        number = next(number for number, kind in NUMBERED_ERRORS.items() if kind is expected)
+    def _abort(self, connection: Connection, reason: str, *expected: type[DissociatedError]) -> str:
+        """Wait for the server's ABORT with the code of one of `expected`."""
+        numbers = [number for kind in expected for number in NUMBERED_ERRORS if NUMBERED_ERRORS[number] is kind]
         outcome = "closed the connection without ABORT"
         try:
             if connection.receive(self._timeout, _bounded) is not None:
                 raise RemoteProtocolError(f"the server sent a message in place of ABORT for {reason}")
         except RemoteError as error:
-            if error.number == number:
-                return f"ABORT with the code {number}: {error}"
+            if error.number in numbers:
+                return f"ABORT with the code {error.number}: {error}"
             outcome = f"sent ABORT {'without a code' if error.number is None else f'with the code {error.number}'}"
         except ConnectionClosed:
             pass
-        raise RemoteProtocolError(f"the server {outcome}; {reason} has the code {number}")
+        raise RemoteProtocolError(f"the server {outcome}; {reason} has the code {' or '.join(map(str, numbers))}")
 
 
 class _Content:
@@ -316,7 +320,7 @@ def _run_check(arguments: argparse.Namespace) -> None:
         print(line, flush=True)
         failed += reason is not None
     if failed:
-        raise RemoteProtocolError(f"{failed} checks failed")
+        raise RemoteProtocolError(f"{plural(failed, 'check')} failed")
 
 
 def _ticket(text: str) -> bytes:

@@ -247,7 +247,9 @@ class _StreamSplitter(Splitter):
             size = pa.ipc.get_record_batch_size(batch)
         except pa.ArrowException:
             return None  # `split` raises the error
-        return LargeBatch(self, batch, self._begin + size + _BODY_ALIGNMENT) if size >= _MIN_LARGE else None
+        if size - len(self._last[0]) < _MIN_LARGE:  # most batches have a head of the last one's length
+            return None
+        return LargeBatch(self, batch, self._begin + size + _BODY_ALIGNMENT)
 
     def encode_large(self, batch: pa.RecordBatch, memory: Buffer) -> tuple[SplitMessage, int]:
         """Encode a batch: see `LargeBatch.encode`."""

@@ -43,7 +43,7 @@ class Registry:
         return time.time() + self.clock_offset
 
     def publish(self, new: Dataset) -> Dataset | None:
-        """Serve `new` under its name. It may be a dataset that another one has replaced and that is to have it again.
+        """Serve `new` under its name.
 
         Returns:
             The dataset that had this name, or None. It is still served by its own ticket until it is withdrawn.
@@ -54,8 +54,7 @@ class Registry:
         with self._lock:
             self._check_open()
             old = self._by_name.get(new.name)
-            holder = self._by_identifier.get(new.ticket)
-            if holder is not None and holder is not old and holder is not new:
+            if self._by_identifier.get(new.ticket, old) is not old:
                 raise DissociatedError(f"the ticket for {new.name!r} is already the ticket of another dataset")
             self._by_name[new.name] = self._by_identifier[new.ticket] = new
             return old
@@ -101,6 +100,16 @@ class Registry:
             if self._by_name.get(dataset.name) is dataset:
                 del self._by_name[dataset.name]
         dataset.drop()
+
+    def restore(self, old: Dataset | None) -> None:
+        """Serve a part under its name and its ticket again, after the dataset that replaced it was withdrawn.
+
+        A part that was withdrawn meanwhile stays so. None is ignored.
+        """
+        with self._lock:
+            if old is not None and any(dataset is old for dataset in self._by_part.values()):
+                self._by_name.setdefault(old.name, old)
+                self._by_identifier.setdefault(old.ticket, old)
 
     def withdraw_parts(self, parts: Iterable[str]) -> None:
         """Stop serving the parts with these ids. Ids that are not served are ignored."""

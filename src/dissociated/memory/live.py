@@ -27,6 +27,7 @@ SPAN = 1 << 36
 #: The part of a region's limit up to which freed pages are kept.
 _KEPT_SHARE = 4
 _MADV_POPULATE_WRITE = 23  # maps all pages at once, which takes less time than a page fault for each
+_POPULATED = 1 << 20  # bytes that are mapped at once, while no other thread of Python runs
 #: Number of kept pieces of memory, the last freed first, that may be looked at for a new body.
 _MAX_CANDIDATES = 64
 
@@ -146,7 +147,8 @@ class LiveRegion:
                 os.posix_fallocate(self._writable, at, size)  # writing to a page that does not exist ends the process
             self._allocated = at + size
             with suppress(OSError):  # an older kernel
-                mapping.madvise(_MADV_POPULATE_WRITE, at, size)
+                for begin in range(at, at + size, _POPULATED):
+                    mapping.madvise(_MADV_POPULATE_WRITE, begin, min(_POPULATED, at + size - begin))
         return view[at : at + length]
 
     def write(self, parts: Sequence[Buffer], at: int) -> None:
