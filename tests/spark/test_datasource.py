@@ -238,7 +238,7 @@ def test_what_spark_wrote_into_a_store_outlives_the_node(spark: SparkSession, tm
 def test_a_store_that_is_full_is_told_by_the_task(spark: SparkSession, tmp_path: Path, write: Write) -> None:
     with Node(Store(tmp_path / "store", limit=1 << 20), ["shm:"]) as node, dis.connect(node.uri) as client:
         with pytest.raises(PySparkException, match=r"the store .* is full: it holds [\d,]+ bytes of at most"):
-            write(spark.range(0, 1_000_000, numPartitions=2), "numbers", node.uri)
+            write(spark.range(0, 300_000, numPartitions=2), "numbers", node.uri)
         assert client.list() == []
         wait_until(lambda: staged(node.store.staging) == [], "what the other task still wrote is gone")
 
