@@ -434,7 +434,7 @@ class LocalCatalog(Catalog):
         }
         super().start()
         self._latest.clear()
-        self._delete_unreferenced()
+        self._clean_up(self._delete_unreferenced)
 
     def _restore(self, version: Version, prepared: Prepared) -> None:
         if not version.whole or version.prepared:
@@ -452,9 +452,7 @@ class LocalCatalog(Catalog):
                 self._database.find(version.name, retain=self.retain)
 
     def reconcile(self) -> None:
-        self._confirm()
-        self._delete_unreferenced()
-        self.clear_stage()
+        self._clean_up(self._confirm, self._delete_unreferenced, self.clear_stage)
 
     def close(self) -> None: ...
 
