@@ -118,7 +118,6 @@ _WITHOUT_SESSION = (
 _SECOND_SESSION = (
     "test_functions.py",
     "test_functions_limits.py",
-    "test_killed.py",
     "test_killed_writer.py",
     "test_local.py",
 )
