@@ -192,7 +192,7 @@ def test_the_limits_of_the_page_are_those_of_the_code() -> None:
     options = dis.ServerOptions()
     assert limits == {
         "identifier": [MAX_IDENTIFIER],
-        "addresses in one free": [MAX_IDENTIFIER // 8],
+        "addresses, or messages, in one free": [MAX_IDENTIFIER // 8],
         "messages of a client that arrive while the server sends": [1 << 20, 256],
         "metadata of a message": [MAX_METADATA],
         "body": [MAX_BODY],
