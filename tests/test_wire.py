@@ -23,6 +23,7 @@ from dissociated.transport.runs import MAX_RUN
 from ipc.vectors import BATCH, EMPTY, END, SCHEMA
 from protocol.wire import address_list
 from support.helpers import PATIENCE, Serve
+from support.sources import nodes
 
 TABLE = pa.table({"n": [1, 2, 3]}, pa.schema([pa.field("n", pa.int32(), nullable=False)]))
 
@@ -81,7 +82,8 @@ def test_the_capabilities_of_a_server_that_shares_memory(serve: Serve, stream: P
     (uri,) = server.locations("data")
     path, parameters = uri.removeprefix("shm://").split("?")
     tags = "want_data=4920555683826368515&free_data=4920555683826368768"  # ...03, and ...0100
-    assert parameters == f"{tags}&request=1&filter=1&packed=4920555683826368519"  # ...07 asks for packed bodies
+    packed = "packed=4920555683826368519"  # ...07 asks for packed bodies
+    assert parameters == f"{tags}&request=1&filter=1&{packed}&frees=messages"
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(PATIENCE)
         sock.connect(path)
@@ -134,7 +136,7 @@ def test_every_rule_that_the_library_names_is_on_the_page() -> None:
     )
     named = set()
     for path in (ROOT / "src").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.keyword) and node.arg == "rule":
                 named |= {str(one.value) for one in ast.walk(node.value) if isinstance(one, ast.Constant)}
             if isinstance(node, ast.Assign) and any(
