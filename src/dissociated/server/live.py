@@ -37,7 +37,6 @@ class _LiveMemorySending(Sending):
     def __init__(self, client: ClientRequest, name: str) -> None:
         super().__init__(client)
         self._name = name
-        self._admission = client.admission
         self._mapped = self._by_address and self._connection.shares_memory
         self._max_metadata = self._limits.max_metadata
         self._shared: set[int] = set()  # base addresses of the regions that were shared with the client
@@ -130,6 +129,7 @@ class StreamedSending(_LiveMemorySending):
                     self._connection.send(self._encode_message(message.header, body), self._limits.stall_timeout)
                 self._stats.messages += 1
                 self._take_frees()
+                self._admission.check_open()
 
     @property
     def holds_live_memory(self) -> bool:
@@ -158,6 +158,7 @@ class StreamedSending(_LiveMemorySending):
         self._send_encoded(self._encode_together(items, _packed), sum([item.nbytes for item in items]))
         self._stats.messages += sum([item.messages for item in items])
         self._take_frees()
+        self._admission.check_open()
 
     def _region_for(self, length: int) -> LiveRegion | None:
         """Return the live region for a body of `length` bytes, or None if the body must be sent inline.

@@ -58,6 +58,7 @@ class Sending(ABC):
         self._connection = client.connection
         self._sender = client.sender
         self._limits = client.limits
+        self._admission = client.admission
         self._stats = client.stats
         self._streams = client.streams
         self._by_address = not client.packed and bool(client.streams & Streams.BODIES)
@@ -202,7 +203,6 @@ class StaticSending(Sending):
     def __init__(self, client: ClientRequest, dataset: StaticDataset) -> None:
         super().__init__(client)
         self._dataset = dataset
-        self._admission = client.admission
         self._shared: list[SharedSegment] = []  # the segments that the client can map
 
     @property
@@ -267,6 +267,7 @@ class StaticSending(Sending):
             self._sender.record_sent(group.first, group.message_count)
             self._stats.messages += group.message_count
             self._take_frees()
+            self._admission.check_open()
 
 
 class DeviceSending(Sending):
