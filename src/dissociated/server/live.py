@@ -27,6 +27,7 @@ from dissociated.server.sending import ClientRequest, Sending
 
 _MAX_WAIT = 3600.0  # seconds; this long only because new messages and frees wake the thread that waits
 _MIN_UNREAD_WAIT, _MAX_UNREAD_WAIT = 0.001, 0.016  # seconds between looks at whether the client has read everything
+_FREES_INTERVAL = 0.002  # seconds between two looks for frees, unless the source waits for memory
 _ROOM_TIMEOUT = 1.0  # seconds that a client has to free memory before bodies are sent inline
 
 
@@ -57,14 +58,15 @@ class _LiveMemorySending(Sending):
         messages: list[Message | Run] = []
         for header, neighbours in groupby(items, _run_key):
             grouped = [*neighbours]
-            bodies = [part for item in grouped for part in item.bodies] if header is not None else []
-            if header is not None and self._connection.takes_runs and len(bodies) >= self._connection.min_run:
-                self._check(header)
-                messages.append(self._sender.send_alike(header, bodies))
-                continue
+            if header is not None:
+                bodies = [part for item in grouped for part in item.bodies]
+                if self._connection.takes_runs and len(bodies) >= self._connection.min_run:
+                    self._check(header)
+                    messages.append(self._sender.send_alike(header, bodies))
+                    continue
+                grouped = [message for item in grouped for message in item.each()]
             for item in grouped:
-                for message in item.each():
-                    messages += self._encode_message(message.header, body(message))
+                messages += self._encode_message(item.header, body(item))
         return self._connection.prepare(messages)
 
     def _send_encoded(self, encoded: Any, nbytes: int) -> None:
@@ -264,6 +266,8 @@ class BroadcastSending(_LiveMemorySending):
             if not items:
                 self._turn.release()
                 try:
+                    if len(self._ledger) and not self._fanout.waits_for_room:
+                        self._connection.pause(_FREES_INTERVAL)  # several frees cost little more than one
                     self._connection.wait(_MAX_WAIT)
                 finally:
                     self._turn.acquire()
@@ -461,7 +465,7 @@ class BroadcastSending(_LiveMemorySending):
 
 
 def _addresses(items: Collection[LiveMessage]) -> set[int]:
-    return {address for item in items for address in item.addresses}
+    return set().union(*[item.addresses for item in items])
 
 
 def _address_body(extents: Sequence[tuple[int, int]]) -> Body:
