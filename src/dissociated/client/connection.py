@@ -134,7 +134,7 @@ def _open_session(
     timeout = request.timeout
     frees_messages = False
     with suppress(RemoteProtocolError):  # an identifier that cannot be read is left to the server, which refuses it
-        if all(announces(uris[-1], parameter) for parameter in (REQUEST_PARAMETER, FREES_PARAMETER)):
+        if len(uris) == 1 and announces(uris[0], REQUEST_PARAMETER) and announces(uris[0], FREES_PARAMETER):
             identifier = with_members(identifier, **dict([FREES_PARAMETER]))
         frees_messages = Request.parse(identifier).frees_messages
     takes_missed = announces(uris[0], MISSED_PARAMETER)
