@@ -69,12 +69,15 @@ def test_datasets_are_tables(spark: SparkSession, ours: str, client: dis.Client)
     spark.range(3).write.mode("append").saveAsTable(f"{ours}.`with.dots`")
     assert client.read("far").read_all().to_pylist() == [{"number": 8}]
     assert client["with.dots"].count_rows() == 3
+    with pytest.raises(PySparkException, match="flights cannot be altered: replace it by CREATE OR REPLACE TABLE"):
+        spark.sql(f"ALTER TABLE {ours}.flights ADD COLUMN n INT")
     with pytest.raises(PySparkException, match="no partitions by columns"):
         spark.sql(f"CREATE TABLE {ours}.parted (n INT) PARTITIONED BY (n)")
     with pytest.raises(PySparkException, match="already exists"):
         spark.sql(f"CREATE TABLE {ours}.far AS SELECT 1 AS number")
     spark.sql(f"CREATE OR REPLACE TABLE {ours}.far AS SELECT 'x' AS letter")
-    assert client.read("far").read_all().to_pylist() == [{"letter": "x"}]
+    spark.sql(f"CREATE OR REPLACE TABLE {ours}.far AS SELECT letter, 1 AS n FROM {ours}.far")
+    assert client.read("far").read_all().to_pylist() == [{"letter": "x", "n": 1}]
     spark.sql(f"CREATE OR REPLACE TABLE {ours}.near (n INT)")
     assert client.read("near").read_all().schema.names == ["n"]
     spark.range(5).write.mode("ignore").saveAsTable(f"{ours}.far")

@@ -137,7 +137,8 @@ class DatasetCatalog extends StagingTableCatalog with SupportsNamespaces {
   override def dropTable(table: Identifier): Boolean = callSidecar("drop_table", nameArgument(table)).asBoolean
 
   override def alterTable(table: Identifier, changes: TableChange*): Table =
-    throw new UnsupportedOperationException(s"$table cannot be altered: write it again, or drop it")
+    throw new UnsupportedOperationException(
+      s"$table cannot be altered: replace it by CREATE OR REPLACE TABLE ... AS SELECT, which may read $table itself")
 
   override def renameTable(from: Identifier, to: Identifier): Unit =
     throw new UnsupportedOperationException(s"$from cannot be renamed: write its rows to another table, and drop it")
