@@ -30,8 +30,9 @@ from support.processes import Process, Start
 
 TESTS = Path(__file__).parent
 
-# A loaded machine with two cores exceeds any deadline of Hypothesis. pytest-timeout stops tests that hang.
-settings.register_profile("dissociated", deadline=None)
+# A loaded machine with two cores exceeds any deadline of Hypothesis. pytest-timeout stops tests that hang. Each run has
+# new examples, so half of the usual number is enough for a single one.
+settings.register_profile("dissociated", deadline=None, max_examples=50)
 settings.register_profile("thorough", deadline=None, max_examples=1_000)
 settings.load_profile("dissociated")
 
@@ -118,17 +119,22 @@ _WITHOUT_SESSION = (
 _SECOND_SESSION = (
     "test_functions.py",
     "test_functions_limits.py",
-    "test_killed.py",
     "test_killed_writer.py",
     "test_local.py",
 )
 
 
+#: Tests that read the sources: one worker parses them for all.
+_OF_SOURCES = tuple(f"tests/test_{name}.py" for name in ("messages", "names", "prose", "rooms", "tests", "wire"))
+
+
 class _Groups(LoadFileScheduling):  # type: ignore[misc]
-    """A scheduler that keeps each file, and all files that share a Spark session, on one worker."""
+    """A scheduler that keeps each file, and all files that share a Spark session or the sources, on one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = str(super()._split_scope(nodeid))
+        if file in _OF_SOURCES:
+            return "sources"
         if "/spark/" not in file or file.endswith(_WITHOUT_SESSION):
             return file
         return "second spark" if file.endswith(_SECOND_SESSION) else "spark"

@@ -87,6 +87,26 @@ def test_datasets_are_tables(spark: SparkSession, ours: str, client: dis.Client)
         spark.table(f"{ours}.far")
 
 
+def test_a_catalog_without_a_uri_is_the_one_of_the_session(
+    spark: SparkSession, catalog: str, client: dis.Client
+) -> None:
+    name = f"catalog{next(_numbers)}"
+    spark.conf.set(f"spark.sql.catalog.{name}", "org.apache.spark.sql.dissociated.DatasetCatalog")
+    spark.conf.set("spark.dissociated.catalog", catalog)
+    try:
+        spark.sql(f"CREATE TABLE {name}.t AS SELECT 1 AS n")
+        spark.conf.set("spark.dissociated.catalog", "grpc://127.0.0.1:1")
+        spark.sql(f"INSERT INTO {name}.t VALUES (2)")
+        assert sorted(rows(spark, f"SELECT * FROM {name}.t")) == [(1,), (2,)]
+    finally:
+        spark.conf.unset("spark.dissociated.catalog")
+    assert client["t"].count_rows() == 2
+    spark.conf.set(f"spark.sql.catalog.{name}_wrong", "org.apache.spark.sql.dissociated.DatasetCatalog")
+    spark.conf.set(f"spark.sql.catalog.{name}_wrong.uri", catalog)
+    with pytest.raises(PySparkException, match=r"no setting spark.sql.catalog.NAME.uri; after NAME .* catalog, "):
+        spark.sql(f"SHOW TABLES IN {name}_wrong")
+
+
 def test_a_table_keeps_its_comment_and_properties(spark: SparkSession, ours: str, client: dis.Client) -> None:
     spark.sql(f"CREATE TABLE {ours}.t (n INT COMMENT 'a number') COMMENT 'of mine' TBLPROPERTIES ('team' = 'x')")
     spark.sql(f"INSERT INTO {ours}.t VALUES (1)")

@@ -31,7 +31,8 @@ class DatasetCatalog extends StagingTableCatalog with SupportsNamespaces {
 
   override def initialize(name: String, settings: CaseInsensitiveStringMap): Unit = {
     catalogName = name
-    options = settings.asScala.toMap
+    // All uses must mean the same catalog, so the option is never absent: if it is empty, Python takes the default.
+    options = Map("catalog" -> "") ++ Source.withDefaultCatalog(settings).asScala
   }
 
   override def name(): String = catalogName
