@@ -80,6 +80,10 @@ class Endpoints(OwnLocations):
         ]
         return [*on_device, *on_host]
 
+    def are_fixed(self, dataset: Dataset) -> bool:
+        """Return whether the locations of `dataset` stay as they are, because none has addresses of its memory."""
+        return dataset.device_segment is None and not any(listener.exposes_memory for listener in self._listeners)
+
     def _text(self, listener: Listener, dataset: Dataset, packed: bool) -> str:
         if listener.exposes_memory:  # the location of each dataset has its memory
             return str(self._location(listener, dataset, Streams.BOTH, packed))
