@@ -457,7 +457,7 @@ class LocalCatalog(Catalog):
         self._clean_up(self._confirm, self._delete_unreferenced, self.clear_stage)
 
     def close(self) -> None:
-        self._database.counter.withdraw()
+        self._database.counter.close()
 
     def release(self) -> None:
         super().release()

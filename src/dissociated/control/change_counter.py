@@ -55,13 +55,11 @@ class ChangeCounter(ProcessBound):
         os.ftruncate(self._descriptor, _SIZE)
         seal(self._descriptor, Backing.LIVE)
         nonce = secrets.token_bytes(_NONCE_SIZE)
-        self._mapping = mmap.mmap(self._descriptor, _SIZE)
-        memory = memoryview(self._mapping)
+        memory = memoryview(mmap.mmap(self._descriptor, _SIZE))
         memory[_NUMBER_SIZE:] = nonce
         # CPython copies an aligned word in one instruction. The system calls by which processes tell each other of a
         # change come after it in the order of all processors.
         self._number = memory[:_NUMBER_SIZE].cast("Q")
-        memory.release()
         #: The place, which answers name.
         self.place = CounterPlace(os.getpid(), self._descriptor, nonce.hex())
         self.bind_to_process()
@@ -75,17 +73,13 @@ class ChangeCounter(ProcessBound):
     def number(self, number: int) -> None:
         self._number[0] = number
 
-    def withdraw(self) -> None:
+    def close(self) -> None:
         """Take the counter from all readers, which then ask. The number can still be changed, without effect."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
-
-    def close(self) -> None:
-        """Withdraw the counter, and release its memory."""
-        self.withdraw()
-        self._number.release()
-        self._mapping.close()
+        # Only now, when no reader trusts the shared number any more. Another thread may just use it.
+        self._number = memoryview(bytearray(_NUMBER_SIZE)).cast("Q")
 
     def after_fork_in_child(self) -> None:
         """Close the child's copy. See `dissociated.base.fork`."""
