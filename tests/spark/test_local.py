@@ -97,6 +97,41 @@ def test_to_arrow_copies_columns_if_the_plan_ends_in_columns(spark: SparkSession
     assert found == dense.toArrow()
 
 
+@pytest.mark.usefixtures("plans")
+def test_to_arrow_of_cached_data_is_that_of_spark(spark: SparkSession) -> None:
+    """Spark caches a column as it is, or by its runs, its few values, or the differences between its numbers."""
+    columns = {
+        "text": "concat('öß€😀 ', id)",
+        "few": "concat('v', id % 3)",
+        "runs": "concat('v', id div 1000)",
+        "steps": "CAST(id AS INT)",
+        "jumps": "id * 10000000000",
+        "codes": "CAST(id % 3 AS INT)",
+        "i8": "CAST(id AS TINYINT)",
+        "i16": "CAST(id AS SMALLINT)",
+        "f32": "CAST(id / 3 AS FLOAT)",
+        "f64": "id / 3D",
+        "flag": "id % 5 = 0",
+        "cents": "CAST(id % 100 / 4 AS DECIMAL(5, 2))",
+        "money": "CAST(id * 1.01 AS DECIMAL(15, 2))",
+        "wide": "CAST(id * 1.01 AS DECIMAL(38, 18))",
+        "day": "date_add(DATE'1969-12-25', CAST(id AS INT))",
+        "instant": "TIMESTAMP'2024-11-03 05:30:00Z' + make_dt_interval(0, CAST(id AS INT))",
+        "items": "array(id, NULL, id + 1)",
+        "nothing": "NULL",
+    }
+    values = [f"{value} AS {name}" for name, value in columns.items()]
+    nullable = [f"IF(id % 7 = 0 OR id < 500, NULL, {value}) AS {name}_or_null" for name, value in columns.items()]
+    df = spark.range(0, 12_500, numPartitions=1).selectExpr("id", *values, *nullable).cache()
+    found = to_arrow(df)
+    found.validate(full=True)
+    assert found == df.toArrow()
+    some = df.select("few_or_null", "id", "text")
+    assert to_arrow(some) == some.toArrow() == found.select(["few_or_null", "id", "text"])
+    assert to_arrow(df.where("id < 20")) == found.slice(0, 20)
+    df.unpersist()
+
+
 def output_rows(df: DataFrame) -> dict[str, int]:
     """Return the number of rows that each operator of the last execution of `df` has reported."""
     found, plans = {}, [executed_plan(df)]
@@ -136,15 +171,16 @@ def test_batches_of_columns_with_large_values_are_small(spark: SparkSession, tmp
         "id", "IF(id < 1000, NULL, CAST(REPEAT(CAST(id AS STRING), 700000) AS BINARY)) AS value"
     )
     values.write.parquet(str(tmp_path / "values"))
-    df = spark.read.parquet(str(tmp_path / "values"))
-    found = to_arrow(df)
-    assert found["id"].to_pylist() == [*range(1_010)]
-    for row, value in enumerate(found["value"]):
-        assert (value.as_py() == str(row).encode() * 700_000) if row >= 1_000 else not value.is_valid
-    assert max(batch.nbytes for batch in found.to_batches()) < (8 << 20) + 3_000_000
-    sizes = to_arrow(map_in_arrow(df, sizes_of_batches, "size long, rows long")).to_pydict()
-    assert sum(sizes["rows"]) == 1_010
-    assert max(sizes["size"]) < (8 << 20) + 3_000_000
+    for df in (spark.read.parquet(str(tmp_path / "values")), values.cache()):
+        found = to_arrow(df)
+        assert found["id"].to_pylist() == [*range(1_010)]
+        for row, value in enumerate(found["value"]):
+            assert (value.as_py() == str(row).encode() * 700_000) if row >= 1_000 else not value.is_valid
+        assert max(batch.nbytes for batch in found.to_batches()) < (8 << 20) + 3_000_000
+        sizes = to_arrow(map_in_arrow(df, sizes_of_batches, "size long, rows long")).to_pydict()
+        assert sum(sizes["rows"]) == 1_010
+        assert max(sizes["size"]) < (8 << 20) + 3_000_000
+    values.unpersist()
 
 
 def sizes_of_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
